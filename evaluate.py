@@ -27,12 +27,7 @@ from typing import NamedTuple
 import torch
 
 from checkpointing.files import read_state
-from checkpointing.pretrained import (
-    Checkpoint,
-    broadcast_checkpoints,
-    find_checkpoint,
-    load_trained_model,
-)
+from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, find_checkpoint, load_trained_model
 from config.compose import compose_config, compose_overrides
 from config.programs import EvaluateConfig
 from config.reading import read_json

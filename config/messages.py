@@ -21,11 +21,8 @@ SEVERAL_RUNS = "search.py sampler=grid runs all combinations of values such as l
 _WIDTH = 110
 _COMMENT_COLUMN = 40
 _KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]+?))?(?: *# (?P<comment>.*))?")
-_COMMANDS = {
-    "solve": ("python ", "solve.py"),
-    "search": ("python ", "search.py"),
-    "page": ("", "python -m share page"),
-}  # of programs that are always one process
+# Of programs that are always one process.
+_COMMANDS = {"solve": "python solve.py", "search": "python search.py", "page": "python -m share page"}
 # Keys of public programs that are no keys here.
 _PUBLISHED_HINTS = {
     "ema_rate": "the rate is the value of ema, such as ema=0.999",
@@ -183,9 +180,9 @@ def help_text(program: str, topic: str = "") -> str:
         return "\n".join(_help_of_experiments())
     if topic not in ("", "all") and not name:
         return "\n".join(_help_of_key(program, topic))
-    launched, command = _COMMANDS.get(program, ("[torchrun --nproc-per-node N] ", f"{program}.py"))
-    lines = [f"{launched}{command} [KEY=VALUE ...]", "", *_wrap(_title(path))]
-    shown = f"{command} --cfg job KEY=VALUE ... shows all values that a command means."
+    command = _COMMANDS.get(program, f"[torchrun --nproc-per-node N] {program}.py")
+    lines = [f"{command} [KEY=VALUE ...]", "", *_wrap(_title(path))]
+    shown = "--cfg job KEY=VALUE ... shows all values that a command means."
     if program == "pretrain" and topic != "all":
         lines += ["", "What to train", *_row("experiment=NAME", "a file of config/experiment, such as demo")]
         lines += _row("arch=hrm", f"{' | '.join(architectures())}: the model")

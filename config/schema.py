@@ -243,10 +243,8 @@ class PretrainConfig(MachineConfig):
     def _mesh_mistakes(self) -> Iterator[str]:
         arch, stages, shares = self.arch, self.pipeline_parallel_degree, self.tensor_parallel_degree
         if stages > 1:
-            key, unequal = (
-                f"pipeline_parallel_degree={stages}",
-                "ranks would call the network unequally often",
-            )
+            key = f"pipeline_parallel_degree={stages}"
+            unequal = "ranks would call the network unequally often"
             for name in ("H_layers", "L_layers", "num_layers"):
                 if getattr(arch, name, 0) % stages:
                     yield f"{key} does not divide arch.{name}={getattr(arch, name)}: stages have equal shares"

@@ -118,11 +118,7 @@ def evaluate_split(
                 delay=3,
                 disable=only_first_batches or not is_main(),
             )
-            with (
-                bar,
-                torch.inference_mode(),
-                read_batches(dataset, device=device) as source,
-            ):
+            with bar, torch.inference_mode(), read_batches(dataset, device=device) as source:
                 batches = until_stopped(source)
                 if sums[name].scores is not None:
                     answered = answer_grid(model, batches, reasoning, scores=sums[name].scores, **options)

@@ -29,12 +29,7 @@ class TokenNetwork(QHead, Network):
     """
 
     def __init__(
-        self,
-        arch: TokenConfig,
-        metadata: Metadata,
-        *,
-        levels: dict[str, int],
-        mlp: type[nn.Module] = SwiGLU,
+        self, arch: TokenConfig, metadata: Metadata, *, levels: dict[str, int], mlp: type[nn.Module] = SwiGLU
     ):
         super().__init__(arch)
         self.num_puzzle_positions = arch.num_puzzle_positions

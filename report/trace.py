@@ -12,9 +12,9 @@ import numpy as np
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.description import DatasetInfo, read_info
-from dataset.drawing import page_style
+from dataset.drawing import cells_of, page_style
 from dataset.format import IGNORE_LABEL_ID, Dataset
-from dataset.kinds.kind import Style, crop, to_grid
+from dataset.kinds.kind import Style, to_grid
 from dataset.loader import choose_rows, names_of, original_rows, read_rows
 from dataset.mixture import open_datasets
 from evaluation.trace import Trace, record_trace
@@ -214,12 +214,9 @@ def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
 
 def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, index: int) -> dict[str, Any]:
     """Returns the cells of the grids, and their numbers of columns; the answers have the label's frame."""
-    columns, first = style.num_columns, style.first_of_field
-    of_input = of_answer = to_grid(np.arange(len(tokens)), num_columns=columns)
-    if first is not None:
-        of_input = crop(of_input, to_grid(tokens >= first, num_columns=columns))
-        if (label != IGNORE_LABEL_ID).any():
-            of_answer = crop(of_answer, to_grid(label >= first - 1, num_columns=columns))
+    of_input, of_answer = cells_of(style, tokens), cells_of(style, label, frame=label)
+    if (label == IGNORE_LABEL_ID).all():
+        of_answer = to_grid(np.arange(len(label)), num_columns=style.num_columns)
     cells = of_answer.ravel()
     position = {cell: number for number, cell in enumerate(cells.tolist())}
     return {

@@ -77,12 +77,7 @@ async def _run_trials(
                     "same command goes on"
                 )
 
-    bar = {
-        "bar_format": _BAR,
-        "smoothing": 0,
-        "desc": "search",
-        "unit": "trial",
-    }  # the time left: by the mean
+    bar = {"bar_format": _BAR, "desc": "search", "unit": "trial", "smoothing": 0}  # time left by the mean
     with Progress(total=study.num_trials, initial=study.num_ended(), **bar) as shown:
         all_slots = asyncio.gather(*map(run_in, range(config.parallel)))
         while not all_slots.done():

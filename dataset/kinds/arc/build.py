@@ -45,11 +45,8 @@ from dataset.symmetries import NUM_DIHEDRAL
 
 _NUM_AUG = 1000
 _EVALUATED = "evaluation"  # the subset, where none is named
-_LATER = (
-    "generate",
-    "skip",
-    "max_size",
-)  # not in the manifest unless given: older commands give the same bytes
+# Not in the manifest unless given: older commands give the same bytes.
+_LATER = ("generate", "skip", "max_size")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

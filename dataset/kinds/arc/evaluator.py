@@ -130,12 +130,7 @@ class ArcEvaluator:
             for k, of_tasks in scores.items() if ranks else ():
                 of_tasks.append(sum(rank < k for rank in ranks) / len(ranks))
         means = {f"arc/pass@{k}": math.fsum(each) / len(each) for k, each in scores.items() if each}
-        return {
-            **means,
-            "arc/count": len(scores[1]),
-            "arc/test_inputs": num_inputs,
-            "arc/votes": num_votes,
-        }
+        return {**means, "arc/count": len(scores[1]), "arc/test_inputs": num_inputs, "arc/votes": num_votes}
 
     def write(self, folder: Path) -> None:
         """Writes `submission.json` in Kaggle's form, and `votes.npz`, which later evaluations may add.

@@ -176,9 +176,8 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
     trained on. Where one alone has the test outputs, the others get them. ValueError where they differ.
     """
     kept: dict[str, Task] = {}
-    for task in sorted(
-        tasks, key=lambda task: (task.subset not in evaluated, not task.has_outputs)
-    ):  # stable
+    in_order = sorted(tasks, key=lambda task: (task.subset not in evaluated, not task.has_outputs))
+    for task in in_order:  # equal ones as they were given
         first = kept.setdefault(task.id, task)
         is_alike = task.has_outputs == first.has_outputs
         one, other = (each.content if is_alike else each.without_outputs.content for each in (task, first))
@@ -258,9 +257,7 @@ def _read_folder(folder: Path) -> _Found:
     for subfolder in subfolders or [folder]:
         for path in _visible(subfolder, _is_json):
             content = read_json(path)
-            if (
-                isinstance(content, list) and content
-            ):  # Re-ARC's files: pairs of a task, none marked as the test
+            if isinstance(content, list) and content:  # of Re-ARC: pairs of a task, none marked as the test
                 content = {"train": content[:-1], "test": content[-1:]}
             subset = Path(os.path.abspath(subfolder)).name
             yield content, {"task_id": path.stem, "subset": subset, "source": path}

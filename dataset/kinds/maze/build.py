@@ -65,9 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check_options(options: argparse.Namespace) -> None:
     """Completes the options. ValueError where they do not go together."""
     if options.generate is None:
-        refuse_options(
-            options, ("size", "min_path_cells", "num_test", "perfect"), "--generate, not for --source"
-        )
+        generated = ("size", "min_path_cells", "num_test", "perfect")
+        refuse_options(options, generated, "--generate, not for --source")
     else:
         refuse_options(options, ("subsample_size",), "--source, not for --generate")
         options.num_test = options.num_test or max(options.generate // 10, 20)
@@ -83,10 +82,9 @@ def check_options(options: argparse.Namespace) -> None:
 def _generate(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
     """Generates the training and the test mazes."""
     size, least = options.size, options.min_path_cells
+    maze = {"size": size, "min_path_cells": least, "is_perfect": bool(options.perfect)}
     drawn = draw_distinct(
-        functools.partial(
-            _draw, seed=options.seed, size=size, min_path_cells=least, is_perfect=bool(options.perfect)
-        ),
+        functools.partial(_draw, seed=options.seed, **maze),
         num_train=options.generate,
         num_test=options.num_test,
         max_misses=_MAX_BATCHES,
@@ -103,12 +101,10 @@ def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> np.ndarra
 
 def _read(files: Sequence[Path], *, given: str | None) -> list[np.ndarray]:
     """Reads the pairs of each file; warns of labels that are right by another rule than the published."""
-    read, num_cells, num_others = [], 0, 0
+    read, num_cells, num_others, names = [], 0, 0, ("question", "answer")
     for path in files:
         parts = []
-        for lines, columns in sources.read_columns(
-            path, ("question", "answer"), given=given, is_grid=_is_maze
-        ):
+        for lines, columns in sources.read_columns(path, names, given=given, is_grid=_is_maze):
             check = functools.partial(sources.expect, path, lines)
             columns = {name: list(map(_flatten, texts)) for name, texts in columns.items()}
             if not num_cells:
@@ -137,14 +133,9 @@ def _is_maze(text: str) -> bool:
 def _parse(
     columns: dict[str, list[str]], num_cells: int, check: Callable[[np.ndarray, str], None]
 ) -> np.ndarray:
-    remark = " like the first maze: all must be of one size"
-    form = {
-        "num_cells": num_cells,
-        "token_of": TOKEN_OF,
-        "largest": (rules.GOAL, rules.PATH),
-        "remark": remark,
-    }
-    mazes, answers = sources.parse_grids(columns, check, **form)
+    form = {"num_cells": num_cells, "remark": " like the first maze: all must be of one size"}
+    largest = (rules.GOAL, rules.PATH)
+    mazes, answers = sources.parse_grids(columns, check, token_of=TOKEN_OF, largest=largest, **form)
     for token, thing in ((rules.START, "start S"), (rules.GOAL, "goal G")):
         num = np.count_nonzero(mazes == token, axis=1)
         check(num > 0, f"the maze has no {thing}")

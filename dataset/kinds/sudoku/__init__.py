@@ -127,12 +127,7 @@ KIND = Kind(
     mismatch=_mismatch,
     build_evaluator=_build_evaluator,
     augmentation="sudoku",
-    style=Style(
-        symbols=["_", ".", *SYMBOLS],
-        ansi={0: FAINT, 1: FAINT},
-        boxes=BOX_OF,
-        marks_new=True,
-    ),
+    style=Style(symbols=["_", ".", *SYMBOLS], ansi={0: FAINT, 1: FAINT}, boxes=BOX_OF, marks_new=True),
     read_puzzles=read_puzzles,
     make_up=_make_up,
 )
