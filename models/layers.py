@@ -67,12 +67,6 @@ def rms_norm(x: Tensor, *, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def rotary_table(length: int, head_dim: int, *, base: float) -> Rotary:
-    """Computes cos and sin of the rotary angles (arXiv 2104.09864), p * base^(-2i / head_dim)."""
-    angles = rotary_angles(torch.arange(length), head_dim, base=base)
-    return angles.cos(), angles.sin()
-
-
 def rotary_angles(positions: Tensor, dim: int, *, base: float) -> Tensor:
     """Computes the angles p * base^(-2i / dim), float32 [length, dim / 2]. positions: p, [length]."""
     frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)

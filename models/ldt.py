@@ -44,7 +44,7 @@ from models.lattice import (
     move,
     sums_of_moves,
 )
-from models.layers import Dropout, LayerNorm, Linear, Rotary, grid_angles
+from models.layers import Dropout, LayerNorm, Linear, grid_angles
 from models.losses import correct_sequences
 from models.network import Network
 from models.random import Draws
@@ -110,8 +110,7 @@ class LDT(Network):
             head_dim = width // arch.num_heads
             angles = grid_angles(num_cells, num_columns, head_dim, base=arch.rope_theta)
             angles = F.pad(angles, (0, 0, 0, 1))  # the token behind the cells is not turned
-            self.register_buffer("rotary_cos", angles.cos(), persistent=False)
-            self.register_buffer("rotary_sin", angles.sin(), persistent=False)
+            self.register_rotary(angles)
         self.cls_embed, self.cls_pos = (nn.Parameter(0.02 * torch.randn(1, 1, width)) for _ in range(2))
         options = {"num_heads": arch.num_heads, "expansion": arch.expansion}
         options["has_rotary"] = self.row_embed is None
@@ -149,10 +148,6 @@ class LDT(Network):
 
     def needs_draws(self, reasoning: Reasoning) -> bool:
         return True
-
-    @property
-    def rotary(self) -> Rotary | None:
-        return (self.rotary_cos, self.rotary_sin) if self.row_embed is None else None
 
     # Boards enter.
 

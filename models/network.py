@@ -93,7 +93,6 @@ class Network(nn.Module):
     advances: bool = False
     undecayed: ClassVar[tuple[str, ...]] = ()
     is_search: ClassVar[bool] = False
-    rotary: Rotary | None = None
     puzzle_emb: PuzzleEmbedding | None
 
     def __init__(self, arch: ArchConfig):
@@ -106,6 +105,16 @@ class Network(nn.Module):
         """Draws X_init for each of the states."""
         for name in self.state_names:
             self.register_buffer(_init_of(name), truncated_normal(self.hidden_size, std=1).to(self.dtype))
+
+    def register_rotary(self, angles: Tensor) -> None:
+        """Adds a table of rotary positions (arXiv 2104.09864). angles: float32 [positions, head_dim / 2]."""
+        self.register_buffer("rotary_cos", angles.cos(), persistent=False)
+        self.register_buffer("rotary_sin", angles.sin(), persistent=False)
+
+    @property
+    def rotary(self) -> Rotary | None:
+        """Returns the table of rotary positions, None where there is none."""
+        return (self.rotary_cos, self.rotary_sin) if hasattr(self, "rotary_cos") else None
 
     def register_puzzle_rows(self, arch: ArchConfig, metadata: Metadata, *, width: int | None = None) -> None:
         """Adds the table of puzzle embeddings, if the architecture has one. width: of rows that differ."""
@@ -273,10 +282,6 @@ class Network(nn.Module):
         """Computes the input e of every call in the step, of the shape of a state."""
         raise NotImplementedError
 
-    def rotary_for(self, inputs: Tensor) -> Rotary | None:
-        """Returns the table of the attention over positions, which may depend on the inputs."""
-        return self.rotary
-
     def reason(
         self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
     ) -> State:
@@ -307,7 +312,7 @@ class Network(nn.Module):
             names, std = {"z_L"} & state.keys() or {*self.state_names} & state.keys(), reasoning.step_noise
             state = state | {n: plus_noise(state[n], std, draws, use=f"step {n}") for n in names}
         e = self.embed(inputs, puzzle_identifiers)
-        reasoned = self.reason(state, e, self.rotary_for(inputs), reasoning, draws)
+        reasoned = self.reason(state, e, self.rotary, reasoning, draws)
         kept = {name: reasoned[name].detach() for name in state}
         return kept, self.predict(reasoned["z_H"])
 

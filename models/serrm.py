@@ -99,9 +99,7 @@ class SERRM(OneState, TokenLosses, Network):
         )
         if arch.pos_encodings != "learned":
             angles = _angles(arch, metadata)
-            angles = nn.functional.pad(angles, (0, 0, 0, self.num_added))  # added positions are not turned
-            self.register_buffer("rotary_cos", angles.cos(), persistent=False)
-            self.register_buffer("rotary_sin", angles.sin(), persistent=False)
+            self.register_rotary(nn.functional.pad(angles, (0, 0, 0, self.num_added)))  # added: not turned
 
     def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
         """Draws which slots halt, bool `stops` [batch_size], and the `keys` of dropout."""
@@ -131,11 +129,6 @@ class SERRM(OneState, TokenLosses, Network):
         if arch.pos_encodings == "learned":
             sizes["seq_len"] = weights["pos_embedding"].shape[2]
         return sizes
-
-    @property
-    def rotary(self) -> Rotary | None:
-        """Returns the table of the attention over cells."""
-        return (self.rotary_cos, self.rotary_sin) if self.pos_embedding is None else None
 
     def state_shape(self, seq_len: int) -> tuple[int, ...]:
         return self.num_symbols, seq_len + self.num_added, self.hidden_size

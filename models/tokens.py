@@ -10,7 +10,7 @@ from dataset.format import Metadata, columns_of
 from models.blocks import Block, Level
 from models.carry import Prediction, State
 from models.flops import flops
-from models.layers import Attention, Convolution, Embedding, Linear, Rotary, SwiGLU, rotary_table
+from models.layers import Attention, Convolution, Embedding, Linear, SwiGLU, rotary_angles
 from models.network import Network
 from models.q_head import QHead
 
@@ -40,11 +40,9 @@ class TokenNetwork(QHead, Network):
         self.embed_tokens = Embedding(metadata.vocab_size, arch.hidden_size, std=std, dtype=self.dtype)
         self.embed_pos = None
         self.register_puzzle_rows(arch, metadata)
-        self.has_rotary = arch.pos_encodings == "rope"
-        if self.has_rotary:
-            cos, sin = rotary_table(length, arch.hidden_size // arch.num_heads, base=arch.rope_theta)
-            self.register_buffer("rotary_cos", cos, persistent=False)
-            self.register_buffer("rotary_sin", sin, persistent=False)
+        if arch.pos_encodings == "rope":
+            head_dim = arch.hidden_size // arch.num_heads
+            self.register_rotary(rotary_angles(torch.arange(length), head_dim, base=arch.rope_theta))
         elif arch.pos_encodings == "learned":
             self.embed_pos = Embedding(length, arch.hidden_size, std=std, dtype=self.dtype)
 
@@ -82,11 +80,6 @@ class TokenNetwork(QHead, Network):
         if over_positions:
             sizes["seq_len"] = len(weights[over_positions[0]]) - arch.num_puzzle_positions
         return sizes
-
-    @property
-    def rotary(self) -> Rotary | None:
-        """Returns the table of the blocks."""
-        return (self.rotary_cos, self.rotary_sin) if self.has_rotary else None
 
     def state_shape(self, seq_len: int) -> tuple[int, ...]:
         return self.num_puzzle_positions + seq_len, self.hidden_size

@@ -12,7 +12,7 @@ from models.layers import (
     SwiGLU,
     attend,
     rms_norm,
-    rotary_table,
+    rotary_angles,
     rotate,
     rotate_pairs,
     truncated_normal,
@@ -20,6 +20,11 @@ from models.layers import (
 from models.tokens import Q_HEAD_BIAS
 from tests.float64 import TOLERANCE, assert_close
 from tests.tiny import random_batch, run_step, tiny_model
+
+
+def _rotary(length: int, head_dim: int, *, base: float) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = rotary_angles(torch.arange(length), head_dim, base=base)
+    return angles.cos(), angles.sin()
 
 
 def test_truncated_normal_has_the_standard_deviation_asked_for():
@@ -44,7 +49,7 @@ def test_rms_norm_is_computed_in_float32():
 def test_rotation_turns_each_pair_by_its_angle():
     length, dim = 5, 8
     x = torch.randn(1, length, 1, dim)
-    turned = rotate(x, *rotary_table(length, dim, base=100.0))
+    turned = rotate(x, *_rotary(length, dim, base=100.0))
     for position in range(length):
         for i in range(dim // 2):
             angle = position * 100.0 ** (-2 * i / dim)
@@ -57,7 +62,7 @@ def test_rotation_turns_each_pair_by_its_angle():
 
 @pytest.mark.usefixtures("float64")
 def test_pairs_side_by_side_turn_as_halves_do():
-    x, rotary = torch.randn(2, 5, 3, 8), rotary_table(5, 8, base=100.0)
+    x, rotary = torch.randn(2, 5, 3, 8), _rotary(5, 8, base=100.0)
     side_by_side = x.unflatten(-1, (2, 4)).transpose(-1, -2).flatten(-2)
     turned = rotate_pairs(side_by_side, *rotary).unflatten(-1, (4, 2)).transpose(-1, -2).flatten(-2)
     assert_close(turned, rotate(x, *rotary))
@@ -67,7 +72,7 @@ def test_pairs_side_by_side_turn_as_halves_do():
 def test_attention_is_softmax_of_scaled_products():
     torch.manual_seed(0)
     attention = Attention(16, num_heads=2)
-    x, rotary = torch.randn(2, 5, 16), rotary_table(5, 8, base=10000.0)
+    x, rotary = torch.randn(2, 5, 16), _rotary(5, 8, base=10000.0)
     q, k, v = (x @ attention.qkv_proj.weight.T).split(16, dim=-1)
     mixed = []
     for head in range(2):
