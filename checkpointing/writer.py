@@ -22,7 +22,7 @@ import torch
 
 from checkpointing.files import MANIFEST_FILE, manifest_text, unfinished_folder
 from checkpointing.tensors import save_tensors
-from config.writing import write_text
+from config.writing import flush, write_text
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.process_group import connect_store, is_main, rank, world_size
@@ -117,9 +117,11 @@ class CheckpointWriter:
         try:
             files = self._files_of_all(unfinished.name, part)
             write_text(unfinished / MANIFEST_FILE, manifest_text(files))
-            _sync(unfinished)
+            with contextlib.suppress(OSError):  # not every file system can
+                flush(unfinished)
             unfinished.rename(goal)
-            _sync(self._run_folder)
+            with contextlib.suppress(OSError):
+                flush(self._run_folder)
         except Exception as error:
             self._fail(goal, _describe(error))
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -176,16 +178,6 @@ def _close_file(path: Path) -> dict[str, Any]:
         os.fsync(file.fileno())
         # In one call, which does without the interpreter: training goes on meanwhile.
         return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
-def _sync(folder: Path) -> None:
-    """Makes the names in a folder last, where the file system knows how to."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _describe(error: Exception) -> str:

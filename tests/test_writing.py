@@ -164,8 +164,8 @@ def test_everything_is_on_the_disk_before_anything_moves(folder, monkeypatch):
         events.append(f"{path.name} -> {goal.name}")
         os.rename(path, goal)
 
-    original = writing._flush
-    monkeypatch.setattr(writing, "_flush", flush)
+    original = writing.flush
+    monkeypatch.setattr(writing, "flush", flush)
     monkeypatch.setattr(Path, "rename", rename)
     write(folder, train=TEST, test=TRAIN)
     moves = events.index("data -> old")

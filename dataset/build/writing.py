@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from config.writing import write_json
+from config.writing import flush, write_json
 from dataset.format import (
     IDENTIFIERS,
     MANIFEST,
@@ -65,11 +65,11 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         new.mkdir()
         yield new
         for path in (*new.rglob("*"), new, scratch):
-            _flush(path)
+            flush(path)
         if folder.exists():
             folder.rename(old)
         new.rename(folder)
-        _flush(folder.parent)
+        flush(folder.parent)
 
 
 def check_output_folder(
@@ -135,15 +135,6 @@ def _write(
         for path in sorted(path for path in folder.rglob("*") if path.is_file())
     }
     write_json(folder / MANIFEST, {"builder": builder, "examples": counts, "files": files})
-
-
-def _flush(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
