@@ -244,16 +244,13 @@ class PretrainConfig(MachineConfig):
         arch, stages, shares = self.arch, self.pipeline_parallel_degree, self.tensor_parallel_degree
         if stages > 1:
             key = f"pipeline_parallel_degree={stages}"
-            unequal = "ranks would call the network unequally often"
             for name in ("H_layers", "L_layers", "num_layers"):
                 if getattr(arch, name, 0) % stages:
                     yield f"{key} does not divide arch.{name}={getattr(arch, name)}: stages have equal shares"
             if arch.name == "fprm":
                 yield f"{key} is not for arch=fprm: a stage cannot run its blocks for others"
             if getattr(arch, "q_target", "exact") == "deferred" and not arch.no_ACT_continue:
-                yield f"{key} needs arch.q_target=exact: {unequal}"
-            if self.halting == "act":
-                yield f"{key} needs halting=max: {unequal}"
+                yield f"{key} needs arch.q_target=exact: ranks would call the network unequally often"
         else:
             key = f"tensor_parallel_degree={shares}"
         for name in ("num_heads", "num_heads_t"):

@@ -15,6 +15,7 @@ from models import HaltingModel
 from models.carry import Carry, Reasoning, StepOutput, select_columns
 from models.compilation import eager_blocks
 from models.random import Draws
+from parallel.collectives import ALONE, Ranks
 
 Draw = Callable[[Carry], Draws | None]  # the random numbers of the step that the slots are about to make
 OnStep = Callable[[StepOutput, Tensor], None]  # (output, where the network wants to halt for the first time)
@@ -60,10 +61,12 @@ def answer_batches(
     draw: Draw,
     on_step: OnStep,
     race: Race | None = None,
+    stages: Ranks = ALONE,
 ) -> Iterator[StepOutput]:
     """Yields the final outputs of all rows of the batches, in pieces of any size, halting early in any order.
 
     Rows of padding may come or stay away. on_step: called after every step. race: drops lost attempts.
+    stages: of a pipeline, who all call it, and make the same calls of the network, with as many slots.
     """
 
     def begin(batch: Batch) -> Carry:
@@ -87,35 +90,42 @@ def answer_batches(
         return
 
     # Slots are refilled from the batches to come; at the end the batch becomes smaller, and is not compiled.
+    # Of the stages of a pipeline all go on while one has work: then idle slots, of padding, fill the batch.
     running, waiting = None, None  # the carry of slots at work; real rows that wait for a slot
-    num_slots = 0
+    num_slots, has_more, device = 0, True, next(model.parameters()).device
     while True:
         num_running = 0 if running is None else len(running.steps)
-        while waiting is None or num_running + len(waiting.rows) < num_slots:
-            if (batch := next(batches, None)) is None:
-                break
-            num_slots = max(num_slots, len(batch.rows))
-            new = batch.select(batch.is_real)
-            waiting = new if waiting is None else Batch.join([waiting, new])
-        num_new = 0 if waiting is None else min(num_slots - num_running, len(waiting.rows))
-        if num_running + num_new == 0:
+        num_rows = num_running + (0 if waiting is None else len(waiting.rows))
+        needs_batch = has_more and (waiting is None or num_rows < num_slots)
+        (wishes,) = stages.all_gather_counts(2 if needs_batch else int(num_rows > 0), device=device)
+        if max(wishes) == 0:
             return
+        if max(wishes) == 2:
+            if has_more := (batch := next(batches, None)) is not None:
+                num_slots = max(num_slots, len(batch.rows))
+                idle = batch._replace(rows=torch.full_like(batch.rows, -1))
+                new = batch.select(batch.is_real)
+                waiting = new if waiting is None else Batch.join([waiting, new])
+            continue
+        num_busy = min(num_slots, num_rows)
+        num_new = num_busy - num_running
+        new, waiting = waiting.select(slice(num_new)), waiting.select(slice(num_new, None))
+        if stages.size > 1:
+            new = Batch.join([new, idle.select(slice(num_slots - num_busy))])
         parts = [] if running is None else [running]
-        if num_new:
-            parts.append(begin(waiting.select(slice(num_new))))
-            waiting = waiting.select(slice(num_new, None))
-        with eager_blocks(unless=num_running + num_new == num_slots):
-            output = step(Carry.join(parts))
+        if len(new.rows):
+            parts.append(begin(new))
+        with eager_blocks(unless=num_running + len(new.rows) == num_slots):
+            output = step(Carry.join(parts)).select(slice(num_busy))
         if race is not None:
             carry = output.carry
             race.record(carry, model.network.wants_to_halt(carry.state, output.prediction))
             halted = carry.halted | race.is_lost(carry.data.rows, carry.steps)
             output = output._replace(carry=carry._replace(halted=halted))
-            if waiting is not None:
-                lost = race.is_lost(waiting.rows, torch.zeros_like(waiting.rows))
-                if lost.any():
-                    on_step(*_unanswered(begin(waiting.select(lost)), output))
-                waiting = waiting.select(~lost)
+            lost = race.is_lost(waiting.rows, torch.zeros_like(waiting.rows))
+            if lost.any():
+                on_step(*_unanswered(begin(waiting.select(lost)), output))
+            waiting = waiting.select(~lost)
         on_step(output, output.carry.halted)
         done, going_on = (mask.nonzero().flatten() for mask in (output.carry.halted, ~output.carry.halted))
         if len(done):

@@ -24,7 +24,7 @@ from models import HaltingModel
 from models.carry import Reasoning, StepOutput, divide, sum_names
 from models.losses import correct_sequences
 from models.network import Network
-from parallel.collectives import Ranks, RankSums, all_ranks, gather_objects
+from parallel.collectives import ALONE, Ranks, RankSums, all_ranks, gather_objects
 from parallel.process_group import is_main
 from parallel.progress import Progress
 
@@ -63,6 +63,7 @@ def evaluate_split(
     all_reduce_stop: Callable[[], bool] = lambda: False,
     fetch_rows: Callable[[Tensor], None] | None = None,
     ranks: Ranks | None = None,
+    stages: Ranks = ALONE,
 ) -> dict[str, SetResult] | None:
     """Evaluates every set; returns the results on rank 0, nothing elsewhere. The model's mode is kept.
 
@@ -73,7 +74,7 @@ def evaluate_split(
     to evaluate; None: all. all_reduce_stop: is asked by all ranks before every batch; after True the result
     is None. fetch_rows: is called by all ranks before each set, with the identifiers of this rank's puzzles,
     int64 [n], where puzzle embeddings are sharded; rows that were fetched earlier are then gone. ranks: that
-    share the puzzles; None: all.
+    share the puzzles; None: all. stages: of this rank's pipeline; without a grid.
     """
     network, reasoning, ranks = model.network, reasoning or model.eval_reasoning, ranks or all_ranks()
     if network.is_search:
@@ -123,7 +124,8 @@ def evaluate_split(
                 if sums[name].scores is not None:
                     answered = answer_grid(model, batches, reasoning, scores=sums[name].scores, **options)
                 else:
-                    finals = answer_batches(model, batches, reasoning, draw=draw, on_step=sums[name].add_step)
+                    more = {"draw": draw, "on_step": sums[name].add_step, "stages": stages}
+                    finals = answer_batches(model, batches, reasoning, **more)
                     answered = ((final, None, None) for final in finals)
                 for final, attempts, _ in answered:
                     sums[name].add(final)

@@ -153,8 +153,8 @@ class StepOutput(NamedTuple):
     carry: Carry
     prediction: Prediction
 
-    def select(self, slots: Tensor) -> StepOutput:
-        """Returns the result of some of the slots, int64 [n]."""
+    def select(self, slots: slice | Tensor) -> StepOutput:
+        """Returns the result of some of the slots, a slice or int64 [n]."""
         return StepOutput(self.carry.select(slots), select_columns(self.prediction, slots))
 
     @staticmethod
@@ -165,8 +165,8 @@ class StepOutput(NamedTuple):
         return StepOutput(Carry.join([part.carry for part in parts]), type(parts[0].prediction)(*joined))
 
 
-def select_columns(prediction: Prediction, slots: Tensor) -> Prediction:
-    """Returns the prediction of some of the slots, int64 [n]."""
+def select_columns(prediction: Prediction, slots: slice | Tensor) -> Prediction:
+    """Returns the prediction of some of the slots, a slice or int64 [n]."""
     return type(prediction)(*(None if column is None else column[slots] for column in prediction))
 
 

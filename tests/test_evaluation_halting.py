@@ -12,6 +12,9 @@ from dataset.loader import read_rows
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.trace import record_trace
 from models import HaltingModel
+from parallel.mesh import Mesh, sizes_of
+from parallel.pipeline import Ring, cut_levels
+from parallel.process_group import world_size
 from tests.float64 import TOLERANCE, float64
 from tests.ranks import run_ranks
 from tests.tiny import FACTS, halting_model, random_batch, run_step, tiny_model
@@ -20,16 +23,27 @@ _STEPS = 6
 _SAVED = ("preds", "q_halt_logits", "labels", "inputs")
 
 
-def _evaluate(folder: Path, name: str = "trm", halting: str = "act", batch_size: int = 32) -> SetResult:
+def _evaluate(
+    folder: Path,
+    name: str = "trm",
+    halting: str = "act",
+    batch_size: int = 32,
+    layers: int = 1,
+    num_stages: int = 1,
+) -> SetResult:
     """In float64: rounding changes with the batch, and may decide neither a halt nor an answer."""
     with float64():
-        model = halting_model(folder, name, steps=_STEPS)
+        model, mesh = halting_model(folder, name, steps=_STEPS, L_layers=layers), None
+        if num_stages > 1:
+            mesh = Mesh(sizes_of(world_size(), pipeline=num_stages))
+            cut_levels(model.network.levels().values(), Ring(mesh.pipeline, mesh.homes))
         result = evaluate_split(
             model,
             open_dataset(folder, read_everything=False),
             global_batch_size=batch_size,
             reasoning=dataclasses.replace(model.eval_reasoning, halts_early=halting == "act"),
             outputs=_SAVED,
+            **({"ranks": mesh.data, "stages": mesh.pipeline} if mesh else {}),
         )
     return result.get("all")
 
@@ -65,15 +79,26 @@ def test_every_answer_is_that_of_its_puzzle_alone(sudoku_folder, name):
     assert len(set(calls)) > 2, "the test is about slots that halt at different times"
 
 
-@pytest.mark.parametrize(
-    ("world_size", "batch_size"), [(1, 7), (1, 1000), (2, 32), pytest.param(4, 32, marks=pytest.mark.slow)]
-)
-def test_neither_ranks_nor_batch_size_change_anything(sudoku_folder, acted, world_size, batch_size):
-    ours = run_ranks(_evaluate, world_size, sudoku_folder, "trm", "act", batch_size)[0]
-    assert ours.metrics == pytest.approx(acted.metrics, rel=TOLERANCE)
-    for name, array in acted.outputs.items():
+def _assert_equal(ours: SetResult, theirs: SetResult) -> None:
+    assert ours.metrics == pytest.approx(theirs.metrics, rel=TOLERANCE)
+    for name, array in theirs.outputs.items():
         tolerance = TOLERANCE if array.dtype.kind == "f" else 0
         np.testing.assert_allclose(ours.outputs[name], array, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "batch_size"), [(1, 7), (1, 1000), (2, 32), pytest.param(4, 32, marks=pytest.mark.slow)]
+)
+def test_neither_ranks_nor_batch_size_change_anything(sudoku_folder, acted, num_ranks, batch_size):
+    _assert_equal(run_ranks(_evaluate, num_ranks, sudoku_folder, "trm", "act", batch_size)[0], acted)
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_go_on_together(sudoku_folder):
+    """With idle slots where a stage has fewer puzzles left than another one, or none."""
+    alone = _evaluate(sudoku_folder, layers=2)
+    assert 1 < alone.metrics["steps"] < _STEPS
+    _assert_equal(run_ranks(_evaluate, 4, sudoku_folder, "trm", "act", 24, 2, 2)[0], alone)
 
 
 def test_running_all_steps_tells_what_halting_would_give(sudoku_folder, acted):

@@ -33,7 +33,7 @@ def evaluate(
     was asked to stop before its end.
     """
     options: dict[str, Any] = {"only_first_batches": only_first_batches, "fetch_rows": state.fetch_rows}
-    options["ranks"] = state.ranks
+    options |= {"ranks": state.ranks, "stages": state.mesh.pipeline}
     if interruption is not None:
         options["all_reduce_stop"] = interruption.all_reduce_request
     reasoning = dataclasses.replace(state.model.eval_reasoning, halts_early=config.halting == "act")
