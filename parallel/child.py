@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from parallel.launch import REPOSITORY
 
 _PROGRESS_SECONDS = 10  # between two lines of progress
-_ERROR = re.compile(r"error(?: \(rank \d+\))?: (.*)")
+_ERROR = re.compile(r"error(?: \(rank \d+(?: \(.*?\))?\))?: (.*)")
 # Linux's PR_SET_PDEATHSIG with SIGTERM: the program is asked to stop when the session dies, however it does.
 _LEASH = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 

@@ -298,15 +298,23 @@ def checksum(tensor: Tensor) -> Tensor:
     return bits.sum(dtype=torch.int64)
 
 
-def all_gather_difference(tensors: dict[str, Tensor], ranks: Ranks) -> tuple[str, list[int]] | None:
-    """Returns the first tensor that differs, by checksum, and the members that do not hold the first one's.
+Key = tuple[str, tuple]  # the name of a tensor, and which part of it
 
-    None where all are equal. All members call it, with the same names; all get the same answer.
+
+def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], int] | None:
+    """Compares, by checksum, what ranks hold under the same key; not all need hold the same keys.
+
+    Returns the name of the first tensor that differs, the ranks that have another one than the first rank
+    that holds it, and this rank. None where all are equal. All ranks call it; all get the same answer.
     """
-    sums = torch.stack([checksum(tensor) for tensor in tensors.values()])
-    by_rank = ranks.all_gather_rows(sums[None]).cpu()  # [ranks, tensors]
-    differs = by_rank != by_rank[:1]
-    if not differs.any():
-        return None
-    first = int(differs.any(dim=0).nonzero()[0])
-    return list(tensors)[first], differs[:, first].nonzero().flatten().tolist()
+    sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
+    gathered = gather_objects(dict(zip(tensors, sums, strict=True)))
+    holders: dict[Key, dict[int, int]] = {}
+    for number, each in enumerate(gathered or ()):
+        for key, value in each.items():
+            holders.setdefault(key, {})[number] = value
+    for (name, _), values in holders.items():
+        first, *others = values
+        if different := [number for number in others if values[number] != values[first]]:
+            return broadcast_object((name, different, first))
+    return broadcast_object(None)

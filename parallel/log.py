@@ -55,7 +55,7 @@ class _Console(logging.Handler):
         text, is_error = record.getMessage(), record.levelno >= logging.ERROR
         if record.exc_info and record.exc_info[0]:  # the traceback is in the file
             text += f" ({record.exc_info[0].__name__}: {record.exc_info[1]})"
-        where = getattr(record, "where", f" (rank {rank()})" if world_size() > 1 else "")
+        where = getattr(record, "where", f" ({name_ranks([rank()])})" if world_size() > 1 else "")
         line = printable(f"{'error' if is_error else 'warning'}{where}: {' '.join(text.split())}")
         once = getattr(record, "once", line)
         if is_error or once not in self.shown:
@@ -135,7 +135,7 @@ def error(message: object, *, failed_rank: int = 0) -> None:
 
     failed_rank: the rank that failed, if that is not rank 0, which speaks for all.
     """
-    where = f" (rank {failed_rank})" if failed_rank else ""
+    where = f" ({name_ranks([failed_rank])})" if failed_rank else ""
     _logger.error(str(message), extra={"where": where})
     leave_last_words(f"error{where}: {message}")
 

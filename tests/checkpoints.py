@@ -57,7 +57,7 @@ def random_state(step: int, **changes) -> TrainState:
     state = blank_state(**changes)
     state.step = step
     generator = torch.Generator().manual_seed(step)
-    for tensor in state.replicated_tensors().values():
+    for tensor in replicated_tensors(state).values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator))
     carry, generator = {}, torch.Generator().manual_seed(-step)  # whatever share of the rest is this rank's
     for name, tensor in state.carry.tensors().items():
@@ -68,8 +68,19 @@ def random_state(step: int, **changes) -> TrainState:
     return state
 
 
+def replicated_tensors(state: TrainState) -> dict[str, torch.Tensor]:
+    """Returns what every rank holds as a whole, weights as the forward pass reads them."""
+    files = state.parts() | {"weights": state.model.network.state_dict() | state.table.rows()}
+    return {
+        f"{name} of {file}": each
+        for file, tensors in files.items()
+        for name, each in tensors.items()
+        if isinstance(each, torch.Tensor)
+    }
+
+
 def state_tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    tensors = {**state.replicated_tensors(), **state.carry.tensors()}
+    tensors = {**replicated_tensors(state), **state.carry.tensors()}
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 

@@ -17,6 +17,7 @@ from tests.checkpoints import (
     checkpoint_names,
     open_checkpoints,
     random_state,
+    replicated_tensors,
     resume,
     run_config,
     save,
@@ -62,7 +63,7 @@ def test_what_changes_while_it_is_written_is_not_in_it(run, monkeypatch):
             expected = state_tensors(state)
             may_write.clear()
             checkpoints.save(state)
-            for tensor in (*state.replicated_tensors().values(), *state.carry.tensors().values()):
+            for tensor in (*replicated_tensors(state).values(), *state.carry.tensors().values()):
                 tensor.zero_() if tensor.dtype is torch.bool else tensor.add_(1)
             assert newest_checkpoint(run) is None or step == 2
             may_write.set()

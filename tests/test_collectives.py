@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.collectives import all_gather_difference, all_ranks, checksum
+from parallel.collectives import broadcast_difference, checksum
 from parallel.process_group import rank
 from tests.ranks import run_ranks
 from tests.tiny import run_of, tiny_config
@@ -24,16 +24,26 @@ def test_any_changed_bit_changes_the_checksum(dtype):
         bits[place] ^= 1
 
 
-def _compare(changed: dict[int, str]) -> tuple[str, list[int]] | None:
+def _compare(changed: dict[int, str]) -> tuple[str, list[int], int] | None:
+    """Ranks 1 and 2 have the same part of d, and rank 0 another one."""
     tensors = {"a": torch.ones(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16), "c": torch.arange(4)}
+    tensors["d"] = torch.full((5,), float(rank() > 0))
     if name := changed.get(rank()):
         tensors[name].view(-1)[2] += 1
-    return all_gather_difference(tensors, all_ranks())
+    parts = {"d": (rank() > 0,)}
+    return broadcast_difference({(name, parts.get(name, ())): each for name, each in tensors.items()})
 
 
 @pytest.mark.parametrize(
     ("changed", "expected"),
-    [({}, None), ({1: "b"}, ("b", [1])), ({0: "c"}, ("c", [1, 2])), ({1: "c", 2: "a"}, ("a", [2]))],
+    [
+        ({}, None),
+        ({0: "d"}, None),
+        ({1: "b"}, ("b", [1], 0)),
+        ({0: "c"}, ("c", [1, 2], 0)),
+        ({1: "c", 2: "a"}, ("a", [2], 0)),
+        ({2: "d"}, ("d", [2], 1)),
+    ],
 )
 def test_the_first_differing_tensor_is_named_on_all_ranks(changed, expected):
     assert run_ranks(_compare, 3, changed) == [expected] * 3

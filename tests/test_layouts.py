@@ -4,6 +4,7 @@ In float64, with clipping, averages and slots that halt. The first moments are s
 an error in any of these shows. Refusals are in tests/mistakes.yaml.
 """
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -12,14 +13,19 @@ import pytest
 import torch
 
 from checkpointing.tensors import files_of, load_joined, save_tensors
-from parallel.collectives import barrier
+from config.schema import PretrainConfig
+from parallel.collectives import barrier, broadcast_difference
 from parallel.errors import lost_connection
 from parallel.process_group import rank
-from parallel.shards import Shard
-from tests.checkpoints import begin_training, do_step
+from parallel.shards import Shard, tensor_of
+from tests.checkpoints import FINGERPRINT, assert_equal, begin_training, do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import complete_program, run_ranks
 from tests.tiny import OVERRIDES, assert_same_row, logged_rows, random_batch, tiny_arch, tiny_config
+from training.checkpoints import CheckpointManager, load_content
+from training.data import open_data
+from training.pictures import think_of_puzzles
+from training.state import TrainState, build_train_state
 
 _SLOTS, _STEPS = 8, 10
 _PARTS = ("weights", "ema_weights", "ema_state", "optimizer", "carry")
@@ -35,6 +41,7 @@ _TENSOR = {"tensor_parallel_degree": 2}
 _PIPELINE, _SHARDS = {"pipeline_parallel_degree": 2}, {"data_parallel_shard_degree": 2, "sync": "flat"}
 # Number of ranks, and keys.
 LAYOUTS = {
+    "one": (1, {}),
     "dp2": (2, {}),
     "pp2": (2, _PIPELINE),
     "fsdp2": (2, _SHARDS),
@@ -47,44 +54,94 @@ LAYOUTS = {
 }
 
 
-def _config(name: str, layout: str, options: dict):
+def build_config(name: str, layout: str, options: dict):
     options = {"ema": 0.9, "grad_clip_norm": 0.5, **LAYOUTS[layout][1], **options}
     arch = tiny_arch(name, **ARCHS[name], **options.pop("arch", {}))
     return tiny_config(arch=arch.model_dump(), global_batch_size=_SLOTS, **options)
 
 
-def _train(folder: Path, runs: dict[str, tuple[str, str, dict]]) -> dict[str, list[float]]:
-    """Trains each run, of a model and layout; writes what it holds at the end; returns losses and norms."""
+Runs = dict[str, tuple[str, str, dict]]  # a model, a layout, and keys
+
+
+def do_steps(state: TrainState, config: PretrainConfig, number: int, folder: Path) -> list[float]:
+    """Writes what the state holds after so many steps; returns losses and norms."""
+    numbers = []
+    for _ in range(number):
+        result = do_step(state, config, random_batch(_SLOTS, seed=state.step))
+        numbers += [float(result.loss), float(result.grad_norm)]
+    folder.mkdir(exist_ok=True, parents=True)
+    for file, tensors in files_of(state.parts() | state.exports()).items():
+        save_tensors(tensors, folder / file)
+    return numbers
+
+
+def _train(folder: Path, runs: Runs) -> dict[str, list[float]]:
     found = {}
-    for run, (name, layout, options) in runs.items():
-        config = _config(name, layout, options)
-        state = begin_training(config)
-        numbers = []
-        for step in range(_STEPS):
-            result = do_step(state, config, random_batch(_SLOTS, seed=step))
-            numbers += [float(result.loss), float(result.grad_norm)]
-        found[run] = numbers
-        (folder / run).mkdir(exist_ok=True, parents=True)
-        for file, tensors in files_of(state.parts() | state.exports()).items():
-            save_tensors(tensors, folder / run / file)
+    for run, each in runs.items():
+        config = build_config(*each)
+        found[run] = do_steps(begin_training(config), config, _STEPS, folder / run)
     barrier()
     return found
 
 
-def _first_carry(runs: dict[str, tuple[str, str, dict]]) -> dict[str, dict]:
+def save_in_the_middle(folder: Path, runs: Runs) -> None:
+    """Saves each run after two steps, and goes on with two more."""
+    for run, each in runs.items():
+        state = begin_training(config := build_config(*each))
+        do_steps(state, config, 2, folder / run)
+        with CheckpointManager(folder / run, config=config, fingerprint=FINGERPRINT) as checkpoints:
+            checkpoints.save(state)
+        do_steps(state, config, 2, folder / run / "end")
+    barrier()
+
+
+def go_on(folder: Path, starts: list[str], runs: Runs) -> None:
+    """Does two steps of each run from what each of the others has saved."""
+    for start, (run, each) in itertools.product(starts, runs.items()):
+        state = begin_training(config := build_config(*each))
+        load_content(folder / start / "step_2", state, fingerprint=FINGERPRINT)
+        state.weights.gather_()
+        do_steps(state, config, 2, folder / start / run)
+    barrier()
+
+
+def _stop_and_go_on(folder: Path, runs: Runs) -> None:
+    save_in_the_middle(folder, runs)
+    for run, each in runs.items():
+        go_on(folder, [run], {run: each})
+
+
+def assert_bits_of_resumed(folder: Path, runs: Runs, num_ranks: int) -> None:
+    """Stops and resumes each run on so many ranks."""
+    run_ranks(_stop_and_go_on, num_ranks, folder, runs)
+    for run in runs:
+        for part in _PARTS:
+            ours, theirs = (load_joined(folder / run / end, part) for end in (run, "end"))
+            assert_equal(ours, theirs)
+
+
+def assert_files_close(ours: Path, theirs: Path) -> None:
+    for part in _PARTS:
+        found, expected = (load_joined(folder, part) for folder in (ours, theirs))
+        assert found.keys() == expected.keys(), ours
+        for key, value in expected.items():
+            assert_close(found[key], value, what=f"{ours}: {part} {key}")
+
+
+def _first_carry(runs: Runs) -> dict[str, dict]:
     """Returns this rank's share of the carry after one step of each run."""
     carries = {}
     for run, (name, layout, options) in runs.items():
-        state = begin_training(config := _config(name, layout, options))
+        state = begin_training(config := build_config(name, layout, options))
         do_step(state, config, random_batch(_SLOTS))
         carries[run] = state.carry.tensors()
     return carries
 
 
-def assert_equal_to_one(folder: Path, runs: dict[str, tuple[str, str, dict]]) -> None:
+def assert_equal_to_one(folder: Path, runs: Runs) -> None:
     """Trains the runs, those of one number of ranks together, and one process for each model and options."""
-    alone = {f"one {name} {options}": (name, "dp2", options) for name, _, options in runs.values()}
-    alone = {run: (name, "dp2", options) for run, (name, _, options) in alone.items()}
+    alone = {f"one {name} {options}": (name, "one", options) for name, _, options in runs.values()}
+    alone = {run: (name, "one", options) for run, (name, _, options) in alone.items()}
     (expected,) = run_ranks(in_float64, 1, _train, folder, alone)
     for size in sorted({LAYOUTS[layout][0] for _, layout, _ in runs.values()}):
         chosen = {run: each for run, each in runs.items() if LAYOUTS[each[1]][0] == size}
@@ -93,11 +150,7 @@ def assert_equal_to_one(folder: Path, runs: dict[str, tuple[str, str, dict]]) ->
                 one = f"one {name} {options}"
                 assert found[run] == pytest.approx(expected[one], rel=1e-9), run
         for run, (name, _, options) in chosen.items():
-            for part in _PARTS:
-                ours, theirs = (load_joined(folder / each, part) for each in (run, f"one {name} {options}"))
-                assert ours.keys() == theirs.keys(), run
-                for key, value in theirs.items():
-                    assert_close(ours[key], value, what=f"{run}: {part} {key}")
+            assert_files_close(folder / run, folder / f"one {name} {options}")
 
 
 # Of each layout one model; all pairs take minutes: tests/system/test_all_layouts.py.
@@ -114,10 +167,18 @@ def test_a_layout_is_one_process(tmp_path):
     assert_equal_to_one(tmp_path, runs)
 
 
+@pytest.mark.slow
+def test_a_layout_that_is_resumed_in_itself_has_the_same_bits(tmp_path):
+    """In bfloat16, with float32 masters. With every model, and on two ranks: system/test_all_layouts.py."""
+    layouts = [layout for layout, (size, _) in LAYOUTS.items() if size == 4]
+    options = {"arch": {"forward_dtype": "bfloat16"}}
+    assert_bits_of_resumed(tmp_path, {layout: ("trm", layout, options) for layout in layouts}, 4)
+
+
 def _begin_from_rank_0(folder: Path, layouts: list[str]) -> None:
     """Overwrites the weights with rank 0's copies of the whole, as init_from does, and writes them."""
     for layout in layouts:
-        state = begin_training(_config("trm", layout, {"arch": {"forward_dtype": "bfloat16"}}))
+        state = begin_training(build_config("trm", layout, {"arch": {"forward_dtype": "bfloat16"}}))
         shards = {n: each for n, each in state.parts()["weights"].items() if isinstance(each, Shard)}
         full = {name: torch.randn(each.shape, generator=_generator()) for name, each in shards.items()}
         state.broadcast_model_(full if rank() == 0 else {})
@@ -144,7 +205,7 @@ def test_a_run_begins_with_whole_weights_that_rank_0_alone_has(tmp_path, layouts
 
 def _lose_the_last_stage() -> None:
     """Ends rank 1 in a step; asserts that rank 0 knows what an error this is."""
-    state = begin_training(config := _config("trm", "pp2", {}))
+    state = begin_training(config := build_config("trm", "pp2", {}))
     do_step(state, config, random_batch(_SLOTS))
     if rank() == 1:
         state.model.network.L_level.pipe = lambda *_: os._exit(0)
@@ -163,13 +224,50 @@ def test_a_stage_that_dies_ends_the_others():
 def test_the_first_carry_of_a_pipeline_has_the_bits_of_one_process():
     options = {"arch": {"forward_dtype": "bfloat16"}}
     runs = {name: (name, "pp2", options) for name in ("hrm", "trm", "serrm")}
-    alone = {name: (name, "dp2", options) for name in runs}
+    alone = {name: (name, "one", options) for name in runs}
     first, second = run_ranks(_first_carry, 2, runs)
     (expected,) = run_ranks(_first_carry, 1, alone)
     for name, carry in expected.items():
         assert carry["z_H"].abs().sum() > 0
         for key, value in carry.items():
             assert torch.equal(torch.cat((first[name][key], second[name][key])), value), f"{name}: {key}"
+
+
+def _drift(layouts: list[str]) -> list[tuple[str, list[int], int] | None]:
+    """Compares all that ranks hold, before and after rank 3 has changed its float32 masters."""
+    found = []
+    for layout in layouts:
+        state = begin_training(build_config("trm", layout, {"arch": {"forward_dtype": "bfloat16"}}))
+        for has_changed in (False, True):
+            for name, each in state.parts()["weights"].items():
+                if has_changed and rank() == 3 and ".layers." in name:
+                    tensor_of(each).add_(1)
+            found.append(broadcast_difference(state.held()))
+    return found
+
+
+@pytest.mark.slow
+def test_shares_and_parts_of_all_replicas_are_compared():
+    for found in run_ranks(_drift, 4, ["fsdp2", "dp2 x pp2", "dp2 x tp2"]):
+        assert found[::2] == [None] * 3
+        assert [each[1:] for each in found[1::2]] == [([3], 1), ([3], 2), ([3], 1)]
+        assert all(name.endswith("weight of weights") for name, *_ in found[1::2])
+
+
+def _draw(data: Path, layouts: list[str]) -> list[str]:
+    found = []
+    for layout in layouts:
+        opened = open_data(config := build_config("trm", layout, {"data_path": [str(data)]}))
+        state = build_train_state(config, opened.dataset.metadata, device=torch.device("cpu"))
+        found.append(think_of_puzzles(state, opened, count=4)())
+    return found
+
+
+@pytest.mark.slow
+def test_pictures_are_those_of_one_process(sudoku_folder):
+    ((alone,),) = run_ranks(in_float64, 1, _draw, sudoku_folder, ["one"])
+    assert alone.count("</svg>") == 4
+    assert run_ranks(in_float64, 2, _draw, sudoku_folder, ["pp2", "tp2"]) == [[alone] * 2] * 2
 
 
 _WORDS = ("arch.H_layers=2", "arch.L_layers=2", "arch.q_target=exact", "ema=0.9", "grad_clip_norm=0.5")
@@ -181,8 +279,8 @@ def test_the_program_trains_evaluates_and_resumes_in_every_layout(tmp_path, sudo
     """In float64; a run may change its layout when it goes on, and evaluate.py reads all of them."""
     words = (f"data_path={sudoku_folder}", *OVERRIDES, *_WORDS)
     starts = {
-        "one": [("dp2", 1)],
-        "changing": [("fsdp2 x pp2", 4), ("dp2", 1), ("pp2", 2)],
+        "one": [("one", 1)],
+        "changing": [("fsdp2 x pp2", 4), ("one", 1), ("pp2", 2)],
     }
     for run, layouts in starts.items():
         for number, (layout, size) in enumerate(layouts, 1):

@@ -14,9 +14,10 @@ from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Style, find_kind, kind_names
 from evaluation.trace import Trace
 from models.carry import NO_GUESS
+from tests.checkpoints import replicated_tensors
 from tests.tiny import tiny_config
 from training.data import open_data
-from training.pictures import draw_puzzles, draw_thoughts, shown_steps
+from training.pictures import draw_thoughts, shown_steps, think_of_puzzles
 from training.state import build_train_state
 
 
@@ -68,12 +69,12 @@ def test_drawing_leaves_training_as_it_was(sudoku_folder):
     data = open_data(config)
     state = build_train_state(config, data.dataset.metadata, device=torch.device("cpu"))
     state.model.train()
-    before = copy.deepcopy(state.replicated_tensors()), torch.get_rng_state()
-    text = draw_puzzles(state, data, count=3)
+    before = copy.deepcopy(replicated_tensors(state)), torch.get_rng_state()
+    text = think_of_puzzles(state, data, count=3)()
     assert re.findall("<p>(.*?):", text) == [f"all, example {row}" for row in (0, 33, 66)]
     assert state.model.training
     assert torch.equal(torch.get_rng_state(), before[1])
-    for name, tensor in state.replicated_tensors().items():
+    for name, tensor in replicated_tensors(state).items():
         assert torch.equal(tensor, before[0][name]), name
 
 
@@ -87,5 +88,5 @@ def test_a_dataset_with_symbols_of_its_own_is_drawn_with_them(tmp_path, monkeypa
     state = build_train_state(config, data.dataset.metadata, device=torch.device("cpu"))
     styles = []
     monkeypatch.setattr("training.pictures.draw_thoughts", lambda style, *_: styles.append(style))
-    draw_puzzles(state, data, count=1)
+    think_of_puzzles(state, data, count=1)()
     assert styles[0].symbols[2:] == (*"0123456789", "a", "b")

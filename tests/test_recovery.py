@@ -27,12 +27,14 @@ _NUM_STEPS = 150  # 18 times 200 puzzles, in batches of 24
 _STEP_TIMEOUT = 5  # seconds, also where the machine is busy
 
 
-class _Launch:
-    """A real torchrun in the background: two workers of pretrain.py, a small model, in `folder`/run."""
+class Launch:
+    """A real torchrun in the background: workers of pretrain.py, a small model, in `folder`/run."""
 
-    def __init__(self, folder: Path, data: Path, *arguments: str, options: tuple[str, ...]):
+    def __init__(
+        self, folder: Path, data: Path, *arguments: str, options: tuple[str, ...] = (), num_ranks: int = 2
+    ):
         self.folder, self.run = folder, folder / "run"
-        command = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *options)
+        command = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", *options)
         command += (str(REPOSITORY / "pretrain.py"), f"data_path={data}", *OVERRIDES, *arguments)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
         with (folder / "output.txt").open("a") as output:
@@ -76,7 +78,7 @@ class _Launch:
             found |= {int(item[5:]): int(entry.name) for item in environment if item.startswith(b"RANK=")}
         return found
 
-    def __enter__(self) -> "_Launch":
+    def __enter__(self) -> "Launch":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,7 +95,7 @@ def test_a_killed_and_a_frozen_rank_cost_only_time_and_a_signal_stops_the_run_af
     """The same weights and the same log as those of a run that is left alone."""
     words = (*_LENGTH, f"step_timeout_seconds={_STEP_TIMEOUT}")
     options = ("--max-restarts=9", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1")
-    with _Launch(tmp_path, sudoku_folder, *words, options=options) as run:
+    with Launch(tmp_path, sudoku_folder, *words, options=options) as run:
         run.wait_for(lambda: run.step >= 10, what="the run does not start")
         os.kill(run.workers()[0], signal.SIGKILL)
         run.wait_for(lambda: "recovered: " in run.log(0), what="the kill is not recovered from")

@@ -14,7 +14,7 @@ from tests.puzzle_sets import NUM_IDENTIFIERS, write
 from tests.ranks import Finished, complete_program, run_ranks
 from tests.tiny import OVERRIDES, logged_rows, tiny_config
 from training.data import open_data
-from training.pictures import draw_puzzles, fetch_shown_rows
+from training.pictures import think_of_puzzles
 from training.state import build_train_state
 
 pytestmark = pytest.mark.slow
@@ -99,8 +99,7 @@ def _draw(data: Path, way: str) -> str:
     state = build_train_state(config, opened.dataset.metadata, device=torch.device("cpu"))
     table = torch.randn(NUM_IDENTIFIERS, 32, generator=torch.Generator().manual_seed(0))
     state.model.network.puzzle_emb.weights.copy_(table if way == "replicated" else table[rank() :: 2])
-    fetch_shown_rows(state, opened, count=4)
-    return draw_puzzles(state, opened, count=4) if rank() == 0 else ""
+    return think_of_puzzles(state, opened, count=4)()
 
 
 def test_pictures_are_the_same(runs):

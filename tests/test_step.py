@@ -13,7 +13,7 @@ import torch
 from optimizers.schedule import learning_rates
 from parallel import shared_memory
 from parallel.process_group import rank
-from tests.checkpoints import begin_training, do_step
+from tests.checkpoints import begin_training, do_step, replicated_tensors
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import run_ranks
 from tests.tiny import random_batch, run_losses, tiny_arch, tiny_config, tiny_model
@@ -239,4 +239,4 @@ def test_broadcast_makes_different_models_equal():
 
 def _broadcast_of_different_models() -> dict:
     config = tiny_config(seed=rank(), ema=0.9, arch=tiny_arch(forward_dtype="bfloat16").model_dump())
-    return begin_training(config).replicated_tensors()
+    return replicated_tensors(begin_training(config))

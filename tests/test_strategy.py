@@ -13,7 +13,7 @@ from models.q_head import QHead
 from optimizers.schedule import learning_rates
 from parallel.process_group import rank
 from parallel.strategy import Synced, next_sync, synced_steps
-from tests.checkpoints import begin_training
+from tests.checkpoints import begin_training, replicated_tensors
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import complete_program, run_ranks
 from tests.tiny import OVERRIDES, logged_rows, random_batch, run_of, tiny_arch, tiny_config
@@ -55,7 +55,7 @@ def _result(state: TrainState, steps: list) -> dict[str, Any]:
     return {
         "weights": {name: value.clone() for name, value in state.model.network.state_dict().items()},
         "averages": averages,
-        "replicated": state.replicated_tensors(),
+        "replicated": replicated_tensors(state),
         "moments": state.weights.moments(),
         "metrics": metrics if rank() == 0 else {},
         "steps": steps,

@@ -1,7 +1,6 @@
 """What a person sees of a run: rows of metrics, warnings, a trace, and the end where a step is not finite."""
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -152,17 +151,16 @@ class Monitor:
     def show_puzzles(self, state: TrainState) -> None:
         """Logs pictures of what the model thinks of a few test puzzles, before the row of the step.
 
-        All ranks call it: with EMA the sharded averages must be gathered.
+        All ranks call it.
         """
         count, wandb = self._config.wandb_log_puzzles, self._loggers.wandb
         if not count or not broadcast_object(wandb is not None and wandb.takes_pictures):
             return
-        from training.pictures import draw_puzzles, fetch_shown_rows  # with the drawing, for W&B alone
+        from training.pictures import think_of_puzzles  # with the drawing, for W&B alone
 
         with self.paused(), state.averaged():
-            fetch_shown_rows(state, self._data, count=count)
+            draw = think_of_puzzles(state, self._data, count=count)
             if is_main():
-                draw = functools.partial(draw_puzzles, state, self._data, count=count)
                 with log.warn_once("W&B's pictures"):
                     wandb.log_puzzles(state.step, draw)
 

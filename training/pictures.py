@@ -4,7 +4,8 @@ Colours are the style's; a wrong cell is red, or crossed out where it has a colo
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 
 import numpy as np
@@ -12,10 +13,9 @@ import numpy as np
 from dataset.drawing import SVG_STYLE, Board, cells_of, paint_cell, svg_file
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Style
-from dataset.loader import Batch, choose_rows, read_rows
+from dataset.loader import choose_rows, read_rows
 from evaluation.trace import Trace, record_trace
 from models.compilation import eager_blocks
-from parallel.process_group import is_main
 from training.data import RunData
 from training.state import TrainState
 
@@ -23,19 +23,14 @@ _GRIDS = 7  # at most: the puzzle, 5 steps, the solution
 _GRID, _GAP, _TITLE = 160, 16, 34  # units of the SVG
 
 
-def fetch_shown_rows(state: TrainState, data: RunData, *, count: int) -> None:
-    """Fetches the rows that `draw_puzzles` needs to rank 0, where others have them; all ranks call it."""
-    identifiers = _shown_rows(data, count).puzzle_identifiers.to(state.carry.steps.device)
-    state.fetch_rows(identifiers if is_main() else identifiers[:0])
+def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> Callable[[], str]:
+    """Lets the model think of some puzzles of the first test set, evenly spaced; returns what draws them.
 
-
-def draw_puzzles(state: TrainState, data: RunData, *, count: int) -> str:
-    """Draws what the model thinks of some puzzles of the first test set, evenly spaced, as HTML.
-
-    One rank is enough: nothing is communicated. `fetch_shown_rows` has fetched the rows of the puzzles.
+    All ranks call it, as each may have but a part of the weights.
     """
-    set_name = next(iter(data.dataset.splits["test"].sets))
-    batch = _shown_rows(data, count)
+    set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
+    batch = read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
+    state.fetch_rows(batch.puzzle_identifiers.to(state.carry.steps.device))
     model, was_training = state.model, state.model.training
     model.eval()
     try:
@@ -46,12 +41,7 @@ def draw_puzzles(state: TrainState, data: RunData, *, count: int) -> str:
         model.train(was_training)
     names = [f"{set_name}, example {row}" for row in batch.rows.tolist()]
     style = data.info_of(data.dataset.origin(set_name).folder).style
-    return draw_thoughts(style, batch.inputs.numpy(), batch.labels.numpy(), trace, names)
-
-
-def _shown_rows(data: RunData, count: int) -> Batch:
-    set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
-    return read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
+    return functools.partial(draw_thoughts, style, batch.inputs.numpy(), batch.labels.numpy(), trace, names)
 
 
 def shown_steps(num_steps: int) -> list[int]:

@@ -19,13 +19,13 @@ from models.network import Network, PuzzleEmbedding
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_weights
 from parallel import log
-from parallel.collectives import Ranks, RankSums, all_gather_difference, all_ranks
+from parallel.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference
 from parallel.errors import abort_all, collective_errors
 from parallel.flat import FlatParameters
 from parallel.mesh import Mesh
 from parallel.pipeline import Ring, cut_levels
 from parallel.process_group import is_main, world_size
-from parallel.shards import Shard, Tensors, shard_of_rows, slots_of
+from parallel.shards import Shard, Tensors, shard_of_rows, slots_of, tensor_of
 from parallel.strategy import SCALARS, EveryStep, LocalSteps, Strategy
 from parallel.sync import build_gradient_sync
 from parallel.tensor import Cut, cut_tensors
@@ -75,7 +75,7 @@ class TrainState:
         """Marks as copies, on all tensor ranks but the first, the shards that all of them have alike."""
         if self.mesh.tensor.index == 0:
             return tensors
-        spread = self._spread_names()
+        spread = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
         copies = {
             name: each._replace(is_copy=True)
             for name, each in tensors.items()
@@ -83,39 +83,34 @@ class TrainState:
         }
         return tensors | copies
 
-    def _spread_names(self) -> set[str]:
-        """Returns the names of the weights that not every rank has: of the blocks in a mesh."""
-        return {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
-
     def exports(self) -> dict[str, Tensors]:
         """Returns, by file, what a checkpoint has for evaluations alone: averages, named as weights."""
         averages = self._mark_copies(self.average.values() | self.table.averages(step=self.step))
         return {"ema_weights": self.parts()["weights"] | averages} if averages else {}
 
-    def replicated_tensors(self) -> dict[str, Tensor]:
-        """Returns what must be equal on all ranks, with `local_steps` after a synchronisation."""
-        read, spread = self.model.network.state_dict() | self.table.rows(), self._spread_names()
-        read = {name: each for name, each in read.items() if name not in spread}
-        return {
-            f"{name} of {part}": each
-            for part, tensors in (self.parts() | {"weights": read}).items()
-            for name, each in tensors.items()
-            if isinstance(each, Tensor)
-        }
+    def held(self) -> dict[Key, Tensor]:
+        """Returns all that this rank holds: what two ranks have under one key must be equal.
+
+        With `local_steps` after a synchronisation. Weights are there twice: as they are updated, and as the
+        forward pass reads them. The part of a key is () where it is the whole.
+        """
+        cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
+        read = self.model.network.state_dict() | self.table.rows()
+        held = {}
+        for file, tensors in (self.parts() | {"the forward pass": read}).items():
+            for name, each in tensors.items():
+                part = each.runs if isinstance(each, Shard) else cuts.get(name, ())
+                held[f"{name} of {file}", part] = tensor_of(each)
+        return held
 
     def check_replicas(self) -> None:
-        """Ends all ranks, with one line, unless all hold equal replicas. All ranks call it."""
-        replicas = [(self.replicated_tensors(), all_ranks())]
-        for flat in self.weights.flats:
-            if flat.is_part:
-                replicas.append((flat.views(flat.weights), flat.ranks))
-        for tensors, ranks in replicas:
-            if difference := all_gather_difference(tensors, ranks):
-                name, numbers = difference
-                abort_all(
-                    f"the ranks have drifted apart at step {self.step}: {name} of ranks {numbers} of "
-                    f"{ranks.size} is not that of the first: start again from the newest checkpoint"
-                )
+        """Ends all ranks, with one line, unless all that hold the same hold it equally. All ranks call it."""
+        if difference := broadcast_difference(self.held()):
+            name, numbers, first = difference
+            abort_all(
+                f"the ranks have drifted apart at step {self.step}: {name} of ranks {numbers} is not that of "
+                f"rank {first}: start again from the newest checkpoint"
+            )
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

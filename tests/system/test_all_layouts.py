@@ -1,12 +1,80 @@
-"""Ten steps of every model in every layout that it allows are those of one process: minutes a model."""
+"""All layouts of the ranks, with all models that they allow: what test_layouts has of a few."""
 
 import pytest
 
-from tests.test_layouts import ARCHS, LAYOUTS, assert_equal_to_one
+from tests.checkpoints import FINGERPRINT, begin_training
+from tests.float64 import in_float64
+from tests.ranks import run_ranks
+from tests.test_layouts import (
+    ARCHS,
+    LAYOUTS,
+    assert_bits_of_resumed,
+    assert_equal_to_one,
+    assert_files_close,
+    build_config,
+    do_steps,
+    go_on,
+    save_in_the_middle,
+)
+from training.checkpoints import CheckpointManager
+
+_SIZES = (1, 2, 4)
+
+
+def _layouts(name: str, size: int | None = None) -> list[str]:
+    """Returns the layouts of a model, on so many ranks or on any number."""
+    allowed = [layout for layout in LAYOUTS if not (name == "fprm" and "pp2" in layout)]
+    return [layout for layout in allowed if size in (None, LAYOUTS[layout][0])]
 
 
 @pytest.mark.parametrize("optimizer", ["adam_atan2", "muon"])
 @pytest.mark.parametrize("name", ARCHS)
 def test_every_layout_is_one_process(name, optimizer, tmp_path):
-    layouts = [layout for layout in LAYOUTS if not (name == "fprm" and "pp2" in layout)]
-    assert_equal_to_one(tmp_path, {layout: (name, layout, {"optimizer": optimizer}) for layout in layouts})
+    runs = {layout: (name, layout, {"optimizer": optimizer}) for layout in _layouts(name) if layout != "one"}
+    assert_equal_to_one(tmp_path, runs)
+
+
+@pytest.mark.parametrize("size", _SIZES)
+def test_every_layout_that_is_resumed_in_itself_has_the_same_bits(size, tmp_path):
+    options = {"arch": {"forward_dtype": "bfloat16"}}
+    pairs = [(name, layout) for name in ARCHS for layout in _layouts(name, size)]
+    runs = {f"{name} {layout}": (name, layout, options) for name, layout in pairs}
+    assert_bits_of_resumed(tmp_path, runs, size)
+
+
+def test_a_run_may_change_from_every_layout_to_every_other(tmp_path):
+    of_size = {size: {layout: ("trm", layout, {}) for layout in _layouts("trm", size)} for size in _SIZES}
+    for size, runs in of_size.items():
+        run_ranks(in_float64, size, save_in_the_middle, tmp_path, runs)
+    for size, runs in of_size.items():
+        run_ranks(in_float64, size, go_on, tmp_path, list(LAYOUTS), runs)
+    for start in LAYOUTS:
+        for layout in LAYOUTS:
+            assert_files_close(tmp_path / start / layout, tmp_path / "one" / "end")
+
+
+def _pass_on(folder, size: int) -> None:
+    """Goes on with a step in each layout of this size, and saves after each of them."""
+    for name in ARCHS:
+        for layout in _layouts(name, size):
+            state = begin_training(config := build_config(name, layout, {}))
+            (folder / name).mkdir(exist_ok=True)
+            with CheckpointManager(folder / name, config=config, fingerprint=FINGERPRINT) as checkpoints:
+                checkpoints.resume(state)
+                do_steps(state, config, 1, folder / f"{name} {layout}")
+                checkpoints.save(state)
+
+
+def _train_alone(folder) -> None:
+    for name in ARCHS:
+        config = build_config(name, "one", {})
+        do_steps(begin_training(config), config, len(_layouts(name)) + 1, folder / f"{name} alone")
+
+
+def test_a_run_of_each_model_passes_through_all_layouts(tmp_path):
+    """From one process to two, to four, and back to one."""
+    for size in (*_SIZES, 1):
+        run_ranks(in_float64, size, _pass_on, tmp_path, size)
+    run_ranks(in_float64, 1, _train_alone, tmp_path)
+    for name in ARCHS:
+        assert_files_close(tmp_path / f"{name} one", tmp_path / f"{name} alone")
