@@ -19,9 +19,12 @@ class Rung:
                data that the project cannot ship
     also       the same of more data, where a training needs it
     trainings  the words of pretrain.py of each training, the last of which is evaluated; {seed}, {data} and
-               {more_data}, and {before}, the run folder of the training before it, are filled in
+               {more_data}, and {before}, the run folder of the training before it, are filled in; the data
+               in `judge` and `test_time` too
     goal       that the mean of `metric` over seeds has to exceed
     seconds    from the first command to the final evaluation, the longest of all seeds
+    judge      keys of evaluate.py with which the trained model is judged, within the time; without them its
+               training's final evaluation counts
     test_time  keys of evaluate.py with which the trained model reasons longer, outside of the time
     metric     of the final evaluation, mean over its sets
     processes, threads  of torchrun, and of each process
@@ -37,6 +40,7 @@ class Rung:
     processes: int = 2
     threads: int = 1
     also: str = ""
+    judge: str = ""
     trainings: tuple[str, ...] = ("experiment={name} " + _SEEDED,)
 
     @property
@@ -54,6 +58,7 @@ class Rung:
 
 _SAMPLES = "halt_max_steps=[16,32] samples=[1,4] noise=0.3"
 _MAZE, _ARC = ("halt_max_steps=[8,16]", "maze/shortest_accuracy"), ("halt_max_steps=[4,8]", "arc/pass@2")
+_SEARCH = "samples=32 decision_cell=fewest decision_value=best"
 _HARDEST = "9x9 Sudoku of the hardest kind"
 _MINUTE, _HOUR = 60, 3600
 # fmt: off
@@ -76,6 +81,10 @@ _RUNGS = (
     Rung("sudoku_extreme_long", f"{_HARDEST}, 1000 training puzzles, longer",
          "sudoku --source {source} --subsample-size 1000 --num-aug 1000 --easier 27-42",
          0.45, 5 * _HOUR, "halt_max_steps=[32,64] samples=[1,32] noise=0.3"),
+    Rung("sudoku_extreme_search", f"{_HARDEST}, 200 test puzzles, searched (LDT)",
+         "sudoku --source {source} --num-test 200", 0.95, 6 * _HOUR,
+         f"data_path={{more_data}} {_SEARCH}", judge=_SEARCH,
+         also="sudoku --source {source} --subsample-size 1000 --num-test 1000"),
     Rung("maze_10x10", "10x10 mazes without loops, path of 30 cells or more",
          "maze --size 10 --generate 8000 --num-test 1000 --perfect --aug", 0.95, 10 * _MINUTE, *_MAZE),
     Rung("maze_15x15", "15x15 mazes without loops, path of 50 cells or more",

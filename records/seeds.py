@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import REPOSITORY, Load, fail, program, program_environment, run_program
+from benchmarks.harness import REPOSITORY, Load, fail, program, program_environment
 from checkpointing.files import CONFIG_FILE, METRICS_FILE
 from config.compose import compose_overrides
 from config.reading import parse_json, read_json, read_yaml
@@ -83,10 +83,15 @@ class Rerun:
                     fail(f"seed {seed} was stopped before its end: the same command goes on with --folder")
             petaflops.append(read_run(run).petaflops)
         rows = self.rows(seed, data_seconds=data_seconds)
-        found = {name: final_evaluation(rows, name) for name in ("exact_accuracy", rung.metric)}
+        found = {name: final_evaluation(rows, name) for name in ("exact_accuracy", rung.metric, "count")}
+        if rung.judge:
+            folder = self.run_folder(seed).parent
+            clocks.append(Clock(folder / "judge.clock.json"))
+            judged = self._evaluate(seed, rung.judge, folder / "judged", clocks[-1])
+            found = {name: statistics.fmean(of_set[name] for of_set in judged) for name in found}
         if found[rung.metric] is None:
             fail(f"experiment={rung.name} does not evaluate {rung.metric}, by which the rung is measured")
-        count = final_evaluation(rows, "count")
+        count = found.pop("count")
         others = [each.other_cores for each in clocks[1:] if each.other_cores is not None]
         return {
             "seed": seed,
@@ -119,11 +124,7 @@ class Rerun:
         last setting, which has most of both, also has the rung's metric.
         """
         rung, folder = self.rung, self.run_folder(seed).parent / "test_time"
-        if not (folder / SCALING_FILE).exists():
-            words = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}", *rung.test_time.split()]
-            evaluator, slash, _ = rung.metric.rpartition("/")
-            words += [f"evaluators=[{evaluator}]"] if slash else []
-            run_program("evaluate.py", *words, processes=rung.processes, threads=rung.threads)
+        metrics = self._evaluate(seed, rung.test_time, folder, Clock(folder.with_suffix(".clock.json")))
         sets = read_json(folder / SCALING_FILE)["sets"].values()
         settings = []
         for of_sets in zip(*(each["corners"] for each in sets), strict=True):
@@ -131,9 +132,20 @@ class Rerun:
             names = [name for name in ("exact_accuracy", "valid_accuracy") if name in shares[0]]
             means = {name: statistics.fmean(share[name] for share in shares) for name in names}
             settings.append({name: of_sets[0][name] for name in ("steps", "samples")} | means)
-        metrics = read_json(folder / EVALUATION_FILE).values()
         settings[-1][rung.metric] = statistics.fmean(of_set[rung.metric] for of_set in metrics)
         return settings
+
+    def _evaluate(self, seed: int, words: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
+        """Evaluates a trained seed into a folder, unless that is done; returns the metrics of each set."""
+        if not (folder / EVALUATION_FILE).exists():
+            data = {name: self.folder / name for name in ("data", "more_data")}
+            asked = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
+            asked += words.format(**data).split()
+            evaluator, slash, _ = self.rung.metric.rpartition("/")
+            asked += [f"evaluators=[{evaluator}]"] if slash else []
+            command = program("evaluate.py", *asked, processes=self.rung.processes)
+            _run(command, clock, log=folder.with_suffix(".txt"), threads=self.rung.threads)
+        return list(read_json(folder / EVALUATION_FILE).values())
 
     @property
     def _data_clock(self) -> Path:

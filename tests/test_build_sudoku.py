@@ -222,7 +222,7 @@ def test_one_file_gives_both_splits(tmp_path):
     assert len(train | test) == len({row[1].replace(".", "0") for row in rows})
 
 
-def test_filter_is_for_both_splits_and_subsample_for_training(tmp_path, source):
+def test_filter_is_for_both_splits_and_subsamples_for_one(tmp_path, source):
     arguments = ["--source", source, "--box", "2x2", "--min-difficulty", 4]
     everything = build(tmp_path / "all", *arguments)
     assert (everything["train"].num_examples, everything["test"].num_examples) == (36, 6)
@@ -232,6 +232,10 @@ def test_filter_is_for_both_splits_and_subsample_for_training(tmp_path, source):
     assert [row for row in rows_of(everything["train"].inputs) if row in chosen] == chosen
     other = build(tmp_path / "other", *arguments, "--subsample-size", 10, "--num-aug", 2, "--seed", 1)
     assert rows_of(other["train"].inputs[::3]) != chosen
+    few, more = (build(tmp_path / f"{n}", *arguments, "--num-test", n)["test"].inputs for n in (2, 4))
+    assert set(rows_of(few)) < set(rows_of(more)) < set(rows_of(everything["test"].inputs))
+    with pytest.raises(ValueError, match="7 test puzzles are wanted, more than the 6 that there are"):
+        build(tmp_path / "none", *arguments, "--num-test", 7)
 
 
 def test_puzzles_in_both_splits_are_reported(tmp_path, source, capsys):

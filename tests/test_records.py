@@ -213,26 +213,29 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
     assert rows[-1]["eval/all/exact_accuracy"] == result["runs"][0]["exact_accuracy"]
     assert 0 < rows[0]["seconds"] < rows[-1]["seconds"] <= result["runs"][0]["seconds"]
 
+    words += ["--seeds", "1", "--test-time", *tiny]
+    records.main(words)
     monkeypatch.setattr(seeds, "_run", None)  # nothing is run again
-    records.main([*words, "--seeds", "1", "--test-time", *tiny])
+    records.main(words)
     (run,) = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
     shallow, deep = run.pop("test_time")
     assert run == result["runs"][0]
     assert shallow.keys() == {"steps", "samples", "exact_accuracy", "valid_accuracy"}
     assert deep[rung.metric] == deep["valid_accuracy"]
     with pytest.raises(SystemExit):
-        records.main([*words, *tiny, "lr=2e-3"])
+        records.main([*words, "lr=2e-3"])
     assert "another recipe (lr: 0.001 -> 0.002): choose another --folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_rung_of_several_trainings(tmp_path, monkeypatch, capsys):
-    """The second begins with the weights of the first, on other data."""
+    """The second begins with the weights of the first, on other data; a longer evaluation is its judge."""
     rung = Rung(
         "demo",
         *("tiny ARC", "arc --generate 5 --max-size 8 --num-aug 1"),
         also="arc --generate 5 --max-size 8 --num-aug 0 --seed 1",
         **{"goal": 0.5, "seconds": 60, "test_time": "", "metric": "arc/pass@2", "processes": 1},
+        judge="data_path={data} halt_max_steps=2 compile=false",
         trainings=(
             "experiment=arc_mini seed={seed} data_path={more_data}",
             "experiment=arc_mini_adapt seed={seed} data_path={data} init_from={before}",
@@ -260,7 +263,12 @@ def test_a_rung_of_several_trainings(tmp_path, monkeypatch, capsys):
     averaged = load_file(folders[0] / "step_1/ema_weights.safetensors")
     assert torch.equal(averaged["lm_head.weight"], adapted["lm_head.weight"])
     assert first["puzzle_emb.weights"].shape != adapted["puzzle_emb.weights"].shape
-    clocks = [seeds.Clock(each.parent / "clock.json") for each in folders]
+    judged = json.loads((tmp_path / "seed_7/judged/evaluation.json").read_text())["all"]
+    assert (run["arc/pass@2"], run["puzzles"]) == (judged["arc/pass@2"], judged["count"])
+    scaling = json.loads((tmp_path / "seed_7/judged/scaling.json").read_text())
+    assert scaling["sets"]["all"]["corners"][0]["steps"] == 2
+    paths = [*(each.parent / "clock.json" for each in folders), tmp_path / "seed_7/judge.clock.json"]
+    clocks = [seeds.Clock(each) for each in paths]
     assert run["seconds"] == pytest.approx(
         run["data_seconds"] + sum(each.seconds for each in clocks), abs=0.2
     )

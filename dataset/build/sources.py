@@ -29,7 +29,7 @@ _KEEP = "keep K training puzzles of the source, at random"
 SUBSAMPLE_SIZE = {"type": integer(at_least=1), "metavar": "K", "help": _KEEP}
 _WRITE_OUT = "write all variants out, as the public tools do; else they are made when they are read"
 MATERIALIZE = {"action": "store_true", "help": _WRITE_OUT}
-_SO_MANY = "generate T test puzzles instead"
+_SO_MANY = "generate T test puzzles instead; of a source, keep T of its test puzzles, at random"
 NUM_TEST = {"type": integer(at_least=1), "metavar": "T", "help": _SO_MANY}
 
 

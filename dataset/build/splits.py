@@ -29,9 +29,9 @@ from dataset.randomness import random_bits, random_orders
 from dataset.sets import PuzzleSet
 
 # Streams of random bits: a new use takes a new number, as a changed one would change the datasets. Streams
-# of a builder itself begin at 4.
+# of a builder itself begin at 4, and end before 100.
 GENERATE = {"test": 0, "train": 1}
-_HOLD_OUT, _SUBSAMPLE = 2, 3
+_HOLD_OUT, _SUBSAMPLE, _TEST_SUBSAMPLE = 2, 3, 100
 
 _CHUNK_ROWS = 1 << 15
 _SECONDS_ALONE = 2.0  # of drawing, before other processes are started
@@ -85,10 +85,8 @@ def build_puzzles(
         train, test = _split_files(files, read(files), thing=thing, seed=options.seed)
     else:
         train, test = generate()
-    if options.subsample_size is not None:
-        if (size := options.subsample_size) > (num := len(train)):
-            raise ValueError(f"--subsample-size {size} is more than the {num} training puzzles there are")
-        train = train[_choose(len(train), size, seed=options.seed, stream=_SUBSAMPLE)]
+    train = _keep(train, options.subsample_size, of="training", seed=options.seed, stream=_SUBSAMPLE)
+    test = _keep(test, options.num_test, of="test", seed=options.seed, stream=_TEST_SUBSAMPLE)
     held_out = set(input_keys(test[:, 0]))
     if num_shared := np.count_nonzero(are_among(train[:, 0], held_out)):
         warn(f"build {kind}", f"{num_shared} puzzles of the training split are in the test split too")
@@ -134,6 +132,15 @@ def _split_files(
         few = f"{files[0]} has too few different puzzles to hold out a test split"
         raise ValueError(f"{few}: pass a folder of two files")
     return train, test
+
+
+def _keep(pairs: np.ndarray, count: int | None, *, of: str, seed: int, stream: int) -> np.ndarray:
+    """Returns so many of the pairs, chosen at random; None: all."""
+    if count is None:
+        return pairs
+    if count > len(pairs):
+        raise ValueError(f"{count} {of} puzzles are wanted, more than the {len(pairs)} that there are")
+    return pairs[_choose(len(pairs), count, seed=seed, stream=stream)]
 
 
 def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:

@@ -65,8 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check_options(options: argparse.Namespace) -> None:
     """Completes the options. ValueError where they do not go together."""
     if options.generate is None:
-        generated = ("size", "min_path_cells", "num_test", "perfect")
-        refuse_options(options, generated, "--generate, not for --source")
+        refuse_options(options, ("size", "min_path_cells", "perfect"), "--generate, not for --source")
     else:
         refuse_options(options, ("subsample_size",), "--source, not for --generate")
         options.num_test = options.num_test or max(options.generate // 10, 20)

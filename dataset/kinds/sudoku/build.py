@@ -69,7 +69,7 @@ def check_options(options: argparse.Namespace) -> None:
         refuse_options(options, ("subsample_size", "min_difficulty"), "--source, not for --generate")
         options.num_test = options.num_test or max(options.generate // 10, 100)
     else:
-        refuse_options(options, ("clues", "num_test"), "--generate, not for --source")
+        refuse_options(options, ("clues",), "--generate, not for --source")
     size = math.prod(rules.BOXES[options.box])
     for name in ("clues", "easier"):
         if (clues := getattr(options, name)) and clues[1] > size**2:
