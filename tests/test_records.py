@@ -263,10 +263,9 @@ def test_a_rung_of_several_trainings(tmp_path, monkeypatch, capsys):
     averaged = load_file(folders[0] / "step_1/ema_weights.safetensors")
     assert torch.equal(averaged["lm_head.weight"], adapted["lm_head.weight"])
     assert first["puzzle_emb.weights"].shape != adapted["puzzle_emb.weights"].shape
-    judged = json.loads((tmp_path / "seed_7/judged/evaluation.json").read_text())["all"]
+    judged = json.loads((tmp_path / "seed_7/judged/metrics.json").read_text())["all"]
     assert (run["arc/pass@2"], run["puzzles"]) == (judged["arc/pass@2"], judged["count"])
-    scaling = json.loads((tmp_path / "seed_7/judged/scaling.json").read_text())
-    assert scaling["sets"]["all"]["corners"][0]["steps"] == 2
+    assert judged["steps"] == 2
     paths = [*(each.parent / "clock.json" for each in folders), tmp_path / "seed_7/judge.clock.json"]
     clocks = [seeds.Clock(each) for each in paths]
     assert run["seconds"] == pytest.approx(

@@ -13,7 +13,11 @@ from share.browser import in_float32
 
 # Of each model the words of the builder that make its test puzzles, and how many of them it solves.
 _NEW = "--generate 200 --num-test 200 --seed 7"
-_SOLVED = {"demo": (f"sudoku --box 2x2 {_NEW}", 200), "sudoku_6x6": (f"sudoku --box 2x3 {_NEW}", 200)}
+_SOLVED = {
+    "demo": (f"sudoku --box 2x2 {_NEW}", 200),
+    "sudoku_6x6": (f"sudoku --box 2x3 {_NEW}", 200),
+    "maze_15x15": (f"maze --size 15 --perfect {_NEW}", 200),
+}
 
 
 def test_all_are_small_and_tested():
