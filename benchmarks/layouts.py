@@ -147,6 +147,7 @@ def measure_layout(options: argparse.Namespace) -> None:
     """Prints what the ranks of a layout keep and send; before that, on CUDA, whether a pipeline ends."""
     (processes,) = options.processes or [2]
     with World(options, _Ring, processes=processes) as world:
+        print(f"the messages of a pipeline of {processes} begin", flush=True)
         world.send("run")
         numbers = world.receive(timeout=_RING_SECONDS)
         if numbers != [1 + 5 * processes] * processes:

@@ -1,6 +1,7 @@
 """Blocks of layers, and the levels that stack them."""
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class PreNormBlock(nn.Module):
         return h + (second(out) if second else out)
 
 
-class _Elsewhere(nn.Module):
+class Elsewhere(nn.Module):
     """The place of a block that another rank runs."""
 
     def __init__(self, block: nn.Module):
@@ -93,16 +94,38 @@ class _Elsewhere(nn.Module):
         return flops(*self._block, shape, trains=trains)
 
 
+Take = Callable[[nn.Module, int, int], nn.Module]
+_take: Take | None = None
+
+
+@contextlib.contextmanager
+def taking(take: Take) -> Iterator[None]:
+    """Lets each block that a level draws within be replaced at once, before the next one takes memory.
+
+    take: given the block, its number and how many the level has, returns what the level keeps.
+    """
+    global _take
+    _take = take
+    try:
+        yield
+    finally:
+        _take = None
+
+
 class Level(nn.Module):
     """A stack of blocks applied to state + injection.
 
-    recomputes_blocks: whether the backward pass computes each block's activations anew; False at first. pipe:
-    what runs the blocks instead, given a function that runs those that are here; None: all are here.
+    build: draws the block of a number. recomputes_blocks: whether the backward pass computes each block's
+    activations anew; False at first. pipe: what runs the blocks instead, given a function that runs those
+    that are here; None: all are here.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module]):
+    def __init__(self, build: Callable[[int], nn.Module], num_blocks: int):
         super().__init__()
-        self.layers = nn.ModuleList(blocks)
+        self.layers = nn.ModuleList()
+        for number in range(num_blocks):
+            block = build(number)
+            self.layers.append(block if _take is None else _take(block, number, num_blocks))
         self.recomputes_blocks = False
         self.pipe: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None
 
@@ -118,8 +141,8 @@ class Level(nn.Module):
         size, rest = divmod(len(self.layers), num_shares)
         assert not rest, f"{len(self.layers)} blocks in {num_shares} shares"
         for index, block in enumerate(self.layers):
-            if index // size != number:
-                self.layers[index] = _Elsewhere(block)
+            if index // size != number and not isinstance(block, Elsewhere):
+                self.layers[index] = Elsewhere(block)
 
     def _run_blocks(self, h: Tensor, *context: Any) -> Tensor:
         for layer in self.layers:

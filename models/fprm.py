@@ -42,7 +42,7 @@ class FixedPointLevel(Level):
     """
 
     def __init__(self, arch: FPRMConfig, metadata: Metadata):
-        super().__init__(ScaledBlock(arch) for _ in range(arch.L_layers))
+        super().__init__(lambda _: ScaledBlock(arch), arch.L_layers)
         width, self.num_before, self.eps = arch.hidden_size, arch.num_puzzle_positions, arch.rms_norm_eps
         for name, first in (("alpha_1_param", arch.alpha_1_init), ("alpha_2_param", arch.alpha_2_init)):
             self.register_parameter(name, nn.Parameter(torch.full((width,), first).logit()))

@@ -114,7 +114,7 @@ class LDT(Network):
         self.cls_embed, self.cls_pos = (nn.Parameter(0.02 * torch.randn(1, 1, width)) for _ in range(2))
         options = {"num_heads": arch.num_heads, "expansion": arch.expansion}
         options["has_rotary"] = self.row_embed is None
-        self.blocks = Level(PreNormBlock(width, number=n, **options) for n in range(arch.num_layers))
+        self.blocks = Level(lambda n: PreNormBlock(width, number=n, **options), arch.num_layers)
         self.loop_norm = LayerNorm(width)
         self.keep_head, self.digit_head = (Linear(width, len(values), bias=True) for _ in range(2))
         self.conflict_head = Linear(width, 1, bias=True)

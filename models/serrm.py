@@ -93,7 +93,7 @@ class SERRM(OneState, TokenLosses, Network):
         if self.num_added:
             self.add_tokens = draw(1 if self.is_equivariant else self.num_symbols, self.num_added)
         self.register_initial_values()
-        self.L_level = Level(AxialBlock(arch, number=number) for number in range(arch.L_layers))
+        self.L_level = Level(lambda number: AxialBlock(arch, number=number), arch.L_layers)
         self.lm_head = (
             Linear(width, 1) if self.is_equivariant else Linear(self.num_symbols * width, self.num_symbols)
         )

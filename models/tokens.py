@@ -67,7 +67,7 @@ class TokenNetwork(QHead, Network):
         self, arch: TokenConfig, metadata: Metadata, *, num_layers: int, mlp: type[nn.Module]
     ) -> Level:
         """Builds a level."""
-        return Level(_block(arch, metadata, mlp) for _ in range(num_layers))
+        return Level(lambda _: _block(arch, metadata, mlp), num_layers)
 
     @staticmethod
     def sizes_in(weights: State, arch: TokenConfig) -> dict[str, int]:

@@ -7,12 +7,13 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from config.schema import PretrainConfig
 from dataset.format import Metadata
 from evaluation.compilation import compiles_on_all_ranks
 from models import HaltingModel, build_model, recompute_blocks
+from models.blocks import Elsewhere, taking
 from models.carry import Carry, sum_names
 from models.compilation import COMPILER_OPTIONS, compile_blocks
 from models.network import Network, PuzzleEmbedding
@@ -155,23 +156,27 @@ def build_train_state(
     if not mesh.is_plain:
         log.locate_ranks(mesh.describe)
     ranks, num_rows = mesh.data, metadata.num_puzzle_identifiers
-    # The order matters: first freeze, then cut, then move parameters into flat memory, where optimizers and
-    # averages find them, and compile last.
+    # The order matters: first cut, then move parameters into flat memory, where optimizers and averages find
+    # them, and compile last.
     with collective_errors():
-        torch.manual_seed(config.seed)
         if (num_own := num_local_rows(config, num_rows, ranks)) < num_rows:
             metadata = dataclasses.replace(metadata, num_puzzle_identifiers=num_own)
-        model = build_model(config.arch, metadata).to(device)
+        model, cuts = _draw_own_parts(config, metadata, mesh)
+        model = model.to(device)
+        with torch.device("meta"):
+            whole = build_model(config.arch, metadata).network
+        shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
         if config.train_only == "puzzle_embeddings":
             model.requires_grad_(False)
         if config.activation_checkpointing == "block":
             recompute_blocks(model)
     network, num_slots = model.network, config.global_batch_size
-    # Now, while all ranks have all of it, lest they drew other numbers.
+    # Lest ranks drew other numbers.
     buffers = {n: each for n, each in network.named_buffers() if n != PuzzleEmbedding.weights_name}
-    all_ranks().broadcast_([*network.parameters(), *buffers.values()])
-    shapes = {name: tuple(each.shape) for name, each in network.named_parameters()}
-    cuts = cut_tensors(network, mesh.tensor) if mesh.tensor.size > 1 else {}
+    blocks, named = network.block_weights(), dict(network.named_parameters())
+    all_ranks().broadcast_([*(each for n, each in named.items() if n not in blocks), *buffers.values()])
+    for name in sorted(blocks):  # one by one: a message is a copy
+        mesh.replicas.broadcast_([named[name]])
     if mesh.pipeline.size > 1:
         cut_levels(network.levels().values(), Ring(mesh.pipeline, mesh.homes))
     flats = _build_flats(config, network, mesh, device, cuts)
@@ -204,6 +209,28 @@ def build_train_state(
             mesh=mesh,
             metrics=RankSums(sums, device, ranks),
         )
+
+
+def _draw_own_parts(
+    config: PretrainConfig, metadata: Metadata, mesh: Mesh
+) -> tuple[HaltingModel, dict[str, Cut]]:
+    """Draws the model from the seed, and keeps what this rank has of it; returns the cuts by name too.
+
+    Every rank draws every block, and drops it before the next one: numbers do not depend on the mesh.
+    """
+    cuts: dict[nn.Module, dict[str, Cut]] = {}
+
+    def take(block: nn.Module, number: int, num_blocks: int) -> nn.Module:
+        if number * mesh.pipeline.size // num_blocks != mesh.pipeline.index:
+            return Elsewhere(block)
+        cuts[block] = cut_tensors(block, mesh.tensor) if mesh.tensor.size > 1 else {}
+        return block
+
+    torch.manual_seed(config.seed)
+    with taking(take):
+        model = build_model(config.arch, metadata)
+    named = model.network.named_modules()
+    return model, {f"{name}.{w}": cut for name, each in named for w, cut in cuts.get(each, {}).items()}
 
 
 def build_first_state(
