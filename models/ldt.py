@@ -314,13 +314,7 @@ class LDT(Network):
         return {"digit_cells": digit_cells(carry.state).sum(), "bad": is_bad(carry.state).sum()}
 
     def losses(
-        self,
-        before: Carry,
-        output: StepOutput,
-        *,
-        counts: Counts,
-        reasoning: Reasoning,
-        draws: Draws | None = None,
+        self, before: Carry, output: StepOutput, *, counts: Counts, reasoning: Reasoning, draws: Draws | None
     ) -> tuple[Tensor, Sums]:
         """Computes the means over all loops of three losses, and the sums of the metrics.
 

@@ -97,13 +97,7 @@ class TokenLosses:
         self.halt_exploration_prob = arch.halt_exploration_prob
 
     def losses(
-        self,
-        before: Carry,
-        output: StepOutput,
-        *,
-        counts: Counts,
-        reasoning: Reasoning,
-        draws: Draws | None = None,
+        self, before: Carry, output: StepOutput, *, counts: Counts, reasoning: Reasoning, draws: Draws | None
     ) -> tuple[Tensor, Sums]:
         """Computes lm_loss + halting_weight (q_halt_loss + q_continue_loss), and the sums of the metrics.
 

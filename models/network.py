@@ -216,13 +216,7 @@ class Network(nn.Module):
         return {}
 
     def losses(
-        self,
-        before: Carry,
-        output: StepOutput,
-        *,
-        counts: Counts,
-        reasoning: Reasoning,
-        draws: Draws | None = None,
+        self, before: Carry, output: StepOutput, *, counts: Counts, reasoning: Reasoning, draws: Draws | None
     ) -> tuple[Tensor, Sums]:
         """Computes the loss, which the step divides by counts["slots"], and the sums of the metrics.
 

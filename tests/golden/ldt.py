@@ -101,7 +101,7 @@ def replay(run: Path) -> Differences:
         output = model.train()(before, reasoning, recorded)
         counts = {"slots": len(rows), **network.counts(before)}
         flat.gradients.zero_()
-        loss, sums = network.losses(before, output, counts=counts, reasoning=reasoning)
+        loss, sums = network.losses(before, output, counts=counts, reasoning=reasoning, draws=None)
         (loss / len(rows)).backward()
 
         where = f"{run.name}, step {golden['step']}"
