@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import torch
 
-from checkpointing.files import read_state
 from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, find_checkpoint, load_trained_model
 from config.compose import compose_config, compose_overrides
 from config.programs import EvaluateConfig
@@ -51,8 +50,7 @@ from parallel.child import run_child
 from parallel.errors import collective_errors, memory_errors
 from parallel.launch import Run, launch
 from parallel.process_group import is_main
-from report.compute import write_picture
-from report.page import check_packages, write_evaluation_report
+from report.page import check_packages, write_evaluation_report, write_picture
 
 
 def main() -> None:
@@ -128,9 +126,9 @@ def evaluate_checkpoint(
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
     """Warns where the run's own dataset folders hold other data than those it was trained on."""
     try:
-        trained_on = read_state(checkpoint.path).get("dataset_fingerprint")
+        trained_on = checkpoint.fingerprint
         is_new = trained_on is not None and trained_on != fingerprint_of(folders)
-    except (ValueError, OSError):  # no checkpoint of ours, or no training split
+    except (ValueError, OSError):  # no training split
         return
     if is_new:
         names = ", ".join(map(str, folders))

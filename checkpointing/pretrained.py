@@ -86,7 +86,8 @@ class Checkpoint:
     so. data_paths: as the run's config names them. seq_len: of the data it was trained on; dataset_info: of
     that data (`dataset.description`), as JSON values; None where it does not say so. selected_by: the puzzles
     that chose it as the best of its run, validation or test; None for any other. has_averages: it has the
-    averages (EMA) of the weights alone. address: where on the Hub it is, with the commit.
+    averages (EMA) of the weights alone. address: where on the Hub it is, with the commit. fingerprint: of the
+    content of its data, where a run of ours says so.
     """
 
     path: Path
@@ -99,6 +100,7 @@ class Checkpoint:
     selected_by: str | None = None
     has_averages: bool = False
     address: Address | None = None
+    fingerprint: str | None = None
 
     def __str__(self) -> str:
         return str(self.address or self.path)
@@ -259,6 +261,7 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
             raise CorruptCheckpointError(f"{error}: choose another one of the run") from None
     config, state = read_yaml(path / CONFIG_FILE), read_state(path)
     of_data = {"seq_len": state.get("seq_len"), "dataset_info": state.get("dataset")}
+    of_data["fingerprint"] = state.get("dataset_fingerprint")
     return Checkpoint(path, step, **of_data, **_read_recorded(config, path / CONFIG_FILE))
 
 

@@ -1,14 +1,10 @@
 """Accuracy over compute, as scaling.json has it: the chart of a report, and the file scaling.svg."""
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
-from config.writing import write_text
 from evaluation.selection import ORACLE
-from parallel import log
 from report.charts import Chart, Line, chart_file, line_chart
 
 
@@ -58,11 +54,3 @@ def compute_picture(scaling: Mapping[str, Any]) -> str:
         ]
         drawn.append(((escape(title), "&#160;&#160; ".join(names)), chart))
     return chart_file(drawn, title="accuracy over network calls")
-
-
-def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Draws scaling.json into a file; where matplotlib is missing, only warns."""
-    if importlib.util.find_spec("matplotlib") is None:
-        log.warning(f"matplotlib is missing: there is no {path.name} (pip install matplotlib)")
-    elif scaling["sets"]:
-        write_text(path, compute_picture(scaling))

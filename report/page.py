@@ -16,7 +16,7 @@ from evaluation.results import INTERVAL_ENDS, is_number, is_share, metric_names,
 from models import HaltingModel
 from parallel import log
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart
-from report.compute import compute_chart
+from report.compute import compute_chart, compute_picture
 from report.run import RunRecord, read_run
 from report.trace import (
     TracedPuzzles,
@@ -80,6 +80,14 @@ def write_evaluation_report(
     traced = trace_puzzles(model.eval(), data, num_puzzles=NUM_PUZZLES, **options)
     path = write_report(checkpoint.run_folder, traced=traced, evaluation=evaluation, warn=log.warning)
     log.info(f"wrote {path}")
+
+
+def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
+    """Draws scaling.json into a file; where matplotlib is missing, only warns."""
+    if importlib.util.find_spec("matplotlib") is None:
+        log.warning(f"matplotlib is missing: there is no {path.name} (pip install matplotlib)")
+    elif scaling["sets"]:
+        write_text(path, compute_picture(scaling))
 
 
 def _run_page(run: RunRecord, traced: TracedPuzzles | None, *, notes: Sequence[str]) -> str:
