@@ -11,12 +11,14 @@ from torch import nn
 from benchmarks.layouts import computed, counting, kept
 from models import build_model, layers
 from parallel.mesh import AXES
+from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step
 from tests.ranks import REPOSITORY, run_ranks
 from tests.test_layouts import ARCHS, LAYOUTS
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
 from training.dry_run import Needs
 from training.run_folder import compose_run
+from training.state import build_train_state
 
 _ROWS, _PARTS = {"puzzle_emb_sharding": "rows"}, {"gradient_accumulation_steps": 2}
 _AGAIN = {"activation_checkpointing": "block"}
@@ -87,15 +89,16 @@ def _most_drawn(layout: str) -> tuple[int, int, int]:
         return draw(*shape, std=std)
 
     layers.truncated_normal = counted
-    begin_training(tiny_config(arch=arch.model_dump(), **LAYOUTS[layout][1]))
+    config = tiny_config(arch=arch.model_dump(), seed=rank(), **LAYOUTS[layout][1])
+    build_train_state(config, FACTS, device=torch.device("cpu")).check_replicas()
     return max(most), blocks, sum(each.numel() for each in network.parameters()) - blocks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp2", "tp2"])
+@pytest.mark.parametrize("layout", ["dp2 x pp2", "tp2"])
 def test_no_rank_has_all_blocks_while_it_draws_them(layout):
-    """Half of four blocks, and the one that it draws."""
-    for most, blocks, rest in run_ranks(_most_drawn, 2, layout):
+    """Half of four blocks, and the one that it draws; and replicas are equal, whatever each has drawn."""
+    for most, blocks, rest in run_ranks(_most_drawn, LAYOUTS[layout][0], layout):
         assert blocks / 2 < most <= rest + blocks * 3 / 4
 
 
