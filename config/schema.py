@@ -262,9 +262,8 @@ class PretrainConfig(MachineConfig):
             yield f"{key} is not for arch=ldt: its blocks and its search need all of a slot in one place"
         if getattr(arch, "dropout", 0):
             yield f"{key} needs arch.dropout=0: its random numbers stay where the slots are"
-        for name, value in (("sync", "ddp"), ("train_only", "puzzle_embeddings")):
-            if getattr(self, name) == value:
-                yield f"{key} is not for {name}={value}: drop one of them"
+        if self.sync == "ddp":
+            yield f"{key} is not for sync=ddp: drop one of them"
         if self.local_steps > 1:
             yield f"{key} is not for local_steps above 1: drop one of them"
 

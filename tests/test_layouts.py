@@ -162,6 +162,7 @@ _ACCUMULATION = {"gradient_accumulation_steps": 2, "activation_checkpointing": "
 def test_a_layout_is_one_process(tmp_path):
     runs = {f"{name} {layout}": (name, layout, {}) for name, layouts in _FEW.items() for layout in layouts}
     runs["accumulation"] = ("trm", "pp2", _ACCUMULATION)
+    runs["table alone"] = ("trm", "tp2 x pp2", {"train_only": "puzzle_embeddings", "grad_clip_norm": None})
     for optimizer, layout in (("adamw", "pp2"), ("muon", "fsdp2 x pp2"), ("muon", "tp2 x pp2")):
         runs[f"{optimizer} {layout}"] = ("trm", layout, {"optimizer": optimizer})
     assert_equal_to_one(tmp_path, runs)

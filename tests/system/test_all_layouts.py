@@ -35,10 +35,10 @@ def test_every_layout_is_one_process(name, optimizer, tmp_path):
 
 
 @pytest.mark.parametrize("size", _SIZES)
-def test_every_layout_that_is_resumed_in_itself_has_the_same_bits(size, tmp_path):
+@pytest.mark.parametrize("name", ARCHS)
+def test_every_layout_that_is_resumed_in_itself_has_the_same_bits(name, size, tmp_path):
     options = {"arch": {"forward_dtype": "bfloat16"}}
-    pairs = [(name, layout) for name in ARCHS for layout in _layouts(name, size)]
-    runs = {f"{name} {layout}": (name, layout, options) for name, layout in pairs}
+    runs = {layout: (name, layout, options) for layout in _layouts(name, size)}
     assert_bits_of_resumed(tmp_path, runs, size)
 
 
