@@ -26,7 +26,8 @@ MEASURED_FILE = "measured.json"  # on what and how, as `measured_with` returns i
 INTERVAL_ENDS = ("low", "high")
 
 _SETTING = "@steps="  # after the name of a metric of one setting of a grid
-_ASKED = ("halting", "noise", "init_noise", "damping", "decision_cell", "decision_value", "seed")
+_ASKED = ("halting", "noise", "init_noise", "damping", "decision_cell", "decision_value")
+_ASKED += ("eval_conflict_threshold", "seed")
 _OPTIONS = (*_ASKED, "halt_max_steps", "samples", "select", "raw", "arc_votes")  # which change results
 
 _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric

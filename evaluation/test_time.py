@@ -45,11 +45,12 @@ def reasoning_of_samples(
     """Returns the reasoning of the architecture with the noises, damping and guesses that a config names."""
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
-    guesses = {"decision_cell": config.decision_cell, "decision_value": config.decision_value}
-    named = {name: value for name, value in (noises | guesses).items() if value is not None}
-    known = guesses if network.is_search else noises if network.keeps_state else {}
+    searches = ("decision_cell", "decision_value", "eval_conflict_threshold")
+    of_search = {name: getattr(config, name) for name in searches}
+    named = {name: value for name, value in (noises | of_search).items() if value is not None}
+    known = of_search if network.is_search else noises if network.keeps_state else {}
     if refused := [name for name in named if name not in known]:
-        what = "search" if refused[0] in guesses else "keep a state between steps"
+        what = "search" if refused[0] in of_search else "keep a state between steps"
         raise ValueError(f"{refused[0]} is for models that {what}, this one does not: drop it")
     named["step_noise"] = named.pop("noise", 0.0)
     selects = {config.select} if isinstance(config.select, str) else set(config.select)

@@ -34,6 +34,7 @@ class Reasoning:
     progress      share of the run that is done, from 0 to 1: for what changes along it
     decision_cell, decision_value  how a search guesses: at any open cell or one of the fewest candidates, and
                   a value that is drawn or the best one
+    eval_conflict_threshold  of a search: a board that is more likely contradictory starts anew
     """
 
     max_steps: int
@@ -48,12 +49,13 @@ class Reasoning:
     progress: float = 0.0
     decision_cell: str = "uniform"
     decision_value: str = "drawn"
+    eval_conflict_threshold: float = 0.5
 
     @classmethod
     def of_arch(cls, arch: Any, *, max_steps: int, halts_early: bool) -> Reasoning:
         """Reads the keys of a config that has them."""
         names = ("H_cycles", "L_cycles", "loops", "init_noise", "state_noise", "damping")
-        names += ("decision_cell", "decision_value")
+        names += ("decision_cell", "decision_value", "eval_conflict_threshold")
         values = {name: getattr(arch, name) for name in names if hasattr(arch, name)}
         return cls(max_steps, halts_early, **values)
 

@@ -51,7 +51,7 @@ def move(
     """
     alive = state["alive"].bool() & ~kills(state, last.keep, arch)
     number = alive.sum(-1)
-    limit = arch.eval_conflict_threshold if in_search else arch.conflict_threshold
+    limit = reasoning.eval_conflict_threshold if in_search else arch.conflict_threshold
     is_contradictory = (number == 0).any(-1) | (last.conflict.sigmoid() > limit)
     is_solved = (number == 1).all(-1) & ~is_contradictory
 

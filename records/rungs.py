@@ -58,7 +58,7 @@ class Rung:
 
 _SAMPLES = "halt_max_steps=[16,32] samples=[1,4] noise=0.3"
 _MAZE, _ARC = ("halt_max_steps=[8,16]", "maze/shortest_accuracy"), ("halt_max_steps=[4,8]", "arc/pass@2")
-_SEARCH = "samples=32 decision_cell=fewest decision_value=best"
+_SEARCH = "samples=32 decision_cell=fewest"
 _HARDEST = "9x9 Sudoku of the hardest kind"
 _MINUTE, _HOUR = 60, 3600
 # fmt: off

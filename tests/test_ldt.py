@@ -175,9 +175,9 @@ def test_guesses_are_for_a_search_and_noise_is_not():
     for name, key, value in (("trm", "decision_cell", "fewest"), ("ldt", "noise", 0.3)):
         with pytest.raises(ValueError, match=f"^{key} is for models that"):
             set_up(tiny_model(name), validate_config(EvaluateConfig, asked | {key: value}))
-    chosen = {"decision_cell": "fewest", "decision_value": "best"}
+    chosen = {"decision_cell": "fewest", "decision_value": "best", "eval_conflict_threshold": 0.9}
     reasoning, _ = set_up(tiny_model("ldt"), validate_config(EvaluateConfig, asked | chosen))
-    assert (reasoning.decision_cell, reasoning.decision_value) == ("fewest", "best")
+    assert {name: getattr(reasoning, name) for name in chosen} == chosen
 
 
 def test_a_report_has_the_boards_of_a_search(data):
