@@ -85,8 +85,10 @@ def test_a_model_is_kept_in_the_smallest_dtype_that_changes_no_answer(trained, t
     refused = [name for name, changed, _ in tried if changed != "0"]
     assert [*refused, dtype] == ["float8_e4m3fn", "float16", "float32"][: len(refused) + 1]
     data = open_datasets([trained.parent / "data" / "tiny"], splits=("test",), read_everything=False)
-    answers = [keep.answer(each, data, torch.float32, count=99) for each in (find_checkpoint(trained), kept)]
-    assert np.array_equal(*answers)
+    asked = (find_checkpoint(trained), kept)
+    ours, theirs = (keep.answer(each, data, torch.float32, count=99) for each in asked)
+    assert ours.keys() == theirs.keys() == {("all", number) for number in range(99)}
+    assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):
