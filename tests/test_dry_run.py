@@ -1,106 +1,16 @@
-"""A dry run: its formulas are what ranks keep and send, and what docs have; what does not fit is one line."""
+"""A dry run: docs have its formulas; what does not fit is one line. Bytes are counted in tests/system."""
 
 import dataclasses
-import gc
-import math
 
 import pytest
 import torch
-from torch import nn
 
-from benchmarks.layouts import computed, counting, kept
-from models import build_model, layers
+from models import build_model
 from parallel.mesh import AXES
-from parallel.process_group import rank
-from tests.checkpoints import begin_training, do_step
-from tests.ranks import REPOSITORY, run_ranks
-from tests.test_layouts import ARCHS, LAYOUTS
-from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
+from tests.ranks import REPOSITORY
+from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.dry_run import Needs
 from training.run_folder import compose_run
-from training.state import build_train_state
-
-_ROWS, _PARTS = {"puzzle_emb_sharding": "rows"}, {"gradient_accumulation_steps": 2}
-_AGAIN = {"activation_checkpointing": "block"}
-_LAYOUTS = LAYOUTS | {"pp4": (4, {"pipeline_parallel_degree": 4})}
-# Layout, model, and keys beside the layout's.
-_RUNS = [
-    ("dp2", "hrm", {}),
-    ("fsdp2", "hrm", {"arch": {"forward_dtype": "float32"}}),
-    ("fsdp2", "trm", _ROWS),
-    ("pp2", "transformer", {"ema": None}),
-    ("tp2", "serrm", {}),
-    ("tp2", "fprm", _AGAIN),
-    ("dp2 x pp2", "urm", _PARTS),
-    ("fsdp2 x pp2", "trm", {"optimizer": "muon"}),
-    ("dp2 x tp2", "hrm", {"optimizer": "adamw"}),
-    ("tp2 x pp2", "urm", _PARTS | _AGAIN),
-    ("pp4", "trm", {"arch": {"L_layers": 4}}),
-    ("fsdp2 x tp2", "trm", {}),
-]
-
-
-def _count(runs: list[tuple[str, str, dict]]) -> list[tuple]:
-    """Returns of each run what this rank keeps and sends in its second step, counted and computed."""
-    found = []
-    for layout, name, options in runs:
-        arch = {**ARCHS[name], "forward_dtype": "bfloat16", **options.get("arch", {})}
-        keys = {"ema": 0.9, "sync": "flat", **_LAYOUTS[layout][1], **options}
-        arch = tiny_arch(name, **arch).model_dump()
-        config = tiny_config(**{**keys, "arch": arch, "global_batch_size": 8})
-        state = begin_training(config)
-        with counting() as sent:
-            do_step(state, config, random_batch(8))
-        found.append((kept(state), dict(sent), *computed(config, FACTS)))
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_keep_and_send_what_the_formulas_say(size):
-    """Memory as the sum over the ranks, to the byte; messages of blocks too, others beside small numbers."""
-    runs = [run for run in _RUNS if _LAYOUTS[run[0]][0] == size]
-    for run, *ranks in zip(runs, *run_ranks(_count, size, runs), strict=True):
-        memories, sents, (memory, *_), (formulas, *_) = zip(*ranks, strict=True)
-        for part in {*memory, *memories[0]}:
-            total = sum(each[part] for each in memories)
-            assert total == pytest.approx(size * memory.get(part, 0), rel=1e-12), f"{run}: {part}"
-        for what, formula in formulas.items():
-            most = max(each[what].bytes for each in sents)
-            if what in ("stages", "sums of features"):
-                assert max(each[what] for each in sents) == formula, f"{run}: {what}"
-            elif what == "gradients of puzzle rows":
-                assert most <= formula.bytes + 128, f"{run}: {what}"  # and counts
-            else:
-                assert formula.bytes <= most <= 1.1 * formula.bytes, f"{run}: {what}"
-        assert {*formulas} == {*sents[0]} - {"metrics"}, run
-
-
-def _most_drawn(layout: str) -> tuple[int, int, int]:
-    """Returns how many weights this rank has at once while it draws the model; all of blocks; all others."""
-    arch = tiny_arch("trm", L_layers=4)
-    network = build_model(arch, FACTS).network.to("meta")
-    blocks = sum(network.get_parameter(name).numel() for name in network.block_weights())
-    draw, most = layers.truncated_normal, [0]
-
-    def counted(*shape: int, std: float) -> torch.Tensor:
-        alive = [each for each in gc.get_objects() if isinstance(each, nn.Parameter) and not each.is_meta]
-        most.append(sum(each.numel() for each in alive) + math.prod(shape))
-        return draw(*shape, std=std)
-
-    layers.truncated_normal = counted
-    config = tiny_config(arch=arch.model_dump(), seed=rank(), **LAYOUTS[layout][1])
-    build_train_state(config, FACTS, device=torch.device("cpu")).check_replicas()
-    return max(most), blocks, sum(each.numel() for each in network.parameters()) - blocks
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp2 x pp2", "tp2"])
-def test_no_rank_has_all_blocks_while_it_draws_them(layout):
-    """Half of four blocks, and the one that it draws; and replicas are equal, whatever each has drawn."""
-    for most, blocks, rest in run_ranks(_most_drawn, LAYOUTS[layout][0], layout):
-        assert blocks / 2 < most <= rest + blocks * 3 / 4
-
 
 _SIZES = {"27 M": (512, 4), "325 M": (1280, 8), "1 B": (2304, 8), "7 B": (4352, 16)}
 _ALONE = dict.fromkeys(AXES, 1)
