@@ -234,7 +234,7 @@ def test_filter_is_for_both_splits_and_subsamples_for_one(tmp_path, source):
     assert rows_of(other["train"].inputs[::3]) != chosen
     few, more = (build(tmp_path / f"{n}", *arguments, "--num-test", n)["test"].inputs for n in (2, 4))
     assert set(rows_of(few)) < set(rows_of(more)) < set(rows_of(everything["test"].inputs))
-    with pytest.raises(ValueError, match="7 test puzzles are wanted, more than the 6 that there are"):
+    with pytest.raises(ValueError, match="--num-test 7 is more than the 6 test puzzles there are"):
         build(tmp_path / "none", *arguments, "--num-test", 7)
 
 

@@ -85,8 +85,9 @@ def build_puzzles(
         train, test = _split_files(files, read(files), thing=thing, seed=options.seed)
     else:
         train, test = generate()
-    train = _keep(train, options.subsample_size, of="training", seed=options.seed, stream=_SUBSAMPLE)
-    test = _keep(test, options.num_test, of="test", seed=options.seed, stream=_TEST_SUBSAMPLE)
+    asked = options.subsample_size, options.num_test
+    train = _keep(train, asked[0], "--subsample-size", "training", seed=options.seed, stream=_SUBSAMPLE)
+    test = _keep(test, asked[1], "--num-test", "test", seed=options.seed, stream=_TEST_SUBSAMPLE)
     held_out = set(input_keys(test[:, 0]))
     if num_shared := np.count_nonzero(are_among(train[:, 0], held_out)):
         warn(f"build {kind}", f"{num_shared} puzzles of the training split are in the test split too")
@@ -134,12 +135,14 @@ def _split_files(
     return train, test
 
 
-def _keep(pairs: np.ndarray, count: int | None, *, of: str, seed: int, stream: int) -> np.ndarray:
-    """Returns so many of the pairs, chosen at random; None: all."""
+def _keep(
+    pairs: np.ndarray, count: int | None, option: str, split: str, *, seed: int, stream: int
+) -> np.ndarray:
+    """Returns so many of the pairs of a split, chosen at random; None: all."""
     if count is None:
         return pairs
     if count > len(pairs):
-        raise ValueError(f"{count} {of} puzzles are wanted, more than the {len(pairs)} that there are")
+        raise ValueError(f"{option} {count} is more than the {len(pairs)} {split} puzzles there are")
     return pairs[_choose(len(pairs), count, seed=seed, stream=stream)]
 
 
