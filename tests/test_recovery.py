@@ -132,7 +132,8 @@ def test_a_killed_and_a_frozen_rank_cost_only_time_and_a_signal_stops_the_run_af
         command = (f"data_path={sudoku_folder}", *OVERRIDES, *_LENGTH, f"checkpoint_path={path}")
         complete_program("pretrain", *command, folder=tmp_path, world_size=2)
     rows, whole = logged_rows(run.run), logged_rows(tmp_path / "whole")
-    assert any([row.pop("train/recovery_seconds", None) for row in rows])
+    recovered = [row.pop("train/recovery_seconds", None) for row in rows]
+    assert any(recovered)
     assert [row["step"] for row in rows] == list(range(1, _NUM_STEPS + 1))
     assert rows == whole
     ours, theirs = (path / f"step_{_NUM_STEPS}" for path in (run.run, tmp_path / "whole"))
