@@ -136,14 +136,6 @@ class Level(nn.Module):
             return self._run_blocks(h, *context)
         return self.pipe(h, lambda each: self._run_blocks(each, *context))
 
-    def keep_blocks(self, number: int, num_shares: int) -> None:
-        """Leaves the blocks of one of some equal shares; of the others their cost is known."""
-        size, rest = divmod(len(self.layers), num_shares)
-        assert not rest, f"{len(self.layers)} blocks in {num_shares} shares"
-        for index, block in enumerate(self.layers):
-            if index // size != number and not isinstance(block, Elsewhere):
-                self.layers[index] = Elsewhere(block)
-
     def _run_blocks(self, h: Tensor, *context: Any) -> Tensor:
         for layer in self.layers:
             if self.recomputes_blocks and torch.is_grad_enabled():

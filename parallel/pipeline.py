@@ -17,15 +17,13 @@ from torch import Tensor
 
 from parallel.collectives import Ranks
 
-Run = Callable[[Tensor], Tensor]  # applies this stage's blocks to the slots of one home
+RunBlocks = Callable[[Tensor], Tensor]  # applies this stage's blocks to the slots of one home
 
 
 class Level(Protocol):
-    """What a pipeline needs of a level: to keep some of its blocks, and who runs them."""
+    """What a pipeline needs of a level: who runs its blocks."""
 
-    pipe: Callable[[Tensor, Run], Tensor] | None
-
-    def keep_blocks(self, number: int, num_shares: int) -> None: ...
+    pipe: Callable[[Tensor, RunBlocks], Tensor] | None
 
 
 class Ring:
@@ -45,7 +43,7 @@ class Ring:
         tensor = tensor.contiguous()
         self._sent.append((dist.isend(tensor, group_dst=goal, group=self._groups[home]), tensor))
 
-    def receive(self, like: Tensor, source: int, *, home: bool) -> Run:
+    def receive(self, like: Tensor, source: int, *, home: bool) -> Callable[[], Tensor]:
         """Begins to receive from another stage a tensor like another one; returns what waits for it."""
         tensor = torch.empty_like(like, memory_format=torch.contiguous_format)
         work = dist.irecv(tensor, group_src=source, group=self._groups[home])
@@ -100,7 +98,7 @@ class _Call(torch.autograd.Function):
     """A call of a level with gradient: each stage keeps its part of the graph of every home's slots."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, _anchor: Tensor, ring: Ring, run: Run) -> Tensor:
+    def forward(ctx: Any, h: Tensor, _anchor: Tensor, ring: Ring, run: RunBlocks) -> Tensor:
         ctx.ring, ctx.pieces = ring, {}
 
         def work(home: int, received: Tensor) -> Tensor:
@@ -121,7 +119,7 @@ class _Call(torch.autograd.Function):
         return circulate(ctx.ring, gradient.contiguous(), work, forward=False), None, None, None
 
 
-def call(ring: Ring, h: Tensor, run: Run) -> Tensor:
+def call(ring: Ring, h: Tensor, run: RunBlocks) -> Tensor:
     """Calls a level with this rank's slots, [slots, ...], of one shape on all ranks, which all call it."""
     if not torch.is_grad_enabled():
         return circulate(ring, h, lambda _, received: run(received), forward=True)
@@ -129,8 +127,7 @@ def call(ring: Ring, h: Tensor, run: Run) -> Tensor:
     return _Call.apply(h, h.new_zeros((), requires_grad=True), ring, run)
 
 
-def cut_levels(levels: Iterable[Level], ring: Ring) -> None:
-    """Leaves of each level this stage's blocks, and makes the ring run them. The ranks must divide them."""
+def pipe_levels(levels: Iterable[Level], ring: Ring) -> None:
+    """Makes the ring run the blocks of each level, of which this rank has its stage's alone."""
     for level in levels:
-        level.keep_blocks(ring.stage, ring.size)
         level.pipe = lambda h, run: call(ring, h, run)

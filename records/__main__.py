@@ -169,6 +169,7 @@ def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "seconds_max": max(seconds),
         "seconds_mean": math.fsum(seconds) / len(seconds),
         "seeds": len(runs),
+        "processes": rung.processes,
         "first_seed": runs[0]["seed"],
         "metric": rung.metric,
         "goal": rung.goal,

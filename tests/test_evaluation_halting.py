@@ -12,8 +12,9 @@ from dataset.loader import read_rows
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.trace import record_trace
 from models import HaltingModel
+from models.blocks import Elsewhere
 from parallel.mesh import Mesh, sizes_of
-from parallel.pipeline import Ring, cut_levels
+from parallel.pipeline import Ring, pipe_levels
 from parallel.process_group import world_size
 from tests.float64 import TOLERANCE, float64
 from tests.ranks import run_ranks
@@ -36,7 +37,11 @@ def _evaluate(
         model, mesh = halting_model(folder, name, steps=_STEPS, L_layers=layers), None
         if num_stages > 1:
             mesh = Mesh(sizes_of(world_size(), pipeline=num_stages))
-            cut_levels(model.network.levels().values(), Ring(mesh.pipeline, mesh.homes))
+            for level in (levels := model.network.levels().values()):
+                for number, block in enumerate(level.layers):
+                    if number * num_stages // len(level.layers) != mesh.pipeline.index:
+                        level.layers[number] = Elsewhere(block)
+            pipe_levels(levels, Ring(mesh.pipeline, mesh.homes))
         result = evaluate_split(
             model,
             open_dataset(folder, read_everything=False),

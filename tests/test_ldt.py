@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from checkpointing.pretrained import find_checkpoint
 from checkpointing.published import translate_weights
 from config.files import load_defaults
 from config.programs import EvaluateConfig
@@ -16,14 +17,15 @@ from config.schema import validate_config
 from dataset.build import build_dataset
 from dataset.description import with_candidates
 from dataset.format import Dataset, open_dataset
-from dataset.loader import Batch
+from dataset.loader import Batch, read_rows
 from evaluation.halting import answer_batches
 from evaluation.test_time import build_draw, set_up
 from models import HaltingModel
 from models.carry import ANEW
-from models.lattice import move
+from models.lattice import CONTRADICTORY, move
 from models.random import Draws
 from report.trace import picture_data, reliability, trace_puzzles
+from share import keep
 from tests.ranks import NUM_THREADS, complete_program
 from tests.report_runs import searching_model
 from tests.tiny import draws_of, tiny_model
@@ -180,6 +182,18 @@ def test_guesses_are_for_a_search_and_noise_is_not():
     assert {name: getattr(reasoning, name) for name in chosen} == chosen
 
 
+def test_a_search_gives_up_above_its_threshold(data):
+    model = searching_model(data)
+    batch, fresh = read_rows(data, "all", np.arange(8)), torch.ones(8, dtype=torch.bool)
+    for threshold in (0.0, 1.0):
+        reasoning = dataclasses.replace(model.eval_reasoning, eval_conflict_threshold=threshold)
+        state = model.network.start(batch, reasoning, None, fresh)
+        last = model.network.look(state["alive"], draws_of(8), loops=1, use="look", dropout=0.0).last()
+        last = last._replace(keep=torch.full_like(last.keep, 9.0))  # strikes out nothing
+        moved = move(state, last, model.network.arch, reasoning, draws_of(8), in_search=True)
+        assert (moved["outcome"] == CONTRADICTORY).all() == (threshold == 0)
+
+
 def test_a_report_has_the_boards_of_a_search(data):
     traced = trace_puzzles(searching_model(data), data, num_puzzles=50, batch_size=8, path=Path("step_1"))
     content = picture_data(traced)
@@ -223,6 +237,11 @@ def test_a_run_learns_searches_and_solves(sudoku_folder, tmp_path, experiment):
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]
     assert metrics["exact_accuracy"] + metrics["wrong"] + metrics["undecided"] == pytest.approx(1)
     assert metrics["exact_accuracy"] == metrics["sudoku/valid_accuracy"] > 0.2
+    checkpoint, test = find_checkpoint(tmp_path / "run"), open_dataset(sudoku_folder, read_everything=False)
+    hasty = checkpoint.arch.model_copy(update={"eval_halt_max_steps": 2})
+    found = keep.answer(dataclasses.replace(checkpoint, arch=hasty), test, torch.float32, count=99)
+    assert all((tokens != _BLANK).all() for tokens in found.values()), "what is open is no answer"
+    assert len(found) < 99
     puzzle = "puzzle=1..4 .... .... 4..1"
     finished = complete_program("solve", *machine, puzzle, "samples=8", "steps=30", folder=tmp_path)
     assert "valid: " in finished.stdout or "not decided: " in finished.stdout

@@ -24,7 +24,7 @@ from parallel.collectives import Key, Ranks, RankSums, all_ranks, broadcast_diff
 from parallel.errors import abort_all, collective_errors
 from parallel.flat import FlatParameters
 from parallel.mesh import Mesh
-from parallel.pipeline import Ring, cut_levels
+from parallel.pipeline import Ring, pipe_levels
 from parallel.process_group import is_main, world_size
 from parallel.shards import Shard, Tensors, shard_of_rows, slots_of, tensor_of
 from parallel.strategy import SCALARS, EveryStep, LocalSteps, Strategy
@@ -178,7 +178,7 @@ def build_train_state(
     for name in sorted(blocks):  # one by one: a message is a copy
         mesh.replicas.broadcast_([named[name]])
     if mesh.pipeline.size > 1:
-        cut_levels(network.levels().values(), Ring(mesh.pipeline, mesh.homes))
+        pipe_levels(network.levels().values(), Ring(mesh.pipeline, mesh.homes))
     flats = _build_flats(config, network, mesh, device, cuts)
     with collective_errors():
         options = {"shapes": shapes, "holders": mesh.parts, "tensor": mesh.tensor}
@@ -221,6 +221,7 @@ def _draw_own_parts(
     cuts: dict[nn.Module, dict[str, Cut]] = {}
 
     def take(block: nn.Module, number: int, num_blocks: int) -> nn.Module:
+        assert num_blocks % mesh.pipeline.size == 0, "the schema refuses other numbers"
         if number * mesh.pipeline.size // num_blocks != mesh.pipeline.index:
             return Elsewhere(block)
         cuts[block] = cut_tensors(block, mesh.tensor) if mesh.tensor.size > 1 else {}
