@@ -1,6 +1,7 @@
 """What many tests need, such as a small generated dataset.
 
 TEST_THREADS=2 gives torch two threads in every process of the tests; one is the default.
+Fixtures import what they need: the process that hands out the tests reads this file too, without torch.
 """
 
 import gc
@@ -10,14 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-
-from dataset.build import build_dataset
-from tests.float64 import float64 as compute_in_float64
-from tests.ranks import NUM_THREADS
-from tests.sudoku_source import source_rows, write_csv
-
-torch.set_num_threads(NUM_THREADS)
 
 
 def pytest_collection_finish() -> None:
@@ -32,6 +25,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which tests send, and nohup lets
 @pytest.fixture(scope="session")
 def sudoku_folder(tmp_path_factory) -> Path:
     """200 generated 4x4 puzzles for training and 100 for testing."""
+    from dataset.build import build_dataset
+
     folder = tmp_path_factory.mktemp("data") / "sudoku"
     build_dataset("sudoku", ["--output-dir", str(folder), "--generate", "200", "--box", "2x2"])
     return folder
@@ -48,7 +43,9 @@ def heeds_interrupts() -> Iterator[None]:
 @pytest.fixture
 def float64() -> Iterator[None]:
     """torch computes in float64 where it is asked for less."""
-    with compute_in_float64():
+    from tests import float64
+
+    with float64.float64():
         yield
 
 
@@ -61,6 +58,10 @@ def _nothing_was_shown(monkeypatch) -> None:
 @pytest.fixture(autouse=True)
 def _threads_are_few() -> None:
     """Programs that a test calls in its own process take all cores, which slows down all tests after it."""
+    import torch
+
+    from tests.ranks import NUM_THREADS
+
     torch.set_num_threads(NUM_THREADS)
 
 
@@ -81,6 +82,8 @@ def free_port() -> int:
 @pytest.fixture
 def source(tmp_path) -> Path:
     """CSV files of 4x4 puzzles: 40 for training and 10 for testing."""
+    from tests.sudoku_source import source_rows, write_csv
+
     write_csv(tmp_path / "source" / "train.csv", source_rows(40))
     write_csv(tmp_path / "source" / "test.csv.gz", source_rows(10, stream=1))
     return tmp_path / "source"

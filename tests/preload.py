@@ -4,15 +4,20 @@ The server that ranks are forked from (`tests.ranks`) imports this module. It st
 builds the tables of Hydra's parser and finds its plugins, which takes longer than a run of ten steps.
 """
 
+import encodings.idna  # noqa: F401
 import gc
+import multiprocessing.synchronize  # noqa: F401
 import sys
 
+import numpy.ctypeslib
+import numpy.ma  # noqa: F401
 import pytest  # noqa: F401
 import torch._dynamo
 import torch.distributed.nn.functional
 import torch.profiler  # noqa: F401
 import wandb  # noqa: F401
 
+import dataset.kinds.sudoku  # noqa: F401
 import evaluate  # noqa: F401
 import models.hrm
 import models.transformer
