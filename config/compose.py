@@ -13,17 +13,14 @@ from typing import Any, NoReturn
 
 import pydantic
 import yaml
-from hydra import initialize_config_dir
+from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.defaults_list import create_defaults_list
 from hydra._internal.sources_registry import SourcesRegistry
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
@@ -188,23 +185,10 @@ def _compose(
         words = [word for override in overrides for word in _translate(schema, override)]
         folders = [quoted(str(Path(each).resolve(strict=True))) for each in config_dirs]
         words += [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
-        composed = _compose_files(schema.YAML, words)
+        with initialize_config_dir(str(FOLDER), version_base="1.3"):
+            composed = compose(schema.YAML, words)
         if set(_GROUPS) <= set(given):
             _leave_out_of_experiment(composed, set(given), notice or (lambda line: None))
-    return composed
-
-
-def _compose_files(name: str, words: list[str]) -> DictConfig:
-    """Composes as Hydra's `compose`, without the config of Hydra itself, which takes longer than ours."""
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        overrides, files = loader._parse_overrides_and_create_caching_repo(name, words)
-        loader.validate_sweep_overrides_legal(overrides, RunMode.RUN, from_shell=False)
-        own = [each for each in overrides if not each.is_hydra_override()]
-        listed = create_defaults_list(files, name, own, prepend_hydra=False, skip_missing=False)
-        composed = loader._compose_config_from_defaults_list(listed.defaults, files)
-        OmegaConf.set_struct(composed, True)
-        loader._apply_overrides_to_config(listed.config_overrides, composed)
     return composed
 
 
