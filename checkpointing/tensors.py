@@ -1,7 +1,7 @@
 """Files of tensors, whole or sharded: each rank writes its own shards, any number of ranks reads.
 
 <part>.safetensors holds what is whole, <part>_<r>_of_<w>.safetensors the shards of rank r of w, and says in
-its metadata which runs of the whole these are. A reader does not see how many have written: it gets the
+its metadata which spans of the whole these are. A reader does not see how many have written: it gets the
 tensors joined, or fills with them what it keeps itself.
 """
 
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from config.reading import parse_json
 from parallel.process_group import is_main, rank, world_size
-from parallel.shards import Run, Shard, Tensors, tensor_of
+from parallel.shards import Shard, Span, Spans, Tensors, tensor_of
 
 _MOST = 2**48  # elements
-_SHARDS = "shards"  # in the metadata, as JSON: {name: [runs, shape of the whole, is_own]}
+_SHARDS = "shards"  # in the metadata, as JSON: {name: [spans, shape of the whole, is_own]}
 
 
 def files_of(parts: Mapping[str, Tensors]) -> dict[str, Tensors]:
@@ -46,13 +46,13 @@ def files_of(parts: Mapping[str, Tensors]) -> dict[str, Tensors]:
 
 
 def _written(shard: Shard) -> Shard:
-    return shard._replace(tensor=shard.tensor.reshape(-1)[:0], runs=()) if shard.is_copy else shard
+    return shard._replace(tensor=shard.tensor.reshape(-1)[:0], spans=()) if shard.is_copy else shard
 
 
 def save_tensors(tensors: Tensors, path: Path) -> None:
     """Writes a file of `files_of`."""
     shards = {
-        key: [each.runs, each.shape, each.is_own] for key, each in tensors.items() if isinstance(each, Shard)
+        key: [each.spans, each.shape, each.is_own] for key, each in tensors.items() if isinstance(each, Shard)
     }
     plain = {key: tensor_of(each) for key, each in tensors.items()}
     save_file(plain, path, metadata={_SHARDS: json.dumps(shards)} if shards else None)
@@ -84,7 +84,7 @@ def load_joined(folder: Path, part: str) -> dict[str, Tensor]:
     """
     values: dict[str, Tensor] = {}
     for stored in _stored(folder, part):
-        if stored.runs is None:
+        if stored.spans is None:
             values[stored.key] = stored.read()
             continue
         if stored.key not in values:
@@ -134,10 +134,10 @@ def _shape_of(kept: Tensor | Shard) -> tuple[int, ...]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in an open file. runs: of the whole of `shape`, as in `Shard`; None: it is the whole."""
+    """A tensor in an open file. spans: of the whole of `shape`, as in `Shard`; None: it is the whole."""
 
     key: str
-    runs: tuple[Run, ...] | None
+    spans: Spans | None
     shape: tuple[int, ...]
     is_own: bool
     file: safe_open
@@ -148,15 +148,15 @@ class _Stored(NamedTuple):
 
     def alone(self) -> "_Stored":
         """Returns the tensor that one rank has of its own, without the axis of ranks."""
-        return self._replace(runs=None, shape=self.shape[1:], is_own=False)
+        return self._replace(spans=None, shape=self.shape[1:], is_own=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0) -> None:
         """Copies what both have of the whole; weight: of the copy in a mean with what the target has."""
         if self.shape != _shape_of(target):
             raise _does_not_fit(self.folder, self.key, stored=self.shape, own=_shape_of(target))
-        everything = (Run(0, math.prod(self.shape)),)
-        kept = target.runs if isinstance(target, Shard) else everything
-        common = _common(everything if self.runs is None else self.runs, kept)
+        everything = (Span(0, math.prod(self.shape)),)
+        kept = target.spans if isinstance(target, Shard) else everything
+        common = _common(everything if self.spans is None else self.spans, kept)
         if common is None:
             return
         unit, source, goal = common
@@ -180,46 +180,48 @@ def _stored(folder: Path, part: str) -> Iterator[_Stored]:
             f"{folder} has no {part}.safetensors: give the config that it was trained with, or "
             f"init_from={folder} to begin with its weights alone"
         )
-    found: dict[str, list[Run]] = defaultdict(list)
+    found: dict[str, list[Span]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             shards = parse_json(metadata.get(_SHARDS, "{}"), where=f"{path}: {_SHARDS}")
             for key in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
-                shape, runs, is_own = tuple(file.get_slice(key).get_shape()), None, False
+                shape, spans, is_own = tuple(file.get_slice(key).get_shape()), None, False
                 num_stored = math.prod(shape)
                 if key in shards:
-                    runs, shape, is_own = _parse_shard(shards[key], num_stored, where=f"{path}: {key}")
-                found[key] += (Run(0, num_stored),) if runs is None else runs
+                    spans, shape, is_own = _parse_shard(shards[key], num_stored, where=f"{path}: {key}")
+                found[key] += (Span(0, num_stored),) if spans is None else spans
                 if shapes.setdefault(key, shape) != shape:
                     raise ValueError(f"{path}: {key} has another shape than in the other files")
-                yield _Stored(key, runs, shape, is_own, file, folder)
-    for key, runs in found.items():
-        if not _are_whole(runs, math.prod(shapes[key])):
+                yield _Stored(key, spans, shape, is_own, file, folder)
+    for key, spans in found.items():
+        if not _are_whole(spans, math.prod(shapes[key])):
             raise ValueError(f"{folder}: its files have an element of {key} twice, or not at all")
 
 
-def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[tuple[Run, ...], tuple[int, ...], bool]:
+def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
     """Checks what the metadata of a file say of a shard with so many elements."""
     try:
-        runs, shape, is_own = entry
-        runs, size = tuple(Run(*run) for run in runs), math.prod(shape)
-        are_counts = all(type(number) is int and number >= 0 for number in itertools.chain(shape, *runs))
-        is_inside = all(run.start + run.stride * (run.count - 1) + run.length <= size < _MOST for run in runs)
-        if are_counts and is_inside and sum(run.length * run.count for run in runs) == num_stored:
-            return runs, tuple(shape), bool(is_own)
+        spans, shape, is_own = entry
+        spans, size = tuple(Span(*span) for span in spans), math.prod(shape)
+        are_counts = all(type(number) is int and number >= 0 for number in itertools.chain(shape, *spans))
+        is_inside = all(
+            each.start + each.stride * (each.count - 1) + each.length <= size < _MOST for each in spans
+        )
+        if are_counts and is_inside and sum(span.length * span.count for span in spans) == num_stored:
+            return spans, tuple(shape), bool(is_own)
     except (TypeError, ValueError):
         pass
     raise ValueError(f"{where} is no shard as its metadata say")
 
 
-def _are_whole(runs: list[Run], size: int) -> bool:
-    """Returns whether the runs have every element of a whole of this size once."""
-    runs = [run for run in runs if run.length]
-    starts = [run.start + run.stride * np.arange(run.count) for run in runs]
+def _are_whole(spans: list[Span], size: int) -> bool:
+    """Returns whether the spans have every element of a whole of this size once."""
+    spans = [span for span in spans if span.length]
+    starts = [span.start + span.stride * np.arange(span.count) for span in spans]
     starts = np.concatenate([*starts, [size]])  # where a piece ends, another begins, or the whole ends
-    lengths = np.repeat([run.length for run in runs], [run.count for run in runs])
+    lengths = np.repeat([span.length for span in spans], [span.count for span in spans])
     ends = np.append(starts[:-1] + lengths, 0)
     return np.array_equal(np.sort(starts), np.sort(ends))
 
@@ -227,26 +229,26 @@ def _are_whole(runs: list[Run], size: int) -> bool:
 _Index = slice | Tensor
 
 
-def _common(stored: tuple[Run, ...], kept: tuple[Run, ...]) -> tuple[int, _Index, _Index] | None:
+def _common(stored: Spans, kept: Spans) -> tuple[int, _Index, _Index] | None:
     """Returns (elements of a unit, index of the common units in `stored`, in `kept`); None without any."""
     if not stored or not kept:
         return None
     if stored == kept:
         return 1, slice(None), slice(None)
-    if all(len(runs) == 1 == runs[0].count for runs in (stored, kept)):  # contiguous
-        starts, ends = zip(*((run.start, run.start + run.length) for (run,) in (stored, kept)), strict=True)
+    if all(len(spans) == 1 == spans[0].count for spans in (stored, kept)):  # contiguous
+        starts, ends = zip(*((one.start, one.start + one.length) for (one,) in (stored, kept)), strict=True)
         begin, end = max(starts), min(ends)
         return (1, *(slice(begin - start, end - start) for start in starts)) if begin < end else None
-    unit = math.gcd(*(number for run in stored + kept for number in (run.start, run.length, run.stride)))
-    numbers = [np.concatenate([_units_of(run, unit) for run in runs]) for runs in (stored, kept)]
+    unit = math.gcd(*(number for span in stored + kept for number in (span.start, span.length, span.stride)))
+    numbers = [np.concatenate([_units_of(span, unit) for span in spans]) for spans in (stored, kept)]
     _, source, goal = np.intersect1d(*numbers, assume_unique=True, return_indices=True)
     return (unit, torch.from_numpy(source), torch.from_numpy(goal)) if len(source) else None
 
 
-def _units_of(run: Run, unit: int) -> np.ndarray:
-    """Returns the numbers of a run's units, rising."""
-    first = (run.start + run.stride * np.arange(run.count)) // unit
-    return (first[:, None] + np.arange(run.length // unit)).reshape(-1)
+def _units_of(span: Span, unit: int) -> np.ndarray:
+    """Returns the numbers of a span's units, rising."""
+    first = (span.start + span.stride * np.arange(span.count)) // unit
+    return (first[:, None] + np.arange(span.length // unit)).reshape(-1)
 
 
 def _shard_file(part: str, number: int, size: int) -> str:

@@ -11,7 +11,7 @@ from config.schema import PretrainConfig
 from optimizers.adam_atan2 import AdamATan2
 from parallel.collectives import ALONE, Ranks
 from parallel.flat import FlatParameters, Scalars
-from parallel.shards import Run, Shard, Tensors, part_of_whole, tensor_of
+from parallel.shards import Shard, Span, Tensors, part_of_whole, tensor_of
 from parallel.tensor import Cut
 
 _MOMENTUM = 0.95  # of Muon
@@ -181,7 +181,7 @@ class Weights:
                     if isinstance(part, Shard) and tensor.ndim:
                         tensor = part._replace(tensor=tensor)
                     elif group.flat.is_part:  # a count is the same on all ranks that have the weight
-                        tensor = Shard(tensor, (Run(0, 1),), (), is_copy=group.flat.ranks.index > 0)
+                        tensor = Shard(tensor, (Span(0, 1),), (), is_copy=group.flat.ranks.index > 0)
                     moments[f"{moment}.{name}"] = tensor
         return moments
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.collectives import ALONE, Ranks
-from parallel.shards import Run, Shard, Tensors, tensor_of
+from parallel.shards import Shard, Span, Tensors, tensor_of
 from parallel.shared_memory import SharedTensors, open_shared_tensors
 from parallel.tensor import Cut
 
@@ -183,7 +183,7 @@ class FlatParameters:
                 continue
             if isinstance(part, Shard):
                 if name in self.unsplit:
-                    tensor = tensor.view(parameter.shape[0] if part.runs else 0, *parameter.shape[1:])
+                    tensor = tensor.view(parameter.shape[0] if part.spans else 0, *parameter.shape[1:])
                 parts[name] = part._replace(tensor=tensor)
             if len(self.gradients):
                 tensor.grad = self.gradients[self._part(name, self.share)].view_as(tensor)
@@ -245,12 +245,12 @@ class FlatParameters:
             if name not in self._spread or is_whole:
                 shards[name] = pieces.at(part).view(shape)
                 continue
-            runs = (Run(part.start - begin, length),) if length else ()
+            spans = (Span(part.start - begin, length),) if length else ()
             if cut := self.cuts.get(name):
-                runs, shape = cut.runs(slice(part.start - begin, part.stop - begin)), cut.shape
+                spans, shape = cut.spans(slice(part.start - begin, part.stop - begin)), cut.shape
             is_copy = share is self.share and self.ranks.index >= len(self.shares)
             tensor = pieces.at(part) if length else self.message[:0]
-            shards[name] = Shard(tensor, runs, shape, is_copy=is_copy)
+            shards[name] = Shard(tensor, spans, shape, is_copy=is_copy)
         return shards
 
     def _part(self, name: str, share: slice) -> slice:

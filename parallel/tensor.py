@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.collectives import Ranks
-from parallel.shards import Run
+from parallel.shards import Span, Spans
 
 
 class _Copy(torch.autograd.Function):
@@ -67,18 +67,18 @@ class Cut(NamedTuple):
         """Makes the whole of the parts of all ranks."""
         return torch.cat([each.reshape(self.outer, -1) for each in parts], dim=1).view(self.shape)
 
-    def runs(self, part: slice) -> tuple[Run, ...]:
+    def spans(self, part: slice) -> Spans:
         """Returns where elements of this part, as it lies in memory, are in the whole."""
         rest = math.prod(self.shape) // (self.outer * self.middle)
         length, stride, start = (self.end - self.begin) * rest, self.middle * rest, self.begin * rest
-        runs, first = [], part.start
+        spans, first = [], part.start
         while first < part.stop:
             number, offset = divmod(first, length)
             count = 0 if offset else (part.stop - first) // length
             size = min(length - offset, part.stop - first)
-            runs.append(Run(start + number * stride + offset, size, stride, max(count, 1)))
+            spans.append(Span(start + number * stride + offset, size, stride, max(count, 1)))
             first += size * max(count, 1)
-        return tuple(run if run.count > 1 else run._replace(stride=0) for run in runs)
+        return tuple(span if span.count > 1 else span._replace(stride=0) for span in spans)
 
 
 def cut_tensors(network: nn.Module, ranks: Ranks) -> dict[str, Cut]:

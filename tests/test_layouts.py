@@ -155,13 +155,13 @@ def assert_equal_to_one(folder: Path, runs: Runs) -> None:
 
 # Of each layout one model; all pairs take minutes: tests/system/test_all_layouts.py.
 _FEW = {"hrm": ("pp2", "fsdp2 x pp2"), "serrm": ("pp2", "tp2"), "urm": ("dp2 x pp2", "fsdp2 x tp2")}
-_ACCUMULATION = {"gradient_accumulation_steps": 2, "activation_checkpointing": "block"}
+ACCUMULATION = {"gradient_accumulation_steps": 2, "activation_checkpointing": "block"}
 
 
 @pytest.mark.slow
 def test_a_layout_is_one_process(tmp_path):
     runs = {f"{name} {layout}": (name, layout, {}) for name, layouts in _FEW.items() for layout in layouts}
-    runs["accumulation"] = ("trm", "pp2", _ACCUMULATION)
+    runs["accumulation"] = ("trm", "pp2", ACCUMULATION)
     runs["table alone"] = ("trm", "tp2 x pp2", {"train_only": "puzzle_embeddings", "grad_clip_norm": None})
     for optimizer, layout in (("adamw", "pp2"), ("muon", "fsdp2 x pp2"), ("muon", "tp2 x pp2")):
         runs[f"{optimizer} {layout}"] = ("trm", layout, {"optimizer": optimizer})
@@ -275,32 +275,40 @@ _WORDS = ("arch.H_layers=2", "arch.L_layers=2", "arch.q_target=exact", "ema=0.9"
 _WORDS += ("log_interval=1", "epochs=2", "evaluators=[sudoku]")
 
 
-@pytest.mark.slow
-def test_the_program_trains_evaluates_and_resumes_in_every_layout(tmp_path, sudoku_folder):
-    """In float64; a run may change its layout when it goes on, and evaluate.py reads all of them."""
-    words = (f"data_path={sudoku_folder}", *OVERRIDES, *_WORDS)
-    starts = {
-        "one": [("one", 1)],
-        "changing": [("fsdp2 x pp2", 4), ("one", 1), ("pp2", 2)],
-    }
-    for run, layouts in starts.items():
-        for number, (layout, size) in enumerate(layouts, 1):
-            more = [f"{key}={value}" for key, value in LAYOUTS[layout][1].items()]
-            more += [
-                f"checkpoint_path={run}",
-                *([f"max_steps={5 * number}"] if number < len(layouts) else []),
-            ]
-            options = {"folder": tmp_path, "world_size": size, "is_float64": True}
-            finished = complete_program("pretrain", *words, *more, **options)
-            assert ("(pipeline 2" in finished.stdout) == ("pp2" in layout)
-        words_of_evaluation = (f"checkpoint={run}", "evaluators=[sudoku]", "device=cpu", "cpu_threads=1")
-        complete_program("evaluate", *words_of_evaluation, folder=tmp_path, is_float64=True)
-    expected = logged_rows(tmp_path / "one")
-    for run in starts:
-        for ours, theirs in zip(logged_rows(tmp_path / run), expected, strict=True):
+def assert_programs_agree(folder: Path, data: Path, runs: dict[str, list[str]]) -> None:
+    """Trains, evaluates and solves by the programs, in float64; all runs must do as the first one.
+
+    runs: the layouts that each goes through, five steps in each but the last. evaluate.py and solve.py are
+    one process.
+    """
+    words, solved = (f"data_path={data}", *OVERRIDES, *_WORDS), {}
+    options = {"folder": folder, "is_float64": True}
+    for run, layouts in runs.items():
+        for number, layout in enumerate(layouts, 1):
+            size, keys = LAYOUTS[layout]
+            more = [f"{key}={value}" for key, value in keys.items()] + [f"checkpoint_path={run}"]
+            more += [f"max_steps={5 * number}"] if number < len(layouts) else []
+            finished = complete_program("pretrain", *words, *more, world_size=size, **options)
+            axes = [axis for axis in ("pipeline 2", "tensor 2") if axis in finished.stdout]
+            assert axes == [axis for axis in ("pipeline 2", "tensor 2") if f"{axis[0]}p2" in layout]
+        alone = (f"checkpoint={run}", "device=cpu", "cpu_threads=1")
+        complete_program("evaluate", *alone, "evaluators=[sudoku]", **options)
+        solved[run] = complete_program("solve", *alone, "puzzle=1..4 .... .... 4..1", **options).stdout
+    first = next(iter(runs))
+    expected = logged_rows(folder / first)
+    for run in runs:
+        for ours, theirs in zip(logged_rows(folder / run), expected, strict=True):
             common = ours.keys() & theirs.keys()  # a start's last row has more
             assert {"train/lm_loss", "train/grad_norm", "train/lr"} <= common
             assert_same_row(*({n: row[n] for n in common} for row in (ours, theirs)), tolerance=TOLERANCE)
         file = Path("evaluation", f"step_{expected[-1]['step']}", "metrics.json")
-        ours, theirs = (json.loads((tmp_path / each / file).read_text()) for each in (run, "one"))
+        ours, theirs = (json.loads((folder / each / file).read_text()) for each in (run, first))
         assert ours["all"] == pytest.approx(theirs["all"], rel=TOLERANCE), run
+        assert solved[run] == solved[first]
+
+
+@pytest.mark.slow
+def test_the_programs_do_the_same_where_a_run_changes_its_layout(tmp_path, sudoku_folder):
+    """Five layouts, each for a whole run: system/test_all_layouts.py."""
+    runs = {"one": ["one"], "changing": ["fsdp2 x pp2", "one", "pp2"]}
+    assert_programs_agree(tmp_path, sudoku_folder, runs)

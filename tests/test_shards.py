@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from checkpointing.tensors import files_of, find_files, load_into_, load_joined, save_tensors
 from optimizers.puzzle_table import rows_of_rank
 from parallel.collectives import Ranks
-from parallel.shards import Run, Shard, Tensors, as_shard, shard_of_own, shard_of_rows, tensor_of
+from parallel.shards import Shard, Span, Tensors, as_shard, shard_of_own, shard_of_rows, tensor_of
 
 _PART = "ema_weights"
 _WHOLE = {
@@ -33,7 +33,7 @@ def _kept(rank: int, size: int, *, is_blank: bool = False) -> Tensors:
     first, end = min(cut * rank, 35), 35 if rank == size - 1 else min(cut * (rank + 1), 35)
     dense = _WHOLE["dense"].view(-1)[first:end].clone()
     kept = {
-        "dense": as_shard(dense, (Run(first, end - first),) if first < end else (), (7, 5), ranks),
+        "dense": as_shard(dense, (Span(first, end - first),) if first < end else (), (7, 5), ranks),
         "count": _WHOLE["count"],
         "own": shard_of_own(torch.full((2, 3), float(rank)), ranks),
     }
@@ -95,7 +95,7 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "runs",
+    "spans",
     [
         [[0, 4], [5, 5], [12, 1]],  # elements that nobody has
         [[0, 13], [0, 0]],  # which another has too
@@ -108,14 +108,14 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path, monkeypatch):
         None,
     ],
 )
-def test_slices_that_make_no_whole_are_refused(tmp_path, monkeypatch, runs):
+def test_slices_that_make_no_whole_are_refused(tmp_path, monkeypatch, spans):
     _write(tmp_path, 3, monkeypatch)
     path = tmp_path / f"{_PART}_1_of_3.safetensors"
     with safe_open(path, "pt") as file:
         shards = json.loads(file.metadata()["shards"])
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     assert shards["dense"][0] == [[13, 13, 0, 1]]
-    shards["dense"][0] = runs
+    shards["dense"][0] = spans
     save_file(tensors, path, metadata={"shards": json.dumps(shards)})
     _become(monkeypatch, 0, 1)
     for read in (load_joined, lambda *where: load_into_(_kept(0, 1), *where)):

@@ -100,7 +100,7 @@ class TrainState:
         held = {}
         for file, tensors in (self.parts() | {"the forward pass": read}).items():
             for name, each in tensors.items():
-                part = each.runs if isinstance(each, Shard) else cuts.get(name, ())
+                part = each.spans if isinstance(each, Shard) else cuts.get(name, ())
                 held[f"{name} of {file}", part] = tensor_of(each)
         return held
 

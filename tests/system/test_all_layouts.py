@@ -1,21 +1,26 @@
 """All layouts of the ranks, with all models that they allow: what test_layouts has of a few."""
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
-from tests.checkpoints import FINGERPRINT, begin_training
+from tests.checkpoints import FINGERPRINT, begin_training, do_step
 from tests.float64 import in_float64
 from tests.ranks import run_ranks
 from tests.test_layouts import (
+    ACCUMULATION,
     ARCHS,
     LAYOUTS,
     assert_bits_of_resumed,
     assert_equal_to_one,
     assert_files_close,
+    assert_programs_agree,
     build_config,
     do_steps,
     go_on,
     save_in_the_middle,
 )
+from tests.tiny import random_batch
 from training.checkpoints import CheckpointManager
 
 _SIZES = (1, 2, 4)
@@ -27,10 +32,12 @@ def _layouts(name: str, size: int | None = None) -> list[str]:
     return [layout for layout in allowed if size in (None, LAYOUTS[layout][0])]
 
 
-@pytest.mark.parametrize("optimizer", ["adam_atan2", "muon"])
+@pytest.mark.parametrize("optimizer", ["adam_atan2", "muon", "adamw"])
 @pytest.mark.parametrize("name", ARCHS)
 def test_every_layout_is_one_process(name, optimizer, tmp_path):
-    runs = {layout: (name, layout, {"optimizer": optimizer}) for layout in _layouts(name) if layout != "one"}
+    """With AdamW also accumulation and recomputation."""
+    options = {"optimizer": optimizer} | (ACCUMULATION if optimizer == "adamw" else {})
+    runs = {layout: (name, layout, options) for layout in _layouts(name) if layout != "one"}
     assert_equal_to_one(tmp_path, runs)
 
 
@@ -78,3 +85,39 @@ def test_a_run_of_each_model_passes_through_all_layouts(tmp_path):
     run_ranks(in_float64, 1, _train_alone, tmp_path)
     for name in ARCHS:
         assert_files_close(tmp_path / f"{name} one", tmp_path / f"{name} alone")
+
+
+def test_the_programs_do_the_same_in_every_layout(tmp_path, sudoku_folder):
+    runs = {layout: [layout] for layout in ("one", "pp2", "tp2", "fsdp2 x pp2", "tp2 x pp2")}
+    assert_programs_agree(tmp_path, sudoku_folder, runs)
+
+
+def _compile(layouts: list[str]) -> None:
+    """Asserts that the first gradients of compiled blocks are those of eager ones, up to rounding.
+
+    With accumulation and recomputation; and that two steps make all graphs.
+    """
+    for layout in layouts:
+        torch.compiler.reset()
+        counters.clear()
+        gradients = []
+        for forward_dtype, compiles in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
+            config = build_config("trm", layout, ACCUMULATION | {"arch": {"forward_dtype": forward_dtype}})
+            state = begin_training(config, compiles=compiles)
+            do_step(state, config, random_batch(8))
+            gradients.append(torch.cat([flat.gradients for flat in state.weights.flats]))
+        exact, *others = gradients
+        eager, compiled = ((each - exact).norm() / exact.norm() for each in others)
+        assert 1e-3 < eager < 0.1, layout
+        assert compiled < 1.5 * eager, layout
+        assert counters["stats"]["unique_graphs"] > 0
+        assert not counters["graph_break"], layout
+        do_step(state, config, random_batch(8, seed=1))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            do_step(state, config, random_batch(8, seed=2))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
+@pytest.mark.parametrize("layouts", [["pp2", "tp2", "fsdp2"], ["tp2 x pp2"]])
+def test_blocks_of_a_layout_compile(layouts):
+    run_ranks(_compile, LAYOUTS[layouts[0]][0], layouts)
