@@ -85,7 +85,7 @@ def _draw_grid(
     codes = np.full(texts.shape, "", object)
     for (cell, token), (doubt, _) in zip(np.ndenumerate(tokens[cells]), doubts, strict=True):
         base = GREEN if is_new[cell] else style.ansi.get(int(token), "")
-        code = base if style.has_areas else doubt or base
+        code = base if style.has_areas or style.is_blank(int(token)) else doubt or base
         is_changed = changed is not None and changed[cell]
         codes[cell] = ";".join(filter(None, [code, _CHANGED if is_changed else ""]))
     if color and style.has_areas:

@@ -199,11 +199,11 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
     calls = [value for name, value in values.items() if name.startswith("calls@")] or [values.get("steps")]
     if each and is_number(calls := max(calls)):
         what = f"{calls:.4g} network calls of {each:.3g} GFLOP"
-        found.append(("an answer takes", f"{calls * each:.3g} GFLOP", what))
+        found.append(("GFLOP of an answer", f"{calls * each:.3g}", what))
     if run.num_parameters:
         found.append(("parameters", short(run.num_parameters), "without puzzle embeddings"))
     if seconds := run.seconds().get(run.last_step):
-        of_steps = f", {run.petaflops:.3g} PF" if run.petaflops else ""
+        of_steps = f", {run.petaflops:.3g} PFLOP" if run.petaflops else ""
         found.append(("training time", duration(seconds), f"{run.last_step:,} training steps{of_steps}"))
     return found
 

@@ -35,7 +35,7 @@ from parallel import log
 from share.onnx import check_packages, write_step
 
 MODELS, MODEL, DATA = "models.json", "model.onnx", "page.json"
-_WHAT = {"sudoku": "Sudoku", "maze": "mazes", "arc": "ARC tasks"}
+_WHAT = {"sudoku": "Sudoku", "maze": "Mazes", "arc": "ARC tasks"}
 _OF_PUZZLE = ("identifier", "inputs", "labels")
 _NUM_MADE_UP = 100
 _SITE = Path(__file__).parent / "site"
@@ -60,7 +60,7 @@ class Exhibit:
     def listed(self) -> dict[str, Any]:
         """What the page must know to choose a model."""
         facts = self.facts
-        kind = _WHAT.get(facts["kind"], "puzzles")
+        kind = _WHAT.get(facts["kind"], "Puzzles")
         title = f"{kind} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
         return {"name": self.name, "title": title} | {key: facts[key] for key in ("kind", "rows", "columns")}
 
@@ -116,14 +116,16 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
         )
     made_up = make_up(info)
     folders = folders or checkpoint.find_data()
+    steps = config.halt_max_steps or model.eval_reasoning.max_steps
     if made_up and checkpoint.run_folder.parent == SHIPPED:
         puzzles = [{"name": None, "identifier": 0} | puzzle for puzzle in made_up[: config.puzzles]]
+        if not is_search:
+            puzzles.insert(0, puzzles.pop(first_solved(model, puzzles, steps)))
     else:
         puzzles = choose_puzzles(
             open_datasets(folders, splits=("test",), read_everything=False), config.puzzles
         )
     keep_embeddings(model, puzzles)
-    steps = config.halt_max_steps or model.eval_reasoning.max_steps
     of_puzzles = {"puzzles": puzzles, "made_up": made_up, "steps": steps}
     return Exhibit(checkpoint.run_folder.name, model, describe(checkpoint, model, info) | of_puzzles)
 
@@ -158,6 +160,17 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
         return []
     puzzles = zip(*(each.tolist() for each in info.kind.make_up(info.metadata, _NUM_MADE_UP)), strict=True)
     return [dict(zip(_OF_PUZZLE[1:], puzzle, strict=True)) for puzzle in puzzles]
+
+
+@torch.inference_mode()
+def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int) -> int:
+    """Finds the first puzzle that the model solves in so many steps, or 0: a page begins with it."""
+    inputs, labels = (torch.tensor([puzzle[name] for puzzle in puzzles]) for name in _OF_PUZZLE[1:])
+    identifiers = torch.zeros(len(puzzles), dtype=torch.int32)
+    state = model.network.initial_state(len(puzzles), seq_len=inputs.shape[1])
+    for _ in range(steps):
+        state, prediction = model.network(state, inputs, identifiers, reasoning=model.eval_reasoning)
+    return int((prediction.logits.argmax(-1) == labels).all(-1).int().argmax())
 
 
 def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:

@@ -88,7 +88,7 @@ def test_the_page_is_whole_and_small_and_asks_for_nothing(reported):
     assert "://" not in page
     assert not re.search(r'(src|href)="(?!#|data:)', page)
     told = ["tiny", "TRM on 4 \u00d7 4 Sudoku", "0.500", "20 s", "1,234", "2 cores of a test"]
-    told += ["40 training steps, 5 PF", "10 GFLOP", "c" * 12, "f" * 16]
+    told += ["40 training steps, 5 PFLOP", "GFLOP of an answer</dt><dd>10<", "c" * 12, "f" * 16]
     told += ["python pretrain.py lr=&lt;b&gt;1&lt;/b&gt;"]
     assert [text for text in told if text not in page] == []
     assert "What this report lacks" not in page

@@ -25,8 +25,8 @@ def _step(number: int, text: str, before: str, *, q: float, sure: float = 1.0, s
     )
 
 
-def _picture(*, width: int = 80, color: bool = False) -> str:
-    texts = ["1.3.", "1234", "1214", "1214"]
+def _picture(*, width: int = 80, color: bool = False, first: str = "1234") -> str:
+    texts = ["1.3.", first, "1214", "1214"]
     steps = [
         _step(1, texts[1], texts[0], q=0.1, sure=0.4),
         _step(2, texts[2], texts[1], q=0.62, stops=True),
@@ -63,6 +63,7 @@ def test_the_picture_in_colour_is_the_same_with_codes():
     colored = _picture(color=True)
     assert "\x1b[97;48;5;124;1;4m4\x1b[0m" in colored, "in doubt, and changed"
     assert "\x1b[32;1;4m2\x1b[0m" in colored, "sure, new and changed"
+    assert "\x1b[97;48;5;124m." not in _picture(color=True, first="123."), "an open cell says it itself"
     plain = re.sub(r"\x1b\[[0-9;]*m", "", colored)
     assert plain.splitlines()[:7] == _picture().splitlines()[:7]
     areas = Style(symbols="_.1234", ansi={3: "30;103"}, gap="")

@@ -63,8 +63,8 @@ class Monitor:
         layout = "" if state.mesh.is_plain else f" ({state.mesh})"
         total = schedule.petaflops(schedule.total_steps, state.model, seq_len=self._seq_len)
         log.info(
-            f"{schedule.describe(state.step)}; {state.weights.num_parameters:,} parameters "
-            f"on {world_size()} x {run.device.type}{layout}{sync}; {rates}; {total:.3g} PF of training, "
+            f"{schedule.describe(state.step)}\n{state.weights.num_parameters:,} parameters "
+            f"on {world_size()} x {run.device.type}{layout}{sync}; {rates}\n{total:.3g} PFLOP of training, "
             f"{flops_of_step / 1e9:.3g} GFLOP a thinking step"
         )
 

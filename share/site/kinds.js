@@ -132,7 +132,7 @@ function maze({ rows: size }) {
     check(question, answer) {
       const changed = cells.filter((cell) => answer[cell] !== question[cell]);
       const wrong = changed.filter((cell) => question[cell] !== OPEN || answer[cell] !== PATH);
-      if (wrong.length) return { ok: false, text: "not this maze", cells: wrong };
+      if (wrong.length) return { ok: false, text: "changes the maze", cells: wrong };
       const marked = (cell) => [START, PATH, GOAL].includes(answer[cell]);
       const steps = distances(answer, marked), numMarked = cells.filter(marked).length;
       const reached = steps[answer.indexOf(GOAL)];

@@ -327,6 +327,8 @@ def test_its_rules_are_those_of_the_kinds(visit, address, sudoku_folder):
 def test_it_fits_a_phone(visit, address):
     shown = _open(visit, address, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True).page
     assert shown.evaluate("document.documentElement.scrollWidth") == 360
+    _play(shown)  # the words above the grid are longest then
+    assert shown.evaluate("document.documentElement.scrollWidth") == 360
     board = shown.locator("#board").bounding_box()
     assert board["width"] > 300
     assert board["height"] == pytest.approx(board["width"], abs=2)

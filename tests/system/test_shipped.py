@@ -1,9 +1,16 @@
-"""The weights that search, on real puzzles of the hardest kind."""
+"""The models in weights/: what they show first on their page, and the hardest Sudokus."""
 
 import json
 
+import numpy as np
 import pytest
 
+import solve
+from checkpointing.pretrained import find_checkpoint
+from config.files import load_defaults
+from config.programs import PageConfig
+from config.schema import validate_config
+from share.browser import prepare
 from tests.ranks import complete_program
 from tests.sudoku_source import REAL_DATA, build
 
@@ -18,3 +25,13 @@ def test_the_hardest_sudokus_are_solved(tmp_path):
     metrics = json.loads((tmp_path / "out/metrics.json").read_text())["all"]
     assert metrics["wrong"] == 0
     assert metrics["exact_accuracy"] >= 0.9
+
+
+def test_a_shipped_model_begins_with_a_puzzle_that_it_solves():
+    """The first that it makes up for itself it does not."""
+    config = validate_config(PageConfig, load_defaults("page") | {"output": "page", "puzzles": 3})
+    facts = prepare(find_checkpoint("sudoku_9x9"), config).facts
+    model, (first, second) = solve.load("sudoku_9x9"), facts["puzzles"][:2]
+    assert second["inputs"] == facts["made_up"][0]["inputs"]
+    texts = ["".join(map(str, np.array(each["inputs"]) - 1)) for each in (first, second)]
+    assert [model.solve(text).valid for text in texts] == [True, False]
