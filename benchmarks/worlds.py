@@ -30,7 +30,7 @@ from parallel.process_group import choose_device, process_group, set_cpu_threads
 from parallel.shards import tensor_of
 from parallel.strategy import Synced
 from training.clock import StepClock
-from training.state import build_train_state
+from training.state import build_first_state
 from training.step import train_step
 
 TINY = ("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1")
@@ -188,11 +188,12 @@ class Trainer:
     ):
         if keeps_memory:
             keep_freed_memory(device)
-        size = f"global_batch_size={puzzles * world_size()}"
-        self.config = compose_overrides(PretrainConfig, [size, f"device={device.type}", *overrides])
+        words = [f"global_batch_size={puzzles * world_size()}", f"device={device.type}"]
+        words.append(f"compile={str(compiles).lower()}")
+        self.config = compose_overrides(PretrainConfig, [*words, *overrides])
         self.metadata = metadata(rows=rows, seq_len=seq_len)
-        options = {"total_steps": total_steps, "compiles": compiles}
-        self.state = build_train_state(self.config, self.metadata, device=device, **options)
+        options = {"device": device, "total_steps": total_steps}
+        self.state = build_first_state(self.config, self.metadata, **options)
         self.state.model.train()
         spread_slots_(self.state.carry, halt_max_steps=self.config.arch.halt_max_steps)
         count, first = len(self.state.slots), 4 * self.state.ranks.index

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from config.schema import PretrainConfig
 from parallel.collectives import AllToAllPlan, Ranks, has_group
-from parallel.shards import Shard, Tensors, shard_of_rows
+from parallel.shards import Shard, Tensors, shard_of_rows, slots_of
 
 _SUM_LENGTH = 2  # of a float64 sum, in float32 rows
 _PIECE = 2**16  # rows that travel at once where there are many
@@ -395,12 +395,7 @@ class RowAverage:
 
 
 def build_table(
-    config: PretrainConfig,
-    embedding: nn.Module | None,
-    num_rows: int,
-    ranks: Ranks,
-    *,
-    slot_counts: Sequence[int],
+    config: PretrainConfig, embedding: nn.Module | None, num_rows: int, ranks: Ranks
 ) -> PuzzleTable:
     """Builds the home of a model's puzzle embedding, which has `num_local_rows` of `num_rows` rows."""
     if embedding is None:
@@ -409,7 +404,9 @@ def build_table(
     if _is_spread(config, ranks):
         table = RowsByOwner(embedding, num_rows, ranks, weight_decay=decay)
     else:
-        table = Replicated(embedding, num_rows, ranks, weight_decay=decay, slot_counts=slot_counts)
+        members = (Ranks(index, ranks.size) for index in range(ranks.size))
+        counts = [len(slots_of(each, config.global_batch_size)) for each in members]
+        table = Replicated(embedding, num_rows, ranks, weight_decay=decay, slot_counts=counts)
     if config.ema is not None:
         table.keep_average(config.ema, corrects_bias=config.ema_bias_correction)
     return table

@@ -1,17 +1,19 @@
 """The dense weights: where they are in memory, which of them this rank updates, and what moves them."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from config.schema import PretrainConfig
 from optimizers.adam_atan2 import AdamATan2
 from parallel.collectives import ALONE, Ranks
 from parallel.flat import FlatParameters, Scalars
+from parallel.mesh import Mesh
 from parallel.shards import Shard, Span, Tensors, part_of_whole, tensor_of
+from parallel.strategy import SCALARS
 from parallel.tensor import Cut
 
 _MOMENTUM = 0.95  # of Muon
@@ -184,6 +186,48 @@ class Weights:
                         tensor = Shard(tensor, (Span(0, 1),), (), is_copy=group.flat.ranks.index > 0)
                     moments[f"{moment}.{name}"] = tensor
         return moments
+
+
+def build_flats(
+    config: PretrainConfig,
+    parameters: dict[str, nn.Parameter],
+    mesh: Mesh,
+    *,
+    blocks: Collection[str],
+    dtype: torch.dtype,
+    undecayed: Collection[str],
+    cuts: dict[str, Cut],
+) -> tuple[FlatParameters, ...]:
+    """Moves a network's weights into flat memory: all together, or spread blocks apart; all ranks call it.
+
+    parameters: by name. blocks: names of those inside the blocks, which the forward pass reads in `dtype`.
+    undecayed, cuts: as in `FlatParameters`.
+    """
+    matrices = [name for name in blocks if parameters[name].ndim == 2]
+    of_blocks = {
+        "sharers": mesh.sharers,
+        "unsplit": matrices if config.optimizer == "muon" else (),
+        "spread": blocks,
+        # DistributedDataParallel knows no dtype of a gradient.
+        "compute_dtype": None if config.sync == "ddp" else dtype,
+        "undecayed": undecayed,
+    }
+    if not mesh.is_plain:
+        rest = [each for each in parameters.items() if each[0] not in blocks]
+        here = [each for each in parameters.items() if each[0] in blocks]
+        return (
+            FlatParameters(rest, SCALARS, ranks=mesh.data, undecayed=undecayed),
+            FlatParameters(here, ranks=mesh.replicas, is_part=True, cuts=cuts, **of_blocks),
+        )
+    # Sums in shared memory are of every step, of all weights, in float32.
+    sends_less = config.sync_dtype != "float32" or config.local_steps > 1 or config.train_only != "all"
+    on_cpu = all(each.device.type == "cpu" for each in parameters.values())
+    in_shared_memory = config.sync == "auto" and on_cpu and not sends_less
+    in_shared_memory &= mesh.sharers.size in (1, mesh.data.size)
+    if config.data_parallel_shard_degree == "auto":
+        of_blocks["sharers"] = None
+    options = {"in_shared_memory": in_shared_memory, **of_blocks}
+    return (FlatParameters(parameters.items(), SCALARS, ranks=mesh.data, **options),)
 
 
 def build_weights(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from parallel.flat import Scalars
+from parallel.flat import FlatParameters, Scalars
 from parallel.shards import Tensors, shard_of_own
-from parallel.sync import GradientSync
+from parallel.sync import GradientSync, build_gradient_sync
 
 # Of each rank, in the message of the gradients or of the changes of weights: the sum of its losses, its own
 # gradient norm, how many distinct puzzle rows its slots read (0: not counted), whether it was asked to stop.
@@ -26,6 +26,7 @@ SCALARS = ("loss", "grad_norm", "num_distinct", "stop")
 class DenseWeights(Protocol):
     """What a strategy needs of the dense weights."""
 
+    flats: tuple[FlatParameters, ...]
     scalars: Scalars
 
     def gather_(self) -> None: ...
@@ -217,6 +218,29 @@ class LocalSteps(Strategy):
 
     def tensors(self) -> Tensors:
         return {} if self._momentum is None else dict(self._sync.flat.views(self._momentum))
+
+
+def build_strategy(
+    model: nn.Module,
+    weights: DenseWeights,
+    table: PuzzleRows,
+    *,
+    batch_size: int,
+    local_steps: int,
+    total_steps: int | None,
+    outer_lr: float,
+    outer_momentum: float,
+    **options: Any,
+) -> Strategy:
+    """Builds the strategy of the config's keys. batch_size: global. options: of `build_gradient_sync`."""
+    syncs = [build_gradient_sync(model, flat, **options) for flat in weights.flats]
+    if local_steps == 1:
+        return EveryStep(syncs, weights, table, batch_size=batch_size)
+    own_size, rest = divmod(batch_size, weights.flats[0].ranks.size)
+    assert not rest, "the mean of all weights counts every rank alike"
+    interval = {"local_steps": local_steps, "total_steps": total_steps}
+    outer = {"lr": outer_lr, "momentum": outer_momentum}
+    return LocalSteps(syncs, weights, table, batch_size=own_size, **interval, **outer)
 
 
 def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:

@@ -18,7 +18,7 @@ from parallel.strategy import Synced
 from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock
-from training.state import TrainState, build_train_state
+from training.state import TrainState, build_first_state
 from training.step import train_step
 
 FINGERPRINT = "the fingerprint"
@@ -34,12 +34,12 @@ def open_checkpoints(run: Path, *, fingerprint: str = FINGERPRINT, **changes) ->
 
 
 def blank_state(**changes) -> TrainState:
-    return build_train_state(tiny_config(**changes), FACTS, device=torch.device("cpu"))
+    return build_first_state(tiny_config(**changes), FACTS, device=torch.device("cpu"))
 
 
 def begin_training(config: PretrainConfig, metadata: Metadata = FACTS, **options) -> TrainState:
     """Returns the state of step 0, the same on all ranks, whose model trains."""
-    state = build_train_state(config, metadata, device=torch.device("cpu"), **options)
+    state = build_first_state(config, metadata, device=torch.device("cpu"), **options)
     state.broadcast_model_()
     state.model.train()
     return state
@@ -141,7 +141,7 @@ def save_on(
     metadata = load_metadata(data, "test")
     if config.arch.finds_candidates:
         metadata = with_candidates(open_dataset(data, read_everything=False)).metadata
-    state = build_train_state(config, metadata, device=torch.device("cpu"))
+    state = build_first_state(config, metadata, device=torch.device("cpu"))
     train(state)
     state.step = 1
     run.mkdir(parents=True)

@@ -18,7 +18,7 @@ from models.network import Network
 from report.trace import TracedPuzzles
 from tests.tiny import tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
-from training.state import build_train_state
+from training.state import build_first_state
 
 SEARCHING = {"eval_halt_max_steps": 20, "kill_threshold": 0.4, "eval_conflict_threshold": 0.7}
 
@@ -32,7 +32,7 @@ def write_run(
     config = tiny_config(**{"arch": arch, **names, **changes})
     folder.mkdir(parents=True)
     if has_checkpoint:
-        state = build_train_state(config, load_metadata(data, "test"), device=torch.device("cpu"))
+        state = build_first_state(config, load_metadata(data, "test"), device=torch.device("cpu"))
         with torch.no_grad():
             state.model.network.q_head.weight.normal_(generator=torch.Generator().manual_seed(1))
         state.step = 40

@@ -158,8 +158,8 @@ def test_blocks_in_bfloat16_compile_in_one_piece():
     """Beside float32 gradients, which the compiler breaks a graph at where it meets them."""
     torch.compiler.reset()
     counters.clear()
-    config = tiny_config(arch=tiny_arch("trm", forward_dtype="bfloat16").model_dump())
-    state = begin_training(config, compiles=True)
+    config = tiny_config(arch=tiny_arch("trm", forward_dtype="bfloat16").model_dump(), compile=True)
+    state = begin_training(config)
     do_step(state, config, random_batch(config.global_batch_size))
     assert counters["stats"]["unique_graphs"] > 0
     assert not counters["graph_break"]

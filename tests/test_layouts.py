@@ -25,7 +25,7 @@ from tests.tiny import OVERRIDES, assert_same_row, logged_rows, random_batch, ti
 from training.checkpoints import CheckpointManager, load_content
 from training.data import open_data
 from training.pictures import think_of_puzzles
-from training.state import TrainState, build_train_state
+from training.state import TrainState, build_first_state
 
 _SLOTS, _STEPS = 8, 10
 _PARTS = ("weights", "ema_weights", "ema_state", "optimizer", "carry")
@@ -259,7 +259,7 @@ def _draw(data: Path, layouts: list[str]) -> list[str]:
     found = []
     for layout in layouts:
         opened = open_data(config := build_config("trm", layout, {"data_path": [str(data)]}))
-        state = build_train_state(config, opened.dataset.metadata, device=torch.device("cpu"))
+        state = build_first_state(config, opened.dataset.metadata, device=torch.device("cpu"))
         found.append(think_of_puzzles(state, opened, count=4)())
     return found
 

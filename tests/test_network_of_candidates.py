@@ -36,7 +36,7 @@ from tests.tiny import tiny_config
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock
 from training.metrics import training_metrics
-from training.state import TrainState, build_train_state
+from training.state import TrainState, build_first_state
 from training.step import train_step
 
 
@@ -167,7 +167,7 @@ def _open(folder: Path) -> Dataset:
 def _build(data: Dataset, arch: str, *, shares: list[int] | None = None, **options: Any):
     """Builds the state and its config. shares: slots of each rank, where they are not equal."""
     config = tiny_config(arch=_ARCHS[arch], global_batch_size=_BATCH, **options)
-    state = build_train_state(config, data.metadata, device=torch.device("cpu"))
+    state = build_first_state(config, data.metadata, device=torch.device("cpu"))
     if shares is not None:
         first, number = sum(shares[: rank()]), shares[rank()]
         state.slots = range(first, first + number)

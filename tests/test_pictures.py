@@ -18,7 +18,7 @@ from tests.checkpoints import replicated_tensors
 from tests.tiny import tiny_config
 from training.data import open_data
 from training.pictures import draw_thoughts, shown_steps, think_of_puzzles
-from training.state import build_train_state
+from training.state import build_first_state
 
 
 def test_few_steps_are_shown_of_many():
@@ -67,7 +67,7 @@ def test_every_look_can_be_drawn(style):
 def test_drawing_leaves_training_as_it_was(sudoku_folder):
     config = tiny_config(data_path=[str(sudoku_folder)], ema=0.9)
     data = open_data(config)
-    state = build_train_state(config, data.dataset.metadata, device=torch.device("cpu"))
+    state = build_first_state(config, data.dataset.metadata, device=torch.device("cpu"))
     state.model.train()
     before = copy.deepcopy(replicated_tensors(state)), torch.get_rng_state()
     text = think_of_puzzles(state, data, count=3)()
@@ -85,7 +85,7 @@ def test_a_dataset_with_symbols_of_its_own_is_drawn_with_them(tmp_path, monkeypa
     build_dataset("pairs", ["--source", str(tmp_path / "pairs.jsonl"), "--output-dir", str(folder)])
     config = tiny_config(data_path=[str(folder)])
     data = open_data(config)
-    state = build_train_state(config, data.dataset.metadata, device=torch.device("cpu"))
+    state = build_first_state(config, data.dataset.metadata, device=torch.device("cpu"))
     styles = []
     monkeypatch.setattr("training.pictures.draw_thoughts", lambda style, *_: styles.append(style))
     think_of_puzzles(state, data, count=1)()

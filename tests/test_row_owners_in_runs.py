@@ -15,7 +15,7 @@ from tests.ranks import Finished, complete_program, run_ranks
 from tests.tiny import OVERRIDES, logged_rows, tiny_config
 from training.data import open_data
 from training.pictures import think_of_puzzles
-from training.state import build_train_state
+from training.state import build_first_state
 
 pytestmark = pytest.mark.slow
 
@@ -96,7 +96,7 @@ def _draw(data: Path, way: str) -> str:
     """Draws on rank 0 what a model whose table is random thinks, which all ranks have a part in."""
     config = tiny_config(data_path=[str(data)], puzzle_emb_sharding=way)
     opened = open_data(config)
-    state = build_train_state(config, opened.dataset.metadata, device=torch.device("cpu"))
+    state = build_first_state(config, opened.dataset.metadata, device=torch.device("cpu"))
     table = torch.randn(NUM_IDENTIFIERS, 32, generator=torch.Generator().manual_seed(0))
     state.model.network.puzzle_emb.weights.copy_(table if way == "replicated" else table[rank() :: 2])
     return think_of_puzzles(state, opened, count=4)()

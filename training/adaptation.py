@@ -18,7 +18,7 @@ from optimizers.schedule import learning_rates
 from parallel import log
 from parallel.progress import Progress
 from training.clock import StepClock
-from training.state import build_train_state
+from training.state import build_first_state
 from training.step import train_step
 
 
@@ -50,7 +50,7 @@ def adapt(
         "seed": seed,
     }
     config = config_with(PretrainConfig, **changes)
-    state = build_train_state(config, dataclasses.replace(metadata, **table), device=device)
+    state = build_first_state(config, dataclasses.replace(metadata, **table), device=device)
     fill_(state.parts()["weights"], load_weights(checkpoint, raw=raw), source=str(checkpoint.path))
     state.weights.gather_()
 

@@ -9,11 +9,12 @@ nothing is sent except where the averages are used, and hardly anything is compu
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from config.schema import PretrainConfig
 from parallel import log
 from parallel.flat import FlatParameters
 from parallel.shards import Tensors
@@ -99,7 +100,19 @@ class Average(NoAverage):
         return values
 
 
-def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:
+def build_average(
+    config: PretrainConfig, flats: Sequence[FlatParameters], *, total_steps: int | None
+) -> NoAverage | Average:
+    """Builds the average of the config's `ema`. total_steps: of the run; None: not known."""
+    if config.ema is None:
+        return NoAverage()
+    if total_steps is not None:
+        last_step = min(config.max_steps or total_steps, total_steps)
+        _warn_of_long_average(config.ema, num_steps=last_step, corrects_bias=config.ema_bias_correction)
+    return Average(*flats, rate=config.ema, corrects_bias=config.ema_bias_correction)
+
+
+def _warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:
     """Warns where an average spans 1 / (1 - rate) steps that are not few against num_steps of the run."""
     if num_steps * (1 - rate) >= _FEW:
         return

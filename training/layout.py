@@ -2,14 +2,22 @@
 
 from config.schema import PretrainConfig
 from parallel import log
-from parallel.mesh import sizes_of
-from parallel.process_group import is_elastic
+from parallel.mesh import Mesh, sizes_of
+from parallel.process_group import is_elastic, world_size
 
 
 def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:
     """Returns the number of ranks along each axis of the mesh. ValueError where they do not divide."""
     shard, pipeline = config.data_parallel_shard_degree, config.pipeline_parallel_degree
     return sizes_of(world_size, pipeline=pipeline, shard=shard, tensor=config.tensor_parallel_degree)
+
+
+def build_mesh(config: PretrainConfig) -> Mesh:
+    """Builds the groups of this rank; messages then name ranks by where they are. All ranks call it."""
+    mesh = Mesh(layout_of(config, world_size()))
+    if not mesh.is_plain:
+        log.locate_ranks(mesh.describe)
+    return mesh
 
 
 def check_layout(config: PretrainConfig, world_size: int) -> None:

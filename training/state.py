@@ -7,31 +7,23 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from config.schema import PretrainConfig
 from dataset.format import Metadata
-from evaluation.compilation import compiles_on_all_ranks
-from models import HaltingModel, build_model, recompute_blocks
-from models.blocks import Elsewhere, taking
+from models import HaltingModel
 from models.carry import Carry, sum_names
-from models.compilation import COMPILER_OPTIONS, compile_blocks
-from models.network import Network, PuzzleEmbedding
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
-from optimizers.weights import Weights, build_weights
-from parallel import log
+from optimizers.weights import Weights, build_flats, build_weights
 from parallel.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference
 from parallel.errors import abort_all, collective_errors
-from parallel.flat import FlatParameters
 from parallel.mesh import Mesh
-from parallel.pipeline import Ring, pipe_levels
-from parallel.process_group import is_main, world_size
+from parallel.process_group import world_size
 from parallel.shards import Shard, Tensors, shard_of_rows, slots_of, tensor_of
-from parallel.strategy import SCALARS, EveryStep, LocalSteps, Strategy
-from parallel.sync import build_gradient_sync
-from parallel.tensor import Cut, cut_tensors
-from training.average import Average, NoAverage, warn_of_long_average
-from training.layout import layout_of
+from parallel.strategy import Strategy, build_strategy
+from training.average import Average, NoAverage, build_average
+from training.layout import build_mesh
+from training.model import build_own_model
 
 
 @dataclasses.dataclass
@@ -140,109 +132,63 @@ class TrainState:
             part.restart()
 
 
-def build_train_state(
-    config: PretrainConfig,
-    metadata: Metadata,
-    *,
-    device: torch.device,
-    total_steps: int | None = None,
-    compiles: bool = False,
+def build_first_state(
+    config: PretrainConfig, metadata: Metadata, *, device: torch.device, total_steps: int | None = None
 ) -> TrainState:
-    """Builds the state of step 0: the model that rank 0 draws from the seed, and this rank's slots, halted.
+    """Builds the state of step 0, from the seed, on each rank its part. All ranks call it.
 
-    All ranks call it. total_steps: of the run, for local steps. compiles: blocks and dense optimizer.
+    total_steps: of the run; None: not known, and compile=auto then compiles nothing.
     """
-    mesh = Mesh(layout_of(config, world_size()))
-    if not mesh.is_plain:
-        log.locate_ranks(mesh.describe)
+    mesh = build_mesh(config)
     ranks, num_rows = mesh.data, metadata.num_puzzle_identifiers
+    own = dataclasses.replace(metadata, num_puzzle_identifiers=num_local_rows(config, num_rows, ranks))
     # The order matters: first cut, then move parameters into flat memory, where optimizers and averages find
     # them, and compile last.
+    model = build_own_model(config, own, mesh, device=device, total_steps=total_steps or 0)
+    network = model.model.network
+    flats = build_flats(
+        config,
+        dict(network.named_parameters()),
+        mesh,
+        blocks=network.block_weights(),
+        dtype=network.dtype,
+        undecayed=network.undecayed,
+        cuts=model.cuts,
+    )
     with collective_errors():
-        if (num_own := num_local_rows(config, num_rows, ranks)) < num_rows:
-            metadata = dataclasses.replace(metadata, num_puzzle_identifiers=num_own)
-        model, cuts = _draw_own_parts(config, metadata, mesh)
-        model = model.to(device)
-        with torch.device("meta"):
-            whole = build_model(config.arch, metadata).network
-        shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
-        if config.train_only == "puzzle_embeddings":
-            model.requires_grad_(False)
-        if config.activation_checkpointing == "block":
-            recompute_blocks(model)
-    network, num_slots = model.network, config.global_batch_size
-    # Lest ranks drew other numbers.
-    buffers = {n: each for n, each in network.named_buffers() if n != PuzzleEmbedding.weights_name}
-    blocks, named = network.block_weights(), dict(network.named_parameters())
-    all_ranks().broadcast_([*(each for n, each in named.items() if n not in blocks), *buffers.values()])
-    for name in sorted(blocks):  # one by one: a message is a copy
-        mesh.replicas.broadcast_([named[name]])
-    if mesh.pipeline.size > 1:
-        pipe_levels(network.levels().values(), Ring(mesh.pipeline, mesh.homes))
-    flats = _build_flats(config, network, mesh, device, cuts)
-    with collective_errors():
-        options = {"shapes": shapes, "holders": mesh.parts, "tensor": mesh.tensor}
-        options["compiler_options"] = COMPILER_OPTIONS if compiles else None
-        weights = build_weights(config, *flats, **options)
-        slot_counts = [len(slots_of(Ranks(index, ranks.size), num_slots)) for index in range(ranks.size)]
-        table = build_table(config, network.puzzle_emb, num_rows, ranks, slot_counts=slot_counts)
-        average = NoAverage()
-        if config.ema is not None:
-            average = Average(*flats, rate=config.ema, corrects_bias=config.ema_bias_correction)
-        if compiles:
-            compile_blocks(model)
+        weights = build_weights(
+            config,
+            *flats,
+            shapes=model.shapes,
+            holders=mesh.parts,
+            tensor=mesh.tensor,
+            compiler_options=model.compiler_options,
+        )
+        table = build_table(config, network.puzzle_emb, num_rows, ranks)
+        average = build_average(config, flats, total_steps=total_steps)
+        model.compile_()
         if table.is_spread and network.advances:
             raise ValueError(
                 "puzzle_emb_sharding=rows is not for this model: it reads the rows of the step before"
             )
-        slots = slots_of(ranks, num_slots)
+        slots = slots_of(ranks, config.global_batch_size)
         sums = (*sum_names(network.metrics), "grad_norm", *sum_names(network.training_metrics))
+        keys = ("sync", "bucket_size_mb", "sync_dtype", "local_steps", "outer_lr", "outer_momentum")
+        options = {key: getattr(config, key) for key in keys} | {"total_steps": total_steps}
         return TrainState(
-            model=model,
+            model=model.model,
             weights=weights,
             table=table,
             average=average,
-            strategy=_build_strategy(config, model, weights, table, total_steps=total_steps),
-            carry=model.blank_carry(len(slots), seq_len=metadata.seq_len, device=device),
+            strategy=build_strategy(
+                model.model, weights, table, batch_size=config.global_batch_size, **options
+            ),
+            carry=model.model.blank_carry(len(slots), seq_len=metadata.seq_len, device=device),
             slots=slots,
-            num_slots=num_slots,
+            num_slots=config.global_batch_size,
             mesh=mesh,
             metrics=RankSums(sums, device, ranks),
         )
-
-
-def _draw_own_parts(
-    config: PretrainConfig, metadata: Metadata, mesh: Mesh
-) -> tuple[HaltingModel, dict[str, Cut]]:
-    """Draws the model from the seed, and keeps what this rank has of it; returns the cuts by name too.
-
-    Every rank draws every block, and drops it before the next one: numbers do not depend on the mesh.
-    """
-    cuts: dict[nn.Module, dict[str, Cut]] = {}
-
-    def take(block: nn.Module, number: int, num_blocks: int) -> nn.Module:
-        assert num_blocks % mesh.pipeline.size == 0, "the schema refuses other numbers"
-        if number * mesh.pipeline.size // num_blocks != mesh.pipeline.index:
-            return Elsewhere(block)
-        cuts[block] = cut_tensors(block, mesh.tensor) if mesh.tensor.size > 1 else {}
-        return block
-
-    torch.manual_seed(config.seed)
-    with taking(take):
-        model = build_model(config.arch, metadata)
-    named = model.network.named_modules()
-    return model, {f"{name}.{w}": cut for name, each in named for w, cut in cuts.get(each, {}).items()}
-
-
-def build_first_state(
-    config: PretrainConfig, metadata: Metadata, *, device: torch.device, total_steps: int
-) -> TrainState:
-    """Builds the state of step 0 of a run of `total_steps`, on each rank its part. All ranks call it."""
-    compiles = compiles_on_all_ranks(config.compile, device, num_steps=total_steps)
-    if config.ema is not None and is_main():
-        last_step = min(config.max_steps or total_steps, total_steps)
-        warn_of_long_average(config.ema, num_steps=last_step, corrects_bias=config.ema_bias_correction)
-    return build_train_state(config, metadata, device=device, total_steps=total_steps, compiles=compiles)
 
 
 def memory_advice(config: PretrainConfig) -> str:
@@ -260,52 +206,3 @@ def memory_advice(config: PretrainConfig) -> str:
         wishes.append("puzzle_emb_sharding=rows")
     at_once = f"a process computes {num_slots // parts} of its {num_slots} slots at once"
     return f"{at_once}; the same run needs less with {', or '.join(wishes) or 'a smaller global_batch_size'}"
-
-
-def _build_flats(
-    config: PretrainConfig, network: Network, mesh: Mesh, device: torch.device, cuts: dict[str, Cut]
-) -> tuple[FlatParameters, ...]:
-    """Moves the weights into flat memory: all together, or where blocks are spread these by themselves."""
-    blocks, named = network.block_weights(), dict(network.named_parameters())
-    of_blocks = {
-        "sharers": mesh.sharers,
-        "unsplit": [n for n in blocks if named[n].ndim == 2] if config.optimizer == "muon" else (),
-        "spread": blocks,
-        # DistributedDataParallel knows no dtype of a gradient.
-        "compute_dtype": None if config.sync == "ddp" else network.dtype,
-        "undecayed": network.undecayed,
-    }
-    if not mesh.is_plain:
-        rest = [each for each in named.items() if each[0] not in blocks]
-        here = [each for each in named.items() if each[0] in blocks]
-        return (
-            FlatParameters(rest, SCALARS, ranks=mesh.data, undecayed=network.undecayed),
-            FlatParameters(here, ranks=mesh.replicas, is_part=True, cuts=cuts, **of_blocks),
-        )
-    # Sums in shared memory are of every step, of all weights, in float32.
-    sends_less = config.sync_dtype != "float32" or config.local_steps > 1 or config.train_only != "all"
-    in_shared_memory = config.sync == "auto" and device.type == "cpu" and not sends_less
-    in_shared_memory &= mesh.sharers.size in (1, mesh.data.size)
-    if config.data_parallel_shard_degree == "auto":
-        of_blocks["sharers"] = None
-    options = {"in_shared_memory": in_shared_memory, **of_blocks}
-    return (FlatParameters(named.items(), SCALARS, ranks=mesh.data, **options),)
-
-
-def _build_strategy(
-    config: PretrainConfig,
-    model: HaltingModel,
-    weights: Weights,
-    table: PuzzleTable,
-    *,
-    total_steps: int | None,
-) -> Strategy:
-    options = {"bucket_size_mb": config.bucket_size_mb, "sync_dtype": config.sync_dtype}
-    syncs = [build_gradient_sync(model, flat, sync=config.sync, **options) for flat in weights.flats]
-    size, num_ranks = config.global_batch_size, weights.flats[0].ranks.size
-    if config.local_steps == 1:
-        return EveryStep(syncs, weights, table, batch_size=size)
-    assert size % num_ranks == 0, "the mean of all weights counts every rank alike"
-    interval = {"local_steps": config.local_steps, "total_steps": total_steps}
-    outer = {"lr": config.outer_lr, "momentum": config.outer_momentum}
-    return LocalSteps(syncs, weights, table, batch_size=size // num_ranks, **interval, **outer)

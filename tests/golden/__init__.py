@@ -145,14 +145,14 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> Differenc
     model = load(run, first_step)
     model.to(device).train()
     chosen = SimpleNamespace(**known["optimizer"], ema=None, puzzle_emb_sharding="replicated")
+    chosen.global_batch_size = known["batch_size"]
     chosen.optimizer = known["optimizer"].get("name", "adam_atan2")
     network = model.network
     flat = FlatParameters(network.named_parameters(), ranks=all_ranks(), undecayed=network.undecayed)
     assert flat.parameters.keys() & flat.undecayed == {*known["optimizer"].get("no_weight_decay", ())}
     sync = build_gradient_sync(model, flat)
     weights = build_weights(chosen, flat)
-    slots = {"slot_counts": [known["batch_size"]]}
-    table = build_table(chosen, network.puzzle_emb, None, all_ranks(), **slots)
+    table = build_table(chosen, network.puzzle_emb, None, all_ranks())
     carry = model.initial_carry(batch(run, 0).to(device))
     for number, golden in enumerate(known["train"]):
         where = f"{run.name}, step {golden['step']}"

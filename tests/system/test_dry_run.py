@@ -14,7 +14,7 @@ from tests.checkpoints import begin_training, do_step
 from tests.ranks import run_ranks
 from tests.test_layouts import ARCHS, LAYOUTS
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
-from training.state import build_train_state
+from training.state import build_first_state
 
 _ROWS, _PARTS = {"puzzle_emb_sharding": "rows"}, {"gradient_accumulation_steps": 2}
 _AGAIN = {"activation_checkpointing": "block"}
@@ -85,7 +85,7 @@ def _most_drawn(layout: str) -> tuple[int, int, int]:
 
     layers.truncated_normal = counted
     config = tiny_config(arch=arch.model_dump(), seed=rank(), **LAYOUTS[layout][1])
-    build_train_state(config, FACTS, device=torch.device("cpu")).check_replicas()
+    build_first_state(config, FACTS, device=torch.device("cpu")).check_replicas()
     return max(most), blocks, sum(each.numel() for each in network.parameters()) - blocks
 
 

@@ -1,0 +1,90 @@
+"""The model of a run as a rank has it: drawn from the seed, and cut to the rank's part of the mesh."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from config.schema import PretrainConfig
+from dataset.format import Metadata
+from evaluation.compilation import compiles_on_all_ranks
+from models import HaltingModel, build_model, recompute_blocks
+from models.blocks import Elsewhere, taking
+from models.compilation import COMPILER_OPTIONS, compile_blocks
+from models.network import PuzzleEmbedding
+from parallel.collectives import all_ranks
+from parallel.errors import collective_errors
+from parallel.mesh import Mesh
+from parallel.pipeline import Ring, pipe_levels
+from parallel.tensor import Cut, cut_tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnModel:
+    """A rank's part of the model of a run.
+
+    cuts: of the weights that it has parts of, by name. shapes: of all weights of the whole model, by name.
+    compiler_options: of blocks and dense optimizer; None: these are not compiled.
+    """
+
+    model: HaltingModel
+    cuts: dict[str, Cut]
+    shapes: dict[str, tuple[int, ...]]
+    compiler_options: dict[str, Any] | None
+
+    def compile_(self) -> None:
+        """Compiles the blocks, if the run does: once the weights are where they stay."""
+        if self.compiler_options is not None:
+            compile_blocks(self.model)
+
+
+def build_own_model(
+    config: PretrainConfig, metadata: Metadata, mesh: Mesh, *, device: torch.device, total_steps: int
+) -> OwnModel:
+    """Builds the model with rank 0's weights on the device; all ranks call it.
+
+    metadata: with the number of puzzle rows that this rank has. total_steps: of the run.
+    """
+    compiles = compiles_on_all_ranks(config.compile, device, num_steps=total_steps)
+    with collective_errors():
+        model, cuts = _draw(config, metadata, mesh)
+        model = model.to(device)
+        with torch.device("meta"):
+            whole = build_model(config.arch, metadata).network
+        if config.train_only == "puzzle_embeddings":
+            model.requires_grad_(False)
+        if config.activation_checkpointing == "block":
+            recompute_blocks(model)
+    network = model.network
+    # Lest ranks drew other numbers.
+    buffers = {n: each for n, each in network.named_buffers() if n != PuzzleEmbedding.weights_name}
+    blocks, named = network.block_weights(), dict(network.named_parameters())
+    all_ranks().broadcast_([*(each for n, each in named.items() if n not in blocks), *buffers.values()])
+    for name in sorted(blocks):  # one by one: a message is a copy
+        mesh.replicas.broadcast_([named[name]])
+    if mesh.pipeline.size > 1:
+        pipe_levels(network.levels().values(), Ring(mesh.pipeline, mesh.homes))
+    shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
+    return OwnModel(model, cuts, shapes, COMPILER_OPTIONS if compiles else None)
+
+
+def _draw(config: PretrainConfig, metadata: Metadata, mesh: Mesh) -> tuple[HaltingModel, dict[str, Cut]]:
+    """Draws the model from the seed, and keeps what this rank has of it; returns the cuts by name too.
+
+    Every rank draws every block, and drops it before the next one: numbers do not depend on the mesh.
+    """
+    cuts: dict[nn.Module, dict[str, Cut]] = {}
+
+    def take(block: nn.Module, number: int, num_blocks: int) -> nn.Module:
+        assert num_blocks % mesh.pipeline.size == 0, "the schema refuses other numbers"
+        if number * mesh.pipeline.size // num_blocks != mesh.pipeline.index:
+            return Elsewhere(block)
+        cuts[block] = cut_tensors(block, mesh.tensor) if mesh.tensor.size > 1 else {}
+        return block
+
+    torch.manual_seed(config.seed)
+    with taking(take):
+        model = build_model(config.arch, metadata)
+    named = model.network.named_modules()
+    return model, {f"{name}.{w}": cut for name, each in named for w, cut in cuts.get(each, {}).items()}
