@@ -29,23 +29,20 @@ import torch
 from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, find_checkpoint, load_trained_model
 from config.compose import compose_config, compose_overrides
 from config.programs import EvaluateConfig
-from config.reading import read_json
-from config.schema import check_outputs
-from dataset.mixture import fingerprint_of, open_datasets
-from evaluation.compilation import compiles_on_all_ranks
+from dataset.mixture import open_datasets
+from evaluation.compilation import compile_on_all_ranks
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
 from evaluation.results import (
-    EVALUATION_FILE,
     measured_with,
     open_output_folder,
+    read_results,
+    warn_of_new_data,
     write_measured,
     write_results,
     write_summary,
 )
 from evaluation.test_time import set_up
-from models.compilation import compile_blocks
-from parallel import log
 from parallel.child import run_child
 from parallel.errors import collective_errors, memory_errors
 from parallel.launch import Run, launch
@@ -86,7 +83,7 @@ def evaluate_checkpoint(
     # Model.
     batch_size = config.eval_batch_size or checkpoint.global_batch_size
     with collective_errors():
-        check_outputs(config.save_outputs, checkpoint.arch)
+        config.check_arch(checkpoint.arch)
         model = load_trained_model(checkpoint, data.metadata, raw=config.raw).to(device)
         reasoning, grid = set_up(model, config)
         evaluators.check_rules(grid.selects if grid else ())
@@ -101,8 +98,7 @@ def evaluate_checkpoint(
         num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
         num_runs *= grid.samples[-1] if grid else 1
         num_calls = num_runs // batch_size * reasoning.max_steps
-    if compiles_on_all_ranks(config.compile, device, num_steps=num_calls):
-        compile_blocks(model)
+    compile_on_all_ranks(model, config.compile, device, num_steps=num_calls)
 
     # Evaluation: every rank works on its slice; sums and outputs come together on rank 0.
     options = {"outputs": config.save_outputs, "evaluators": evaluators, "grid": grid, "seed": config.seed}
@@ -121,18 +117,6 @@ def evaluate_checkpoint(
             if config.report:
                 write_evaluation_report(checkpoint, model, data, output_folder, seed=config.seed)
     return metrics
-
-
-def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
-    """Warns where the run's own dataset folders hold other data than those it was trained on."""
-    try:
-        trained_on = checkpoint.fingerprint
-        is_new = trained_on is not None and trained_on != fingerprint_of(folders)
-    except (ValueError, OSError):  # no training split
-        return
-    if is_new:
-        names = ", ".join(map(str, folders))
-        log.warning(f"{names}: built anew since {checkpoint} was trained, perhaps on these test puzzles")
 
 
 def _folders(checkpoint: Checkpoint, config: EvaluateConfig) -> list[Path]:
@@ -181,7 +165,7 @@ def run(overrides: Sequence[str], *, processes: int = 1) -> Evaluated:
         raise ValueError("checkpoint: give one at a time, whose metrics are returned")
     folder = folder_for(find_checkpoint(config.checkpoint[0]), config)
     run_child("evaluate.py", overrides, processes=processes)
-    return Evaluated(folder, read_json(folder / EVALUATION_FILE))
+    return Evaluated(folder, read_results(folder))
 
 
 if __name__ == "__main__":

@@ -23,20 +23,17 @@ sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
 
 import parallel.environment  # noqa: F401 - first: it sets variables that OpenMP reads when torch loads
 
-from checkpointing.files import read_rows
 from config.schema import PretrainConfig
-from evaluation.results import metrics_by_set
 from parallel import log
 from parallel.child import run_child
 from parallel.errors import abort_all, collective_errors, memory_errors
-from parallel.launch import Run, check_folder_is_shared, launch
-from parallel.process_group import is_main
+from parallel.launch import Run, launch
 from parallel.signals import Interruption, end_torchrun
-from training.checkpoints import CheckpointManager
-from training.data import RunData, Schedule, open_data
-from training.evaluation import evaluate
+from training.checkpoints import CheckpointManager, open_checkpoints
+from training.data import RunData, open_data
+from training.evaluation import evaluate, read_results
 from training.monitor import Monitor
-from training.run_folder import compose_run, open_run_folder, write_status
+from training.run_folder import compose_run, write_status
 from training.state import TrainState, build_first_state, memory_advice
 from training.step import train_step
 
@@ -51,27 +48,32 @@ def main() -> None:
 
 def train(run: Run[PretrainConfig]) -> int:
     """Trains to the end, or until asked to stop. Every rank calls it; returns its exit status."""
-    config = run.config
+    config, folder = run.config, Path(run.config.checkpoint_path)
+    if config.report:
+        from report.page import check_packages
+
+        with collective_errors():
+            check_packages()
 
     # Data: which examples make which step. State of step 0: drawn from the seed; each rank keeps its part.
     data = open_data(config)
-    metadata = data.dataset.metadata
-    schedule = Schedule(config, data.plan)
+    metadata, schedule = data.dataset.metadata, data.schedule
     state = build_first_state(config, metadata, device=run.device, total_steps=schedule.total_steps)
 
     # Resume from the newest checkpoint, if there is one. is_logged: whether the log has the row of its step.
-    checkpoints = open_checkpoints(config, data)
+    described = {"fingerprint": data.fingerprint, "dataset_info": data.info().to_json()}
+    checkpoints = open_checkpoints(config, **described)
     with run.watchdog.paused():  # init_from may have to be downloaded
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
 
     # End here if the last step of this start (at most `max_steps`) is done and its row is logged. A run that
     # was killed in its last evaluation lacks the row, and goes on below.
     if state.step >= schedule.last_step and is_logged:
-        write_end(config, schedule, state.step)
+        write_status(folder, schedule.status(state.step), step=state.step)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
         return 0
 
-    is_stopped = run_steps(run, state, data, schedule, checkpoints, is_logged=is_logged)
+    is_stopped = run_steps(run, state, data, checkpoints, is_logged=is_logged)
 
     if checkpoints.last_save_failed:
         abort_all(f"the last checkpoint could not be saved: {config.checkpoint_path} lacks the newest steps")
@@ -85,7 +87,6 @@ def run_steps(
     run: Run[PretrainConfig],
     state: TrainState,
     data: RunData,
-    schedule: Schedule,
     checkpoints: CheckpointManager,
     *,
     is_logged: bool,
@@ -94,11 +95,11 @@ def run_steps(
 
     is_logged: whether the row of `state.step` is logged already.
     """
-    config = run.config
+    config, schedule, folder = run.config, data.schedule, Path(run.config.checkpoint_path)
     with (
         data.read_train_batches(first_step=state.step, ranks=state.ranks, device=run.device) as batches,
         checkpoints,
-        Monitor(run, state, data, schedule, checkpoints, is_logged=is_logged) as monitor,
+        Monitor(run, state, data, checkpoints, is_logged=is_logged) as monitor,
         Interruption() as interruption,
     ):
         # Evaluate one batch of each set, so that a broken evaluation fails before training.
@@ -157,44 +158,14 @@ def run_steps(
             checkpoints.save(state)
             checkpoints.close()
             if not checkpoints.last_save_failed:
-                write_end(config, schedule, state.step, lacks_row=monitor.is_row_due(state.step))
+                status = schedule.status(state.step, lacks_row=monitor.is_row_due(state.step))
+                write_status(folder, status, step=state.step)
             if config.report and not is_stopped:
-                report(Path(config.checkpoint_path))
+                from report.page import report_run
+
+                report_run(folder)
             monitor.close()
     return is_stopped
-
-
-def open_checkpoints(config: PretrainConfig, data: RunData) -> CheckpointManager:
-    """Opens the run folder: rank 0 makes and locks it, and every rank has its log there."""
-    with collective_errors():
-        if config.report:
-            from report.page import check_packages
-
-            check_packages()
-        folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
-    check_folder_is_shared(folder)
-    log.open_rank_file(folder)
-    info = data.info().to_json()
-    return CheckpointManager(folder, config=config, fingerprint=data.fingerprint, dataset_info=info)
-
-
-def write_end(config: PretrainConfig, schedule: Schedule, step: int, *, lacks_row: bool = False) -> None:
-    """Writes the file `status` of the run folder, from rank 0: the run has finished, or stopped before."""
-    if is_main():
-        ending = "finished" if step >= schedule.total_steps else "max_steps"
-        is_stopped = step < schedule.last_step or lacks_row
-        write_status(Path(config.checkpoint_path), "stopped" if is_stopped else ending, step=step)
-
-
-def report(folder: Path) -> None:
-    """Writes the report of a run on rank 0. A failure is a warning, and ends nothing."""
-    if is_main():
-        from report.page import write_report
-
-        try:
-            log.info(f"wrote {write_report(folder, warn=log.warning)}")
-        except Exception as error:  # whatever it is, the training is done
-            log.warning(f"there is no report: {error}")
 
 
 class Trained(NamedTuple):
@@ -217,9 +188,8 @@ def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
     if config is None:
         raise ValueError(f"{' '.join(overrides)} only asks to be shown something: drop it")
     run_child("pretrain.py", [*overrides, f"run_name={config.run_name}"], processes=processes)
-    rows = [row for row, _ in read_rows(Path(config.checkpoint_path))]
-    metrics = [found for row in rows if (found := metrics_by_set(row))]
-    return Trained(Path(config.checkpoint_path), metrics[-1] if metrics else {}, rows)
+    rows, metrics = read_results(Path(config.checkpoint_path))
+    return Trained(Path(config.checkpoint_path), metrics, rows)
 
 
 if __name__ == "__main__":

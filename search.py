@@ -20,7 +20,6 @@ from config.schema import PretrainConfig
 from config.writing import write_text
 from parallel import log
 from parallel.errors import EXIT_FAILURE, local_errors
-from training.run_folder import lock_folder
 
 try:
     from optuna.trial import TrialState
@@ -31,7 +30,7 @@ try:
     from report.table import write_table
     from tuning.loop import launch_command, run_trials
     from tuning.space import Space, compose_search, experiment_yaml
-    from tuning.study import Study, folder_of, storage_of
+    from tuning.study import Study, folder_of, open_folder, storage_of
 except ModuleNotFoundError as error:
     raise SystemExit(f"error: search.py needs {error.name}: pip install {error.name}") from None
 
@@ -60,17 +59,6 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
     introduce(study, config)
     is_stopped = run_trials(study, config, run, on_end=lambda: write_page(study, folder / PAGE_FILE))
     conclude(study, config, is_stopped=is_stopped)
-
-
-def open_folder(config: SearchConfig) -> Path:
-    """Makes the folder of the search, which is then this process's until it ends."""
-    folder = folder_of(config)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock_folder(folder, other="folder")
-    except OSError as error:
-        raise ValueError(f"cannot write into {folder} ({error.strerror}): choose another folder") from None
-    return folder
 
 
 def introduce(study: Study, config: SearchConfig) -> None:

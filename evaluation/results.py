@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from checkpointing.pretrained import Checkpoint
 from config.compose import config_with
 from config.programs import EvaluateConfig
 from config.reading import read_json
 from config.writing import replace_file, write_json
+from dataset.mixture import fingerprint_of
 from evaluation.intervals import mean_and_deviation, wilson_interval
 from evaluation.passes import SetResult
 from evaluation.selection import ORACLE
@@ -67,6 +69,18 @@ def write_measured(folder: Path, measured: Mapping[str, Any]) -> None:
     write_json(path, measured)
 
 
+def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
+    """Warns where the run's own dataset folders hold other data than those it was trained on."""
+    try:
+        trained_on = checkpoint.fingerprint
+        is_new = trained_on is not None and trained_on != fingerprint_of(folders)
+    except (ValueError, OSError):  # no training split
+        return
+    if is_new:
+        names = ", ".join(map(str, folders))
+        log.warning(f"{names}: built anew since {checkpoint} was trained, perhaps on these test puzzles")
+
+
 def write_results(
     folder: Path,
     results: Mapping[str, SetResult],
@@ -92,6 +106,11 @@ def write_results(
     write_json(folder / EVALUATION_FILE, metrics)
     log.info(f"wrote {folder}")
     return metrics, scaling
+
+
+def read_results(folder: Path) -> dict[str, dict[str, float | str]]:
+    """Reads the metrics by set that `write_results` has left."""
+    return read_json(folder / EVALUATION_FILE)
 
 
 def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, output_dir: str | None) -> None:

@@ -27,7 +27,7 @@ from records.rungs import RUNGS
 from records.seeds import Rerun, final_evaluation
 from report.charts import Line, chart_file, line_chart
 from report.run import read_run
-from training.data import Schedule, open_data
+from training.data import open_data
 
 _PLAN = Path(__file__).with_name("comparison.yaml")
 _JSON, _PAGE, _PICTURE = "comparison.json", "comparison.md", "comparison.svg"
@@ -93,8 +93,8 @@ def build_rerun(
     config = compose_overrides(PretrainConfig, [*words, "train_steps=1"])
     opened = open_data(config)
     metadata = opened.dataset.metadata
-    network, schedule = build_model(config.arch, metadata), Schedule(config, opened.plan)
-    of_step = schedule.petaflops(1, network, seq_len=metadata.seq_len)
+    network = build_model(config.arch, metadata)
+    of_step = opened.schedule.petaflops(1, network, seq_len=metadata.seq_len)
     words = (*words, f"train_steps={round(training['petaflops'] / of_step)}", "seed={seed}")
     options = {"test_time": model["longer"], "processes": plan["processes"]}
     return Rerun(dataclasses.replace(rung, trainings=(" ".join(words),), **options), own, source=None)

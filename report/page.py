@@ -15,6 +15,7 @@ from evaluation.intervals import wilson_interval
 from evaluation.results import INTERVAL_ENDS, is_number, is_share, metric_names, with_suffix
 from models import HaltingModel
 from parallel import log
+from parallel.process_group import is_main
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart
 from report.compute import compute_chart, compute_picture
 from report.run import RunRecord, read_run
@@ -70,6 +71,15 @@ def write_report(
         warn(text)
     write_page(path, _run_page(run, traced, notes=notes))
     return path
+
+
+def report_run(folder: Path) -> None:
+    """Writes the report of a run that ends, on rank 0. A failure is a warning, and ends nothing."""
+    if is_main():
+        try:
+            log.info(f"wrote {write_report(folder, warn=log.warning)}")
+        except Exception as error:  # whatever it is, the training is done
+            log.warning(f"there is no report: {error}")
 
 
 def write_evaluation_report(

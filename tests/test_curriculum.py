@@ -12,7 +12,7 @@ from dataset.mixture import open_datasets
 from dataset.plan import Stage, TrainPlan
 from tests.puzzle_sets import Groups, write
 from tests.tiny import draws_of, random_batch, tiny_config, tiny_model
-from training.data import Schedule
+from training.schedule import Schedule
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,8 @@ from models import build_model
 from models.flops import weight_flops
 from tests.ranks import REPOSITORY
 from tests.tiny import FACTS, draws_of, random_batch, run_losses, tiny_model
-from training.data import Schedule, build_plan
+from training.data import build_plan
+from training.schedule import Schedule
 
 _CONV = {"pos_encodings": "none", "puzzle_emb_ndim": 0, "puzzle_emb_len": 0, "conv": "instead"}
 _CASES = [

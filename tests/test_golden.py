@@ -5,7 +5,8 @@ import pytest
 import torch
 import yaml
 
-from checkpointing.pretrained import copy_weights_, find_checkpoint, load_trained_model, load_weights
+from checkpointing.initial import copy_weights_
+from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
 from checkpointing.published import PUBLISHED
 from config.compose import compose_overrides
 from config.reading import read_yaml

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpointing.pretrained import fill_
+from checkpointing.initial import fill_
 from dataset.build import build_dataset
 from tests.checkpoints import assert_equal, saved_tensors
 from tests.ranks import complete_program

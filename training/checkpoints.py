@@ -38,7 +38,7 @@ from checkpointing.files import (
     step_of,
     verify_checkpoint,
 )
-from checkpointing.pretrained import copy_weights_
+from checkpointing.initial import copy_weights_
 from checkpointing.tensors import files_of, find_files, load_into_
 from checkpointing.writer import CheckpointWriter
 from config.files import config_to_yaml
@@ -47,9 +47,10 @@ from config.writing import write_text
 from parallel import log
 from parallel.collectives import broadcast_object, gather_objects
 from parallel.errors import collective_errors, lost_connection
+from parallel.launch import check_folder_is_shared
 from parallel.process_group import is_main, world_size
 from training.best import Selection
-from training.run_folder import cannot_write, cut_metrics_back
+from training.run_folder import cannot_write, cut_metrics_back, open_run_folder
 from training.state import TrainState
 
 # For a save under way, when an exception ends the run: for all of it, and where a rank is lost for its part.
@@ -259,6 +260,18 @@ class CheckpointManager:
                     self._values[row["step"]] = value
         write_text(self._run_folder / CONFIG_FILE, config_to_yaml(self._config))
         return is_logged
+
+
+def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointManager:
+    """Opens the run folder: rank 0 makes and locks it, and every rank has its log there; all ranks call it.
+
+    described: fingerprint and dataset_info, as `CheckpointManager` has them.
+    """
+    with collective_errors():
+        folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
+    check_folder_is_shared(folder)
+    log.open_rank_file(folder)
+    return CheckpointManager(folder, config=config, **described)
 
 
 def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:

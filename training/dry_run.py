@@ -15,8 +15,9 @@ from models import HaltingModel, build_model
 from models.carry import Reasoning
 from models.network import Network
 from parallel.strategy import SCALARS
-from training.data import Schedule, build_plan, hold_out
+from training.data import build_plan, hold_out
 from training.layout import check_layout, layout_of
+from training.schedule import Schedule
 
 _MB, _GB, _PETA = 10**6, 10**9, 10**15
 # Bytes of an activation in bfloat16 that a block with gradient keeps for each position and feature: what each

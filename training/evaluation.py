@@ -7,9 +7,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from checkpointing.files import read_rows
 from config.schema import PretrainConfig
 from evaluation.passes import evaluate_split
-from evaluation.results import write_outputs
+from evaluation.results import metrics_by_set, write_outputs
 from parallel.errors import collective_errors
 from parallel.process_group import is_main
 from parallel.signals import Interruption
@@ -70,3 +71,10 @@ def evaluate(
             for metric, value in result.metrics.items()
         }
     return row
+
+
+def read_results(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
+    """Reads all rows of a run's log, and {set: {metric: value}} of its last evaluation."""
+    rows = [row for row, _ in read_rows(folder)]
+    metrics = [found for row in rows if (found := metrics_by_set(row))]
+    return rows, metrics[-1] if metrics else {}

@@ -14,7 +14,7 @@ from parallel.process_group import is_main, world_size
 from parallel.strategy import Synced
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock, gather_timing, traced_steps
-from training.data import RunData, Schedule
+from training.data import RunData
 from training.loggers import Loggers
 from training.metrics import FiniteCheck, training_metrics
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
@@ -34,17 +34,16 @@ class Monitor:
         run: Run[PretrainConfig],
         state: TrainState,
         data: RunData,
-        schedule: Schedule,
         checkpoints: CheckpointManager,
         *,
         is_logged: bool,
     ):
         self.clock = StepClock(run.device)
-        self._config, self._schedule, self._watchdog = run.config, schedule, run.watchdog
+        self._config, self._schedule, self._watchdog = run.config, data.schedule, run.watchdog
         self._checkpoints = checkpoints
         self._device, self._finite = run.device, FiniteCheck(run.device)
         self._step, self._logged_step = state.step, state.step if is_logged else None
-        self._remaining = range(state.step, schedule.last_step)
+        self._remaining = range(state.step, data.schedule.last_step)
         self._data = data
         self._seq_len = state.carry.data.inputs.shape[-1]
         flops_of_step = state.model.network.step_flops(state.model.eval_reasoning, seq_len=self._seq_len)
@@ -56,36 +55,36 @@ class Monitor:
             "gradient_sync": state.strategy.name,
         }
         # The sums of a regular row that is logged begin anew; a row that `max_steps` added keeps them.
-        if is_logged and schedule.has_row(state.step):
+        if is_logged and data.schedule.has_row(state.step):
             state.metrics.reset()
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(run.config).items())
         sync = f", sync by {state.strategy.name}" if world_size() > 1 else ""
         layout = "" if state.mesh.is_plain else f" ({state.mesh})"
-        total = schedule.petaflops(schedule.total_steps, state.model, seq_len=self._seq_len)
+        total = data.schedule.petaflops(data.schedule.total_steps, state.model, seq_len=self._seq_len)
         log.info(
-            f"{schedule.describe(state.step)}\n{state.weights.num_parameters:,} parameters "
+            f"{data.schedule.describe(state.step)}\n{state.weights.num_parameters:,} parameters "
             f"on {world_size()} x {run.device.type}{layout}{sync}; {rates}\n{total:.3g} PFLOP of training, "
             f"{flops_of_step / 1e9:.3g} GFLOP a thinking step"
         )
 
     def __enter__(self) -> "Monitor":
         folder = Path(self._config.checkpoint_path)
+        step = self._remaining.start
+        write_status(folder, "running", step=step)
         if is_main():
-            step = self._remaining.start
             described = {name: self._run_info[name] for name in _OF_START}
-            write_status(folder, "running", step=step)
             record_start(folder, step=step, device=self._device, **described)
             self._watchdog.keep_record(folder / HEARTBEAT_FILE)
         self._stack = contextlib.ExitStack()
         self._loggers = Loggers(self._config, self._remaining, run_info=self._run_info, tags=self._tags())
         self._stack.push(self._loggers.close)
         is_profiled = self._config.profile and is_main()
-        traced = traced_steps(folder / "profile", is_enabled=is_profiled, first_step=self._remaining.start)
+        traced = traced_steps(folder / "profile", is_enabled=is_profiled, first_step=step)
         self._trace_step = self._stack.enter_context(traced)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if any(error) and is_main():
+        if any(error):
             write_status(Path(self._config.checkpoint_path), "failed", step=self._step)
         self._stack.__exit__(*error)
 

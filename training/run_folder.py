@@ -35,7 +35,7 @@ from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from config.writing import open_to_append, write_json, write_text
 from models.network import choose_dtype
 from parallel import log
-from parallel.process_group import local_world_size, world_size
+from parallel.process_group import is_main, local_world_size, world_size
 from training import dry_run
 from training.code import code_diff, git_commit
 from training.layout import check_layout
@@ -197,9 +197,10 @@ def _disk_errors_warn(path: Path) -> Iterator[Path]:
 
 
 def write_status(folder: Path, status: str, *, step: int) -> None:
-    """Says in the file `status` how a run is: running, stopped (a signal), max_steps, failed, finished."""
-    with _disk_errors_warn(folder / STATUS_FILE) as path:
-        write_json(path, {"status": status, "step": step}, indent=None)
+    """Says in the file `status`, from rank 0, how a run is: running, stopped, max_steps, failed, finished."""
+    if is_main():
+        with _disk_errors_warn(folder / STATUS_FILE) as path:
+            write_json(path, {"status": status, "step": step}, indent=None)
 
 
 def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:

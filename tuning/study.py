@@ -16,7 +16,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from config.programs import SearchConfig
 from config.schema import PretrainConfig
 from training.best import Selection
-from training.run_folder import describe_changes
+from training.run_folder import describe_changes, lock_folder
 from tuning.space import Space
 
 _CONFIG, _SEARCH = "config", "search"
@@ -187,6 +187,17 @@ def _count_evaluations(run: PretrainConfig) -> int:
 def folder_of(config: SearchConfig) -> Path:
     """Returns the folder of a search."""
     return Path(config.folder) if config.folder else Path("search") / config.study
+
+
+def open_folder(config: SearchConfig) -> Path:
+    """Makes the folder of the search, which is then this process's until it ends."""
+    folder = folder_of(config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_folder(folder, other="folder")
+    except OSError as error:
+        raise ValueError(f"cannot write into {folder} ({error.strerror}): choose another folder") from None
+    return folder
 
 
 def storage_of(config: SearchConfig) -> Path:
