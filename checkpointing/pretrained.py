@@ -49,7 +49,7 @@ from parallel.process_group import is_main, local_rank
 if TYPE_CHECKING:  # a run that begins from nothing loads nothing of the Hub
     from dataset.hub import Address
 
-SHIPPED = Path(__file__).resolve().parent.parent / "weights"  # a folder for each model that comes with the code
+SHIPPED = Path(__file__).resolve().parent.parent / "weights"  # a folder for each model of the repository
 _LIGHTNING = ".ckpt"
 ARCH_WORD = "arch=checkpoint"  # of a command line
 

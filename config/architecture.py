@@ -63,6 +63,8 @@ class ArchConfig(Strict):
     has_q_continue: ClassVar[bool] = False  # True: its halting values are the outputs of a Q head
     finds_candidates: ClassVar[bool] = False  # True: it needs each token's (`Metadata.candidates`)
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
+    no_stages: ClassVar[str] = ""  # why the blocks cannot be on several stages, if they cannot
+    no_mesh: ClassVar[str] = ""  # why neither on stages nor in shares
 
     hidden_size: _AtLeastOne
     puzzle_emb_ndim: _Width
@@ -212,6 +214,7 @@ class FPRMConfig(OneLevelConfig):
 
     title: ClassVar[str] = "FPRM"
     paper: ClassVar[tuple[str, str]] = "Fixed-Point Reasoning Model", "2606.18206"
+    no_stages: ClassVar[str] = "a stage cannot run its blocks for others"
 
     name: Literal["fprm"]
     mlp_t: Literal[False]
@@ -288,6 +291,7 @@ class LDTConfig(ArchConfig):
     paper: ClassVar[tuple[str, str]] = "Lattice Deduction Transformer", "2605.08605"
     finds_candidates: ClassVar[bool] = True
     cycle_keys: ClassVar[tuple[str, ...]] = ("loops",)
+    no_mesh: ClassVar[str] = "its blocks and its search need all of a slot in one place"
 
     name: Literal["ldt"]
     puzzle_emb_ndim: Literal[0]

@@ -247,8 +247,8 @@ class PretrainConfig(MachineConfig):
             for name in ("H_layers", "L_layers", "num_layers"):
                 if getattr(arch, name, 0) % stages:
                     yield f"{key} does not divide arch.{name}={getattr(arch, name)}: stages have equal shares"
-            if arch.name == "fprm":
-                yield f"{key} is not for arch=fprm: a stage cannot run its blocks for others"
+            if arch.no_stages:
+                yield f"{key} is not for arch={arch.name}: {arch.no_stages}"
             if getattr(arch, "q_target", "exact") == "deferred" and not arch.no_ACT_continue:
                 yield f"{key} needs arch.q_target=exact: ranks would call the network unequally often"
         else:
@@ -258,8 +258,8 @@ class PretrainConfig(MachineConfig):
                 yield f"tensor_parallel_degree={shares} does not divide arch.{name}={getattr(arch, name)}"
         if 256 % shares:
             yield f"tensor_parallel_degree={shares} does not divide the inner features: give a power of 2"
-        if arch.name == "ldt":
-            yield f"{key} is not for arch=ldt: its blocks and its search need all of a slot in one place"
+        if arch.no_mesh:
+            yield f"{key} is not for arch={arch.name}: {arch.no_mesh}"
         if getattr(arch, "dropout", 0):
             yield f"{key} needs arch.dropout=0: its random numbers stay where the slots are"
         if self.sync == "ddp":

@@ -10,10 +10,10 @@ import numpy as np
 import pydantic
 
 from config.reading import MissingFileError, printable, read_json
+from dataset.augmentations import AUGMENTATIONS, END, FIRST_SYMBOL, PAD
 from dataset.format import IDENTIFIERS, Dataset, Metadata, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
 from dataset.sets import rows_of
-from dataset.symmetries import END, FIRST_SYMBOL, PAD
 
 Grid = Sequence[Sequence[str]]
 
@@ -70,7 +70,7 @@ def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
 
 
 def with_candidates(data: Dataset) -> Dataset:
-    """Returns the dataset with `candidates` and `symmetries` in its metadata; reads all original puzzles."""
+    """Returns the dataset with what `Metadata` finds in the training data; reads all original puzzles."""
     metadata, found = data.metadata, set()
     for each in data.splits["train"].sets.values():
         puzzles = np.asarray(each.group_indices[:-1], np.int64)
@@ -80,9 +80,9 @@ def with_candidates(data: Dataset) -> Dataset:
             counted = labels != metadata.ignore_label_id
             found.update(np.unique(inputs[counted].astype(np.int64) * metadata.vocab_size + labels[counted]))
     kind = read_info(data.folders, metadata).kind
-    symmetries = None if kind is None else kind.augmentation
-    found = tuple(map(int, sorted(found)))
-    metadata = dataclasses.replace(metadata, candidates=found, symmetries=symmetries)
+    family = AUGMENTATIONS.get(kind.augmentation) if kind else None
+    may = {name: family is not None and getattr(family, name) for name in ("may_turn", "may_permute")}
+    metadata = dataclasses.replace(metadata, candidates=tuple(map(int, sorted(found))), **may)
     train = dataclasses.replace(data.splits["train"], metadata=metadata)
     return dataclasses.replace(data, splits={**data.splits, "train": train})
 
@@ -109,7 +109,7 @@ def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
 #
 # Symbols of somebody's own puzzles. A grid is a list of rows, a row a list of symbols, a symbol a text of a
 # character or more; a sequence is a grid of one row. In a text the rows are lines; symbols of one character
-# stand side by side, longer ones are parted by spaces. Grids are laid into fields (`symmetries`).
+# stand side by side, longer ones are parted by spaces. Grids are laid into fields (`augmentations`).
 
 
 @dataclasses.dataclass(frozen=True)

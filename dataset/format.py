@@ -22,8 +22,8 @@ import pydantic
 from pydantic import Field
 
 from config.reading import MissingFileError, open_regular, read_json
+from dataset.augmentations import AUGMENTATIONS, FIRST_SYMBOL
 from dataset.sets import FIELDS, PuzzleSet, fields_of
-from dataset.symmetries import AUGMENTATIONS, FIRST_SYMBOL
 
 SPLITS = ("train", "test")
 IGNORE_LABEL_ID = -100  # in a batch, the label of a cell that counts nowhere
@@ -61,9 +61,10 @@ class Metadata:
     symbols: tuple[str, ...] | None = None  # ours: the text of the tokens 2 and up (description)
     num_columns: _Length | None = None  # ours: of the field that the cells fill; given with the symbols
     # Found in the training data, in no file (`with_candidates`): token * vocab_size + label of each pair that
-    # a cell has, rising; the family of transforms of the kind.
+    # a cell has, rising; what the kind's augmentation may do to a whole puzzle.
     candidates: tuple[int, ...] | None = None
-    symmetries: str | None = None
+    may_turn: bool | None = None
+    may_permute: bool | None = None
 
     def mistakes(self) -> Iterator[str]:
         """Yields what does not fit together."""

@@ -1,9 +1,9 @@
 """Sets of a split: puzzles as arrays, materialized or as originals with transforms; and several as one.
 
 Materialized, every variant is written out, as the public tools have it. Else inputs and labels are the
-originals, once, and every variant of them is made by its transform when it is read (`symmetries`). Everything
-else, identifiers, offsets, the order of the rows, is the same in both ways, so that a plan made for the one
-holds for the other.
+originals, once, and every variant of them is made by its transform when it is read (`augmentations`).
+Everything else, identifiers, offsets, the order of the rows, is the same in both ways, so that a plan made
+for the one holds for the other.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dataset.symmetries import AUGMENTATIONS
+from dataset.augmentations import AUGMENTATIONS
 
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 _CHUNK_ROWS = 1 << 14

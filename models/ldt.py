@@ -96,7 +96,7 @@ class LDT(Network):
         values = np.flatnonzero(candidates.any(axis=0))
         self.register_buffer("candidates", torch.from_numpy(candidates))
         self.register_buffer("values", torch.from_numpy(values), persistent=False)
-        may = [metadata.symmetries in ("square", "sudoku"), metadata.symmetries == "sudoku"]
+        may = [bool(metadata.may_turn), bool(metadata.may_permute)]
         self.register_buffer("symmetries", torch.tensor(may, dtype=torch.uint8))
         num_columns = columns_of(metadata, needed_by="arch=ldt")
         grid = np.arange(num_cells).reshape(-1, num_columns)
@@ -142,9 +142,9 @@ class LDT(Network):
     def complete(metadata: Metadata, weights: State) -> Metadata:
         table = weights["candidates"][: metadata.vocab_size, : metadata.vocab_size]
         candidates = tuple(table.flatten().nonzero().flatten().tolist())
-        turns, permutes = weights["symmetries"].tolist()
-        symmetries = "sudoku" if permutes else "square" if turns else None
-        return dataclasses.replace(metadata, candidates=candidates, symmetries=symmetries)
+        may_turn, may_permute = map(bool, weights["symmetries"])
+        may = {"may_turn": may_turn, "may_permute": may_permute}
+        return dataclasses.replace(metadata, candidates=candidates, **may)
 
     def needs_draws(self, reasoning: Reasoning) -> bool:
         return True

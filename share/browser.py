@@ -35,7 +35,6 @@ from parallel import log
 from share.onnx import check_packages, write_step
 
 MODELS, MODEL, DATA = "models.json", "model.onnx", "page.json"
-_WHAT = {"sudoku": "Sudoku", "maze": "Mazes", "arc": "ARC tasks"}
 _OF_PUZZLE = ("identifier", "inputs", "labels")
 _NUM_MADE_UP = 100
 _SITE = Path(__file__).parent / "site"
@@ -60,8 +59,7 @@ class Exhibit:
     def listed(self) -> dict[str, Any]:
         """What the page must know to choose a model."""
         facts = self.facts
-        kind = _WHAT.get(facts["kind"], "Puzzles")
-        title = f"{kind} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
+        title = f"{facts['plural'][:1].upper()}{facts['plural'][1:]} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
         return {"name": self.name, "title": title} | {key: facts[key] for key in ("kind", "rows", "columns")}
 
 
@@ -192,6 +190,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
         "parameters": sum(each.numel() for each in model.network.parameters()),
         "search": model.network.search_facts(),
         "kind": info.kind.name if info.kind else None,
+        "plural": info.kind.plural if info.kind else "puzzles",
         "rows": rows,
         "columns": columns,
         **page_style(info.style, metadata),

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dataset.augmentations import dihedral
 from dataset.build.writing import write_dataset
 from dataset.format import Split, load_metadata, open_dataset
 from dataset.kinds.arc.evaluator import PASSES, ArcEvaluator
 from dataset.kinds.kind import Answers
 from dataset.sets import PuzzleSet
-from dataset.symmetries import dihedral
 from evaluation.evaluators import Evaluators, build_evaluator
 from tests.answers import answers, metadata, metrics_of
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from dataset.augmentations import dihedral
 from dataset.kinds.arc import variants
 from dataset.kinds.arc.tasks import Task
 from dataset.kinds.arc.variants import draw_transforms, draw_translations
 from dataset.randomness import BitStream
-from dataset.symmetries import dihedral
 from tests.arc_source import make_tasks, parse_task, task_of
 
 IDENTITY = [0, *range(10)]

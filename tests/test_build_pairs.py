@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
+from dataset.augmentations import NUM_DIHEDRAL, dihedral
 from dataset.build.sources import find_source_files
 from dataset.kinds.pairs.files import choose_files
-from dataset.symmetries import NUM_DIHEDRAL, dihedral
 from tests.pairs_source import as_texts, build, random_pairs, read_back, write_csv, write_json, write_parquet
 from tests.sudoku_source import files_of
 

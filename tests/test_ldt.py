@@ -90,12 +90,12 @@ def test_what_a_token_may_become_is_found_in_the_training_data_and_kept_with_the
     mazes = with_candidates(open_dataset(tmp_path, read_everything=False))
     sudoku_pairs = [*((1, digit) for digit in _DIGITS), *zip(_DIGITS, _DIGITS, strict=True)]
     maze_pairs = [(1, 1), (2, 2), (2, 5), (3, 3), (4, 4)]
-    for each, pairs, symmetries in ((data, sudoku_pairs, "sudoku"), (mazes, maze_pairs, "square")):
+    for each, pairs, may_permute in ((data, sudoku_pairs, True), (mazes, maze_pairs, False)):
         found, network = each.metadata, searching_model(each).network
         assert [divmod(pair, found.vocab_size) for pair in found.candidates] == pairs
-        assert found.symmetries == symmetries
+        assert (found.may_turn, found.may_permute) == (True, may_permute)
         assert network.values.tolist() == sorted({value for _, value in pairs})
-        bare = dataclasses.replace(found, candidates=None, symmetries=None)
+        bare = dataclasses.replace(found, candidates=None, may_turn=None, may_permute=None)
         assert network.complete(bare, network.state_dict()) == found
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataset.augmentations import END
 from dataset.build import build_dataset
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
@@ -16,7 +17,6 @@ from dataset.format import IGNORE_LABEL_ID, Metadata, Split, open_split
 from dataset.kinds.arc.tasks import COLOR_0, SIZE
 from dataset.sets import PuzzleSet
 from dataset.show import main
-from dataset.symmetries import END
 from tests import refusals
 from tests.puzzle_sets import TEST, TRAIN, write
 from tests.sudoku_source import write_csv

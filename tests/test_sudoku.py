@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dataset.augmentations import AUGMENTATIONS
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import RowEvaluator
 from dataset.kinds.sudoku.rules import (
@@ -20,7 +21,6 @@ from dataset.kinds.sudoku.rules import (
     unit_cells,
 )
 from dataset.randomness import random_bits
-from dataset.symmetries import AUGMENTATIONS
 from evaluation.evaluators import build_evaluator
 from tests.answers import answers, metadata, metrics_of
 from tests.sudoku_source import is_minimal
@@ -142,7 +142,7 @@ def test_no_symmetry_changes_nothing(box):
 
 
 @pytest.mark.parametrize("box", BOXES)
-def test_symmetries_keep_answers_valid_and_questions_unique(box):
+def test_augmentations_keep_answers_valid_and_questions_unique(box):
     questions, answers = (np.repeat(grids, 20, axis=0) for grids in generate(5, box=box))
     symmetries = draw(100, box=box)
     new_questions, new_answers = (transform(grids, symmetries) for grids in (questions, answers))

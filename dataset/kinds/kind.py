@@ -281,10 +281,11 @@ class Kind:
 
     name             of its module, its builder, its evaluator and its metrics
     title            in headings, where that is not its name with a capital
+    plural           what several puzzles are called
     mismatch         metadata -> why a dataset is not of this kind; None: it may be
     build_evaluator  folder, metadata, the kind's options by keyword -> its evaluator. ValueError where the
                      dataset cannot be evaluated
-    augmentation     the family of its transforms (`symmetries`)
+    augmentation     the family of its transforms (`augmentations`)
     style            of its grids
     read_puzzles     text -> its puzzles, of any size; ValueError, one line, for a bad one. None: texts are
                      read as symbols
@@ -302,6 +303,7 @@ class Kind:
     make_up: Callable[[Metadata, int], Sequence[np.ndarray]] | None = None
     names_symbols: bool = False
     title: str = ""
+    plural: str = "puzzles"
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
         """Returns why a dataset is not of this kind, None where it may be."""

@@ -29,7 +29,7 @@ function plain(facts) {
     inputs.forEach((token, cell) => labels[cell] === -1 || (token === labels[cell] ? kept : lost).add(token));
   }
   return {
-    name: `puzzles of ${facts.rows} × ${facts.columns} cells`,
+    name: `${facts.plural} of ${facts.rows} × ${facts.columns} cells`,
     hint: "Choose a cell and what goes into it, or paste a whole puzzle.",
     tokens,
     blank: tokens.find((token) => [".", "_", " ", "0"].includes(facts.symbols[token])) ?? tokens[0] ?? 0,

@@ -54,7 +54,8 @@ def _load(run: Path, weights: str, operator: dict) -> HaltingModel:
         seq_len=public["seq_len"],
         num_puzzle_identifiers=1,
         candidates=tuple(token * size + token for token in range(size - num_values, size)),
-        symmetries="sudoku" if operator["permute_digits"] else "square",
+        may_turn=True,
+        may_permute=operator["permute_digits"],
     )
     model = build_model(arch, metadata)
     stored = translate_weights(torch.load(run / weights, weights_only=True), arch)

@@ -9,13 +9,13 @@ import math
 
 import numpy as np
 
+from dataset.augmentations import END, PAD
 from dataset.format import Metadata, Split
 from dataset.kinds.arc.evaluator import ArcEvaluator, corner_grids
 from dataset.kinds.arc.tasks import COLOR_0, SIZE, VOCAB_SIZE, Pair, Task, grid_tokens, parse_puzzle
 from dataset.kinds.arc.variants import IDENTITY, draw_translations, lay_out
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, crop, to_grid
 from dataset.sets import PuzzleSet
-from dataset.symmetries import END, PAD
 
 # The colours 0 to 9 as the website of ARC shows them; and text and background nearly so, of a terminal's 256.
 _COLORS = (
@@ -113,6 +113,7 @@ def read_puzzles(text: str) -> list[Puzzle]:
 KIND = Kind(
     name="arc",
     title="ARC",
+    plural="ARC tasks",
     mismatch=_mismatch,
     build_evaluator=ArcEvaluator,
     augmentation="arc",

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from dataset.augmentations import NUM_DIHEDRAL
 from dataset.build.command_line import integer, recorded, refuse_options, warn
 from dataset.build.splits import check_count
 from dataset.build.writing import write_dataset
@@ -41,7 +42,6 @@ from dataset.kinds.arc.variants import (
     variant_name,
 )
 from dataset.sets import PuzzleSet
-from dataset.symmetries import NUM_DIHEDRAL
 
 _NUM_AUG = 1000
 _EVALUATED = "evaluation"  # the subset, where none is named

@@ -20,6 +20,7 @@ import numpy as np
 
 from config.reading import read_json
 from config.writing import write_json
+from dataset.augmentations import DIHEDRAL_INVERSES, dihedral
 from dataset.description import read_every_name
 from dataset.format import IDENTIFIERS, Metadata, open_split
 from dataset.kinds.arc import tasks as arc
@@ -28,7 +29,6 @@ from dataset.kinds.arc.variants import IDENTITY, parse_variant_name
 from dataset.kinds.arc.votes import VOTES_FILE, TestInput, Votes, load_votes
 from dataset.kinds.kind import Answers
 from dataset.sets import PuzzleSet
-from dataset.symmetries import DIHEDRAL_INVERSES, dihedral
 
 PASSES = (1, 2, 5, 10, 100, 1000)  # the K of pass@K
 SUBMISSION_FILE = "submission.json"

@@ -1,7 +1,7 @@
 """Variants of an ARC task: all of its grids turned or mirrored and in other colours, which keeps its rule.
 
 A transform is 11 bytes: the number of a dihedral transform, then what each of the 10 colours becomes. The
-grids of one example may also be moved inside their field (translations). `dataset.symmetries` applies
+grids of one example may also be moved inside their field (translations). `dataset.augmentations` applies
 both. The name of a variant has its transform: <task>|||t<dihedral number>|||<what the colours become>.
 
 Two variants are the same puzzle where their pairs are the same, in whatever order. Invariant: no two variants
@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from dataset.augmentations import DIHEDRAL_FLAGS, NUM_DIHEDRAL, dihedral
 from dataset.kinds.arc.tasks import NUM_COLORS, VARIANT_SEPARATOR, Pair, Task, grid_tokens
 from dataset.randomness import BitStream, random_below, random_bits, random_orders
 from dataset.sets import PuzzleSet
-from dataset.symmetries import DIHEDRAL_FLAGS, NUM_DIHEDRAL, dihedral
 
 # Streams of random bits: a new use takes a new number, as a changed one would change the datasets.
 _TRANSFORMS, _TRANSLATIONS = 0, 1

@@ -87,6 +87,7 @@ KIND = Kind(
     name="maze",
     mismatch=_mismatch,
     build_evaluator=lambda _folder, _metadata: RowEvaluator("maze", check_answers),
+    plural="mazes",
     augmentation="square",
     style=Style(
         symbols="_" + rules.CHARACTERS,

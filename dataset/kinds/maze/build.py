@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
+from dataset.augmentations import NUM_DIHEDRAL
 from dataset.build import sources
 from dataset.build.command_line import integer, refuse_options, warn
 from dataset.build.splits import GENERATE, build_puzzles, draw_distinct
 from dataset.kinds.maze import TOKEN_OF, rules, to_square
-from dataset.symmetries import NUM_DIHEDRAL
 
 _SIZE = 30
 _MAX_BATCHES = 1000  # of random mazes without a new one to keep, before giving up: about 10 seconds

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from config.reading import printable
+from dataset.augmentations import FIRST_SYMBOL, NUM_DIHEDRAL
 from dataset.build.command_line import integer, matching, recorded, refuse_options, warn
 from dataset.build.sources import MATERIALIZE, find_source_files
 from dataset.build.splits import check_count, make_split
@@ -27,7 +28,6 @@ from dataset.description import Vocabulary
 from dataset.format import BLANK, SPLITS, Split, sha256_of
 from dataset.kinds.pairs.files import Pair, choose_files, read_pairs
 from dataset.randomness import random_below, random_bits, random_orders
-from dataset.symmetries import FIRST_SYMBOL, NUM_DIHEDRAL
 
 _HOLD_OUT, _AUGMENT = 0, 1  # streams of random bits: a changed number would change the datasets
 _TEST_FRACTION, _NUM_AUG = 0.1, 100

@@ -126,6 +126,7 @@ KIND = Kind(
     name="sudoku",
     mismatch=_mismatch,
     build_evaluator=_build_evaluator,
+    plural="Sudoku",
     augmentation="sudoku",
     style=Style(symbols=["_", ".", *SYMBOLS], ansi={0: FAINT, 1: FAINT}, boxes=BOX_OF, marks_new=True),
     read_puzzles=read_puzzles,

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from dataset.augmentations import sudoku_parts
 from dataset.randomness import random_below, random_bits, random_orders
-from dataset.symmetries import sudoku_parts
 
 Box = tuple[int, int]
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from dataset.augmentations import AUGMENTATIONS, DIHEDRAL_INVERSES, NUM_DIHEDRAL, dihedral
 from dataset.kinds.arc.tasks import SIZE
-from dataset.symmetries import AUGMENTATIONS, DIHEDRAL_INVERSES, NUM_DIHEDRAL, dihedral
 from tests.arc_set import lay
 
 

@@ -1,8 +1,8 @@
-"""Transforms that turn a puzzle into another one that is as good: what augmentation is made of.
+"""Augmentations: families of transforms that turn a puzzle into another one that is as good.
 
 A dataset may hold every variant of its puzzles, as the public tools write it, or the originals once and, for
 each puzzle, the few bytes of its transform; then the variants are made while they are read, a whole batch at
-a time. There are four families, by the names that `dataset.json` has for them (`AUGMENTATIONS`).
+a time. The four families have the names that `dataset.json` has for them (`AUGMENTATIONS`).
 
 Invariant: a transform is a bijection on grids, the same for the input and the label of an example.
 """
@@ -32,12 +32,16 @@ class Augmentation(NamedTuple):
     is_valid   transforms [n, num_bytes], seq_len -> bool [n]
     apply      tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2] or None
                -> tokens uint8 [n, seq_len]
+    may_turn   whether the turned and mirrored images of a whole field are among them
+    may_permute whether all exchanges of values are
     """
 
     num_bytes: Callable[[int, int], int]
     is_valid: Callable[[np.ndarray, int], np.ndarray]
     apply: Callable[[np.ndarray, np.ndarray, np.ndarray | None], np.ndarray]
     has_translations: bool = False
+    may_turn: bool = False
+    may_permute: bool = False
 
 
 def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
@@ -199,10 +203,13 @@ AUGMENTATIONS: dict[str, Augmentation] = {
         num_bytes=lambda _seq_len, _vocab_size: 1,
         is_valid=lambda transforms, _seq_len: transforms[:, 0] < NUM_DIHEDRAL,
         apply=_apply_to_squares,
+        may_turn=True,
     ),
     "sudoku": Augmentation(
         num_bytes=lambda seq_len, _vocab_size: 1 + 3 * math.isqrt(seq_len),
         is_valid=_are_sudoku_transforms,
         apply=_apply_to_sudokus,
+        may_turn=True,
+        may_permute=True,
     ),
 }
