@@ -108,11 +108,11 @@ def build_average(
         return NoAverage()
     if total_steps is not None:
         last_step = min(config.max_steps or total_steps, total_steps)
-        _warn_of_long_average(config.ema, num_steps=last_step, corrects_bias=config.ema_bias_correction)
+        warn_of_long_average(config.ema, num_steps=last_step, corrects_bias=config.ema_bias_correction)
     return Average(*flats, rate=config.ema, corrects_bias=config.ema_bias_correction)
 
 
-def _warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:
+def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:
     """Warns where an average spans 1 / (1 - rate) steps that are not few against num_steps of the run."""
     if num_steps * (1 - rate) >= _FEW:
         return
