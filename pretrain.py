@@ -135,7 +135,7 @@ def run_steps(
             # after this step or the next; with local_steps it travels with the next synchronisation.
             with monitor.reading():
                 set_name, batch = next(batches)
-            synced = train_step(
+            result = train_step(
                 state,
                 batch.to(run.device),
                 config=config,
@@ -144,8 +144,8 @@ def run_steps(
                 reasoning_at=lambda step: schedule.reasoning(step, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
-            interruption.record_requests(synced.stop_requests)
-            monitor.step_done(state.step, synced, set_name=set_name)
+            interruption.record_requests(result.stop_requests)
+            monitor.step_done(state.step, result, set_name=set_name)
 
             if schedule.is_replica_check(state.step):
                 with monitor.paused():

@@ -90,7 +90,7 @@ def kept(state: TrainState) -> dict[str, int]:
         "averages of rows": map(tensor_of, state.table.average_tensors().values()),
     }
     counted = {part: _covered(tensors) for part, tensors in parts.items()}
-    updated = map(tensor_of, state.weights.parts.values())
+    updated = map(tensor_of, state.weights.owned.values())
     return counted | {"masters": _covered([*weights, *updated]) - counted["weights"]}
 
 

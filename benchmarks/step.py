@@ -78,9 +78,9 @@ class Contender:
         self._model, self.turns = ours.state.model, {"step": self._step}
 
     def _our_step(self) -> None:
-        synced = self._trainer.step()
+        result = self._trainer.step()
         step = self._trainer.state.step
-        self._finite.add(step, set_name="all", loss=synced.loss, grad_norm=synced.grad_norm)
+        self._finite.add(step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
 
     def _published_step(self) -> None:
         columns = next(self._batches)._asdict().items()

@@ -28,7 +28,7 @@ from parallel.collectives import barrier
 from parallel.launch import keep_freed_memory
 from parallel.process_group import choose_device, process_group, set_cpu_threads, world_size
 from parallel.shards import tensor_of
-from parallel.strategy import Synced
+from parallel.strategy import StepResult
 from training.clock import StepClock
 from training.state import build_first_state
 from training.step import train_step
@@ -200,7 +200,7 @@ class Trainer:
         self.batches = [random_batch(count, self.metadata, seed=first + number) for number in range(4)]
         self._device, self._clock, self._total_steps = device, StepClock(device), total_steps
 
-    def step(self) -> Synced:
+    def step(self) -> StepResult:
         batch = self.batches[self.state.step % len(self.batches)].to(self._device)
         rates = learning_rates(self.config, self.state.step + 1, total_steps=self._total_steps)
         return train_step(self.state, batch, config=self.config, rates=rates, clock=self._clock)
@@ -215,7 +215,7 @@ class Trainer:
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """Returns the tensors of a checkpoint that this rank has, by part and name."""
-        parts = self.state.parts()
+        parts = self.state.files()
         return {part: {name: tensor_of(t) for name, t in each.items()} for part, each in parts.items()}
 
 

@@ -1,7 +1,6 @@
 """Blocks of layers, and the levels that stack them."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,38 +93,28 @@ class Elsewhere(nn.Module):
         return flops(*self._block, shape, trains=trains)
 
 
+# Given a block, its number and how many its level has, returns what the level keeps of it.
 Take = Callable[[nn.Module, int, int], nn.Module]
-_take: Take | None = None
 
 
-@contextlib.contextmanager
-def taking(take: Take) -> Iterator[None]:
-    """Lets each block that a level draws within be replaced at once, before the next one takes memory.
-
-    take: given the block, its number and how many the level has, returns what the level keeps.
-    """
-    global _take
-    _take = take
-    try:
-        yield
-    finally:
-        _take = None
+def take_all(block: nn.Module, number: int, num_blocks: int) -> nn.Module:
+    """Keeps every block."""
+    return block
 
 
 class Level(nn.Module):
     """A stack of blocks applied to state + injection.
 
-    build: draws the block of a number. recomputes_blocks: whether the backward pass computes each block's
-    activations anew; False at first. pipe: what runs the blocks instead, given a function that runs those
-    that are here; None: all are here.
+    build: draws the block of a number. take: says what is kept of it, before the next one takes memory.
+    recomputes_blocks: whether the backward pass computes each block's activations anew; False at first.
+    pipe: what runs the blocks instead, given a function that runs those that are here; None: all are here.
     """
 
-    def __init__(self, build: Callable[[int], nn.Module], num_blocks: int):
+    def __init__(self, build: Callable[[int], nn.Module], num_blocks: int, *, take: Take = take_all):
         super().__init__()
         self.layers = nn.ModuleList()
         for number in range(num_blocks):
-            block = build(number)
-            self.layers.append(block if _take is None else _take(block, number, num_blocks))
+            self.layers.append(take(build(number), number, num_blocks))
         self.recomputes_blocks = False
         self.pipe: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.architecture import FPRMConfig
 from dataset.format import Metadata, columns_of
-from models.blocks import Level
+from models.blocks import Level, Take
 from models.carry import Prediction, Reasoning, State
 from models.flops import Shape, flops, weight_flops
 from models.layers import Attention, Rotary, SwiGLU, rms_norm
@@ -41,8 +43,8 @@ class FixedPointLevel(Level):
     size of y stays about the same. The convolution sees 3 x 3 cells of a grid, or a cell and the 3 before.
     """
 
-    def __init__(self, arch: FPRMConfig, metadata: Metadata):
-        super().__init__(lambda _: ScaledBlock(arch), arch.L_layers)
+    def __init__(self, arch: FPRMConfig, metadata: Metadata, *, take: Take):
+        super().__init__(lambda _: ScaledBlock(arch), arch.L_layers, take=take)
         width, self.num_before, self.eps = arch.hidden_size, arch.num_puzzle_positions, arch.rms_norm_eps
         for name, first in (("alpha_1_param", arch.alpha_1_init), ("alpha_2_param", arch.alpha_2_init)):
             self.register_parameter(name, nn.Parameter(torch.full((width,), first).logit()))
@@ -90,15 +92,15 @@ class FPRM(OneState, TokenNetwork):
 
     undecayed = ("L_level.alpha_1_param", "L_level.alpha_2_param")
 
-    def __init__(self, arch: FPRMConfig, metadata: Metadata):
+    def __init__(self, arch: FPRMConfig, metadata: Metadata, **options: Any):
         self.arch = arch
-        super().__init__(arch, metadata, levels={"L_level": arch.L_layers})
+        super().__init__(arch, metadata, levels={"L_level": arch.L_layers}, **options)
 
     def register_initial_values(self) -> None:
         """Draws nothing: a slot starts from the noise of init_noise, or from 0."""
 
-    def build_level(self, arch: FPRMConfig, metadata: Metadata, **options: object) -> Level:
-        return FixedPointLevel(arch, metadata)
+    def build_level(self, arch: FPRMConfig, metadata: Metadata, *, take: Take, **_: Any) -> Level:
+        return FixedPointLevel(arch, metadata, take=take)
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         numbers = torch.ones(batch_size, dtype=torch.float32, device=self.lm_head.weight.device)

@@ -1,5 +1,7 @@
 """The Hierarchical Reasoning Model (arXiv 2506.21734): a slow and a fast level refining each other."""
 
+from typing import Any
+
 from config.architecture import HRMConfig
 from dataset.format import Metadata
 from models.blocks import Level
@@ -9,8 +11,9 @@ from models.recursion import RecursiveNetwork
 class HRM(RecursiveNetwork):
     """Two levels with weights of their own: H updates z_H, L updates z_L."""
 
-    def __init__(self, arch: HRMConfig, metadata: Metadata):
-        super().__init__(arch, metadata, levels={"L_level": arch.L_layers, "H_level": arch.H_layers})
+    def __init__(self, arch: HRMConfig, metadata: Metadata, **options: Any):
+        levels = {"L_level": arch.L_layers, "H_level": arch.H_layers}
+        super().__init__(arch, metadata, levels=levels, **options)
 
     @property
     def slow_and_fast(self) -> tuple[Level, Level]:

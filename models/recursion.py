@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.architecture import CyclesConfig, TwoAxesConfig
-from dataset.format import Metadata
 from models.blocks import Level
 from models.carry import Reasoning, State
 from models.layers import Rotary, rms_norm
@@ -61,8 +60,8 @@ class RecursiveNetwork(TokenNetwork):
 
     undecayed = ("gate_H.q", "gate_H.beta_logit", "gate_L.q", "gate_L.beta_logit")
 
-    def __init__(self, arch: TwoAxesConfig, metadata: Metadata, *, levels: dict[str, int]):
-        super().__init__(arch, metadata, levels=levels)
+    def __init__(self, arch: TwoAxesConfig, *more: Any, **options: Any):
+        super().__init__(arch, *more, **options)
         self.gradient_cycles = arch.gradient_cycles
         self.gates: dict[str, Gate] = {}
         for name in self.state_names if arch.update == "gate" else ():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from config.architecture import SERRMConfig
 from dataset.format import Metadata, columns_of
-from models.blocks import Level
+from models.blocks import Level, Take, take_all
 from models.carry import Carry, Prediction, Reasoning, State
 from models.flops import Shape, flops
 from models.layers import (
@@ -72,7 +72,7 @@ class SERRM(OneState, TokenLosses, Network):
     There is no Q head: q_halt is the confidence of the least certain cell; in training slots halt at random.
     """
 
-    def __init__(self, arch: SERRMConfig, metadata: Metadata):
+    def __init__(self, arch: SERRMConfig, metadata: Metadata, *, take: Take = take_all):
         super().__init__(arch)
         self.dropout = arch.dropout
         self.seq_len, self.num_symbols = metadata.seq_len, metadata.vocab_size
@@ -93,7 +93,7 @@ class SERRM(OneState, TokenLosses, Network):
         if self.num_added:
             self.add_tokens = draw(1 if self.is_equivariant else self.num_symbols, self.num_added)
         self.register_initial_values()
-        self.L_level = Level(lambda number: AxialBlock(arch, number=number), arch.L_layers)
+        self.L_level = Level(lambda number: AxialBlock(arch, number=number), arch.L_layers, take=take)
         self.lm_head = (
             Linear(width, 1) if self.is_equivariant else Linear(self.num_symbols * width, self.num_symbols)
         )

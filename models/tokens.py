@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from config.architecture import TokenConfig
 from dataset.format import Metadata, columns_of
-from models.blocks import Block, Level
+from models.blocks import Block, Level, Take, take_all
 from models.carry import Prediction, State
 from models.flops import flops
 from models.layers import Attention, Convolution, Embedding, Linear, SwiGLU, rotary_angles
@@ -25,11 +25,17 @@ class TokenNetwork(QHead, Network):
     neighbours alone, the mean of all. ValueError where a convolution finds no grid.
 
     levels: number of blocks of each level, in the order of their use; each becomes an attribute. mlp: of the
-    blocks, a SwiGLU or another class that is made and called like it.
+    blocks, a SwiGLU or another class that is made and called like it. take: as in `Level`.
     """
 
     def __init__(
-        self, arch: TokenConfig, metadata: Metadata, *, levels: dict[str, int], mlp: type[nn.Module] = SwiGLU
+        self,
+        arch: TokenConfig,
+        metadata: Metadata,
+        *,
+        levels: dict[str, int],
+        mlp: type[nn.Module] = SwiGLU,
+        take: Take = take_all,
     ):
         super().__init__(arch)
         self.num_puzzle_positions = arch.num_puzzle_positions
@@ -52,7 +58,7 @@ class TokenNetwork(QHead, Network):
         lm_head = Linear(arch.hidden_size, metadata.vocab_size)
         q_head = Linear(arch.hidden_size, 2, bias=True)
         drawn = {
-            name: self.build_level(arch, metadata, num_layers=levels[name], mlp=mlp)
+            name: self.build_level(arch, metadata, num_layers=levels[name], mlp=mlp, take=take)
             for name in sorted(levels)
         }
         for name in levels:
@@ -64,10 +70,10 @@ class TokenNetwork(QHead, Network):
             self.q_head.bias.fill_(Q_HEAD_BIAS)
 
     def build_level(
-        self, arch: TokenConfig, metadata: Metadata, *, num_layers: int, mlp: type[nn.Module]
+        self, arch: TokenConfig, metadata: Metadata, *, num_layers: int, mlp: type[nn.Module], take: Take
     ) -> Level:
         """Builds a level."""
-        return Level(lambda _: _block(arch, metadata, mlp), num_layers)
+        return Level(lambda _: _block(arch, metadata, mlp), num_layers, take=take)
 
     @staticmethod
     def sizes_in(weights: State, arch: TokenConfig) -> dict[str, int]:

@@ -1,5 +1,7 @@
 """The papers' baseline: a plain transformer of the same blocks, which answers in one pass."""
 
+from typing import Any
+
 from torch import Tensor
 
 from config.architecture import TransformerConfig
@@ -14,8 +16,8 @@ from models.tokens import TokenNetwork
 class Transformer(TokenNetwork):
     """A stack of blocks that keeps nothing between steps. H_init and L_init are drawn, and do nothing."""
 
-    def __init__(self, arch: TransformerConfig, metadata: Metadata):
-        super().__init__(arch, metadata, levels={"blocks": arch.num_layers})
+    def __init__(self, arch: TransformerConfig, metadata: Metadata, **options: Any):
+        super().__init__(arch, metadata, levels={"blocks": arch.num_layers}, **options)
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         return {}

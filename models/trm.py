@@ -1,5 +1,7 @@
 """The Tiny Recursive Model (arXiv 2510.04871): one small level that updates both z_L and z_H."""
 
+from typing import Any
+
 from config.architecture import TRMConfig
 from dataset.format import Metadata
 from models.blocks import Level
@@ -13,10 +15,10 @@ class TRM(RecursiveNetwork):
     the heads read it.
     """
 
-    def __init__(self, arch: TRMConfig, metadata: Metadata):
+    def __init__(self, arch: TRMConfig, metadata: Metadata, **options: Any):
         if arch.single_z:
             self.state_names = ("z_H",)
-        super().__init__(arch, metadata, levels={"L_level": arch.L_layers})
+        super().__init__(arch, metadata, levels={"L_level": arch.L_layers}, **options)
 
     @property
     def slow_and_fast(self) -> tuple[Level, Level]:

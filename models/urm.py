@@ -1,5 +1,7 @@
 """The Universal Reasoning Model (arXiv 2512.14693): one state, refined again and again by the same blocks."""
 
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -38,8 +40,8 @@ class ConvSwiGLU(Cuttable, nn.Module):
 class URM(OneState, TokenNetwork):
     """The front and the heads of HRM around one level."""
 
-    def __init__(self, arch: URMConfig, metadata: Metadata):
-        super().__init__(arch, metadata, levels={"L_level": arch.L_layers}, mlp=ConvSwiGLU)
+    def __init__(self, arch: URMConfig, metadata: Metadata, **options: Any):
+        super().__init__(arch, metadata, levels={"L_level": arch.L_layers}, mlp=ConvSwiGLU, **options)
 
 
 NETWORK = URM

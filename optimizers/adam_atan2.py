@@ -90,8 +90,8 @@ class AdamATan2(torch.optim.Optimizer):
         weight_decay: float,
         compiler_options: dict[str, Any] | None = None,
     ):
-        names = list(flat.parts) if names is None else names
-        parts = {name: tensor_of(flat.parts[name]) for name in names}
+        names = list(flat.owned) if names is None else names
+        parts = {name: tensor_of(flat.owned[name]) for name in names}
         super().__init__(
             parts.values(),
             {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "step": 0},

@@ -110,7 +110,7 @@ class Weights:
     """The dense weights of a run, and all that moves them.
 
     flats: the flat buffers of the weights: of all; or where blocks are spread over ranks of the rest, and of
-    the blocks that are here. groups: one for each rule and decay. parts: what this rank updates, with the
+    the blocks that are here. groups: one for each rule and decay. owned: what this rank updates, with the
     gradient as `grad`. scalars: sent to all ranks in the last message of flats[0]. shapes: of all weights of
     the model. holders: the ranks that have all blocks together. elsewhere: names of what other stages have.
     """
@@ -124,11 +124,11 @@ class Weights:
         holders: Ranks = ALONE,
     ):
         self.flats, self.groups, self._holders = flats, groups, holders
-        self.parts: Tensors = {name: part for flat in flats for name, part in flat.parts.items()}
+        self.owned: Tensors = {name: part for flat in flats for name, part in flat.owned.items()}
         self.scalars: Scalars = flats[0].scalars
         self.num_parameters = sum(map(math.prod, shapes.values()))
         nothing = flats[0].message[:0]
-        self._absent = {n: Shard(nothing, (), shape) for n, shape in shapes.items() if n not in self.parts}
+        self._absent = {n: Shard(nothing, (), shape) for n, shape in shapes.items() if n not in self.owned}
         self.elsewhere = tuple(self._absent)
 
     def clip_(self, limit: float | None) -> Tensor:
@@ -159,7 +159,7 @@ class Weights:
 
     def tensors(self) -> Tensors:
         """Returns the weights by name, in the dtype in which they are updated."""
-        tensors = self.parts | self._absent
+        tensors = self.owned | self._absent
         for flat in self.flats:
             if not flat.is_mixed and not flat.is_part:
                 tensors |= flat.parameters  # every rank has them whole
@@ -178,7 +178,7 @@ class Weights:
         moments: Tensors = {}
         for group in self.groups:
             for name in group.names:
-                part = self.parts[name]
+                part = self.owned[name]
                 for moment, tensor in group.optimizer.state.get(tensor_of(part), {}).items():
                     if isinstance(part, Shard) and tensor.ndim:
                         tensor = part._replace(tensor=tensor)
@@ -260,12 +260,12 @@ def _groups_of(
         names = tuple(name for name in names if name not in flat.unsplit)
         adam = {"lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "weight_decay": weight_decay}
         if names and config.optimizer == "adamw":
-            yield ParameterGroup(names, AdamW([tensor_of(flat.parts[n]) for n in names], **adam), flat)
+            yield ParameterGroup(names, AdamW([tensor_of(flat.owned[n]) for n in names], **adam), flat)
         elif names:
             rule = AdamATan2(flat, names, compiler_options=compiler_options, **adam)
             yield ParameterGroup(names, rule, flat)
     if matrices := tuple(name for name in flat.parameters if name in flat.unsplit):
-        parts = {name: tensor_of(flat.parts[name]) for name in matrices}
+        parts = {name: tensor_of(flat.owned[name]) for name in matrices}
         decay = {"lr": config.lr, "weight_decay": config.weight_decay}
         rule = CutMuon(parts, flat.cuts, tensor, **decay) if flat.cuts else Muon(parts.values(), **decay)
         yield ParameterGroup(matrices, rule, flat)

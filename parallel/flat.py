@@ -159,10 +159,10 @@ class FlatParameters:
             self.masters = self.zeros(self.kept)
         else:
             self.masters = Pieces([slice(0, self.size)], [self.weights])
-        self.parts = self._take_over()
+        self.owned = self._take_over()
 
     def _take_over(self) -> Tensors:
-        """Moves the parameters into the buffers; returns by name what this rank updates, as `parts`."""
+        """Moves the parameters into the buffers; returns by name what this rank updates, as `owned`."""
         for name, parameter in self.parameters.items():
             value, start = parameter.detach(), self._ranges[name].start
             for each, master in zip(self.masters.ranges, self.masters.buffers, strict=True):
@@ -173,21 +173,21 @@ class FlatParameters:
                     ]
             memory = self.weights[start:] if name in self._spread else self.masters.at(self._ranges[name])
             parameter.data = memory[: value.numel()].view(value.shape).copy_(value)
-        parts = self.shards(self.masters, self.share)
-        for name, part in parts.items():
+        owned = self.shards(self.masters, self.share)
+        for name, part in owned.items():
             parameter, tensor = self.parameters[name], tensor_of(part)
             if self.is_mixed and name in self._spread:
                 parameter.grad_dtype = self.message.dtype
             elif isinstance(part, Tensor):
-                parts[name] = parameter
+                owned[name] = parameter
                 continue
             if isinstance(part, Shard):
                 if name in self.unsplit:
                     tensor = tensor.view(parameter.shape[0] if part.spans else 0, *parameter.shape[1:])
-                parts[name] = part._replace(tensor=tensor)
+                owned[name] = part._replace(tensor=tensor)
             if len(self.gradients):
                 tensor.grad = self.gradients[self._part(name, self.share)].view_as(tensor)
-        return parts
+        return owned
 
     def attach_gradients(self) -> dict[str, Tensor]:
         """Makes every parameter's `grad` its part of `gradients`; returns these by name.

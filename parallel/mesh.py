@@ -63,7 +63,7 @@ class Mesh:
 
     data: all that have slots of their own. replicas: all that have the same weights of the blocks, whose
     gradients they sum; sharers: those of them that share the update. pipeline and homes: the stages of the
-    same weights, twice (`parallel.pipeline.Ring`). tensor: that have the same slots. parts: that have all
+    same weights, twice (`parallel.pipeline.Ring`). tensor: that have the same slots. holders: that have all
     weights of the blocks together.
     """
 
@@ -75,7 +75,7 @@ class Mesh:
         self.sharers = self._along(("shard",))
         self.pipeline, self.homes = self._along(("pipeline",)), self._along(("pipeline",))
         self.tensor = self._along(("tensor",))
-        self.parts = self._along(("pipeline", "tensor"))
+        self.holders = self._along(("pipeline", "tensor"))
 
     @property
     def is_plain(self) -> bool:

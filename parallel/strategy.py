@@ -43,15 +43,15 @@ class PuzzleRows(Protocol):
     def merge(self, *, step: int) -> None: ...
 
 
-class Synced(NamedTuple):
-    """The values of the global batch after a step, on the device, equal on all ranks.
+class StepResult(NamedTuple):
+    """What a step, or all steps since the last merge, came to: on the device, equal on all ranks.
 
-    steps: since the last synchronisation, this step included; empty, and the other fields None, where this
-    step did not synchronise. loss: mean over these steps and the global batch. grad_norm: of the summed
-    gradients, or the mean of the ranks' own. stop_requests: number of ranks that were asked to stop.
+    merged_steps: all since the last synchronisation, this step included; empty, and the other fields None,
+    where this step did not synchronise. loss: mean over these steps and the global batch. grad_norm: of the
+    summed gradients, or the mean of the ranks' own. stop_requests: number of ranks that were asked to stop.
     """
 
-    steps: range
+    merged_steps: range
     loss: Tensor | None = None
     grad_norm: Tensor | None = None
     stop_requests: Tensor | None = None
@@ -109,7 +109,7 @@ class Strategy:
         """Completes the gradients that the update of this rank takes, of weights and of puzzle rows."""
         raise NotImplementedError
 
-    def synchronize(self, grad_norm: Tensor, *, step: int) -> Synced:
+    def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
         """Makes the weights of all ranks equal after the update, now or after a later step."""
         raise NotImplementedError
 
@@ -138,10 +138,10 @@ class EveryStep(Strategy):
         self._scalars, *_ = [sync.finish() for sync in self._syncs]
         self._table.reduce(self._scalars["num_distinct"], step=step)
 
-    def synchronize(self, grad_norm: Tensor, *, step: int) -> Synced:
+    def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
         self._weights.gather_()
         loss = self._scalars["loss"].sum() / self._batch_size
-        return Synced(range(step, step + 1), loss, grad_norm, self._scalars["stop"].sum())
+        return StepResult(range(step, step + 1), loss, grad_norm, self._scalars["stop"].sum())
 
 
 class LocalSteps(Strategy):
@@ -184,12 +184,12 @@ class LocalSteps(Strategy):
         self._table.keep_own(step=synced_steps(step, **self._interval).start)
 
     @torch.no_grad()
-    def synchronize(self, grad_norm: Tensor, *, step: int) -> Synced:
+    def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
         steps, flat = synced_steps(step, **self._interval), self._sync.flat
         self._weights.scalars.add(grad_norm=grad_norm)
         if not steps:
             self._weights.gather_()
-            return Synced(steps)
+            return StepResult(steps)
         torch.sub(self._anchor, self._masters, out=flat.gradients)
         known = self._sync.finish()
         change = flat.gradients.div_(self._ranks.size)
@@ -202,7 +202,7 @@ class LocalSteps(Strategy):
         self._table.merge(step=steps.start)
         num_norms = self._ranks.size * len(steps)
         loss = known["loss"].sum() / (self._batch_size * num_norms)
-        return Synced(steps, loss, known["grad_norm"].sum() / num_norms, known["stop"].sum())
+        return StepResult(steps, loss, known["grad_norm"].sum() / num_norms, known["stop"].sum())
 
     def restart(self) -> None:
         self._anchor.copy_(self._masters)

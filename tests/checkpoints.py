@@ -14,7 +14,7 @@ from dataset.loader import Batch
 from models.carry import Carry
 from optimizers.schedule import learning_rates
 from parallel.process_group import rank
-from parallel.strategy import Synced
+from parallel.strategy import StepResult
 from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock
@@ -45,7 +45,7 @@ def begin_training(config: PretrainConfig, metadata: Metadata = FACTS, **options
     return state
 
 
-def do_step(state: TrainState, config: PretrainConfig, batch: Batch, *, total_steps: int = 20) -> Synced:
+def do_step(state: TrainState, config: PretrainConfig, batch: Batch, *, total_steps: int = 20) -> StepResult:
     """Does a step on this rank's share of a global batch."""
     share = batch.select(slice(state.slots.start, state.slots.stop))
     rates = learning_rates(config, state.step + 1, total_steps=total_steps)
@@ -70,7 +70,7 @@ def random_state(step: int, **changes) -> TrainState:
 
 def replicated_tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """Returns what every rank holds as a whole, weights as the forward pass reads them."""
-    files = state.parts() | {"weights": state.model.network.state_dict() | state.table.rows()}
+    files = state.files() | {"weights": state.model.network.state_dict() | state.table.rows()}
     return {
         f"{name} of {file}": each
         for file, tensors in files.items()

@@ -98,8 +98,8 @@ def test_the_averages_of_a_branch_begin_with_the_weights_where_there_are_none(ru
     save(run, 3)
     state = resume(tmp_path / "branch", resume=str(run), ema=0.5)
     assert "ema begins with the weights" in capsys.readouterr().out
-    assert_equal(dict(state.exports()["ema_weights"]), state.parts()["weights"])
-    assert_equal(state.parts()["weights"], random_state(3).parts()["weights"])
+    assert_equal(dict(state.exports()["ema_weights"]), state.files()["weights"])
+    assert_equal(state.files()["weights"], random_state(3).files()["weights"])
 
 
 def test_the_stall_is_told_once(run):

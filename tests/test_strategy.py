@@ -12,7 +12,7 @@ import torch
 from models.q_head import QHead
 from optimizers.schedule import learning_rates
 from parallel.process_group import rank
-from parallel.strategy import Synced, next_sync, synced_steps
+from parallel.strategy import StepResult, next_sync, synced_steps
 from tests.checkpoints import begin_training, replicated_tensors
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import complete_program, run_ranks
@@ -41,7 +41,7 @@ def _build(options: dict[str, Any]) -> tuple[TrainState, Any]:
     return begin_training(config, total_steps=_STEPS), config
 
 
-def _do_step(state: TrainState, config: Any, slots: range) -> Synced:
+def _do_step(state: TrainState, config: Any, slots: range) -> StepResult:
     batch = random_batch(_BATCH, seed=state.step).select(slice(slots.start, slots.stop))
     rates = learning_rates(config, state.step + 1, total_steps=_STEPS)
     return train_step(state, batch, config=config, rates=rates, clock=StepClock(_CPU))
@@ -67,8 +67,8 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     steps = []
     for _ in range(_STEPS):
         steps.append(_do_step(state, config, state.slots))
-    synced = [(float(each.loss), float(each.grad_norm)) if each.steps else None for each in steps]
-    return _result(state, synced)
+    merged = [(float(each.loss), float(each.grad_norm)) if each.merged_steps else None for each in steps]
+    return _result(state, merged)
 
 
 def _train_each() -> dict[str, dict[str, Any]]:
@@ -166,10 +166,10 @@ def _meet_a_nan() -> list[str]:
     for _ in range(_LOCAL_STEPS):
         if rank() == 1 and state.step == 1:
             state.weights.flats[0].weights[0] = torch.nan
-        synced = _do_step(state, config, state.slots)
-        if synced.steps:
+        result = _do_step(state, config, state.slots)
+        if result.merged_steps:
             with pytest.raises(SystemExit):
-                finite.add(state.step, set_name="all", loss=synced.loss, grad_norm=synced.grad_norm)
+                finite.add(state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
             return [str(state.step)]
     return []
 

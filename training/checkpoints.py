@@ -3,7 +3,7 @@
 Here is when a save is waited for, which checkpoints are kept, which one a start goes on from, and how it
 takes the run folder over. A checkpoint has
 
-- a file of tensors for each of `TrainState.parts` and `exports`, <part>.safetensors; where ranks hold shards,
+- a file of tensors for each of `TrainState.files` and `exports`, <file>.safetensors; where ranks hold shards,
   each rank's in <part>_<r>_of_<w>.safetensors (`checkpointing.tensors`)
 - state.json: step, which is also the position in the data; every rank's metric sums since the last logged
   line; the best value of the evaluations before; fingerprint and description of the dataset;
@@ -97,7 +97,7 @@ class CheckpointManager:
         self._newest_step, started = state.step, time.perf_counter()
         metrics = gather_objects(state.metrics.state(), state.ranks)
         texts = self._texts(state, metrics) if is_main() else {}
-        self._writer.start(state.step, files_of(state.parts() | state.exports()), texts)
+        self._writer.start(state.step, files_of(state.files() | state.exports()), texts)
         if not self._config.checkpoint_async:
             self._writer.wait()
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
@@ -233,7 +233,7 @@ class CheckpointManager:
             full_copies = {}
             with collective_errors():
                 if is_main():
-                    weights, arch = state.parts()["weights"], self._config.arch
+                    weights, arch = state.files()["weights"], self._config.arch
                     full_copies = copy_weights_(weights, self._config.init_from, arch)
             state.broadcast_model_(full_copies)
         is_own = chosen is not None and chosen.parent == self._run_folder
@@ -329,7 +329,7 @@ def load_content(folder: Path, state: TrainState, *, fingerprint: str) -> dict[s
     content = read_state(folder)
     if content["dataset_fingerprint"] != fingerprint:
         raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
-    for name, tensors in state.parts().items():
+    for name, tensors in state.files().items():
         # resume=PATH may be a run without averages, or an outer momentum, which then begins with zeros.
         is_optional, elsewhere = name in ("outer_optimizer", "ema_state"), state.weights.elsewhere
         load_into_(tensors, folder, name, is_optional=is_optional, elsewhere=elsewhere)

@@ -10,7 +10,7 @@ from config.schema import PretrainConfig
 from dataset.format import Metadata
 from evaluation.compilation import compiles_on_all_ranks
 from models import HaltingModel, build_model, recompute_blocks
-from models.blocks import Elsewhere, taking
+from models.blocks import Elsewhere
 from models.compilation import COMPILER_OPTIONS, compile_blocks
 from models.network import PuzzleEmbedding
 from parallel.collectives import all_ranks
@@ -84,7 +84,6 @@ def _draw(config: PretrainConfig, metadata: Metadata, mesh: Mesh) -> tuple[Halti
         return block
 
     torch.manual_seed(config.seed)
-    with taking(take):
-        model = build_model(config.arch, metadata)
+    model = build_model(config.arch, metadata, **({} if mesh.is_plain else {"take": take}))
     named = model.network.named_modules()
     return model, {f"{name}.{w}": cut for name, each in named for w, cut in cuts.get(each, {}).items()}

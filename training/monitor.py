@@ -11,7 +11,7 @@ from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.launch import Run
 from parallel.process_group import is_main, world_size
-from parallel.strategy import Synced
+from parallel.strategy import StepResult
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock, gather_timing, traced_steps
 from training.data import RunData
@@ -105,11 +105,11 @@ class Monitor:
         with self.clock.measure("data_wait"):
             yield
 
-    def step_done(self, step: int, synced: Synced, *, set_name: str) -> None:
+    def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
         """Records a step; waits for the device only on a CPU."""
         self._step = step
-        if synced.steps:
-            self._finite.add(step, set_name=set_name, loss=synced.loss, grad_norm=synced.grad_norm)
+        if result.merged_steps:
+            self._finite.add(step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
         self.clock.count_step()
         self._watchdog.step_done(step)
         if self._config.profile:

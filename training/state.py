@@ -51,7 +51,7 @@ class TrainState:
         """Returns the group that shares the batch."""
         return self.mesh.data
 
-    def parts(self) -> dict[str, Tensors]:
+    def files(self) -> dict[str, Tensors]:
         """Returns all tensors of the state, by the file of a checkpoint that keeps them."""
         share = {"rows": self.slots, "num_rows": self.num_slots, "ranks": self.ranks}
         carry = {name: shard_of_rows(each, **share) for name, each in self.carry.tensors().items()}
@@ -79,7 +79,7 @@ class TrainState:
     def exports(self) -> dict[str, Tensors]:
         """Returns, by file, what a checkpoint has for evaluations alone: averages, named as weights."""
         averages = self._mark_copies(self.average.values() | self.table.averages(step=self.step))
-        return {"ema_weights": self.parts()["weights"] | averages} if averages else {}
+        return {"ema_weights": self.files()["weights"] | averages} if averages else {}
 
     def held(self) -> dict[Key, Tensor]:
         """Returns all that this rank holds: what two ranks have under one key must be equal.
@@ -90,7 +90,7 @@ class TrainState:
         cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
         read = self.model.network.state_dict() | self.table.rows()
         held = {}
-        for file, tensors in (self.parts() | {"the forward pass": read}).items():
+        for file, tensors in (self.files() | {"the forward pass": read}).items():
             for name, each in tensors.items():
                 part = each.spans if isinstance(each, Shard) else cuts.get(name, ())
                 held[f"{name} of {file}", part] = tensor_of(each)
@@ -125,7 +125,7 @@ class TrainState:
         if spread is not None:
             self.table.fill_(spread)
             self.weights.fill_(spread, all_ranks())
-        tensors = dict(self.model.network.named_buffers()) | self.parts()["weights"]  # not all are saved
+        tensors = dict(self.model.network.named_buffers()) | self.files()["weights"]  # not all are saved
         all_ranks().broadcast_([each for each in tensors.values() if isinstance(each, Tensor)])
         self.weights.gather_()
         for part in (self.average, self.table, self.strategy):
@@ -160,7 +160,7 @@ def build_first_state(
             config,
             *flats,
             shapes=model.shapes,
-            holders=mesh.parts,
+            holders=mesh.holders,
             tensor=mesh.tensor,
             compiler_options=model.compiler_options,
         )

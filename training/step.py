@@ -9,7 +9,7 @@ from config.schema import PretrainConfig
 from dataset.loader import Batch
 from models.carry import Carry, Counts, Reasoning, Sums
 from models.random import Draws
-from parallel.strategy import Synced
+from parallel.strategy import StepResult
 from training.clock import StepClock
 from training.state import TrainState
 
@@ -23,7 +23,7 @@ def train_step(
     clock: StepClock,
     reasoning_at: Callable[[int], Reasoning] | None = None,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
-) -> Synced:
+) -> StepResult:
     """Advances the state by one step on this rank's share of the batch. All ranks call it.
 
     rates: lr and puzzle_emb_lr. reasoning_at: maps a step, this one or the last, to its reasoning; None:
@@ -41,16 +41,16 @@ def train_step(
         state.table.prefetch(boards.data.puzzle_identifiers)
         counts = state.strategy.all_reduce_counts(state.model.network.counts(boards))
     new_sums = forward_and_backward(state, boards, config, counts, reasoning, draws, is_asked_to_stop)
-    grad_norm, synced = update(state, config, rates, clock)
+    grad_norm, result = update(state, config, rates, clock)
     # Metrics are summed over ranks later. Each rank adds its norm / ranks, so that the sum is the norm, or
     # with local_steps the mean of the ranks' norms.
     state.metrics.add(_add(_add(sums, new_sums), {"grad_norm": grad_norm / state.ranks.size}))
-    return synced
+    return result
 
 
 def update(
     state: TrainState, config: PretrainConfig, rates: dict[str, float], clock: StepClock
-) -> tuple[Tensor, Synced]:
+) -> tuple[Tensor, StepResult]:
     """Updates weights, puzzle rows and averages from the gradients; returns the gradient norm too.
 
     With `local_steps`, each rank updates its own weights, and `synchronize` merges them after some steps.
@@ -61,11 +61,11 @@ def update(
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
     with clock.measure("sync"):  # the all-gather of sharded weights, or the merge after local steps
-        synced = state.strategy.synchronize(grad_norm, step=state.step)
+        result = state.strategy.synchronize(grad_norm, step=state.step)
     # Of the weights; rows of the table take their averages along in `table.update_`. Every step since the
     # last merge counts; without a merge there is none, and nothing happens.
-    state.average.update(synced.steps)
-    return grad_norm, synced
+    state.average.update(result.merged_steps)
+    return grad_norm, result
 
 
 def advance_boards(
@@ -96,8 +96,8 @@ def forward_and_backward(
     """Adds up the gradients of this rank's boards, micro-batch by micro-batch; returns the metric sums.
 
     The sum of losses is divided by counts["slots"]; counts are of the global batch, with local_steps of this
-    rank. Messages may leave in the last backward pass, so that all scalars are added before it; `Synced` has
-    their sums over ranks.
+    rank. Messages may leave in the last backward pass, so that all scalars are added before it. Their sums
+    over ranks are in `StepResult`.
     """
     state.strategy.start_step()  # zeroes the gradients, opens the scalars
     strategy, network, scalars = state.strategy, state.model.network, state.weights.scalars
