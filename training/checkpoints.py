@@ -4,7 +4,7 @@ Here is when a save is waited for, which checkpoints are kept, which one a start
 takes the run folder over. A checkpoint has
 
 - a file of tensors for each of `TrainState.files` and `exports`, <file>.safetensors; where ranks hold shards,
-  each rank's in <part>_<r>_of_<w>.safetensors (`checkpointing.tensors`)
+  each rank's in <file>_<r>_of_<w>.safetensors (`checkpointing.tensors`)
 - state.json: step, which is also the position in the data; every rank's metric sums since the last logged
   line; the best value of the evaluations before; fingerprint and description of the dataset;
   seq_len; versions
