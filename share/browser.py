@@ -59,7 +59,8 @@ class Exhibit:
     def listed(self) -> dict[str, Any]:
         """What the page must know to choose a model."""
         facts = self.facts
-        title = f"{facts['plural'][:1].upper()}{facts['plural'][1:]} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
+        first, *rest = facts["plural"]
+        title = f"{first.upper()}{''.join(rest)} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
         return {"name": self.name, "title": title} | {key: facts[key] for key in ("kind", "rows", "columns")}
 
 
