@@ -35,6 +35,7 @@ setup: .venv/installed ## make .venv with everything, development included
 # uv chooses torch's build for the GPU at hand, or the small CPU build. Where pip has folders of wheels, or uv cannot
 # reach torch's own registry, the build is the default registry's.
 .venv/installed: requirements.txt constraints.txt pyproject.toml
+	@echo "installing everything into .venv: some minutes, most of them for torch"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
 	@if [ -n "$(FIND_LINKS)" ]; then $(INSTALL) -r requirements.txt --group dev; \

@@ -14,8 +14,8 @@ from tqdm import tqdm
 from parallel import log
 from parallel.process_group import is_main
 
-_BAR = "{desc} {n_fmt} of {total_fmt} |{bar:16}| {elapsed}, {remaining} left{postfix}"
-_LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left, {rate_fmt}{postfix}"
+_BAR = "{desc} {n_fmt} of {total_fmt} |{bar:12}| {elapsed}, {remaining} left{postfix}"
+_LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left{postfix}"
 
 
 class Progress(tqdm):
