@@ -84,7 +84,7 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
         if len(self.checkpoint) > 1 and self.arc_votes:
             yield "arc_votes join one evaluation: give one checkpoint"
         if "rules" in self.select and not self.evaluators:
-            yield "select=rules needs the rules of the puzzle: add evaluators=[sudoku] or [maze]"
+            yield "select=rules needs the rules of the puzzle: add evaluators=[KIND], such as [sudoku]"
 
     def check_arch(self, arch: Architecture) -> None:
         """Raises ValueError where a model of this architecture has not what is asked for."""

@@ -212,7 +212,10 @@ class Network(nn.Module):
         return None
 
     def counts(self, carry: Carry) -> Sums:
-        """Returns what the losses are divided by besides `slots`: summed over ranks, if there is anything."""
+        """Returns what the losses are divided by besides `slots`, as known before the forward pass.
+
+        Summed over ranks, if there is anything.
+        """
         return {}
 
     def losses(

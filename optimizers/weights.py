@@ -1,7 +1,7 @@
 """The dense weights: where they are in memory, which of them this rank updates, and what moves them."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -189,34 +189,24 @@ class Weights:
 
 
 def build_flats(
-    config: PretrainConfig,
-    parameters: dict[str, nn.Parameter],
-    mesh: Mesh,
-    *,
-    blocks: Collection[str],
-    dtype: torch.dtype,
-    undecayed: Collection[str],
-    cuts: dict[str, Cut],
+    config: PretrainConfig, network: nn.Module, mesh: Mesh, *, cuts: dict[str, Cut]
 ) -> tuple[FlatParameters, ...]:
-    """Moves a network's weights into flat memory: all together, or spread blocks apart; all ranks call it.
-
-    parameters: by name. blocks: names of those inside the blocks, which the forward pass reads in `dtype`.
-    undecayed, cuts: as in `FlatParameters`.
-    """
+    """Moves a network's weights into flat memory: all together, or spread blocks apart; all ranks call it."""
+    parameters, blocks = dict(network.named_parameters()), network.block_weights()
     matrices = [name for name in blocks if parameters[name].ndim == 2]
     of_blocks = {
         "sharers": mesh.sharers,
         "unsplit": matrices if config.optimizer == "muon" else (),
         "spread": blocks,
         # DistributedDataParallel knows no dtype of a gradient.
-        "compute_dtype": None if config.sync == "ddp" else dtype,
-        "undecayed": undecayed,
+        "compute_dtype": None if config.sync == "ddp" else network.dtype,
+        "undecayed": network.undecayed,
     }
     if not mesh.is_plain:
         rest = [each for each in parameters.items() if each[0] not in blocks]
         here = [each for each in parameters.items() if each[0] in blocks]
         return (
-            FlatParameters(rest, SCALARS, ranks=mesh.data, undecayed=undecayed),
+            FlatParameters(rest, SCALARS, ranks=mesh.data, undecayed=network.undecayed),
             FlatParameters(here, ranks=mesh.replicas, is_part=True, cuts=cuts, **of_blocks),
         )
     # Sums in shared memory are of every step, of all weights, in float32.

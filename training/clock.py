@@ -17,7 +17,7 @@ from parallel import log
 from parallel.collectives import all_ranks
 from parallel.process_group import is_main
 
-PARTS = ("data_wait", "sync")  # of a step: waiting for the batch, and for the other ranks
+WAITS = ("data_wait", "sync")  # of a step: waiting for the batch, and for the other ranks
 _STRAGGLER = 1.5  # times the median rank's compute time, from which on a rank is named
 _NOTICEABLE_SECONDS = 0.05  # of a step more than the others, ...
 _NOTICEABLE_STEPS = 5  # ... and in at least so many, as first steps are slow anywhere
@@ -32,7 +32,7 @@ class StepClock:
     def __init__(self, device: torch.device):
         self._device = device
         self._seconds, self._steps, self._since = 0.0, 0, None
-        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._waits = dict.fromkeys(WAITS, 0.0)
         self._sync_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> None:
@@ -51,8 +51,8 @@ class StepClock:
         self._steps += 1
 
     @contextlib.contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Adds the time of a block to one of `PARTS`.
+    def measure(self, name: str) -> Iterator[None]:
+        """Adds the time of a block to one of `WAITS`.
 
         sync: the time that the device stands still, which on CUDA only its own events measure.
         """
@@ -65,25 +65,25 @@ class StepClock:
             return
         begin_seconds = time.perf_counter()
         yield
-        self._parts[part] += time.perf_counter() - begin_seconds
+        self._waits[name] += time.perf_counter() - begin_seconds
 
     def pop(self) -> dict[str, float]:
-        """Stops the clock; returns the mean seconds of a step, and of its parts, since the last call.
+        """Stops the clock; returns the mean seconds of a step, and of its waits, since the last call.
 
-        compute_seconds is the rest of a step without the parts. Empty where no step was timed.
+        compute_seconds is the rest of a step without the waits. Empty where no step was timed.
         """
         self.stop()
-        self._parts["sync"] += sum(begin.elapsed_time(end) for begin, end in self._sync_events) / 1000
-        seconds, steps, parts = self._seconds, self._steps, self._parts
-        self._seconds, self._steps, self._parts = 0.0, 0, dict.fromkeys(PARTS, 0.0)
+        self._waits["sync"] += sum(begin.elapsed_time(end) for begin, end in self._sync_events) / 1000
+        seconds, steps, waits = self._seconds, self._steps, self._waits
+        self._seconds, self._steps, self._waits = 0.0, 0, dict.fromkeys(WAITS, 0.0)
         self._sync_events.clear()
         if not steps or not seconds:
             return {}
         return {
             "steps": steps,
             "step_seconds": seconds / steps,
-            **{f"{part}_seconds": parts[part] / steps for part in PARTS},
-            "compute_seconds": max(0.0, seconds - sum(parts.values())) / steps,
+            **{f"{name}_seconds": waits[name] / steps for name in WAITS},
+            "compute_seconds": max(0.0, seconds - sum(waits.values())) / steps,
         }
 
 

@@ -146,24 +146,10 @@ def build_first_state(
     # them, and compile last.
     model = build_own_model(config, own, mesh, device=device, total_steps=total_steps or 0)
     network = model.model.network
-    flats = build_flats(
-        config,
-        dict(network.named_parameters()),
-        mesh,
-        blocks=network.block_weights(),
-        dtype=network.dtype,
-        undecayed=network.undecayed,
-        cuts=model.cuts,
-    )
+    flats = build_flats(config, network, mesh, cuts=model.cuts)
     with collective_errors():
-        weights = build_weights(
-            config,
-            *flats,
-            shapes=model.shapes,
-            holders=mesh.holders,
-            tensor=mesh.tensor,
-            compiler_options=model.compiler_options,
-        )
+        options = {"shapes": model.shapes, "compiler_options": model.compiler_options}
+        weights = build_weights(config, *flats, holders=mesh.holders, tensor=mesh.tensor, **options)
         table = build_table(config, network.puzzle_emb, num_rows, ranks)
         average = build_average(config, flats, total_steps=total_steps)
         model.compile_()
@@ -174,15 +160,14 @@ def build_first_state(
         slots = slots_of(ranks, config.global_batch_size)
         sums = (*sum_names(network.metrics), "grad_norm", *sum_names(network.training_metrics))
         keys = ("sync", "bucket_size_mb", "sync_dtype", "local_steps", "outer_lr", "outer_momentum")
-        options = {key: getattr(config, key) for key in keys} | {"total_steps": total_steps}
+        options = {"batch_size": config.global_batch_size, "total_steps": total_steps}
+        options |= {key: getattr(config, key) for key in keys}
         return TrainState(
             model=model.model,
             weights=weights,
             table=table,
             average=average,
-            strategy=build_strategy(
-                model.model, weights, table, batch_size=config.global_batch_size, **options
-            ),
+            strategy=build_strategy(model.model, weights, table, **options),
             carry=model.model.blank_carry(len(slots), seq_len=metadata.seq_len, device=device),
             slots=slots,
             num_slots=config.global_batch_size,

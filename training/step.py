@@ -37,7 +37,8 @@ def train_step(
     # New tensors: `state.carry` stays. A halted board starts on its row of `batch`. Where a slot has several
     # boards, `draws` picks one.
     boards = state.model.refill(state.carry, batch, reasoning, draws)
-    with clock.measure("sync"):  # puzzle rows that other ranks keep, and counts of the global batch
+    # Fetches rows that other ranks keep, or counts those of a replicated table; sums `counts` over ranks.
+    with clock.measure("sync"):
         state.table.prefetch(boards.data.puzzle_identifiers)
         counts = state.strategy.all_reduce_counts(state.model.network.counts(boards))
     new_sums = forward_and_backward(state, boards, config, counts, reasoning, draws, is_asked_to_stop)
