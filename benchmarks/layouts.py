@@ -87,7 +87,7 @@ def kept(state: TrainState) -> dict[str, int]:
         "moments": [each for each in map(tensor_of, state.strategy.moments().values()) if each.ndim],
         "averages": map(tensor_of, state.average.tensors().values()),
         "puzzle rows": map(tensor_of, state.table.rows().values()),
-        "averages of rows": map(tensor_of, state.table.average_tensors().values()),
+        "averages of rows": map(tensor_of, state.table.average.tensors().values()),
     }
     counted = {part: _covered(tensors) for part, tensors in parts.items()}
     updated = map(tensor_of, state.weights.owned.values())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
+from optimizers.average import NoAverage
 from parallel.collectives import AllToAllPlan, Ranks, has_group
 from parallel.shards import Shard, Tensors, shard_of_rows, slots_of
 
@@ -72,11 +73,12 @@ class NoTable:
     """The absence of a puzzle table; and the interface of the homes that a table may have.
 
     is_spread: whether a rank has but a part of the rows. num_distinct: how many rows the slots of this rank
-    use in a step, each counted once; 0: not counted.
+    use in a step, each counted once; 0: not counted. average: of the rows.
     """
 
     is_spread = False
     num_distinct = 0
+    average = NoAverage()
 
     def prefetch(self, identifiers: Tensor) -> None:
         """Gets the rows that the slots of a step read, int [n] with repeats; all ranks call it."""
@@ -102,24 +104,8 @@ class NoTable:
     def fill_(self, weights: dict[str, Tensor]) -> None:
         """Overwrites sharded rows. weights: on rank 0 full copies, the whole table among them; else empty."""
 
-    def restart(self) -> None:
-        """Begins the average anew with the rows as they are, at step 0."""
-
-    @contextlib.contextmanager
-    def averaged(self, *, step: int) -> Iterator[None]:
-        """Replaces the rows by their average after `step`; all ranks enter it together."""
-        yield
-
     def rows(self) -> Tensors:
         """Returns the rows of this rank, by the table's name among the weights."""
-        return {}
-
-    def averages(self, *, step: int) -> Tensors:
-        """Returns the average after `step` of the rows that this rank owns, computed anew, as `rows`."""
-        return {}
-
-    def average_tensors(self) -> Tensors:
-        """Returns the average as it is kept, each row as of when it last moved."""
         return {}
 
 
@@ -127,56 +113,23 @@ class _Table(NoTable):
     """What both homes share.
 
     A home says what the identifiers of rows are (`_identifiers_of`), which rows this rank owns
-    (`_owned_weights`, a view), and what the average of the embedding's rows is (`_all_gather_averages`).
+    (`owned_weights`, a view), and what the embedding reads of something [owned rows, ndim] of all ranks
+    (`all_gather_owned`).
 
     embedding: the model's, with weights [rows of this rank, ndim]. num_rows: of the whole table.
     """
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
-        self._embedding, self.num_rows, self._ranks = embedding, num_rows, ranks
-        self._name = embedding.weights_name
+        self.embedding, self.num_rows, self.ranks = embedding, num_rows, ranks
+        self.name = embedding.weights_name
         self._weight_decay, self._step = weight_decay, 1
-        self._average: RowAverage | None = None
-
-    def keep_average(self, rate: float, *, corrects_bias: bool) -> None:
-        self._average = RowAverage(
-            self._owned_weights(), self.num_rows, self._ranks, rate=rate, corrects_bias=corrects_bias
-        )
 
     @torch.no_grad()
     def update_(self, lr: float) -> None:
         rows, gradients = self._gradients
-        self._before_change(self._identifiers_of(rows), step=self._step)
-        weights = self._embedding.weights
+        self.average.before_change(self._identifiers_of(rows), step=self._step)
+        weights = self.embedding.weights
         sign_sgd_rows_(weights, rows, gradients, lr=lr, weight_decay=self._weight_decay)
-
-    def restart(self) -> None:
-        if self._average is not None:
-            self._average.restart()
-
-    @contextlib.contextmanager
-    def averaged(self, *, step: int) -> Iterator[None]:
-        if self._average is None:
-            yield
-            return
-        raw = self._embedding.weights.data
-        try:
-            self._embedding.weights.data = self._all_gather_averages(step=step)
-            yield
-        finally:
-            self._embedding.weights.data = raw
-
-    def averages(self, *, step: int) -> Tensors:
-        if self._average is None:
-            return {}
-        return {self._name: self._average.shard(self._average.values(step=step))}
-
-    def average_tensors(self) -> Tensors:
-        return {} if self._average is None else self._average.tensors()
-
-    def _before_change(self, identifiers: Tensor, *, step: int) -> None:
-        if self._average is not None:
-            self._average.before_change(identifiers, step=step)
 
 
 class Replicated(_Table):
@@ -215,55 +168,54 @@ class Replicated(_Table):
         the same.
         """
         self._step, counts = step, list(self._slot_counts)
-        identifiers, rows = self._embedding.pop_gradients()
-        assert len(rows) == counts[self._ranks.index], "each slot reads one row"
+        identifiers, rows = self.embedding.pop_gradients()
+        assert len(rows) == counts[self.ranks.index], "each slot reads one row"
         if not rows.is_cuda and 0 < _SUM_LENGTH * (length := int(nums_distinct.max())) < max(counts):
             counts = [length if count else 0 for count in counts]
             sums = sum_by_identifier(identifiers, rows)
-            identifiers, rows = _pad(*sums, length=counts[self._ranks.index])
-        gathered = self._ranks.all_gather_numbered_rows(identifiers.long(), rows, counts)
+            identifiers, rows = _pad(*sums, length=counts[self.ranks.index])
+        gathered = self.ranks.all_gather_numbered_rows(identifiers.long(), rows, counts)
         self._gradients = _sum_rows(*gathered)
 
     @torch.no_grad()
     def keep_own(self, *, step: int) -> None:
         self._step = step
-        identifiers, rows = self._embedding.pop_gradients()
+        identifiers, rows = self.embedding.pop_gradients()
         self._gradients = _sum_rows(identifiers.long(), rows)
         self._moved.append(self._gradients[0])
 
     @torch.no_grad()
     def merge(self, *, step: int) -> None:
         """Makes a row that several ranks have moved the mean of their rows, in float64."""
-        weights, own = self._embedding.weights, torch.cat(self._moved).unique()
+        weights, own = self.embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
-        (counts,) = self._ranks.all_gather_counts(len(own), device=weights.device)
-        identifiers, rows = self._ranks.all_gather_numbered_rows(own, weights[own], counts)
+        (counts,) = self.ranks.all_gather_counts(len(own), device=weights.device)
+        identifiers, rows = self.ranks.all_gather_numbered_rows(own, weights[own], counts)
         distinct, sums = sum_by_identifier(identifiers, rows)
         num_movers = identifiers.unique(return_counts=True)[1]
-        self._before_change(distinct, step=step)
+        self.average.before_change(distinct, step=step)
         weights[distinct] = (sums / num_movers[:, None]).to(weights.dtype)
 
     def rows(self) -> Tensors:
-        return {self._name: self._embedding.weights}
+        return {self.name: self.embedding.weights}
 
     def _identifiers_of(self, rows: Tensor) -> Tensor:
         return rows
 
-    def _owned_weights(self) -> Tensor:
-        return self._embedding.weights[self._ranks.index :: self._ranks.size]
+    def owned_weights(self) -> Tensor:
+        return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
-    def _all_gather_averages(self, *, step: int) -> Tensor:
+    def all_gather_owned(self, own: Tensor) -> Tensor:
         """Joins the rows of one rank after the other: it takes little more memory than the result."""
-        own = self._average.values(step=step)
         if not has_group():
             return own
         whole = own.new_empty(self.num_rows, *own.shape[1:])
-        for index in range(self._ranks.size):
-            num_owned = len(rows_of_rank(self.num_rows, index, self._ranks.size))
-            rows = own if index == self._ranks.index else own.new_empty(num_owned, *own.shape[1:])
+        for index in range(self.ranks.size):
+            num_owned = len(rows_of_rank(self.num_rows, index, self.ranks.size))
+            rows = own if index == self.ranks.index else own.new_empty(num_owned, *own.shape[1:])
             if num_owned:
-                self._ranks.broadcast_([rows], source=index)
-                whole[index :: self._ranks.size] = rows
+                self.ranks.broadcast_([rows], source=index)
+                whole[index :: self.ranks.size] = rows
         return whole
 
 
@@ -279,80 +231,78 @@ class RowsByOwner(_Table):
 
     def prefetch(self, identifiers: Tensor) -> None:
         distinct = torch.unique(identifiers.long())
-        self._plan = AllToAllPlan(distinct, self._ranks)
-        self._embedding.read_from(distinct, self._plan.fetch(self._embedding.weights))
+        self._plan = AllToAllPlan(distinct, self.ranks)
+        self.embedding.read_from(distinct, self._plan.fetch(self.embedding.weights))
 
     @torch.no_grad()
     def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
         """Sends the sum of each fetched row to its owner, which adds up the sums of all ranks."""
         self._step = step
-        identifiers, rows = self._embedding.pop_gradients()
+        identifiers, rows = self.embedding.pop_gradients()
         distinct, sums = sum_by_identifier(identifiers, rows)
         assert len(distinct) == self._plan.num_rows
         self._gradients = _sum_rows(self._plan.own_rows, self._plan.send(sums))
 
     def fetch(self, identifiers: Tensor) -> None:
         """Gets the rows in pieces: they take little more memory than their own."""
-        distinct, own = torch.unique(identifiers.long()), self._embedding.weights
+        distinct, own = torch.unique(identifiers.long()), self.embedding.weights
         rows = own.new_empty(len(distinct), own.shape[1])
-        (counts,) = self._ranks.all_gather_counts(len(distinct), device=own.device)
+        (counts,) = self.ranks.all_gather_counts(len(distinct), device=own.device)
         for begin in range(0, max(counts), _PIECE):
             piece = slice(begin, begin + _PIECE)
-            rows[piece] = AllToAllPlan(distinct[piece], self._ranks).fetch(own)
-        self._embedding.read_from(distinct, rows)
+            rows[piece] = AllToAllPlan(distinct[piece], self.ranks).fetch(own)
+        self.embedding.read_from(distinct, rows)
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        table, own = weights.get(self._name), self._embedding.weights
-        index, size = self._ranks.index, self._ranks.size
+        table, own = weights.get(self.name), self.embedding.weights
+        index, size = self.ranks.index, self.ranks.size
         for begin in range(0, self.num_rows, _PIECE):
             end = min(begin + _PIECE, self.num_rows)
             piece = own.new_empty(end - begin, own.shape[1])
             if table is not None:
                 piece.copy_(table[begin:end])
-            self._ranks.broadcast_([piece])
+            self.ranks.broadcast_([piece])
             owned = slice(*(len(rows_of_rank(each, index, size)) for each in (begin, end)))
             own[owned] = piece[(index - begin) % size :: size]
 
     def rows(self) -> Tensors:
-        owned = rows_of_rank(self.num_rows, self._ranks.index, self._ranks.size)
-        return {self._name: shard_of_rows(self._embedding.weights, owned, self.num_rows, self._ranks)}
+        owned = rows_of_rank(self.num_rows, self.ranks.index, self.ranks.size)
+        return {self.name: shard_of_rows(self.embedding.weights, owned, self.num_rows, self.ranks)}
 
     def _identifiers_of(self, rows: Tensor) -> Tensor:
-        return rows * self._ranks.size + self._ranks.index
+        return rows * self.ranks.size + self.ranks.index
 
-    def _owned_weights(self) -> Tensor:
-        return self._embedding.weights
+    def owned_weights(self) -> Tensor:
+        return self.embedding.weights
 
-    def _all_gather_averages(self, *, step: int) -> Tensor:
-        return self._average.values(step=step)
+    def all_gather_owned(self, own: Tensor) -> Tensor:
+        return own
 
 
 PuzzleTable = NoTable | Replicated | RowsByOwner
 
 
-class RowAverage:
-    """The moving average (`training.average`) of the rows that this rank owns, each as of a step of its own.
+class RowAverage(NoAverage):
+    """The moving average of the rows that this rank owns, each as of a step of its own.
 
     While a row stands still for n steps its average closes in on it by rate^n, at once, when the row next
     moves or the average is read. Reading changes nothing, so that a run has the same bits however often it
     was saved or evaluated.
 
-    weights: of the owned rows, a view. num_rows: of the whole table. rate: below 1, close to it.
-    corrects_bias: whether the initial rows are left out.
+    rate: below 1, close to it. corrects_bias: whether the initial rows are left out.
     """
 
-    def __init__(self, weights: Tensor, num_rows: int, ranks: Ranks, *, rate: float, corrects_bias: bool):
-        self._weights, self._num_rows, self._ranks = weights, num_rows, ranks
+    def __init__(self, table: Replicated | RowsByOwner, *, rate: float, corrects_bias: bool):
+        self._table, self._weights, self._ranks = table, table.owned_weights(), table.ranks
         self._rate, self._corrects_bias = rate, corrects_bias
-        self._owned = rows_of_rank(num_rows, ranks.index, ranks.size)
+        self._owned = rows_of_rank(table.num_rows, self._ranks.index, self._ranks.size)
         # One more is for rows of other ranks: to leave these out, the host would have to wait for a GPU.
         num_kept = len(self._owned) + 1
-        self._rows = weights.new_zeros(num_kept, weights.shape[1])  # row i after step _steps[i]
-        self._steps = torch.zeros(num_kept, dtype=torch.int32, device=weights.device)
+        self._rows = self._weights.new_zeros(num_kept, self._weights.shape[1])  # row i after step _steps[i]
+        self._steps = torch.zeros(num_kept, dtype=torch.int32, device=self._weights.device)
         self.restart()
 
     def restart(self) -> None:
-        """Begins anew with the rows as they are now, at step 0."""
         self._rows[:-1].copy_(self._weights)
         self._steps.zero_()
 
@@ -370,19 +320,28 @@ class RowAverage:
         self._rows[rows] = caught_up
         self._steps[rows] = step - 1
 
-    @torch.no_grad()
-    def values(self, *, step: int) -> Tensor:
-        """Returns the average after `step`, [owned rows, ndim]."""
-        return self._caught_up(slice(len(self._owned)), step=step)
+    @contextlib.contextmanager
+    def averaged(self, *, step: int) -> Iterator[None]:
+        embedding = self._table.embedding
+        raw, averages = embedding.weights.data, self._caught_up(slice(len(self._owned)), step=step)
+        try:
+            embedding.weights.data = self._table.all_gather_owned(averages)
+            yield
+        finally:
+            embedding.weights.data = raw
+
+    def values(self, *, step: int) -> Tensors:
+        return {self._table.name: self._shard(self._caught_up(slice(len(self._owned)), step=step))}
 
     def tensors(self) -> Tensors:
         kept = {"table.rows": self._rows[:-1], "table.steps": self._steps[:-1]}
-        return {name: self.shard(tensor) for name, tensor in kept.items()}
+        return {name: self._shard(tensor) for name, tensor in kept.items()}
 
-    def shard(self, tensor: Tensor) -> Tensor | Shard:
+    def _shard(self, tensor: Tensor) -> Tensor | Shard:
         """Returns a tensor [owned rows, ...] as what this rank keeps of one of all rows."""
-        return shard_of_rows(tensor, self._owned, self._num_rows, self._ranks)
+        return shard_of_rows(tensor, self._owned, self._table.num_rows, self._ranks)
 
+    @torch.no_grad()
     def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
         """Returns the average of owned rows after `step`; none has moved since its step in `_steps`."""
         since = self._steps[rows].unsqueeze(1)
@@ -408,7 +367,7 @@ def build_table(
         counts = [len(slots_of(each, config.global_batch_size)) for each in members]
         table = Replicated(embedding, num_rows, ranks, weight_decay=decay, slot_counts=counts)
     if config.ema is not None:
-        table.keep_average(config.ema, corrects_bias=config.ema_bias_correction)
+        table.average = RowAverage(table, rate=config.ema, corrects_bias=config.ema_bias_correction)
     return table
 
 

@@ -9,7 +9,8 @@ import torch
 
 from models import build_model
 from models.network import Network
-from optimizers.puzzle_table import Replicated
+from optimizers.average import Average, warn_of_long_average
+from optimizers.puzzle_table import Replicated, RowAverage
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from parallel.shards import tensor_of
@@ -17,7 +18,6 @@ from tests.checkpoints import assert_equal, begin_training, do_step
 from tests.float64 import assert_close
 from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config, tiny_model
-from training.average import Average, warn_of_long_average
 from training.state import build_first_state
 
 _RATE = 0.9
@@ -35,7 +35,7 @@ def _averages(network: Network, *, corrects_bias: bool = False) -> tuple[Average
     average = Average(flat, rate=_RATE, corrects_bias=corrects_bias)
     num_rows = len(network.puzzle_emb.weights)
     table = Replicated(network.puzzle_emb, num_rows, all_ranks(), weight_decay=0.0, slot_counts=[])
-    table.keep_average(_RATE, corrects_bias=corrects_bias)
+    table.average = RowAverage(table, rate=_RATE, corrects_bias=corrects_bias)
     return average, table
 
 
@@ -46,7 +46,7 @@ def _random_steps(network: Network, average: Average, table: Replicated, *, num_
         # Some rows are touched often, some once in a while, some never; twice nothing is.
         rows = torch.randint(FACTS.num_puzzle_identifiers - 2, (3,), generator=generator).unique()
         rows = rows[: 0 if step in (7, 8) else None]
-        table._before_change(rows.repeat(2), step=step)
+        table.average.before_change(rows.repeat(2), step=step)
         with torch.no_grad():
             for parameter in network.parameters():
                 parameter += torch.randn(parameter.shape, generator=generator)
@@ -65,7 +65,7 @@ def test_equals_the_average_of_everything_in_every_step(corrects_bias):
     for step in _random_steps(network, average, table, num_steps=40):
         plain = {name: _RATE * plain[name] + (1 - _RATE) * now for name, now in _clones(network).items()}
         if step % 10 == 3:
-            found = average.values() | table.averages(step=step)
+            found = average.values(step=step) | table.average.values(step=step)
             for name, value in plain.items():
                 expected = value / (1 - _RATE**step) if corrects_bias else value
                 assert_close(found[name], expected, what=name)
@@ -132,7 +132,7 @@ def test_averages_are_swapped_in_and_out_whatever_happens():
         for tensor in (*network.parameters(), network.puzzle_emb.weights):
             tensor += 1
     tensors = dict(network.named_parameters())
-    with contextlib.suppress(KeyError), average.averaged(), table.averaged(step=0):
+    with contextlib.suppress(KeyError), average.averaged(step=0), table.average.averaged(step=0):
         inside = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
         raise KeyError
     for name, value in raw.items():
@@ -146,9 +146,9 @@ def _average_of_shares() -> tuple[dict[str, torch.Tensor], int]:
     network = tiny_model().network
     average, table = _averages(network, corrects_bias=True)
     (*_, last) = _random_steps(network, average, table, num_steps=20)
-    tensors = average.tensors() | table.average_tensors()
+    tensors = average.tensors() | table.average.tensors()
     kept = sum(tensor_of(each).numel() for each in tensors.values())
-    with average.averaged(), table.averaged(step=last):
+    with average.averaged(step=last), table.average.averaged(step=last):
         return {name: tensor.clone() for name, tensor in network.state_dict().items()}, kept
 
 
@@ -169,7 +169,7 @@ def test_a_step_touches_only_the_rows_of_its_puzzles(num_rows):
     facts = dataclasses.replace(FACTS, num_puzzle_identifiers=num_rows)
     network = build_model(tiny_arch(), facts).network
     _, table = _averages(network)
-    steps = table.average_tensors()["table.steps"]
-    table._before_change(torch.tensor([3, 5]), step=7)
+    steps = table.average.tensors()["table.steps"]
+    table.average.before_change(torch.tensor([3, 5]), step=7)
     assert steps.nonzero().flatten().tolist() == [3, 5]
     assert steps[[3, 5]].tolist() == [6, 6]

@@ -335,7 +335,7 @@ def load_content(folder: Path, state: TrainState, *, fingerprint: str) -> dict[s
         load_into_(tensors, folder, name, is_optional=is_optional, elsewhere=elsewhere)
         if name == "ema_state" and tensors and not find_files(folder, name):
             state.average.restart()
-            state.table.restart()
+            state.table.average.restart()
             log.info(
                 f"{folder} has no averages of its weights: ema begins with the weights as they are there"
             )

@@ -56,7 +56,7 @@ class StepClock:
 
         sync: the time that the device stands still, which on CUDA only its own events measure.
         """
-        if part == "sync" and self._device.type == "cuda":
+        if name == "sync" and self._device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield

@@ -13,6 +13,7 @@ from config.schema import PretrainConfig
 from dataset.format import Metadata
 from models import HaltingModel
 from models.carry import Carry, sum_names
+from optimizers.average import Average, NoAverage, build_average
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_flats, build_weights
 from parallel.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference
@@ -21,7 +22,6 @@ from parallel.mesh import Mesh
 from parallel.process_group import world_size
 from parallel.shards import Shard, Tensors, shard_of_rows, slots_of, tensor_of
 from parallel.strategy import Strategy, build_strategy
-from training.average import Average, NoAverage, build_average
 from training.layout import build_mesh
 from training.model import build_own_model
 
@@ -60,7 +60,7 @@ class TrainState:
             "weights": self.model.network.state_dict() | self.weights.tensors() | rows,
             "optimizer": self.strategy.moments(),
             "outer_optimizer": self.strategy.tensors(),
-            "ema_state": self._mark_copies(self.average.tensors() | self.table.average_tensors()),
+            "ema_state": self._mark_copies(self.average.tensors() | self.table.average.tensors()),
             "carry": self._mark_copies(carry),
         }
 
@@ -78,7 +78,8 @@ class TrainState:
 
     def exports(self) -> dict[str, Tensors]:
         """Returns, by file, what a checkpoint has for evaluations alone: averages, named as weights."""
-        averages = self._mark_copies(self.average.values() | self.table.averages(step=self.step))
+        step = self.step
+        averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
         return {"ema_weights": self.files()["weights"] | averages} if averages else {}
 
     def held(self) -> dict[Key, Tensor]:
@@ -108,7 +109,7 @@ class TrainState:
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         """Replaces the weights by their averages, if there are any. All ranks enter it together."""
-        with self.average.averaged(), self.table.averaged(step=self.step):
+        with self.average.averaged(step=self.step), self.table.average.averaged(step=self.step):
             yield
 
     def fetch_rows(self, identifiers: Tensor) -> None:
@@ -128,7 +129,7 @@ class TrainState:
         tensors = dict(self.model.network.named_buffers()) | self.files()["weights"]  # not all are saved
         all_ranks().broadcast_([each for each in tensors.values() if isinstance(each, Tensor)])
         self.weights.gather_()
-        for part in (self.average, self.table, self.strategy):
+        for part in (self.average, self.table.average, self.strategy):
             part.restart()
 
 

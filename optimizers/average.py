@@ -31,18 +31,21 @@ class NoAverage:
     def update(self, steps: range) -> None:
         """Takes in the weights, which count for all of `steps`, from 1; there may be none."""
 
+    def before_change(self, identifiers: Tensor, *, step: int) -> None:
+        """Takes in rows of a puzzle table that step `step` (from 1) is about to change: int64 [n]."""
+
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Replaces the weights by their averages; all ranks enter it together."""
+    def averaged(self, *, step: int) -> Iterator[None]:
+        """Replaces the weights by their averages after `step`; all ranks enter it together."""
         yield
 
-    def values(self) -> Tensors:
-        """Returns what this rank keeps, by the weights' names."""
+    def values(self, *, step: int) -> Tensors:
+        """Returns the averages after `step` that this rank keeps, by the weights' names."""
         return {}
 
     def tensors(self) -> Tensors:
-        """Returns what this rank keeps, as average.<weight>, to be saved or overwritten."""
-        return {f"average.{name}": average for name, average in self.values().items()}
+        """Returns what this rank keeps, to be saved or overwritten."""
+        return {}
 
 
 class Average(NoAverage):
@@ -79,7 +82,7 @@ class Average(NoAverage):
                 yield averages, flat.masters.at(each)
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self, *, step: int) -> Iterator[None]:
         parameters, averages = {}, {}
         for flat, pieces, shares in zip(self._flats, self._averages, self._shares, strict=True):
             parameters |= flat.parameters
@@ -93,11 +96,14 @@ class Average(NoAverage):
             for name, parameter in parameters.items():
                 parameter.data = raw[name]
 
-    def values(self) -> Tensors:
+    def values(self, *, step: int = 0) -> Tensors:
         values: Tensors = {}
         for flat, pieces, own in zip(self._flats, self._averages, self._own, strict=True):
             values |= flat.shards(pieces, own)
         return values
+
+    def tensors(self) -> Tensors:
+        return {f"average.{name}": average for name, average in self.values().items()}
 
 
 def build_average(
