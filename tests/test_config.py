@@ -7,6 +7,8 @@ import pytest
 import torch
 import yaml
 
+import evaluate
+import pretrain
 from config.architecture import architectures
 from config.compose import compose_config
 from config.files import fill_defaults, load_defaults
@@ -198,6 +200,14 @@ def test_published_programs_names_of_keys_are_taken(monkeypatch, schema):
 def test_evaluation_needs_a_checkpoint(monkeypatch):
     with pytest.raises(ValueError, match="checkpoint=PATH is needed"):
         _compose(monkeypatch, schema=EvaluateConfig)
+
+
+def test_mistakes_of_runs_from_python_start_nothing():
+    for run in (pretrain.run, evaluate.run):
+        with pytest.raises(ValueError, match="lr_minimum"):
+            run(["data_path=.", "lr_minimum=1"])
+    with pytest.raises(ValueError, match="checkpoint: give one"):
+        evaluate.run(["checkpoint=[one,two]"])
 
 
 def test_a_puzzle_on_the_command_line_is_any_text(monkeypatch):

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from config.reading import read_yaml
 from evaluation.intervals import goal_p, mean_interval, t_tail
 from records import __main__ as records
-from records import comparison, page, record, seeds
+from records import page, record, seeds
 from records.rungs import RUNGS, Rung
 from tests.refusals import cases, check
 from tests.tiny import OVERRIDES
 
-_RUNG = Rung("demo", "tiny Sudoku", "sudoku --box 2x2 --generate 100", goal=0.5, seconds=60, test_time="")
+RUNG = Rung("demo", "tiny Sudoku", "sudoku --box 2x2 --generate 100", goal=0.5, seconds=60, test_time="")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
 @pytest.mark.slow
 def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interrupts):
     longer = "halt_max_steps=[2,4] compile=false"
-    rung = dataclasses.replace(_RUNG, processes=1, metric="sudoku/valid_accuracy", test_time=longer)
+    rung = dataclasses.replace(RUNG, processes=1, metric="sudoku/valid_accuracy", test_time=longer)
     monkeypatch.setitem(RUNGS, "demo", rung)
     tiny = [*OVERRIDES, "epochs=24", "eval_interval=8", "compile=false", "evaluators=[sudoku]"]
     folder = tmp_path / "runs"
@@ -274,35 +274,3 @@ def test_a_rung_of_several_trainings(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(seeds, "_run", None)  # nothing is run again
     records.main(words)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["runs"] == [run]
-
-
-@pytest.mark.slow
-def test_models_are_compared_at_equal_operations(tmp_path, monkeypatch):
-    monkeypatch.setitem(RUNGS, "demo", _RUNG)
-    tiny = [word for word in OVERRIDES if not word.startswith(("lr", "epochs", "eval_int", "arch.H_layers"))]
-    words = ["arch=trm", *tiny, "compile=false", "sanity_check=false", "lr_warmup_steps=1"]
-    model = {
-        "groups": ["tiny"],
-        "words": words[:1],
-        "rates": [1e-9, 1e-3],
-        "longer": "halt_max_steps=[4,8] compile=false",
-    }
-    plan = {
-        "processes": 1,
-        "tuning": {"rung": "demo", "petaflops": 7e-6, "seed": 5, "validation_fraction": 0.2},
-        "trainings": [{"rung": "demo", "petaflops": 2e-5, "seeds": [2]}],
-        "common": ["wandb_mode=disabled"],
-        "groups": {"tiny": words[1:]},
-        "models": {"a & b": model},
-    }
-    comparison.compare(plan, tmp_path)
-    content = json.loads((tmp_path / "comparison.json").read_text())
-    (row,) = content["results"]
-    assert (row["model"], row["seed"], row["lr"]) == ("a & b", 2, 1e-3)
-    assert row["petaflops"] == pytest.approx(2e-5, rel=0.05)
-    assert row["gigaflops"] == pytest.approx([row["gigaflops"][1] / 2, row["gigaflops"][1]])
-    assert f"| a & b | {row['parameters']:,} | 0.001 |" in (tmp_path / "comparison.md").read_text()
-    assert "demo, 2e-05 PF" in (tmp_path / "comparison.svg").read_text()
-    monkeypatch.setattr(seeds, "_run", None)  # nothing is run again
-    comparison.compare(plan, tmp_path)
-    assert json.loads((tmp_path / "comparison.json").read_text()) == content

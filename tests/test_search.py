@@ -4,7 +4,6 @@ import csv
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from multiprocessing import Process
@@ -21,9 +20,9 @@ from config.reading import read_yaml
 from config.schema import PretrainConfig, validate_config
 from report.study import write_page
 from search import search
-from tests.ranks import REPOSITORY, complete_program, start_program
+from tests.ranks import REPOSITORY, start_program
 from tests.refusals import cases, check
-from tests.tiny import OVERRIDES, logged_rows, tiny_config
+from tests.tiny import tiny_config
 from tuning.space import compose_search, read_space
 from tuning.study import Study
 from tuning.trial import share_of_cores
@@ -89,14 +88,14 @@ def run_search(monkeypatch, tmp_path, capsys):
     return run
 
 
-def _study(path: str = "out/study.db", name: str = "s") -> optuna.Study:
+def load_study(path: str = "out/study.db", name: str = "s") -> optuna.Study:
     return optuna.load_study(study_name=name, storage=f"sqlite:///{path}")
 
 
 @pytest.mark.slow
 def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
     out, err = run_search("lr=choice(1,2,3,9)", trials=8, parallel=2, pruner="none")
-    trials = _study().trials
+    trials = load_study().trials
     assert [trial.number for trial in trials] == list(range(8))
     for trial in trials:
         lr = float(trial.params["lr"])
@@ -113,7 +112,7 @@ def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
     assert failed, "or there is nothing to test"
     assert f"trial {failed[0]} failed: error: lr is too high (exit status 1; out/trial_{failed[0]}" in err
     assert "the test split chooses among the trials" in err
-    best = _study().best_trial
+    best = load_study().best_trial
     assert f"trial {best.number}: exact_accuracy 1, the best so far" in out
     assert out.endswith(f"{Path('out/best.yaml').read_text()}\n")
     assert "lr: 3\n" in out
@@ -121,9 +120,9 @@ def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
 
     # Started again there is nothing left to do; with more trials it goes on.
     assert "done: " in run_search("lr=choice(1,2,3,9)", trials=8, pruner="none")[0]
-    assert len(_study().trials) == 8
+    assert len(load_study().trials) == 8
     run_search("lr=choice(1,2,3,9)", trials=9, pruner="none")
-    assert len(_study().trials) == 9
+    assert len(load_study().trials) == 9
 
     # What was searched is part of the study.
     for words, options, message in (
@@ -172,7 +171,7 @@ def test_a_grid_runs_every_combination_once_and_writes_its_table(run_search):
     """Without pruning, in the order of the words; another start has nothing left."""
     words = ("lr=2,3", "seed=range(0,3)")
     out, err = run_search(*words, sampler="grid", parallel=2, trials=1)
-    trials = _study().trials
+    trials = load_study().trials
     assert [(each.params["lr"], each.params["seed"]) for each in trials] == [
         (lr, seed) for lr in ("2", "3") for seed in (0, 1, 2)
     ]
@@ -192,7 +191,7 @@ def test_a_grid_runs_every_combination_once_and_writes_its_table(run_search):
 @pytest.mark.slow
 def test_seeds_are_runs_of_one_trial_and_the_mean_is_its_score(run_search):
     run_search("lr=choice(2,3)", "seed=4", seeds=3, trials=1)
-    (trial,) = _study().trials
+    (trial,) = load_study().trials
     assert sorted(path.name for path in Path("out/trial_0").iterdir()) == ["seed_4", "seed_5", "seed_6"]
     alone = 1 - abs(float(trial.params["lr"]) - 3) / 10
     assert trial.value == pytest.approx(alone + 0.05)
@@ -216,16 +215,16 @@ def test_a_trial_is_not_pruned_at_its_last_evaluation(tmp_path):
 def test_bad_trials_are_pruned(run_search):
     """The bad one would take a minute."""
     run_search("lr=choice(0.1,3)", trials=6, startup_trials=1)
-    states = {(trial.params["lr"], trial.state) for trial in _study().trials[1:]}
+    states = {(trial.params["lr"], trial.state) for trial in load_study().trials[1:]}
     assert states == {("3", TrialState.COMPLETE), ("0.1", TrialState.PRUNED)}
-    pruned = next(trial for trial in _study().trials if trial.state == TrialState.PRUNED)
+    pruned = next(trial for trial in load_study().trials if trial.state == TrialState.PRUNED)
     assert list(pruned.intermediate_values) == [1]
     assert Path(f"out/trial_{pruned.number}/status").exists(), "it was asked to stop, not killed"
 
 
 def test_a_run_that_dies_goes_on_from_its_checkpoint(run_search):
     run_search("lr=choice(7)", trials=1)
-    assert [trial.value for trial in _study().trials] == pytest.approx([0.6])
+    assert [trial.value for trial in load_study().trials] == pytest.approx([0.6])
     assert len(Path("out/trial_0/starts").read_text().splitlines()) == 2
 
 
@@ -244,7 +243,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, words):
     Path("no.db").write_text("this is no database, but long enough to be looked at as if it were one" * 99)
     Path("missing").mkdir()
     Path("missing/no.db").touch()
-    foreign = optuna.create_study(study_name="foreign", storage="sqlite:///foreign.db")
+    foreign = optuna.createload_study(study_name="foreign", storage="sqlite:///foreign.db")
     foreign.add_trial(optuna.create_trial(value=1.0))
     given = load_defaults("search") | {"study": "s", "folder": "out"} | options
     config = validate_config(SearchConfig, given)
@@ -301,53 +300,13 @@ def test_a_search_that_is_asked_to_stop_stops_its_trials_and_goes_on(tmp_path, s
         os.kill(process.pid, signal.SIGINT)
         process.join(60)
         assert process.exitcode == 0
-        assert [trial.state for trial in _study().trials] == [TrialState.RUNNING] * 2
+        assert [trial.state for trial in load_study().trials] == [TrialState.RUNNING] * 2
         text = Path("search.stdout").read_text()
         assert ("going on with trials 0, 1" in text) == (number == 2)
         assert (
             "stopped: the same command goes on from here; 0 complete, 0 pruned, 0 failed of 2 trial" in text
         )
         assert "Traceback" not in Path("search.stderr").read_text()
-
-
-@pytest.mark.slow
-def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_folder, start, monkeypatch):
-    """As are drawn by a study of that seed, and as runs of their own that nobody kills."""
-    monkeypatch.chdir(tmp_path)
-    fixed = [word for word in OVERRIDES if not word.startswith("lr=")]
-    words = ("trials=2", f"data_path={sudoku_folder}", *fixed, "wandb_mode=disabled", "compile=false")
-    words = (*words, "checkpoint_interval=2", "log_interval=1", "epochs=2", "keep_best=lm_loss", "seed=1")
-    words = (*words, "eval_interval=1", "lr=tag(log,interval(1e-4,1e-2))", "arch.L_cycles=range(1,3)")
-    killed, folders = start(*words), [Path("out", f"trial_{number}") for number in range(2)]
-    _wait_for(lambda: any(folders[0].glob("step_*/manifest.json")), process=killed)
-    holder = re.search(r"process (\d+)", (folders[0] / "lock").read_text())
-    killed.kill()
-    killed.join()
-    subprocess.run(["kill", "-9", holder[1]])  # not all systems end it with the search
-    again = start(*words)
-    again.join(280)
-    assert again.exitcode == 0, Path("search.stderr").read_text()
-    assert "going on with trial 0" in Path("search.stdout").read_text()
-
-    monkeypatch.setattr(sys, "argv", ["search.py", "study=s", "folder=out", *words])
-    config, space, run = compose_search()
-    whole, trials = Study(Path("whole.db"), config, space, run), _study().trials
-    assert len(trials) == 2
-    for trial, folder in zip(trials, folders, strict=True):
-        drawn, values = whole.begin()
-        assert drawn.params == trial.params
-        given = (*space.overrides(values), f"checkpoint_path=whole_{trial.number}")
-        complete_program("pretrain", *given, folder=tmp_path)
-        rows = logged_rows(tmp_path / f"whole_{trial.number}")
-        assert logged_rows(folder) == rows
-        losses = [row["eval/all/lm_loss"] for row in rows if "eval/all/lm_loss" in row]
-        assert (list(trial.intermediate_values.values()), trial.value) == (losses, min(losses))
-        whole.report(drawn, losses)
-        whole.optuna.tell(drawn, min(losses))
-    page = Path("out/study.html").read_text()
-    assert "arch.L_cycles" in page
-    assert "the best so far" in page
-    assert "://" not in page
 
 
 @pytest.mark.slow

@@ -1,9 +1,6 @@
 """The commands of the README under the real torchrun and without, ranks that fail, and compilation."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,40 +8,10 @@ import torch
 
 from parallel.process_group import rank
 from tests.float64 import float64
-from tests.ranks import REPOSITORY, complete_program, run_program, run_ranks
+from tests.ranks import complete_program, run_program, run_ranks
 from tests.tiny import OVERRIDES, random_batch, run_losses, run_of, tiny_config, tiny_model
 
 pytestmark = pytest.mark.slow
-
-
-def _run(*command: str, folder: Path) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
-    )
-
-
-def test_an_evaluation_finds_what_training_logged(tmp_path, sudoku_folder):
-    """By the command of the README; that of training is in `test_recovery`."""
-    words = ("experiment=demo", f"data_path={sudoku_folder}", "epochs=2", "eval_interval=2")
-    complete_program("pretrain", *words, folder=tmp_path, world_size=2)
-    (folder,) = (tmp_path / "checkpoints" / "hrm-sudoku").iterdir()
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(REPOSITORY / "evaluate.py"))
-    evaluated = _run(*torchrun, f"checkpoint={folder}", folder=tmp_path)
-    assert evaluated.returncode == 0, evaluated.stderr
-    metrics = json.loads((folder / "evaluation" / "step_3" / "metrics.json").read_text())["all"]
-    logged = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert logged["step"] == 3
-    assert metrics["lm_loss"] == pytest.approx(logged["eval/all/lm_loss"], rel=1e-2)
-
-
-def test_torchrun_ends_with_our_line(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(REPOSITORY / "pretrain.py"))
-    failed = _run(*torchrun, "lr=fast", folder=tmp_path)
-    assert failed.returncode == 1
-    *_, last = (line.strip() for line in failed.stderr.splitlines() if line.strip(" =\n"))
-    assert last.startswith("traceback : error: ")
-    assert "lr='fast' should be a valid number" in last
 
 
 def test_one_process_without_torchrun(tmp_path, sudoku_folder):

@@ -1,0 +1,179 @@
+"""Longer cases of what `make test` holds by shorter ones: torchruns, compilers, trainings, exports."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import evaluate
+import pretrain
+from records import comparison, seeds
+from records.rungs import RUNGS
+from tests.ranks import REPOSITORY, complete_program, start_program
+from tests.system.waiting import wait_for
+from tests.test_ldt import assert_learns_searches_and_solves
+from tests.test_pretrain import assert_resumed_is_bit_equal
+from tests.test_records import RUNG
+from tests.test_search import load_study
+from tests.test_share_page import assert_onnx_answers_as_torch
+from tests.tiny import OVERRIDES, logged_rows
+from tuning.space import compose_search
+from tuning.study import Study
+
+
+def test_a_compiled_run_that_is_resumed_has_the_same_bits(tmp_path, sudoku_folder):
+    """Slots stop in other numbers each time, which may not change the kernels of the rest."""
+    words = ("compile=true", "arch.halt_exploration_prob=0.5", "eval_interval=null", "sanity_check=false")
+    assert_resumed_is_bit_equal(tmp_path, sudoku_folder, *words, world_size=1)
+
+
+def test_a_run_of_the_published_ldt_learns_searches_and_solves(tmp_path, sudoku_folder):
+    assert_learns_searches_and_solves(tmp_path, sudoku_folder, "ldt_sudoku")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("hrm", {}),
+        ("trm", {"mlp_t": True, "pos_encodings": "none"}),
+        ("trm", {"conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0}),
+        ("trm", {"update": "gate"}),
+        ("urm", {"pos_encodings": "learned"}),
+    ],
+)
+def test_onnx_of_other_models_answers_as_torch_does(name, changes, tmp_path):
+    assert_onnx_answers_as_torch(name, changes, tmp_path)
+
+
+def _run(*command: str, folder: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+    )
+
+
+def test_an_evaluation_finds_what_training_logged(tmp_path, sudoku_folder):
+    """By the command of the README; that of training is in `test_recovery`."""
+    words = ("experiment=demo", f"data_path={sudoku_folder}", "epochs=2", "eval_interval=2")
+    complete_program("pretrain", *words, folder=tmp_path, world_size=2)
+    (folder,) = (tmp_path / "checkpoints" / "hrm-sudoku").iterdir()
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(REPOSITORY / "evaluate.py"))
+    evaluated = _run(*torchrun, f"checkpoint={folder}", folder=tmp_path)
+    assert evaluated.returncode == 0, evaluated.stderr
+    metrics = json.loads((folder / "evaluation" / "step_3" / "metrics.json").read_text())["all"]
+    logged = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    assert logged["step"] == 3
+    assert metrics["lm_loss"] == pytest.approx(logged["eval/all/lm_loss"], rel=1e-2)
+
+
+def test_torchrun_ends_with_our_line(tmp_path):
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(REPOSITORY / "pretrain.py"))
+    failed = _run(*torchrun, "lr=fast", folder=tmp_path)
+    assert failed.returncode == 1
+    *_, last = (line.strip() for line in failed.stderr.splitlines() if line.strip(" =\n"))
+    assert last.startswith("traceback : error: ")
+    assert "lr='fast' should be a valid number" in last
+
+
+def test_runs_from_python_and_the_loop_of_the_page_compute_the_same(
+    tmp_path, sudoku_folder, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    words = ["experiment=demo", f"data_path={sudoku_folder}", "epochs=2", "eval_interval=2", "device=cpu"]
+    trained = pretrain.run([*words, "checkpoint_path=trained"], processes=2)
+    assert trained.folder == Path("trained")
+    assert "done: trained is at training step 3 of 3" in capsys.readouterr().out
+    evaluated = evaluate.run([f"checkpoint={trained.folder}", "device=cpu"])
+    assert evaluated.folder == tmp_path / "trained" / "evaluation" / "step_3"
+    logged = trained.metrics["all"]["lm_loss"]
+    assert logged == trained.rows[-1]["eval/all/lm_loss"]
+    assert evaluated.metrics["all"]["lm_loss"] == pytest.approx(logged, rel=1e-2)
+
+    with pytest.raises(ValueError, match=r"^trained holds a run .* choose another run_name, .*step_3$"):
+        pretrain.run([*words, "checkpoint_path=trained", "seed=1"])
+
+    loop = re.findall(r"```python\n(.*?)```", (REPOSITORY / "docs" / "python.md").read_text(), re.DOTALL)[-1]
+    (tmp_path / "loop.py").write_text(loop)
+    loop_words = (*words, "checkpoint_path=looped")
+    said = complete_program(str(tmp_path / "loop"), *loop_words, folder=tmp_path, world_size=2)
+    assert "eval/all/lm_loss" in said.stdout
+    of_runs = [tmp_path / run / "step_3" / "ema_weights.safetensors" for run in ("trained", "looped")]
+    weights, own = map(load_file, of_runs)
+    assert all(value.equal(own[name]) for name, value in weights.items())
+
+
+def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_folder, monkeypatch):
+    """As are drawn by a study of that seed, and as runs of their own that nobody kills."""
+    monkeypatch.chdir(tmp_path)
+    fixed = [word for word in OVERRIDES if not word.startswith("lr=")]
+    words = ("trials=2", f"data_path={sudoku_folder}", *fixed, "wandb_mode=disabled", "compile=false")
+    words = (*words, "checkpoint_interval=2", "log_interval=1", "epochs=2", "keep_best=lm_loss", "seed=1")
+    words = (*words, "eval_interval=1", "lr=tag(log,interval(1e-4,1e-2))", "arch.L_cycles=range(1,3)")
+    command = ("search", "study=s", "folder=out", *words)
+    killed, folders = start_program(*command, folder=tmp_path), [Path("out/trial_0"), Path("out/trial_1")]
+    wait_for(lambda: any(folders[0].glob("step_*/manifest.json")), "no checkpoint")
+    holder = re.search(r"process (\d+)", (folders[0] / "lock").read_text())
+    killed.kill()
+    killed.join()
+    subprocess.run(["kill", "-9", holder[1]])  # not all systems end it with the search
+    again = start_program(*command, folder=tmp_path)
+    again.join(280)
+    assert again.exitcode == 0, Path("search.stderr").read_text()
+    assert "going on with trial 0" in Path("search.stdout").read_text()
+
+    monkeypatch.setattr(sys, "argv", list(command))
+    config, space, run = compose_search()
+    whole, trials = Study(Path("whole.db"), config, space, run), load_study().trials
+    assert len(trials) == 2
+    for trial, folder in zip(trials, folders, strict=True):
+        drawn, values = whole.begin()
+        assert drawn.params == trial.params
+        given = (*space.overrides(values), f"checkpoint_path=whole_{trial.number}")
+        complete_program("pretrain", *given, folder=tmp_path)
+        rows = logged_rows(tmp_path / f"whole_{trial.number}")
+        assert logged_rows(folder) == rows
+        losses = [row["eval/all/lm_loss"] for row in rows if "eval/all/lm_loss" in row]
+        assert (list(trial.intermediate_values.values()), trial.value) == (losses, min(losses))
+        whole.report(drawn, losses)
+        whole.optuna.tell(drawn, min(losses))
+    page = Path("out/study.html").read_text()
+    assert "arch.L_cycles" in page
+    assert "the best so far" in page
+    assert "://" not in page
+
+
+def test_models_are_compared_at_equal_operations(tmp_path, monkeypatch):
+    monkeypatch.setitem(RUNGS, "demo", RUNG)
+    tiny = [word for word in OVERRIDES if not word.startswith(("lr", "epochs", "eval_int", "arch.H_layers"))]
+    words = ["arch=trm", *tiny, "compile=false", "sanity_check=false", "lr_warmup_steps=1"]
+    model = {
+        "groups": ["tiny"],
+        "words": words[:1],
+        "rates": [1e-9, 1e-3],
+        "longer": "halt_max_steps=[4,8] compile=false",
+    }
+    plan = {
+        "processes": 1,
+        "tuning": {"rung": "demo", "petaflops": 7e-6, "seed": 5, "validation_fraction": 0.2},
+        "trainings": [{"rung": "demo", "petaflops": 2e-5, "seeds": [2]}],
+        "common": ["wandb_mode=disabled"],
+        "groups": {"tiny": words[1:]},
+        "models": {"a & b": model},
+    }
+    comparison.compare(plan, tmp_path)
+    content = json.loads((tmp_path / "comparison.json").read_text())
+    (row,) = content["results"]
+    assert (row["model"], row["seed"], row["lr"]) == ("a & b", 2, 1e-3)
+    assert row["petaflops"] == pytest.approx(2e-5, rel=0.05)
+    assert row["gigaflops"] == pytest.approx([row["gigaflops"][1] / 2, row["gigaflops"][1]])
+    assert f"| a & b | {row['parameters']:,} | 0.001 |" in (tmp_path / "comparison.md").read_text()
+    assert "demo, 2e-05 PF" in (tmp_path / "comparison.svg").read_text()
+    monkeypatch.setattr(seeds, "_run", None)  # nothing is run again
+    comparison.compare(plan, tmp_path)
+    assert json.loads((tmp_path / "comparison.json").read_text()) == content
