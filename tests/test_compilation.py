@@ -154,12 +154,13 @@ def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
-def test_blocks_in_bfloat16_compile_in_one_piece():
+def test_blocks_in_bfloat16_compile_in_one_piece(sizes):
     """Beside float32 gradients, which the compiler breaks a graph at where it meets them."""
-    torch.compiler.reset()
     counters.clear()
-    config = tiny_config(arch=tiny_arch("trm", forward_dtype="bfloat16").model_dump(), compile=True)
+    arch = tiny_arch("trm", forward_dtype="bfloat16").model_dump()
+    config = tiny_config(arch=arch, compile=True, optimizer="adamw")
     state = begin_training(config)
     do_step(state, config, random_batch(config.global_batch_size))
+    assert set(sizes) == {config.global_batch_size}
     assert counters["stats"]["unique_graphs"] > 0
     assert not counters["graph_break"]

@@ -11,10 +11,7 @@ import threading
 import time
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from config.reading import read_yaml
 from evaluation.intervals import goal_p, mean_interval, t_tail
 from records import __main__ as records
 from records import page, record, seeds
@@ -225,52 +222,3 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
     with pytest.raises(SystemExit):
         records.main([*words, "lr=2e-3"])
     assert "another recipe (lr: 0.001 -> 0.002): choose another --folder" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_rung_of_several_trainings(tmp_path, monkeypatch, capsys):
-    """The second begins with the weights of the first, on other data; a longer evaluation is its judge."""
-    rung = Rung(
-        "demo",
-        *("tiny ARC", "arc --generate 5 --max-size 8 --num-aug 1"),
-        also="arc --generate 5 --max-size 8 --num-aug 0 --seed 1",
-        **{"goal": 0.5, "seconds": 60, "test_time": "", "metric": "arc/pass@2", "processes": 1},
-        judge="data_path={data} halt_max_steps=2 compile=false",
-        trainings=(
-            "experiment=arc_mini seed={seed} data_path={more_data}",
-            "experiment=arc_mini_adapt seed={seed} data_path={data} init_from={before}",
-        ),
-    )
-    monkeypatch.setitem(RUNGS, "demo", rung)
-    tiny = [
-        "max_steps=1",
-        "global_batch_size=4",
-        "arch.hidden_size=16",
-        "compile=false",
-        "sanity_check=false",
-    ]
-    words = ["--rung", "demo", "--seeds", "1", "--first-seed", "7", "--folder", str(tmp_path), *tiny]
-    records.main(words)
-    (run,) = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
-    folders = [tmp_path / "seed_7" / name for name in ("training_1/run", "run")]
-    assert {read_yaml(folder / "config.yaml")["seed"] for folder in folders} == {7}
-    logs = [
-        [json.loads(row) for row in (each / "metrics.jsonl").read_text().splitlines()] for each in folders
-    ]
-    assert run["petaflops"] == pytest.approx(sum(rows[-1]["train/petaflops"] for rows in logs))
-    assert [rows[-1]["eval/all/arc/votes"] for rows in logs] == [10, 20]
-    first, adapted = (load_file(each / "step_1/weights.safetensors") for each in folders)
-    averaged = load_file(folders[0] / "step_1/ema_weights.safetensors")
-    assert torch.equal(averaged["lm_head.weight"], adapted["lm_head.weight"])
-    assert first["puzzle_emb.weights"].shape != adapted["puzzle_emb.weights"].shape
-    judged = json.loads((tmp_path / "seed_7/judged/metrics.json").read_text())["all"]
-    assert (run["arc/pass@2"], run["puzzles"]) == (judged["arc/pass@2"], judged["count"])
-    assert judged["steps"] == 2
-    paths = [*(each.parent / "clock.json" for each in folders), tmp_path / "seed_7/judge.clock.json"]
-    clocks = [seeds.Clock(each) for each in paths]
-    assert run["seconds"] == pytest.approx(
-        run["data_seconds"] + sum(each.seconds for each in clocks), abs=0.2
-    )
-    monkeypatch.setattr(seeds, "_run", None)  # nothing is run again
-    records.main(words)
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["runs"] == [run]
