@@ -1,6 +1,6 @@
-"""The `arch` of a config: which models there are, under the published keys, and what each value may be.
+"""The schemas of the config section `arch`: a class for each model, with the keys of the published code.
 
-What each key means and its default are in config/arch/*.yaml.
+The meaning and the default of each key are in config/arch/*.yaml.
 """
 
 import math
@@ -14,10 +14,10 @@ from pydantic import Field, NonNegativeInt
 Fraction = Annotated[float, Field(ge=0, le=1)]
 StandardDeviation = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Damping = Annotated[float, Field(gt=0, le=1)]
-# What memory and time grow with has bounds, so that a stranger's config cannot take all of either.
+# Sizes that decide memory and time have upper bounds, as a config may come from a stranger.
 _Width = Annotated[int, Field(ge=0, le=2**20)]
 _AtLeastOne = Annotated[_Width, Field(ge=1)]
-_Repeats = Annotated[int, Field(ge=1, le=1000)]  # of layers, cycles
+_Repeats = Annotated[int, Field(ge=1, le=1000)]  # number of layers or cycles
 _Steps = Annotated[int, Field(ge=1, lt=2**16)]
 DecisionCell = Literal["uniform", "fewest"]
 DecisionValue = Literal["drawn", "best"]
@@ -26,13 +26,13 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Strict(pydantic.BaseModel):
-    """A base of configs: only known keys, only values of their type, and none changes later."""
+    """The base class of all configs: immutable, without unknown keys, and without conversion of types."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
-    VERBATIM: ClassVar[tuple[str, ...]] = ()  # keys with a text as value that is never a path, a list or null
+    VERBATIM: ClassVar[tuple[str, ...]] = ()  # text keys taken literally: never a path, a list or null
 
     def mistakes(self) -> Iterator[str]:
-        """Yields what is wrong between several keys, and what to do."""
+        """Yields a message for each wrong combination of keys; validation raises the first one."""
         yield from ()
 
     @pydantic.model_validator(mode="after")
@@ -43,7 +43,7 @@ class Strict(pydantic.BaseModel):
 
 
 class LossConfig(Strict):
-    """The loss on the label tokens; the weights of the halting losses (binary cross-entropy) and of steps."""
+    """The keys of the training loss: its form on label tokens, and the weights of halting loss and steps."""
 
     loss_type: Literal["stablemax_cross_entropy", "softmax_cross_entropy"]
     label_smoothing: Annotated[float, Field(ge=0, lt=1)]
@@ -52,19 +52,19 @@ class LossConfig(Strict):
 
 
 class ArchConfig(Strict):
-    """The base of every `arch`: what the rest of the program asks of it.
+    """The base class of every model's config, with the facts that the rest of the program asks for.
 
-    title: as papers write it. paper: the name that it has there, and its arXiv number.
+    title: the model's short name in papers. paper: its full name, and the arXiv number.
     """
 
     title: ClassVar[str] = ""
     paper: ClassVar[tuple[str, str] | None] = None
-    cycle_keys: ClassVar[tuple[str, ...]] = ()  # how deep a step is: what a stage of a curriculum may change
-    has_q_continue: ClassVar[bool] = False  # True: its halting values are the outputs of a Q head
-    finds_candidates: ClassVar[bool] = False  # True: it needs each token's (`Metadata.candidates`)
+    cycle_keys: ClassVar[tuple[str, ...]] = ()  # the keys that a curriculum stage may change
+    has_q_continue: ClassVar[bool] = False  # True: the model has the output q_continue_logits
+    finds_candidates: ClassVar[bool] = False  # True: the model needs `Metadata.candidates`, found in the data
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
-    no_stages: ClassVar[str] = ""  # why the blocks cannot be on several stages, if they cannot
-    no_mesh: ClassVar[str] = ""  # why neither on stages nor in shares
+    no_stages: ClassVar[str] = ""  # why pipeline parallelism is impossible, if it is
+    no_mesh: ClassVar[str] = ""  # why neither pipeline nor tensor parallelism is possible
 
     hidden_size: _AtLeastOne
     puzzle_emb_ndim: _Width
@@ -72,17 +72,17 @@ class ArchConfig(Strict):
 
     @property
     def has_puzzle_embeddings(self) -> bool:
-        """Whether each puzzle identifier has a learned row."""
+        """Returns whether each puzzle identifier has a learned embedding."""
         return self.puzzle_emb_ndim > 0
 
     @property
     def reads_any_length(self) -> bool:
-        """Whether the weights serve grids of any size, as long as these do not say otherwise."""
+        """Returns whether the same weights work for grids of any size."""
         return False
 
 
 class NetworkConfig(ArchConfig):
-    """The keys of models made of blocks, which answer by tokens."""
+    """The keys of models that are made of blocks and output a token for each cell."""
 
     num_heads: _AtLeastOne
     expansion: _Positive
@@ -92,7 +92,7 @@ class NetworkConfig(ArchConfig):
 
 
 class TokenConfig(NetworkConfig):
-    """The keys of models with a state that has one entry for each token, and for the puzzle embedding."""
+    """The keys of models with one hidden vector for each token and each position of the puzzle embedding."""
 
     has_q_continue: ClassVar[bool] = True
 
@@ -129,14 +129,14 @@ class TokenConfig(NetworkConfig):
 
     @property
     def num_puzzle_positions(self) -> int:
-        """Positions that the puzzle embedding takes in front of the tokens; `puzzle_emb_len` 0: as needed."""
+        """Returns how many positions in front of the tokens hold the puzzle embedding."""
         if not self.puzzle_emb_ndim:
             return 0
         return self.puzzle_emb_len or math.ceil(self.puzzle_emb_ndim / self.hidden_size)
 
 
 class CyclesConfig(NetworkConfig):
-    """The keys of models that work on a puzzle over several steps, each of several cycles."""
+    """The keys of models that take several thinking steps for a puzzle, with several cycles in each."""
 
     cycle_keys: ClassVar[tuple[str, ...]] = "H_cycles", "L_cycles"
 
@@ -165,7 +165,7 @@ class RecursiveConfig(CyclesConfig, TokenConfig):
 
 
 class TwoAxesConfig(RecursiveConfig):
-    """The keys of recursive models with a slow and a fast axis."""
+    """The keys of recursive models with a slow state z_H and a fast state z_L."""
 
     update: Literal["plain", "gate"]
 
@@ -181,7 +181,7 @@ class HRMConfig(TwoAxesConfig):
 
 
 class OneLevelConfig(RecursiveConfig):
-    """The keys of recursive models that need no q_continue."""
+    """The keys of recursive models for which q_continue is optional."""
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
@@ -190,7 +190,7 @@ class OneLevelConfig(RecursiveConfig):
 
 
 class TRMConfig(OneLevelConfig, TwoAxesConfig):
-    """The Tiny Recursive Model. H_layers is in the published configs, without a meaning."""
+    """The Tiny Recursive Model. H_layers has no effect; published configs have it."""
 
     title: ClassVar[str] = "TRM"
     paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
@@ -234,9 +234,10 @@ class FPRMConfig(OneLevelConfig):
 
 
 class SERRMConfig(CyclesConfig):
-    """The Symbol-Equivariant Recurrent Reasoning Model. puzzle_emb_ndim is a switch: a row has its own size.
+    """The Symbol-Equivariant Recurrent Reasoning Model.
 
-    It has no Q head: slots halt at random in training, with halt_exploration_prob in each step.
+    The model has no Q head: in training a slot halts at random, with halt_exploration_prob in each step.
+    puzzle_emb_ndim is a switch: any value but 0 gives puzzle embeddings, of a size that the model sets.
     """
 
     title: ClassVar[str] = "SE-RRM"
@@ -270,7 +271,7 @@ class SERRMConfig(CyclesConfig):
 
 
 class TransformerConfig(TokenConfig):
-    """The baseline that answers in one pass, after which every slot halts: no keys, as there is no choice."""
+    """The baseline without recurrence: each slot halts after one pass, so that the halting keys are fixed."""
 
     halt_max_steps: ClassVar[int] = 1
     eval_halt_max_steps: ClassVar[None] = None
@@ -285,7 +286,7 @@ class TransformerConfig(TokenConfig):
 
 
 class LDTConfig(ArchConfig):
-    """The Lattice Deduction Transformer, which searches."""
+    """The Lattice Deduction Transformer, a search that strikes out candidates of cells."""
 
     title: ClassVar[str] = "LDT"
     paper: ClassVar[tuple[str, str]] = "Lattice Deduction Transformer", "2605.08605"
@@ -337,6 +338,6 @@ Architecture = Annotated[
 
 
 def architectures() -> dict[str, type[ArchConfig]]:
-    """Returns the config class of each name that `arch.name` may be."""
+    """Returns {name: config class} for every value of `arch.name`."""
     schemas = typing.get_args(typing.get_args(Architecture)[0])
     return {typing.get_args(schema.model_fields["name"].annotation)[0]: schema for schema in schemas}

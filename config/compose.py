@@ -1,6 +1,6 @@
-"""The command line, composed by Hydra into one of the schema's configs.
+"""The command line of the programs: Hydra composes a config, and the schema checks it.
 
-Rank 0 alone calls it.
+In a run rank 0 alone composes, and broadcasts the config.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from config.schema import Config, validate_config
 from config.texts import expand_home, quote_value, quoted, text_keys
 from config.writing import Patient
 
-# What the public programs of HRM, TRM and URM call some keys, and some of their words.
+# Names of keys, and whole overrides, in the public programs of HRM, TRM and URM.
 _PUBLISHED_KEYS = {
     "data_paths": "data_path",
     "eval_save_outputs": "save_outputs",
@@ -49,7 +49,7 @@ _PUBLISHED_WORDS = {
     "arch=hrm_v1": ["arch=hrm"],
     "arch=transformers_baseline": ["arch=transformer"],
 }
-# What there is instead of Hydra's own keys, by their beginnings.
+# The hint for each of Hydra's own keys, by the beginning of the key.
 _HYDRA_KEYS = {
     "hydra.searchpath": "--config-dir FOLDER adds a folder of configs",
     "hydra.run": "checkpoint_path=FOLDER is the run folder",
@@ -65,7 +65,7 @@ _NULL, _STRING = "tag:yaml.org,2002:null", "tag:yaml.org,2002:str"
 
 
 class _Loader(get_yaml_loader()):
-    """OmegaConf's loader of YAML, for which names and paths are texts as typed."""
+    """OmegaConf's YAML loader, which reads every value of a text key as text: 1234_51 is no number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         for key, value in node.value:
@@ -76,7 +76,7 @@ class _Loader(get_yaml_loader()):
 
 
 class _Files(FileConfigSource):
-    """Hydra's reader of files, with that loader."""
+    """Hydra's source of config files, with `_Loader` instead of OmegaConf's loader."""
 
     def load_config(self, config_path: str) -> ConfigResult:
         text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
@@ -95,38 +95,38 @@ def compose_config(
     notice: Callable[[str], None] | None = None,
     dry_run: Callable[[Config, int], str] | None = None,
 ) -> Config | None:
-    """Composes and checks the config that the command line asks for; ValueError, one line, for a mistake.
+    """Composes and checks the config of a command line. Raises ValueError, one line, for a mistake.
 
-    arguments: words of the command line; None: all that follow the program's name. notice: is called with
-    what the chosen arch leaves out of an experiment. dry_run: describes a run on a number of processes.
-    Returns None where the words only ask to be shown something (--help, --cfg job).
+    arguments: the words of the command line; None: those of this process. notice: called with a message
+    where values of an experiment do not fit the chosen arch and are left out. dry_run: returns the text for
+    --world-size N. Returns None after --help and --cfg job, which only print.
     """
     asked = _read_command_line(arguments)
     return _compose_or_show(schema, asked, asked.overrides, notice, dry_run)
 
 
 def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
-    """Composes and checks the config that overrides ask for; ValueError, one line, for a mistake.
+    """Composes and checks the config of key=value words. Raises ValueError, one line, for a mistake.
 
-    overrides: words of a command line, perhaps with --config-dir FOLDER.
+    overrides: words of a command line; --config-dir FOLDER may be among them.
     """
     asked = _read_command_line(overrides)
     return _validate(schema, _compose(schema, asked.overrides, asked.config_dir))
 
 
 def config_with(schema: type[Config], **values: Any) -> Config:
-    """Returns the config of a program with these values, else defaults; ValueError, one line, for a mistake.
+    """Returns the default config of a program, changed by `values`, without a command line.
 
-    Of PretrainConfig the values need an `arch`.
+    PretrainConfig has no default `arch`: `values` must have one. Raises ValueError, one line, for a mistake.
     """
     return validate_config(schema, load_defaults(schema.YAML) | values, where=schema.YAML)
 
 
 def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
-    """Reads the command line of a program that hands keys which are not its own on to another one.
+    """Splits this process's command line between `schema` and the program that will be started.
 
-    Returns its own config, and the overrides that are left, unread. None where the command line only asked
-    to be shown something.
+    Returns the config of `schema`, and the unchecked overrides with other keys. Returns None after --help
+    and --cfg job, which only print.
     """
     asked, own, others = _read_command_line(), [], []
     for override in asked.overrides:
@@ -160,12 +160,12 @@ def _compose_or_show(
 
 
 def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
-    """Parses overrides by Hydra's grammar, in which each may have several values."""
+    """Parses key=value words by Hydra's grammar; a key may have several values, as in lr=1e-3,2e-3."""
     parser, parsed = OverridesParser.create(), []
     with _one_line_errors(schema):
         for override in overrides:
             words = _translate(schema, override)
-            with contextlib.suppress(HydraException):  # a path as typed need not be in the grammar
+            with contextlib.suppress(HydraException):  # an unquoted path may not fit the grammar
                 if parser.parse_override(override).is_sweep_override():
                     words = [override]
             parsed += parser.parse_overrides(words)
@@ -193,9 +193,9 @@ def _compose(
 
 
 def _leave_out_of_experiment(composed: DictConfig, given: set[str], notice: Callable[[str], None]) -> None:
-    """Takes out of `arch` what an experiment sets for another one than the command line chooses.
+    """Resets values of `arch` that the experiment sets for another model than the chosen one.
 
-    given: the keys of the command line, which stay.
+    given: the keys of the command line; their values stay.
     """
     name, arch = composed.arch.name, OmegaConf.to_container(composed.arch, resolve=True)
     schema, defaults = architectures()[name], load_defaults(f"arch/{name}")
@@ -208,7 +208,7 @@ def _leave_out_of_experiment(composed: DictConfig, given: set[str], notice: Call
     left_out: list[str] = []
     while (wrong := _wrong_keys(schema, without(left_out))) is not None:
         more = [key for key in own if key in wrong and key not in left_out]
-        if not more:  # one value contradicts the defaults of the arch
+        if not more:  # one value contradicts defaults of the chosen arch
             more = [key for key in own if _wrong_keys(schema, without([*left_out, key])) is None][:1]
         if not more:
             break
@@ -221,7 +221,7 @@ def _leave_out_of_experiment(composed: DictConfig, given: set[str], notice: Call
 
 
 def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> list[str] | None:
-    """Returns the keys with a wrong value; none where keys contradict each other; None for a good config."""
+    """Returns the keys with a wrong value: [] where only a combination is wrong, None for a valid config."""
     try:
         schema.model_validate(values)
     except pydantic.ValidationError as error:
@@ -231,7 +231,7 @@ def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> lis
 
 def _validate(schema: type[Config], composed: DictConfig) -> Config:
     with _one_line_errors(schema):
-        if "${oc.env" in OmegaConf.to_yaml(composed):  # what the environment holds may be a secret
+        if "${oc.env" in OmegaConf.to_yaml(composed):  # an environment variable may be a secret
             raise ValueError("configs are kept and logged: let the shell fill in $NAME instead of oc.env")
         values = OmegaConf.to_container(composed, resolve=True)
         for key in values.keys() & text_keys(schema) - set(schema.VERBATIM):
@@ -240,7 +240,7 @@ def _validate(schema: type[Config], composed: DictConfig) -> Config:
 
 
 def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:
-    """Returns the name that the words of a command line, or with None its own, give as experiment=NAME."""
+    """Returns NAME of experiment=NAME on a command line, or None. arguments: None: those of this process."""
     given = (override.partition("=") for override in _read_command_line(arguments).overrides)
     names = [name for key, _, name in given if key == "experiment"]
     return names[-1] if names else None
@@ -262,10 +262,10 @@ def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Names
 
 
 def _translate(schema: type[Config], override: str) -> list[str]:
-    """Returns a typed key=value as overrides for Hydra: one, or several.
+    """Rewrites a typed key=value for Hydra; returns one override, or several.
 
-    Texts are quoted; keys and values of the public HRM, TRM and URM programs become ours. ValueError for a
-    key of Hydra itself.
+    Quotes texts, and replaces keys and values of the public HRM, TRM and URM programs. Raises ValueError for
+    a key of Hydra itself.
     """
     typed, equals, value = override.partition("=")
     key = _PUBLISHED_KEYS.get(typed.lstrip("+"), typed.lstrip("+"))
@@ -282,7 +282,7 @@ def _translate(schema: type[Config], override: str) -> list[str]:
 
 
 class _CommandLine(argparse.ArgumentParser):
-    """The few options beside the keys of the config."""
+    """The parser of the command line: key=value words, and the few options that begin with a dash."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -298,7 +298,7 @@ class _CommandLine(argparse.ArgumentParser):
 
 
 def show(text: str) -> None:
-    """Prints a text on stdout, which nobody may read to its end. ValueError where it cannot be written."""
+    """Prints a text on stdout. Raises ValueError for a failed write, but not where the reader is gone."""
     try:
         print(text, file=Patient(sys.stdout), flush=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Configs on disk, as plain YAML; nothing in one is imported or executed."""
+"""Configs on disk: plain YAML, from which nothing is imported or executed."""
 
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,12 @@ FOLDER = Path(__file__).parent
 
 
 def config_to_yaml(config: pydantic.BaseModel) -> str:
-    """Writes a config as the text that a run folder and its checkpoints hold."""
+    """Returns a config as YAML text, as config.yaml of a run folder and of a checkpoint has it."""
     return to_yaml(config.model_dump())
 
 
 def load_defaults(name: str) -> dict[str, Any]:
-    """Reads the values of a YAML file of this folder, such as arch/hrm; of pretrain all but its `arch`."""
+    """Returns the values of config/<name>.yaml, such as arch/hrm. `pretrain` has no `arch` among them."""
     return OmegaConf.to_container(_load(FOLDER / f"{name}.yaml"), resolve=True)
 
 
@@ -31,9 +31,9 @@ def _load(path: Path) -> DictConfig:
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config with the default of every key that it lacks, but `data_path`; unchecked.
+    """Fills in the default of every missing key except `data_path`; returns the new config, unchecked.
 
-    An earlier version of ours, or public code, may have written the config.
+    values: a config of pretrain.py, which an earlier version or the public code may have written.
     """
     defaults, arch = load_defaults("pretrain"), values.get("arch")
     del defaults["data_path"]
@@ -43,7 +43,7 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values of nested keys as {"arch.loss.name": value}."""
+    """Returns a nested dict as a flat one with dotted keys: {"arch.loss.name": value}."""
     flat = {}
     for key, value in values.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -51,13 +51,13 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changed_words(values: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
-    """Returns the words key=value, as a command line takes them, of the nested values that differ."""
+    """Returns the key=value words that turn `defaults` into `values`; both are nested dicts."""
     usual = flatten(defaults)
     return [word(key, value) for key, value in flatten(values).items() if value != usual.get(key, ...)]
 
 
 def word(key: str, value: Any) -> str:
-    """Writes key=value as a command line takes it."""
+    """Returns the word key=value for a command line, with the value as YAML in one line."""
     text = to_yaml(value, default_flow_style=True, width=10**6)
     return f"{key}={text.strip().removesuffix('...').strip()}"
 

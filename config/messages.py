@@ -1,4 +1,4 @@
-"""What a person reads of the config: `--help`, out of the YAML files, and mistakes, in one line each."""
+"""The texts about the config: `--help`, made from the YAML files, and error messages of one line."""
 
 import difflib
 import itertools
@@ -21,16 +21,16 @@ SEVERAL_RUNS = "search.py sampler=grid runs all combinations of values such as l
 _WIDTH = 110
 _COMMENT_COLUMN = 40
 _KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]+?))?(?: *# (?P<comment>.*))?")
-# Of programs that are always one process.
+# Command lines of programs that always run as one process.
 _COMMANDS = {"solve": "python solve.py", "search": "python search.py", "page": "python -m share page"}
-# Keys of public programs that are no keys here.
+# Hints for keys of public programs that do not exist here.
 _PUBLISHED_HINTS = {
     "ema_rate": "the rate is the value of ema, such as ema=0.999",
     "entity": "set WANDB_ENTITY",
     "min_eval_interval": "give eval_interval",
 }
-_NOT_KEYS = ("defaults", "name")  # name: the file's own, chosen by arch=...
-_SHARED = ("recursive", "tokens", "network")  # files with keys of several architectures
+_NOT_KEYS = ("defaults", "name")  # name: set by arch=..., not by a key
+_SHARED = ("recursive", "tokens", "network")  # files of config/arch/shared, with keys of several models
 _MOST_USED = (  # keys of pretrain.py, beside experiment and arch
     *("data_path", "validation_fraction", "global_batch_size", "seed", "gradient_accumulation_steps"),
     *("epochs", "eval_interval", "train_steps", "eval_steps", "max_steps", "init_from", "evaluators"),
@@ -49,9 +49,9 @@ _DRY_RUN = (
 
 
 def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.ValidationError) -> str:
-    """Explains the first key that the schema refuses; an unknown key comes before all others.
+    """Returns a one-line message for the first refused key; unknown keys come first.
 
-    A key has an error for each type that it may have.
+    Where a key may have several types, pydantic reports an error for each; the message joins them.
     """
     errors = mistakes.errors(include_url=False)
     error = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
@@ -64,7 +64,7 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
         return f"key '{key}.name' is missing"
     if error["type"] == "missing":
         return f"key {key!r} is missing"
-    if error["type"] == "value_error":  # of our own checks, which name their keys themselves
+    if error["type"] == "value_error":  # from `mistakes`, with keys in the message
         message = error["msg"].removeprefix("Value error, ")
         return f"{key}: {message}" if key else message
     if error["type"] == "string_pattern_mismatch":
@@ -77,7 +77,7 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
 
 
 def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> str:
-    """Explains why Hydra or OmegaConf did not take the command line."""
+    """Returns a one-line message for an error of Hydra or OmegaConf about the command line."""
     lines = [line.strip() for line in str(error).splitlines()]
     if unknown := re.match(r"Could not override '(.+)'", lines[0]):
         return explain_unknown_key(schema, unknown[1])
@@ -106,7 +106,7 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
 
 
 def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
-    """Says that there is no such key, and which one is near it."""
+    """Returns the message for an unknown key, with the most similar known key."""
     known = _keys((schema,))
     if key in _PUBLISHED_HINTS:
         return f"unknown key {key!r}: {_PUBLISHED_HINTS[key]}"
@@ -120,7 +120,7 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
 
 
 def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
-    """Returns the dotted key of an error, without the members of a union that pydantic adds to it."""
+    """Returns the dotted key of a pydantic error, without the names of union members in its path."""
     *path, last = error["loc"] or ("",)
     names = {name for key in _keys((schema,)) for name in key.split(".")}
     if error["type"] == "extra_forbidden":
@@ -130,7 +130,7 @@ def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
 
 
 def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[str]:
-    """Returns every dotted key, with the keys of each model that a field may hold."""
+    """Returns every dotted key of the schemas, nested schemas included."""
     annotations: dict[str, list[Any]] = {}
     for model in models:
         for name, field in model.model_fields.items():
@@ -144,7 +144,7 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
 
 
 def check_data_folders(folders: Sequence[str], *, experiment: str | None) -> None:
-    """Raises ValueError where a dataset folder is not there, with the experiment's own way to it."""
+    """Raises ValueError where a dataset folder is missing; the message has the experiment's build command."""
     for folder in folders:
         if not Path(folder).is_dir():
             problem = "is a file" if Path(folder).exists() else "does not exist"
@@ -155,7 +155,7 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None) -> Non
 
 
 def _data_of(experiment: str) -> str | None:
-    """Returns the words after `# Data:` of an experiment; of another one, where they name it."""
+    """Returns the build command after `# Data:` in an experiment's file; follows `as for experiment=NAME`."""
     path = FOLDER / "experiment" / f"{experiment}.yaml"
     text = path.read_text() if path.is_file() else ""
     found = re.search(r"^# Data: *((?:.*\\\n)*.*)$", text, re.MULTILINE)
@@ -167,10 +167,11 @@ def _data_of(experiment: str) -> str | None:
 
 
 def help_text(program: str, topic: str = "") -> str:
-    """Lists the keys of a program as its YAML groups them; of pretrain the most used ones.
+    """Returns the text of --help: the keys of a program, in the groups of its YAML file.
 
-    topic: all, experiment, experiment=NAME, arch=NAME, or a key; what else has a = is an override, and left
-    out. ValueError for an unknown one.
+    topic: the word after --help. Empty: the most used keys of pretrain, all keys of other programs. all,
+    experiment, experiment=NAME, arch=NAME, or a key: only that; another key=value has no effect. Raises
+    ValueError for an unknown key.
     """
     path, (kind, _, name) = FOLDER / f"{program}.yaml", topic.partition("=")
     file = FOLDER / kind / f"{name}.yaml"
@@ -200,7 +201,7 @@ def help_text(program: str, topic: str = "") -> str:
 
 
 def _help_of_arch(file: Path, *, has_shared: bool = True) -> list[str]:
-    """Lists the keys of a model; with those that it shares with others."""
+    """Returns lines with the keys of a model. has_shared: also the keys that several models share."""
     lines = [*_wrap(f"arch={file.stem}: {_title(file)}"), *_keys_of(file, prefix="arch.")]
     while has_shared and (base := re.search(r"^  - (\S+)@_here_", file.read_text(), re.MULTILINE)):
         file = file.parent / f"{base[1]}.yaml"
@@ -216,7 +217,7 @@ def _help_of_experiments() -> list[str]:
 
 
 def _help_of_key(program: str, key: str) -> list[str]:
-    """Lists what the files of a program say of a key; ValueError where they have no such key."""
+    """Returns lines with the default and the comment of a key. Raises ValueError for an unknown key."""
     is_of_arch, name = key.startswith("arch."), key.removeprefix("arch.")
     lines: list[str] = []
     for file in sorted((FOLDER / "arch").rglob("*.yaml")) if is_of_arch else [FOLDER / f"{program}.yaml"]:
@@ -234,7 +235,7 @@ def _title(path: Path) -> str:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yields key, value and comment of each key of a file, and its heading, a comment of its own line."""
+    """Yields (key, value, comment, heading) for each key of a YAML file; a heading is a line of comment."""
     sections: list[str] = []
     heading = ""
     for line in path.read_text().splitlines()[1:]:
@@ -251,7 +252,7 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
 def _keys_of(
     path: Path, *, prefix: str = "", only: Sequence[str] | None = None, is_brief: bool = False
 ) -> Iterator[str]:
-    """Lists the keys of a file under their headings. is_brief: with the first clauses of their comments."""
+    """Yields lines with the keys of a file under their headings. is_brief: cuts comments at `; `."""
     for heading, entries in itertools.groupby(_entries(path), key=lambda entry: entry[3]):
         chosen = [entry for entry in entries if only is None or entry[0] in only]
         if heading and chosen:
@@ -261,7 +262,7 @@ def _keys_of(
 
 
 def _row(left: str, right: str) -> list[str]:
-    """Lays out two columns; a long first one has a line of its own."""
+    """Lays out two columns; a long first column gets a line of its own."""
     lines = _wrap(right, indent=_COMMENT_COLUMN)
     if len(left) + 4 > _COMMENT_COLUMN:
         return [f"  {left}", *lines]

@@ -1,6 +1,6 @@
-"""The typed config of the other programs, which read what runs have made, or start runs.
+"""The schemas of the configs of all programs except pretrain.py.
 
-What keys mean, and their defaults, are in config/evaluate.yaml and its neighbours.
+The meaning and the default of each key are in config/evaluate.yaml, solve.yaml, page.yaml and search.yaml.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ from config.schema import (
 )
 
 Select = Literal["q_head", "q_head_any_step", "first_to_halt", "vote", "residual", "rules"]
-Count = Annotated[int, Field(ge=1, lt=2**16)]  # of steps or samples: as many as noise distinguishes
+Count = Annotated[int, Field(ge=1, lt=2**16)]  # of steps or samples; noise is keyed by 16 bits of each
 
 
 def _are_different(values: list[Any]) -> list[Any]:
@@ -47,7 +47,7 @@ Different = Annotated[Several[Value], AfterValidator(_are_different)]
 
 
 class _TrainedConfig(Strict):
-    """The keys of programs that run a trained model: its data, its weights, how it reasons."""
+    """The keys that evaluate.py and solve.py share: data, weights, and how the model reasons."""
 
     data_path: Paths | None
     raw: bool
@@ -87,20 +87,20 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
             yield "select=rules needs the rules of the puzzle: add evaluators=[KIND], such as [sudoku]"
 
     def check_arch(self, arch: Architecture) -> None:
-        """Raises ValueError where a model of this architecture has not what is asked for."""
+        """Raises ValueError where a model of this architecture lacks an output of `save_outputs`."""
         check_outputs(self.save_outputs, arch)
 
     @property
     def asks_for_grid(self) -> bool:
-        """Whether a puzzle has several samples or depths, or its answer is not simply the last."""
+        """Returns whether a puzzle has several samples or depths, or `select` is not the default."""
         return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
 
 
 class SolveConfig(_TrainedConfig):
-    """The config of solve.py, which is one process."""
+    """The config of solve.py, which runs as one process."""
 
     YAML: ClassVar[str] = "solve"
-    VERBATIM: ClassVar[tuple[str, ...]] = ("puzzle",)  # in which not even `null` means something else
+    VERBATIM: ClassVar[tuple[str, ...]] = ("puzzle",)  # even `null` is a text
 
     checkpoint: Text
     puzzle: str | None
@@ -123,7 +123,7 @@ class SolveConfig(_TrainedConfig):
 
 
 class PageConfig(Strict):
-    """The config of `share page`."""
+    """The config of `python -m share page`."""
 
     YAML: ClassVar[str] = "page"
 
@@ -143,7 +143,7 @@ class PageConfig(Strict):
 
 
 class SearchConfig(Strict):
-    """The config of search.py, without the keys that it hands on to pretrain.py."""
+    """The config of search.py; all other keys on the command line go to pretrain.py."""
 
     YAML: ClassVar[str] = "search"
 

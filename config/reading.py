@@ -1,7 +1,8 @@
-"""The one way to read what strangers may have written: JSON and YAML from regular files, bounded before use.
+"""Safe reading of files that strangers may have written: text, JSON, YAML and .npz arrays, with size limits.
 
-Invariant: a value read here has at most 64 MiB of text and 40 levels, no key twice, and no YAML aliases, so
-that it is as large as its text. A mistake is a ValueError of one line that begins with where it is.
+Invariant: a JSON or YAML value comes from 64 MiB of text at most, has 40 levels at most, and no key twice.
+YAML aliases are refused: with them a small text could make a huge value. Errors are ValueErrors of one line
+that begins with the path.
 """
 
 import contextlib
@@ -20,21 +21,21 @@ from typing import IO, Any
 import numpy as np
 import yaml
 
-MOST_BYTES = 2**26  # of a file that is read as a whole, and of a line
-_MOST_ARRAY_BYTES = 2**30  # of the arrays that are read of a file
+MOST_BYTES = 2**26  # limit of a file that is read as a whole, and of a line
+_MOST_ARRAY_BYTES = 2**30  # limit of all arrays read from one file
 _MOST_LEVELS = 40
-_LARGEST = 2**64  # beside a seed of Philox
+_LARGEST = 2**64  # of an integer: a Philox seed has 64 bits
 
 
 class MissingFileError(ValueError):
-    """The error of a file that is not there."""
+    """The error for a file that does not exist."""
 
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a regular file. ValueError where it is missing, something else, or the block cannot read it."""
+    """Opens a regular file to read bytes. Raises ValueError for a missing file, a folder, or a read error."""
     try:
-        # A FIFO without a writer does not hold up the opening, and its kind is known before it is read.
+        # O_NONBLOCK: opening a FIFO must not wait for a writer; the check below refuses it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -57,7 +58,7 @@ def _open_unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
-    """Reads a regular file; a .gz is unpacked. ValueError as `open_regular`, and where it is too large."""
+    """Reads a whole file, a .gz unpacked. ValueError as `open_regular`, and for more than `most` bytes."""
     with _open_unpacked(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -66,7 +67,7 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
-    """Reads a UTF-8 text, without its byte order mark. ValueError as `read_bytes`."""
+    """Reads a UTF-8 file, without a byte order mark. ValueError as `read_bytes`, and for other encodings."""
     try:
         return read_bytes(path, most=most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -74,9 +75,9 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
 
 
 def read_lines(path: Path, *, most: int = MOST_BYTES) -> Iterator[str]:
-    """Yields the lines of a UTF-8 text with their ends; bytes that are no UTF-8 become U+FFFD.
+    """Yields the lines of a UTF-8 file, line ends included; invalid bytes become U+FFFD.
 
-    ValueError as `read_bytes`, but only a line may be too large.
+    ValueError as `open_regular`, for a line of more than `most` characters, and for a zero byte.
     """
     with _open_unpacked(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="")
@@ -92,13 +93,14 @@ def read_lines(path: Path, *, most: int = MOST_BYTES) -> Iterator[str]:
 
 
 def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
-    """Reads a JSON file. ValueError as `read_bytes`, and as `parse_json`."""
+    """Reads a JSON file. ValueError as `read_bytes` and `parse_json`."""
     return parse_json(read_bytes(path, most=most), where=str(path))
 
 
 def parse_json(text: str | bytes, *, where: str) -> Any:
-    """Parses JSON, UTF-8 in bytes. ValueError, which begins with `where`, for a mistake, a key twice, or too
-    many levels.
+    """Parses JSON from a text, or from UTF-8 bytes.
+
+    Raises ValueError, beginning with `where`, for invalid JSON, a repeated key, or more than 40 levels.
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
@@ -110,9 +112,10 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
 
 
 def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYTES) -> list[np.ndarray]:
-    """Reads arrays of a .npz file. ValueError as `open_regular`, where one is missing, or they are too large.
+    """Reads the named arrays of a .npz file; pickled arrays are refused.
 
-    What the file says of their sizes is looked at before they are unpacked.
+    ValueError as `open_regular`, for a missing array, and for more than `most` bytes of arrays together: the
+    sizes in the zip directory are checked before anything is unpacked.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
@@ -123,12 +126,12 @@ def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYT
             return [np.lib.format.read_array(content, allow_pickle=False) for content in contents]
     except MissingFileError:
         raise
-    except Exception as error:  # numpy's parser raises almost anything where a header is damaged
+    except Exception as error:  # numpy raises many kinds of errors for a damaged header
         raise ValueError(f"{path} has no such arrays ({' '.join(str(error).split())})") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads a YAML mapping. ValueError as `read_bytes`, and for aliases, a key twice, or too many levels."""
+    """Reads a YAML mapping. ValueError as `read_text`, for aliases, repeated keys, and over 40 levels."""
     text = read_text(path)
     try:
         value = yaml.load(text, _Loader)
@@ -142,14 +145,14 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    """Returns a text of strangers as a terminal may show it: control characters become escapes."""
+    """Returns a text that is safe to print: control characters, except tab and newline, become escapes."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader without aliases, which make a value larger than its text."""
+    """PyYAML's safe loader, which also refuses aliases and repeated keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):

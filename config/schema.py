@@ -1,6 +1,6 @@
-"""The typed config of a run: which keys there are, what they may be, and what does not go together.
+"""The schema of the config of pretrain.py: its keys, their types, and the combinations that are refused.
 
-What keys mean, and their defaults, are in config/pretrain.yaml. The other programs' are in `config.programs`.
+The meaning and the default of each key are in config/pretrain.yaml; other programs are in `config.programs`.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ from config.architecture import Architecture, Fraction, Strict
 from config.messages import explain_mistakes
 
 Value = TypeVar("Value")
-# Marks a key that may differ between two starts of one run: it changes neither the schedule nor the order of
-# the data. (The data may move; its fingerprint may not change.)
+# Marks a key that may change when a run is resumed: schedule and order of the data stay the same. The folder
+# of the data may change too; its fingerprint may not.
 _MAY_CHANGE = "may change on resume"
 MayChange = Annotated[Value, _MAY_CHANGE]
 
@@ -31,7 +31,7 @@ Several = Annotated[
     BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value]),
 ]
 Paths = Several[Text]
-# A folder's name; run_name=$SLURM_JOB_ID is a number.
+# The name of a folder. run_name=$SLURM_JOB_ID is parsed as a number, and becomes a text.
 Name = Annotated[
     str,
     BeforeValidator(lambda value: str(value) if type(value) is int else value),
@@ -39,7 +39,7 @@ Name = Annotated[
 ]
 
 
-# The only values of keys that choose nothing where ranks sum no gradients, or no dense weight is trained.
+# The values that a key may have where ranks sum no gradients, or where no dense weight is trained.
 _OF_GRADIENTS = {"sync": ("auto",), "data_parallel_shard_degree": ("auto", 1)}
 _OF_DENSE_WEIGHTS = _OF_GRADIENTS | {
     "optimizer": ("adam_atan2", "adamw"),
@@ -55,13 +55,13 @@ SavedOutput = Literal[
 
 
 def check_outputs(names: list[str], arch: Architecture) -> None:
-    """Raises ValueError where a model has no such output."""
+    """Raises ValueError where `save_outputs` names an output that the model does not have."""
     if "q_continue_logits" in names and not arch.has_q_continue:
         raise ValueError(f"save_outputs: arch={arch.name} has no q_continue_logits: leave them out")
 
 
 def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str]:
-    """Yields a message with values that fit, where `eval_interval` does not divide `epochs`."""
+    """Yields a message with valid values where `eval_interval` does not divide `epochs`."""
     if epochs is not None and interval is not None and epochs % interval:
         lower = next(each for each in range(min(interval, epochs), 0, -1) if epochs % each == 0)
         upper = next((each for each in range(interval, epochs + 1) if epochs % each == 0), lower)
@@ -74,13 +74,13 @@ def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str
 
 
 def check_votes(votes: list[str], evaluators: list[str]) -> None:
-    """Raises ValueError where nothing counts the votes."""
+    """Raises ValueError for `arc_votes` without the evaluator `arc`, which counts votes."""
     if votes and "arc" not in evaluators:
         raise ValueError("arc_votes are for the evaluator arc: add evaluators=[arc]")
 
 
 class MachineConfig(Strict):
-    """Keys of pretrain.py and evaluate.py: the machine, and its ranks."""
+    """The keys that pretrain.py and evaluate.py share: device, processes, threads and timeouts."""
 
     device: MayChange[Literal["auto", "cpu", "cuda", "mps"]]
     backend: MayChange[Literal["auto", "nccl", "gloo"]]
@@ -101,8 +101,11 @@ class MachineConfig(Strict):
 
 
 class StageConfig(Strict):
-    """A stage of a curriculum, with cycles of its own: `epochs` before the main training, perhaps on other
-    data, or a `share` of the main training's steps."""
+    """A stage of a curriculum: a part of training with its own number of cycles.
+
+    With `epochs` the stage comes before the main training, on its own data if `data_path` is given. With
+    `share` the stage is that share of the main training's steps.
+    """
 
     data_path: Paths | None = None
     epochs: PositiveInt | None = None
@@ -114,7 +117,7 @@ class StageConfig(Strict):
 
     @property
     def cycles(self) -> dict[str, int]:
-        """The cycles that differ from the architecture's, by their keys."""
+        """Returns {key: value} of the cycles that this stage sets; `arch` has all others."""
         values = {"H_cycles": self.H_cycles, "L_cycles": self.L_cycles, "loops": self.loops}
         return {key: value for key, value in values.items() if value}
 
@@ -126,7 +129,7 @@ class StageConfig(Strict):
 
 
 def all_data_paths(data_path: list[str], curriculum: list[StageConfig]) -> list[str]:
-    """Returns every folder that a run reads: of the main training first, then of the stages."""
+    """Returns every training data folder once: of the main training first, then of the stages."""
     of_stages = [path for stage in curriculum for path in stage.data_path or []]
     return list(dict.fromkeys([*data_path, *of_stages]))
 
@@ -293,19 +296,19 @@ class PretrainConfig(MachineConfig):
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """The peaks of all learning rates, by their keys."""
+        """Returns {key: peak learning rate}."""
         return {"lr": self.lr, "puzzle_emb_lr": self.puzzle_emb_lr}
 
     @property
     def sharding_keys(self) -> list[str]:
-        """The keys that spread weights, moments or rows over processes."""
+        """Returns the keys by which weights, moments or puzzle embeddings are divided over processes."""
         unshared = {"data_parallel_shard_degree": ("auto", 1), "puzzle_emb_sharding": ("replicated",)}
         unshared |= {"pipeline_parallel_degree": (1,), "tensor_parallel_degree": (1,)}
         return [key for key, values in unshared.items() if getattr(self, key) not in values]
 
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:
-    """Returns the keys that may differ between two starts of one run."""
+    """Returns the keys that may change when a run is resumed."""
     return {name for name, field in schema.model_fields.items() if _MAY_CHANGE in field.metadata}
 
 
@@ -313,7 +316,7 @@ Config = TypeVar("Config", bound=pydantic.BaseModel)
 
 
 def validate_config(schema: type[Config], values: dict[str, Any], *, where: str = "config") -> Config:
-    """Returns the frozen config. ValueError: one line with the first wrong key and the key that was meant."""
+    """Checks values and returns the config. ValueError: a line with `where` and the first wrong key."""
     try:
         return schema.model_validate(values)
     except pydantic.ValidationError as error:

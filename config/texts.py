@@ -1,6 +1,6 @@
-"""Names and paths: texts as they are typed, on the command line and in YAML files.
+"""Names and paths on the command line: quoting for Hydra, and ~ and $NAME in paths.
 
-YAML and Hydra's grammar would take 1234_51 for a number, and could not read data/lr=3.
+Unquoted, Hydra's grammar would read 1234_51 as a number, and refuse data/lr=3.
 """
 
 import os
@@ -19,25 +19,25 @@ _CONTAINERS = (list, typing.Union, types.UnionType)
 
 
 def text_keys(*schemas: type[pydantic.BaseModel]) -> set[str]:
-    """Returns the keys with a text as value, or a list of texts."""
+    """Returns the keys with a text, or a list of texts, as value."""
     fields = [item for schema in schemas for item in schema.model_fields.items()]
     return {name for name, field in fields if _leaves(field.annotation) <= {str, type(None)}}
 
 
 def quoted(text: str) -> str:
-    """Returns a text as Hydra's grammar has it in quotes."""
+    """Returns a text in single quotes, escaped for Hydra's grammar."""
     return "'" + re.sub(r"(\\*)('|$)", lambda end: end[1] * 2 + ("\\'" if end[2] else ""), text) + "'"
 
 
 def quote_value(typed: str) -> str:
-    """Writes a text as it is typed, or [a list] of texts, in that grammar; null and quotes stay."""
+    """Quotes a typed value for Hydra: a text, or each text of a [list]; `null` and quoted texts stay."""
     if typed.startswith("[") and typed.endswith("]"):
         return f"[{','.join(map(quote_value, _ITEM.findall(typed[1:-1])))}]"
     return typed if typed == "null" or _QUOTED.fullmatch(typed) else quoted(typed)
 
 
 def expand_home(key: str, value: Any) -> Any:
-    """Replaces a leading ~ or $NAME of a path. ValueError where there is no such user or variable."""
+    """Replaces a leading ~ or $NAME of a path. Raises ValueError for an unknown user or variable."""
     if isinstance(value, list):
         return [expand_home(key, each) for each in value]
     found = _HOME.match(value) if isinstance(value, str) else None
@@ -52,7 +52,7 @@ def expand_home(key: str, value: Any) -> Any:
 
 
 def _leaves(annotation: Any) -> set[Any]:
-    """Returns the types in a type, without the containers around them."""
+    """Returns the types inside lists, unions and Annotated: {str, NoneType} for list[str] | None."""
     origin, members = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _leaves(members[0])

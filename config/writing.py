@@ -1,6 +1,6 @@
-"""The one way to write a file: whole or not at all, through no link, as readable as the umask says.
+"""Atomic writing of files, which follows no symbolic link; and safe use of the standard streams.
 
-And the standard streams, which may be closed before a program begins, or have a reader that leaves.
+A standard stream may be closed before the program starts, or lose its reader while the program runs.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ _ENDING = ".unfinished"
 
 @contextlib.contextmanager
 def replace_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Opens a new file, "w" (UTF-8) or "wb", that replaces `path` once the block has ended and it is on disk.
+    """Opens a temporary file, "w" (UTF-8) or "wb"; at the end of the block, synced, it replaces `path`.
 
-    After an exception, `path` is as it was. Raises OSError.
+    After an exception `path` is unchanged. Raises OSError.
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_ENDING}")
     try:
@@ -39,29 +39,29 @@ def replace_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file by a text. Raises OSError."""
+    """Writes a text to a file atomically. Raises OSError."""
     with replace_file(path) as file:
         file.write(text)
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = 1) -> None:
-    """Replaces a file by a value as JSON, in one line without an indent. Raises OSError."""
+    """Writes a value as JSON atomically; indent=None: in one line. Raises OSError."""
     separators = (",", ":") if indent is None else None
     write_text(path, json.dumps(value, indent=indent, separators=separators) + "\n")
 
 
 def to_yaml(value: Any, **options: Any) -> str:
-    """Writes a value as YAML in the order of its keys, without aliases, which are not read."""
+    """Returns a value as YAML: keys in their order, and no aliases, which `config.reading` refuses."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options)
 
 
 def open_to_append(path: Path) -> IO[bytes]:
-    """Opens a file, made where it is missing, for bytes at its end. Raises OSError where it is a link."""
+    """Opens a file to append bytes, unbuffered; creates a missing one. Raises OSError for a symbolic link."""
     return open(os.open(path, _FLAGS | os.O_APPEND | os.O_WRONLY, 0o666), "ab", buffering=0)
 
 
 def flush(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk. Raises OSError."""
+    """Calls fsync on a file, or on a folder, so that its entries are on disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,20 +75,20 @@ class _Dumper(yaml.SafeDumper):
 
 
 def remove_unfinished_files(folder: Path) -> None:
-    """Removes what killed processes left in a folder. Nobody may be writing there."""
+    """Removes temporary files of killed processes from a folder; no other process may be writing there."""
     for path in folder.glob(f".*{_ENDING}"):
         path.unlink(missing_ok=True)
 
 
 def open_closed_streams() -> None:
-    """Opens each standard stream that was closed before the program began on nothing."""
+    """Opens /dev/null for each standard stream that was closed before the program started."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 class Patient:
-    """A stream that leads nowhere once nobody reads any more, as behind `| head` or on a closed terminal."""
+    """A wrapper of a stream: output is dropped, without an error, once the reader is gone (`| head`)."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
