@@ -3,13 +3,13 @@
     python pretrain.py data_path=... [key=value ...]
     torchrun --nproc-per-node N pretrain.py data_path=... [key=value ...]
 
-The same from Python, in processes of its own:
+From Python, in new processes:
 
     import pretrain
     result = pretrain.run(["experiment=demo"], processes=2)
     result.metrics["all"]["exact_accuracy"], result.folder
 
-Started again with the same run_name, a run goes on from its newest checkpoint.
+A run that is started again with the same run_name continues from its newest checkpoint.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
+sys.path.insert(0, str(Path(__file__).parent))  # with PYTHONSAFEPATH set, Python leaves this folder out
 
-import parallel.environment  # noqa: F401 - first: it sets variables that OpenMP reads when torch loads
+import parallel.environment  # noqa: F401 - before torch: sets variables that OpenMP reads on loading
 
 from config.schema import PretrainConfig
 from parallel import log
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def train(run: Run[PretrainConfig]) -> int:
-    """Trains to the end, or until asked to stop. Every rank calls it; returns its exit status."""
+    """Trains to the last step, or until a signal asks to stop; returns the exit status. All ranks call it."""
     config, folder = run.config, Path(run.config.checkpoint_path)
     if config.report:
         from report.page import check_packages
@@ -55,19 +55,20 @@ def train(run: Run[PretrainConfig]) -> int:
         with collective_errors():
             check_packages()
 
-    # Data: which examples make which step. State of step 0: drawn from the seed; each rank keeps its part.
+    # Data, and the schedule: what is due after which step. State of step 0, drawn from the seed; where ranks
+    # share the state (sharding, stages), each rank holds a part.
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
     state = build_first_state(config, metadata, device=run.device, total_steps=schedule.total_steps)
 
-    # Resume from the newest checkpoint, if there is one. is_logged: whether the log has the row of its step.
+    # Resume from the newest checkpoint, if there is one. is_logged: whether the log has a row of that step.
     described = {"fingerprint": data.fingerprint, "dataset_info": data.info().to_json()}
     checkpoints = open_checkpoints(config, **described)
     with run.watchdog.paused():  # init_from may have to be downloaded
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
 
-    # End here if the last step of this start (at most `max_steps`) is done and its row is logged. A run that
-    # was killed in its last evaluation lacks the row, and goes on below.
+    # End here if the last step of this start (at most `max_steps`) is done and logged. Where the run was
+    # killed in the evaluation after the last step, the row is missing: `run_steps` evaluates and logs it.
     if state.step >= schedule.last_step and is_logged:
         write_status(folder, schedule.status(state.step), step=state.step)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
@@ -91,9 +92,9 @@ def run_steps(
     *,
     is_logged: bool,
 ) -> bool:
-    """Runs the steps, with what is due between them; returns whether a signal has stopped the run.
+    """Runs the steps, and what is due between steps; returns whether a signal has stopped the run.
 
-    is_logged: whether the row of `state.step` is logged already.
+    All ranks call it. is_logged: whether the log already has the row of `state.step`.
     """
     config, schedule, folder = run.config, data.schedule, Path(run.config.checkpoint_path)
     with (
@@ -108,22 +109,22 @@ def run_steps(
                 checkpoints.check_metric(evaluate(config, state, data, only_first_batches=True))
 
         while True:
-            # Save before the evaluation, so that a failure there loses nothing. `save` skips the step that it
-            # saved or resumed last: here and at the end it may be called again.
+            # Save before the evaluation, so that a failed evaluation loses nothing. `save` does nothing for a
+            # step that was just saved or resumed: this call and the call at the end may be for the same step.
             if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Log a row: metric sums of all ranks, divided once, and the evaluation if one is due. Only
-            # `monitor.log` resets the sums: a run that stops before it saves them, and the next start logs
-            # the row.
+            # Log a row: the metrics since the last row, over all ranks, and an evaluation if one is due. Only
+            # `monitor.log` resets the metric sums: a run that stops before that saves the sums, and the next
+            # start logs the row.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):
                     with monitor.paused():
                         results = evaluate(config, state, data, interruption)
                     if results is None:
-                        break  # asked to stop meanwhile: the next start evaluates, and logs the row
+                        break  # a signal asked to stop: the next start evaluates, and logs the row
                     row |= results
                     monitor.show_puzzles(state)
                 monitor.log(state, row)
@@ -131,8 +132,8 @@ def run_steps(
             if interruption.is_agreed() or state.step >= schedule.last_step:
                 break
 
-            # Step. The wish of any rank to stop travels with the gradients, so that a signal stops all ranks
-            # after this step or the next; with local_steps it travels with the next synchronisation.
+            # Step. Each rank sends along with its gradients whether a signal has asked it to stop, so that
+            # all ranks stop after the same step. With local_steps this is sent at the next synchronisation.
             with monitor.reading():
                 set_name, batch = next(batches)
             result = train_step(
@@ -151,8 +152,8 @@ def run_steps(
                 with monitor.paused():
                     state.check_replicas()
 
-        # End: save, wait for the save, write status and report. The status needs to know whether the save has
-        # failed, so that the checkpoints are closed before it, not at the end of the block.
+        # End: save, wait for the save, write status and report. `close` is called here, before the end of the
+        # `with` block, because no status is written after a failed save.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # the last checkpoint may have much to write, W&B much to send
             checkpoints.save(state)
@@ -169,7 +170,7 @@ def run_steps(
 
 
 class Trained(NamedTuple):
-    """What a run has left: its folder, the metrics of the last evaluation by set, and all rows of its log."""
+    """The results of a run: its folder, metrics[set][name] of the last evaluation, all rows of the log."""
 
     folder: Path
     metrics: dict[str, dict[str, float]]
@@ -177,12 +178,12 @@ class Trained(NamedTuple):
 
 
 def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
-    """Trains in other processes as a command line would, and shows their progress; goes on with its run_name.
+    """Trains in new processes, as `pretrain.py` with these command-line words does, and prints their output.
 
-    overrides: the words of the command line. Ctrl-C asks the run to stop; the run saves, and then
-    KeyboardInterrupt is raised here. ValueError, one line, where the run fails.
+    overrides: key=value each; the run_name of an existing run continues that run. Ctrl-C asks the run to
+    stop; the run saves, and then KeyboardInterrupt is raised here. Raises ValueError where the run fails.
     """
-    quiet = io.StringIO()  # the run says it again
+    quiet = io.StringIO()  # the child process prints the same warnings
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
         config = compose_run(overrides)
     if config is None:

@@ -1,4 +1,9 @@
-"""One training step: forward and backward, the sum over ranks, the update, the average."""
+"""One training step: forward and backward pass, sum over ranks, update of the weights, averages.
+
+A slot is a place in the global batch, a board the puzzle and network state that a slot works on. A network
+that searches (LDT) keeps several boards in each slot, any other network one. `state.carry` has the boards of
+this rank's slots between steps.
+"""
 
 from collections.abc import Callable
 
@@ -24,27 +29,30 @@ def train_step(
     reasoning_at: Callable[[int], Reasoning] | None = None,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> StepResult:
-    """Advances the state by one step on this rank's share of the batch. All ranks call it.
+    """Trains one step on this rank's share of the global batch; changes `state`. All ranks call it.
 
-    rates: lr and puzzle_emb_lr. reasoning_at: maps a step, this one or the last, to its reasoning; None:
-    always the architecture's. is_asked_to_stop: whether this rank is; called before the last micro-batch.
+    batch: a puzzle for each slot of this rank, used only in slots that have halted. rates: the learning rates
+    "lr" and "puzzle_emb_lr". reasoning_at: returns the reasoning (cycles, noise) of a step number, called for
+    this step and the last one; None: always the architecture's. is_asked_to_stop: returns whether a signal
+    has asked this rank to stop; called before the last micro-batch.
     """
     state.step += 1
     reasoning_at = reasoning_at or (lambda _: state.model.reasoning)
     reasoning = reasoning_at(state.step)
     draws = draw(state, config, reasoning, step=state.step)
     sums = advance_boards(state, config, reasoning_at)
-    # New tensors: `state.carry` stays. A halted board starts on its row of `batch`. Where a slot has several
-    # boards, `draws` picks one.
+    # One board of each slot, in new tensors (`state.carry` is unchanged): `draws` picks among several boards,
+    # and a halted board starts on its row of `batch`.
     boards = state.model.refill(state.carry, batch, reasoning, draws)
-    # Fetches rows that other ranks keep, or counts those of a replicated table; sums `counts` over ranks.
+    # Fetch the puzzle embeddings that other ranks own (where every rank has all of them, only count the
+    # distinct ones), and sum over ranks what the losses are divided by.
     with clock.measure("sync"):
         state.table.prefetch(boards.data.puzzle_identifiers)
         counts = state.strategy.all_reduce_counts(state.model.network.counts(boards))
     new_sums = forward_and_backward(state, boards, config, counts, reasoning, draws, is_asked_to_stop)
     grad_norm, result = update(state, config, rates, clock)
-    # Metrics are summed over ranks later. Each rank adds its norm / ranks, so that the sum is the norm, or
-    # with local_steps the mean of the ranks' norms.
+    # Metrics are summed over ranks when a row is logged. Each rank adds norm / ranks: the sum is the norm,
+    # or with local_steps the mean of the ranks' norms.
     state.metrics.add(_add(_add(sums, new_sums), {"grad_norm": grad_norm / state.ranks.size}))
     return result
 
@@ -52,19 +60,20 @@ def train_step(
 def update(
     state: TrainState, config: PretrainConfig, rates: dict[str, float], clock: StepClock
 ) -> tuple[Tensor, StepResult]:
-    """Updates weights, puzzle rows and averages from the gradients; returns the gradient norm too.
+    """Updates weights, puzzle embeddings and averages; returns the gradient norm before clipping, and more.
 
-    With `local_steps`, each rank updates its own weights, and `synchronize` merges them after some steps.
+    Without local steps, gradients are summed over ranks in every step. With local steps, each rank updates
+    its weights from its own gradients, and `synchronize` merges the weights every `local_steps` steps.
     """
-    with clock.measure("sync"):  # sums gradients, also of puzzle rows, over ranks; not with local_steps
+    with clock.measure("sync"):  # sums gradients of weights and puzzle embeddings; not with local_steps
         state.strategy.reduce_gradients(step=state.step)
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
     with clock.measure("sync"):  # the all-gather of sharded weights, or the merge after local steps
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # Of the weights; rows of the table take their averages along in `table.update_`. Every step since the
-    # last merge counts; without a merge there is none, and nothing happens.
+    # The average of the dense weights: takes in all steps since the last merge, and does nothing where this
+    # step did not merge. `state.table` itself averages the puzzle embeddings.
     state.average.update(result.merged_steps)
     return grad_norm, result
 
@@ -72,10 +81,10 @@ def update(
 def advance_boards(
     state: TrainState, config: PretrainConfig, reasoning_at: Callable[[int], Reasoning]
 ) -> Sums:
-    """Moves the boards of the step before to their next state, for a network that searches; returns sums.
+    """Moves the boards of the last step to their next state; returns the metric sums of these moves.
 
-    Reasoning and draws are of that step, but the weights have been updated since. A network that only answers
-    has nothing to move.
+    Only for a network that `advances` (LDT with a second pass); otherwise does nothing and returns {}. Uses
+    the weights after the last update, but the reasoning and the random numbers of the last step.
     """
     if not state.model.network.advances or state.step == 1:
         return {}
@@ -94,22 +103,22 @@ def forward_and_backward(
     draws: Draws,
     is_asked_to_stop: Callable[[], bool],
 ) -> Sums:
-    """Adds up the gradients of this rank's boards, micro-batch by micro-batch; returns the metric sums.
+    """Accumulates this rank's gradients over micro-batches, and updates the carry; returns the metric sums.
 
-    The sum of losses is divided by counts["slots"]; counts are of the global batch, with local_steps of this
-    rank. Messages may leave in the last backward pass, so that all scalars are added before it. Their sums
-    over ranks are in `StepResult`.
+    counts: numbers that losses are divided by, over the global batch, or with local_steps over this rank's
+    slots; the gradients are of (sum of losses) / counts["slots"]. Scalars (loss, request to stop) are sent
+    with the gradients, perhaps already in the last backward pass: all scalars are added before that pass.
     """
     state.strategy.start_step()  # zeroes the gradients, opens the scalars
     strategy, network, scalars = state.strategy, state.model.network, state.weights.scalars
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
-    # At least one: a rank without slots takes part in the messages with an empty micro-batch.
+    # At least one micro-batch: a rank without slots runs an empty one, to take part in the messages.
     micro_batches = [slice(first, first + size) for first in range(0, max(1, num_slots), size)]
     after, sums = [], {}
     for slots in micro_batches:
         before, own_draws, is_last = boards.select(slots), draws[slots], slots is micro_batches[-1]
-        if is_last:  # the message with the scalars may leave in its backward pass
+        if is_last:  # the last moment: the backward pass may send the scalars
             scalars.add(stop=int(is_asked_to_stop()))
         with strategy.micro_batch(is_last=is_last):
             output = strategy.model(before, reasoning, own_draws)
@@ -120,16 +129,16 @@ def forward_and_backward(
             strategy.backward(loss / counts["slots"])
         after.append(output.carry)
         sums = _add(sums, new_sums)
-    # The same draws pick the same boards as in `refill`: each goes back to its place.
+    # The same draws pick the same boards as in `refill`: each board returns to where it was in its slot.
     state.carry = state.model.put_back(state.carry, Carry.join(after), draws)
     return sums
 
 
 def draw(state: TrainState, config: PretrainConfig, reasoning: Reasoning, *, step: int) -> Draws:
-    """Returns the draws of this rank's slots in a step.
+    """Returns the random numbers of this rank's slots in a step; they do not depend on the number of ranks.
 
-    The network's own arrays are drawn for the global batch; all other numbers are made later, on the device,
-    from counters.
+    `Network.draw` draws arrays for the global batch on the host: this rank's rows are copied to the device.
+    All other numbers are computed on the device when needed, from the seed, the step and the slot.
     """
     device, slots = state.carry.steps.device, state.slots
     is_pinned = device.type == "cuda"  # then the host does not wait for the copy
