@@ -1,17 +1,14 @@
-"""The checkpoints of a run: saved as it goes, so that the same command again goes on where it was.
+"""The checkpoints of a run: how the run saves them, removes old ones, and resumes from one.
 
-Here is when a save is waited for, which checkpoints are kept, which one a start goes on from, and how it
-takes the run folder over. A checkpoint has
+A checkpoint is a folder step_<N> with
 
-- a file of tensors for each of `TrainState.files` and `exports`, <file>.safetensors; where ranks hold shards,
-  each rank's in <file>_<r>_of_<w>.safetensors (`checkpointing.tensors`)
-- state.json: step, which is also the position in the data; every rank's metric sums since the last logged
-  line; the best value of the evaluations before; fingerprint and description of the dataset;
-  seq_len; versions
+- <file>.safetensors for each file of `TrainState.files` and `exports`; where ranks hold shards, one file for
+  each rank, <file>_<rank>_of_<ranks>.safetensors (`checkpointing.tensors`)
+- state.json: the step, which is also the position in the data; every rank's metric sums since the last logged
+  row; the best value of the evaluations so far; fingerprint and description of the dataset; seq_len; versions
 - config.yaml: the run's config
 
-Tensors are safetensors and the rest is text: nothing is unpickled or executed. `checkpointing.writer` brings
-them onto the disk.
+Reading one unpickles and executes nothing. `checkpointing.writer` writes the files.
 """
 
 import json
@@ -53,18 +50,19 @@ from training.best import Selection
 from training.run_folder import cannot_write, cut_metrics_back, open_run_folder
 from training.state import TrainState
 
-# For a save under way, when an exception ends the run: for all of it, and where a rank is lost for its part.
+# How long a run that an exception ends waits for a save under way: for the whole save, and, where the
+# connection to a rank is lost, for the files of the other ranks.
 _LAST_WAIT_SECONDS, _LAST_PART_SECONDS = 60.0, 3.0
 
 
 class CheckpointManager:
-    """The saves of a run, and the resume. All ranks call its methods together, except `record_metrics`.
+    """The saves of a run, and the resume. All ranks call the methods together, except `record_metrics`.
 
-    Around the steps: whatever ends the block, the save under way is waited for. A save goes on in threads
-    after `save`, and one that fails is a warning. So only after `close` do all ranks know from
-    `last_save_failed` whether the newest one did.
+    A context manager around the steps: leaving the block, also by an exception, waits for the save under way.
+    Threads write a checkpoint after `save` has returned, and a failed save is a warning. `close` waits for
+    the last save; then `last_save_failed` says on all ranks whether it failed.
 
-    dataset_info: of the dataset, as JSON values, which every checkpoint keeps.
+    fingerprint, dataset_info: of the dataset, kept in every checkpoint; dataset_info has JSON values.
     """
 
     def __init__(
@@ -81,16 +79,17 @@ class CheckpointManager:
         self._selection = None
         if config.keep_best is not None:
             self._selection = Selection(config.keep_best, has_validation=config.validation_fraction > 0)
-        self._values: dict[int, float] = {}  # of the metric keep_best, by step; rank 0's
-        self._saved: deque[Path] = deque()  # since they were last read; rank 0's
+        self._values: dict[int, float] = {}  # of the metric keep_best, by step; on rank 0
+        self._saved: deque[Path] = deque()  # what `pop_saved` will return; on rank 0
         self._stall_seconds: float | None = None
         self._newest_step: int | None = None  # of the last save, or of the resume
         self.last_save_failed = False
 
     def save(self, state: TrainState) -> None:
-        """Saves the state of all ranks as `step_<N>`; returns when it is copied, or written if not async.
+        """Saves the state of all ranks as `step_<N>`; all ranks call it.
 
-        Does nothing for the step of the last save, failed or not, or of the resume.
+        Returns when the tensors are copied, or with checkpoint_async=false when they are on disk. Does
+        nothing if this step is that of the last save, successful or not, or of the resume.
         """
         if state.step == self._newest_step:
             return
@@ -103,7 +102,7 @@ class CheckpointManager:
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
 
     def _texts(self, state: TrainState, metrics: list[dict[str, float]]) -> dict[str, str]:
-        """Returns the text of each file without tensors; metrics: `state.metrics.state()` of every rank."""
+        """Returns the text of state.json and config.yaml. metrics: `state.metrics.state()` of each rank."""
         content = {
             "step": state.step,
             "metrics": metrics,
@@ -121,24 +120,24 @@ class CheckpointManager:
         return {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_to_yaml(self._config)}
 
     def pop_stall_seconds(self) -> dict[str, float]:
-        """Returns the seconds of waiting for saves since the last call; nothing where no save was due."""
+        """Returns, as a metric, the seconds that `save` took since the last call; {} without a save."""
         seconds, self._stall_seconds = self._stall_seconds, None
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
 
     def pop_saved(self) -> list[Path]:
-        """Returns the checkpoints that have become complete since the last call, on rank 0."""
+        """Returns the checkpoints that were completed since the last call; on ranks other than 0, none."""
         return [self._saved.popleft() for _ in range(len(self._saved))]
 
     def _record_saved(self, folder: Path) -> None:
-        # Rank 0's thread of the save calls it.
+        # Called on rank 0, by the thread of the save.
         self._saved.append(folder)
         self._prune()
 
     def record_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float | str]:
-        """Records how good the state of `step` is, for `keep_best`; rank 0's record counts.
+        """Records how good the state of `step` is, for `keep_best`. Only the record of rank 0 is used.
 
-        Returns the best so far, as best/<metric>, best/step and best/selected_by, where the row of metrics
-        has an evaluation.
+        metrics: a row of the log. Returns the best value so far, as best/<metric>, best/step and
+        best/selected_by; {} where the row has no evaluation.
         """
         if self._selection is None or not self._selection.is_evaluated(metrics):
             return {}
@@ -154,7 +153,7 @@ class CheckpointManager:
         }
 
     def check_metric(self, metrics: dict[str, float]) -> None:
-        """Warns where an evaluation lacks the metric that is to choose the best checkpoint."""
+        """Warns if an evaluation lacks the metric `keep_best`, which chooses the best checkpoint."""
         selection = self._selection
         if selection is None or not selection.is_evaluated(metrics) or selection.value(metrics) is not None:
             return
@@ -165,7 +164,7 @@ class CheckpointManager:
         )
 
     def _best(self) -> dict[str, float | str] | None:
-        """Returns the best value of the run so far, as a checkpoint has it."""
+        """Returns the best value of the run so far, as state.json holds it."""
         step = None if self._selection is None else self._selection.best_step(self._values)
         if step is None:
             return None
@@ -179,12 +178,12 @@ class CheckpointManager:
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
         if error is None:
             self.close()
-        else:  # maybe on this rank only, or because a lost rank will never write its part
+        else:  # not `close`, in which ranks talk: other ranks may be gone, or have no exception
             part_seconds = None if lost_connection(error) is None else _LAST_PART_SECONDS
             self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS, part_seconds=part_seconds)
 
     def close(self) -> None:
-        """Waits for the last save, and learns how it ended; a second call changes nothing."""
+        """Waits for the last save, and sets `last_save_failed`. All ranks call it, perhaps repeatedly."""
         self._writer.wait()
         if is_main():
             self._prune()
@@ -209,11 +208,12 @@ class CheckpointManager:
                     log.warning(f"the old checkpoint {folder} cannot be removed ({error})")
 
     def resume(self, state: TrainState, *, total_steps: int | None = None) -> bool:
-        """Fills the state from the checkpoint that the config asks for, and cuts the log back to its step.
+        """Loads into `state` the checkpoint that the config's `resume` chooses. All ranks call it.
 
-        Where there is none, a run begins, perhaps with the weights of `init_from`. Returns whether the row of
-        the step is logged already; if not, the metric sums that it needs are in the state. From here on the
-        folder belongs to this start. total_steps: of the run, which no checkpoint to resume from is beyond.
+        Without a checkpoint the run begins at step 0, with the weights of `init_from` if given. Rows of the
+        log after the step are dropped. Returns whether the log has the row of that step (True at step 0); if
+        not, the metric sums of that row are in the state. Raises ValueError if the step is beyond
+        `total_steps`.
         """
         chosen, content = None, {}
         with collective_errors():
@@ -247,11 +247,14 @@ class CheckpointManager:
         return broadcast_object(is_logged) or state.step == 0
 
     def _take_over(self, content: dict[str, Any], *, step: int) -> bool:
-        """Makes the folder one of a run at `step`. content: state.json of its own checkpoint, or empty."""
+        """Makes the run folder that of a run at `step`; returns whether the log has the row of that step.
+
+        content: state.json of a checkpoint in this folder; {} without one.
+        """
         remove_unfinished(self._run_folder)
         is_logged = cut_metrics_back(self._run_folder, step=step)
         if self._selection is not None:
-            best = content.get("best") or {}  # the log may lack it
+            best = content.get("best") or {}  # the row of the best step may be missing in the log
             named = (best.get("metric"), best.get("selected_by"))
             if named == (self._selection.metric, self._selection.selected_by):
                 self._values[best["step"]] = best["value"]
@@ -263,9 +266,9 @@ class CheckpointManager:
 
 
 def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointManager:
-    """Opens the run folder: rank 0 makes and locks it, and every rank has its log there; all ranks call it.
+    """Creates and locks the run folder (rank 0), and opens a log file there on each rank. All ranks call it.
 
-    described: fingerprint and dataset_info, as `CheckpointManager` has them.
+    described: `fingerprint` and `dataset_info` for the `CheckpointManager` that is returned.
     """
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
@@ -275,14 +278,12 @@ def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointMana
 
 
 def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
-    """Chooses the checkpoint that `resume` means; returns it, verified; None for a new run.
+    """Returns the verified checkpoint that the key `resume` asks for; None for a new run.
 
-    - auto: the newest of the run folder; damaged ones on the way to it are set aside
-    - must: the same, but there has to be one
-    - never: none, and there must not be one, as it would be overwritten
-    - a path: a checkpoint or the newest of another run; ignored once the run has checkpoints of its own
-
-    Raises ValueError, one line, where that cannot be.
+    - auto: the newest undamaged checkpoint of the run folder; newer damaged ones are renamed
+    - must: the same, but ValueError where there is no checkpoint
+    - never: None, but ValueError where there is a checkpoint, which the run would overwrite
+    - a path: this checkpoint, or the newest one of that run; the same as auto once this run has checkpoints
     """
     own = checkpoints_in(run_folder)
     if config.resume == "never":
@@ -301,7 +302,7 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
 
 
 def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
-    """Chooses what resume=`path` means. newest: the newest checkpoint of the run folder itself."""
+    """Returns the checkpoint of resume=`path`. newest: the newest checkpoint of the run folder itself."""
     if newest is not None:
         if path.resolve().parent == run_folder.resolve() and path.resolve() != newest.resolve():
             raise ValueError(
@@ -322,15 +323,16 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
 
 
 def load_content(folder: Path, state: TrainState, *, fingerprint: str) -> dict[str, Any]:
-    """Fills the state from a verified checkpoint that any number of ranks saved; returns its state.json.
+    """Loads a verified checkpoint into `state`; returns the content of state.json.
 
-    Every rank calls it, none waits for another. ValueError where it is of other data or another shape.
+    Every rank calls it, and none waits for another; any number of ranks may have saved the checkpoint. Raises
+    ValueError where the checkpoint has another dataset or other shapes.
     """
     content = read_state(folder)
     if content["dataset_fingerprint"] != fingerprint:
         raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
     for name, tensors in state.files().items():
-        # resume=PATH may be a run without averages, or an outer momentum, which then begins with zeros.
+        # resume=PATH may be a run without averages, or without outer momentum, which then begins with zeros.
         is_optional, elsewhere = name in ("outer_optimizer", "ema_state"), state.weights.elsewhere
         load_into_(tensors, folder, name, is_optional=is_optional, elsewhere=elsewhere)
         if name == "ema_state" and tensors and not find_files(folder, name):

@@ -1,4 +1,4 @@
-"""Everything that a training step changes: what a checkpoint must hold to go on as if nothing happened."""
+"""Everything that a training step changes, and a checkpoint must therefore hold."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from training.model import build_own_model
 
 @dataclasses.dataclass
 class TrainState:
-    """The state of a run on this rank: parts that each know how they move and what their tensors are.
+    """The state of a run on this rank.
 
-    slots: this rank's, of num_slots in the global batch. carry: the memory of these slots. metrics: sums
-    since the last logged row. step: updates done so far.
+    table: the puzzle embeddings. average: of the dense weights (EMA). strategy: how ranks act as one. slots:
+    range of this rank's slots among the `num_slots` of the global batch. carry: what these slots keep between
+    steps. metrics: sums since the last logged row. step: number of updates done.
     """
 
     model: HaltingModel
@@ -48,11 +49,11 @@ class TrainState:
 
     @property
     def ranks(self) -> Ranks:
-        """Returns the group that shares the batch."""
+        """Returns the group of ranks that divide the global batch among them."""
         return self.mesh.data
 
     def files(self) -> dict[str, Tensors]:
-        """Returns all tensors of the state, by the file of a checkpoint that keeps them."""
+        """Returns all tensors of this rank's state, as {file of a checkpoint: {name: tensor or shard}}."""
         share = {"rows": self.slots, "num_rows": self.num_slots, "ranks": self.ranks}
         carry = {name: shard_of_rows(each, **share) for name, each in self.carry.tensors().items()}
         rows = self._mark_copies(self.table.rows())
@@ -65,7 +66,10 @@ class TrainState:
         }
 
     def _mark_copies(self, tensors: Tensors) -> Tensors:
-        """Marks as copies, on all tensor ranks but the first, the shards that all of them have alike."""
+        """Marks as copies the shards that tensor-parallel ranks hold alike: the first of them saves these.
+
+        Weights inside the blocks are different on each of these ranks, and stay unmarked.
+        """
         if self.mesh.tensor.index == 0:
             return tensors
         spread = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
@@ -77,16 +81,19 @@ class TrainState:
         return tensors | copies
 
     def exports(self) -> dict[str, Tensors]:
-        """Returns, by file, what a checkpoint has for evaluations alone: averages, named as weights."""
+        """Returns what a checkpoint holds for evaluation alone: the averages, under the weights' names.
+
+        {} without EMA. A resume does not read this file.
+        """
         step = self.step
         averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
         return {"ema_weights": self.files()["weights"] | averages} if averages else {}
 
     def held(self) -> dict[Key, Tensor]:
-        """Returns all that this rank holds: what two ranks have under one key must be equal.
+        """Returns all tensors of this rank; two ranks that have the same key must have equal tensors.
 
-        With `local_steps` after a synchronisation. Weights are there twice: as they are updated, and as the
-        forward pass reads them. The part of a key is () where it is the whole.
+        With `local_steps` this holds only after a synchronisation. Weights appear twice: as the optimizer
+        updates them, and as the forward pass reads them. A key is (name, part), part () for a whole tensor.
         """
         cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
         read = self.model.network.state_dict() | self.table.rows()
@@ -98,7 +105,7 @@ class TrainState:
         return held
 
     def check_replicas(self) -> None:
-        """Ends all ranks, with one line, unless all that hold the same hold it equally. All ranks call it."""
+        """Ends all ranks with a message if copies of one tensor differ between ranks. All ranks call it."""
         if difference := broadcast_difference(self.held()):
             name, numbers, first = difference
             abort_all(
@@ -108,19 +115,22 @@ class TrainState:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replaces the weights by their averages, if there are any. All ranks enter it together."""
+        """Replaces weights and puzzle embeddings by the averages, if the run has EMA. All ranks enter it."""
         with self.average.averaged(step=self.step), self.table.average.averaged(step=self.step):
             yield
 
     def fetch_rows(self, identifiers: Tensor) -> None:
-        """Fetches puzzle rows, int [n], for an evaluation from other ranks. All ranks call it."""
+        """Fetches the puzzle embeddings that an evaluation reads from other ranks. All ranks call it.
+
+        identifiers: int [n], of the puzzles that this rank evaluates.
+        """
         self.table.fetch(identifiers)
 
     def broadcast_model_(self, spread: dict[str, Tensor] | None = None) -> None:
-        """Overwrites the model with rank 0's, at step 0, and restarts averages and strategy from there.
+        """Overwrites the weights of all ranks with rank 0's, at step 0, and resets averages and strategy.
 
-        All ranks call it. spread: rank 0's full copies of sharded weights, {} elsewhere; None: leave sharded
-        weights alone.
+        All ranks call it. spread: on rank 0 the sharded weights by name, each as a whole, {} elsewhere; None:
+        sharded weights stay as they are.
         """
         assert self.step == 0
         if spread is not None:
@@ -136,15 +146,15 @@ class TrainState:
 def build_first_state(
     config: PretrainConfig, metadata: Metadata, *, device: torch.device, total_steps: int | None = None
 ) -> TrainState:
-    """Builds the state of step 0, from the seed, on each rank its part. All ranks call it.
+    """Builds the state of step 0 from the seed, on each rank the part that it holds. All ranks call it.
 
-    total_steps: of the run; None: not known, and compile=auto then compiles nothing.
+    total_steps: number of steps of the run; None: unknown, so that compile=auto compiles nothing.
     """
     mesh = build_mesh(config)
     ranks, num_rows = mesh.data, metadata.num_puzzle_identifiers
     own = dataclasses.replace(metadata, num_puzzle_identifiers=num_local_rows(config, num_rows, ranks))
-    # The order matters: first cut, then move parameters into flat memory, where optimizers and averages find
-    # them, and compile last.
+    # The order matters: cut the model to this rank's part, move the parameters into flat buffers, build
+    # optimizers and averages on these, and compile last.
     model = build_own_model(config, own, mesh, device=device, total_steps=total_steps or 0)
     network = model.model.network
     flats = build_flats(config, network, mesh, cuts=model.cuts)
@@ -178,7 +188,7 @@ def build_first_state(
 
 
 def memory_advice(config: PretrainConfig) -> str:
-    """Says how the same run needs less memory, for when there is no memory left."""
+    """Returns advice for a run that is out of memory: which keys make the same run need less."""
     num_slots, parts = config.global_batch_size // world_size(), config.gradient_accumulation_steps
     more_parts = [number for number in range(parts + 1, num_slots + 1) if num_slots % number == 0]
     wishes = [f"gradient_accumulation_steps={number}" for number in more_parts[:1]]
