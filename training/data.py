@@ -1,4 +1,4 @@
-"""The data of a run, from its config: datasets, and which examples make which step."""
+"""The data of a run: opens the datasets that the config names, and plans the examples of every step."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -28,11 +28,11 @@ from training.schedule import Schedule
 class RunData:
     """The data of a run, the same on all ranks.
 
-    plan: the examples of every step. schedule: what is due after which. validation: for each training set the
-    puzzles that are held out, int64 [n], the first of each group, which is the unaugmented one; empty without
-    `validation_fraction`. fingerprint: of the datasets' content. tests: other test puzzles, by the name of
-    their folder. evaluators: of `dataset` and of the tests, to be taken `anew`. manifests: of all folders, as
-    text, which another follows where they are built anew; what was opened stays as it was.
+    plan: the examples of every step. schedule: what is due after which step. validation: {training set:
+    indices of held-out puzzles, int64 [n]}, only the unaugmented first puzzle of each group; {} without
+    `validation_fraction`. fingerprint: hash of the datasets' content. tests: datasets of `test_data_path`, by
+    folder name. evaluators: for `dataset`, then for each of `tests`; call `anew` before each evaluation.
+    manifests: the manifest file of each data folder at the start, to notice a rebuild.
     """
 
     dataset: Dataset
@@ -45,13 +45,13 @@ class RunData:
     manifests: dict[Path, bytes]
 
     def warn_if_built_anew(self) -> None:
-        """Warns on rank 0 where a folder is no longer what this start has opened."""
+        """Warns on rank 0 if a data folder was rebuilt since the start; the run keeps the data it opened."""
         if is_main() and _read_manifests(self.manifests) != self.manifests:
             names = ", ".join(map(str, self.manifests))
             log.warning(f"{names}: built anew since the run began, which goes on with what it has opened")
 
     def info(self) -> DatasetInfo:
-        """Describes all folders together, as a checkpoint keeps it."""
+        """Describes all training folders together; every checkpoint has this description."""
         return read_info(self.dataset.folders, self.dataset.metadata)
 
     def info_of(self, folder: Path) -> DatasetInfo:
@@ -61,17 +61,20 @@ class RunData:
     def read_train_batches(
         self, *, first_step: int, ranks: Ranks, device: torch.device
     ) -> AbstractContextManager[Iterator[tuple[str, Batch]]]:
-        """Reads this rank's share of every batch after `first_step`, with its set, ahead of the steps."""
+        """Returns a context with an iterator over (set name, this rank's share of the batch) of each step.
+
+        The first batch is of step `first_step` + 1. Batches are read ahead of the steps.
+        """
         share = {"rank": ranks.index, "world_size": ranks.size}
         dataset = PuzzleDataset(self.dataset, "train", self.plan, first_step=first_step, **share)
         return read_batches(dataset, device=device)
 
 
 def open_data(config: PretrainConfig) -> RunData:
-    """Opens and checks the data; rank 0 reads every token. All ranks call it; where one fails, all end.
+    """Opens and checks the data of a run. All ranks call it; a failure on one ends all.
 
-    The first rank of each node takes a fingerprint, so that all nodes have the same data: from the builder's
-    manifest where that has one.
+    Rank 0 checks every token. The first rank of each node computes a fingerprint of the data (or takes the
+    one in the builder's manifest), and all nodes must have the same.
     """
     fingerprint = ""
     with collective_errors():
@@ -106,7 +109,7 @@ def open_data(config: PretrainConfig) -> RunData:
 
 
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
-    """Opens the folders of `test_data_path`. ValueError where the model of the run cannot read one."""
+    """Opens the datasets of `test_data_path`, by folder name; ValueError if the model cannot read one."""
     tests = {}
     for path in map(Path, config.test_data_path or []):
         data, name = open_datasets([path], splits=("test",), read_everything=is_main()), path.resolve().name
@@ -120,7 +123,7 @@ def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
 
 
 def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
-    """Reads the manifest of each folder; empty where that has none, or none that can be read."""
+    """Reads the manifest file of each folder; b"" where it is missing or cannot be read."""
     found = {}
     for folder in folders:
         try:
@@ -131,10 +134,10 @@ def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
 
 
 def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
-    """Chooses the groups of each training set, bool [num_groups], that `validation_fraction` holds out.
+    """Returns {training set: groups to hold out for validation, bool [num_groups]}; {} if none is wanted.
 
-    ValueError where there are none, or where they have puzzle embeddings of their own: these would stay
-    untrained, so that the answers said nothing.
+    Raises ValueError if the fraction gives no group, or if held-out puzzles have a puzzle embedding that no
+    other puzzle trains: answers with an untrained embedding would mean nothing.
     """
     if not config.validation_fraction:
         return {}
@@ -160,10 +163,10 @@ def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
 def build_plan(
     config: PretrainConfig, data: Dataset, held_out: dict[str, np.ndarray] | None = None
 ) -> TrainPlan:
-    """Plans the examples of every step: of the curriculum's stages, then of the main training.
+    """Plans the examples of every step: first the curriculum's stages, then the main training.
 
-    data: the folders of `config.data_paths`. held_out: of each set, groups that are not trained on.
-    ValueError where a stage is too short for one batch.
+    data: the dataset of all `config.data_paths`. held_out: as `hold_out` returns it; None: all groups are
+    trained on. Raises ValueError if a stage is too short for one batch.
     """
     number = {path: position for position, path in enumerate(config.data_paths)}
     before = [stage for stage in config.curriculum if stage.share is None]

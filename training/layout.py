@@ -1,4 +1,4 @@
-"""The layout of a run's ranks: what its keys ask for, and what does not go together."""
+"""The layout of a run's ranks along the axes of the mesh: pipeline, replicate, shard and tensor."""
 
 from config.schema import PretrainConfig
 from parallel import log
@@ -7,13 +7,13 @@ from parallel.process_group import is_elastic, world_size
 
 
 def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:
-    """Returns the number of ranks along each axis of the mesh. ValueError where they do not divide."""
+    """Returns {axis of the mesh: number of ranks}. ValueError if the degrees do not divide `world_size`."""
     shard, pipeline = config.data_parallel_shard_degree, config.pipeline_parallel_degree
     return sizes_of(world_size, pipeline=pipeline, shard=shard, tensor=config.tensor_parallel_degree)
 
 
 def build_mesh(config: PretrainConfig) -> Mesh:
-    """Builds the groups of this rank; messages then name ranks by where they are. All ranks call it."""
+    """Builds the process groups of this rank. All ranks call it; log messages then name a rank's position."""
     mesh = Mesh(layout_of(config, world_size()))
     if not mesh.is_plain:
         log.locate_ranks(mesh.describe)
@@ -21,7 +21,7 @@ def build_mesh(config: PretrainConfig) -> Mesh:
 
 
 def check_layout(config: PretrainConfig, world_size: int) -> None:
-    """Checks, before anything is built, that a run can be divided among its ranks. ValueError, one line."""
+    """Raises ValueError if the slots of the global batch cannot be divided among `world_size` ranks."""
     sizes = layout_of(config, world_size)
     slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])
     if rest:

@@ -1,4 +1,4 @@
-"""The metrics of training: from sums over ranks and steps to what is logged, as long as it is finite."""
+"""The metrics of training steps, and the check that loss and gradients are finite."""
 
 import torch
 from torch import Tensor
@@ -11,16 +11,16 @@ from parallel.errors import abort_all
 def training_metrics(
     network: Network | type[Network], sums: dict[str, float], *, steps: int, global_batch_size: int
 ) -> dict[str, float]:
-    """Makes the metrics of sums over all ranks and so many steps; one without data is left out."""
+    """Divides metric sums over all ranks and `steps` steps into metrics; leaves out those without data."""
     metrics = network.metrics | network.training_metrics | {"grad_norm": "updates"}
     sums = sums | {"updates": steps}
     return divide(sums, metrics, slots=steps * global_batch_size)
 
 
 class FiniteCheck:
-    """A check that loss and gradients are numbers; else the run ends before they reach a checkpoint.
+    """A check that loss and gradient norm are finite; if not, ends the run before the next checkpoint.
 
-    Notes on the device whether a step was finite, and reads that note only where reading costs nothing.
+    `add` records the result on the device, so that the host waits for a GPU only in `check`.
     """
 
     def __init__(self, device: torch.device):
@@ -30,7 +30,7 @@ class FiniteCheck:
         self._set_names: dict[int, str] = {}
 
     def add(self, step: int, *, set_name: str, loss: Tensor, grad_norm: Tensor) -> None:
-        """Notes values that all ranks share, after the gradients are summed; on a CPU checks them at once."""
+        """Records loss and gradient norm of a step, which all ranks have alike; on a CPU, checks them now."""
         self._set_names[step] = set_name
         values = torch.stack((loss.detach().float(), grad_norm.float()))
         is_first_bad = ~torch.isfinite(values).all() & (self._first_bad == 0)
@@ -40,7 +40,7 @@ class FiniteCheck:
             self.check()
 
     def check(self) -> None:
-        """Ends all ranks if some step since the last check was not finite; all call it at the same step."""
+        """Ends all ranks if a step since the last check was not finite; all ranks call it after one step."""
         step = int(self._first_bad)
         if step:
             loss, grad_norm = self._values.tolist()

@@ -1,4 +1,4 @@
-"""The model of a run as a rank has it: drawn from the seed, and cut to the rank's part of the mesh."""
+"""The model of a run on one rank: initialized from the seed, with the blocks and weights of this rank."""
 
 import dataclasses
 from typing import Any
@@ -22,10 +22,10 @@ from parallel.tensor import Cut, cut_tensors
 
 @dataclasses.dataclass(frozen=True)
 class OwnModel:
-    """A rank's part of the model of a run.
+    """The part of a run's model that this rank holds.
 
-    cuts: of the weights that it has parts of, by name. shapes: of all weights of the whole model, by name.
-    compiler_options: of blocks and dense optimizer; None: these are not compiled.
+    cuts: {name of a weight that this rank has a part of: which part}. shapes: of all weights of the whole
+    model, by name. compiler_options: of torch.compile, for blocks and optimizer; None: nothing is compiled.
     """
 
     model: HaltingModel
@@ -34,7 +34,7 @@ class OwnModel:
     compiler_options: dict[str, Any] | None
 
     def compile_(self) -> None:
-        """Compiles the blocks, if the run does: once the weights are where they stay."""
+        """Compiles the blocks, if the run compiles; to be called after the weights are in flat buffers."""
         if self.compiler_options is not None:
             compile_blocks(self.model)
 
@@ -42,9 +42,10 @@ class OwnModel:
 def build_own_model(
     config: PretrainConfig, metadata: Metadata, mesh: Mesh, *, device: torch.device, total_steps: int
 ) -> OwnModel:
-    """Builds the model with rank 0's weights on the device; all ranks call it.
+    """Builds this rank's part of the model on the device; all ranks call it.
 
-    metadata: with the number of puzzle rows that this rank has. total_steps: of the run.
+    metadata: num_puzzle_identifiers is the number of puzzle embeddings on this rank. total_steps: number of
+    steps of the run, from which compile=auto decides.
     """
     compiles = compiles_on_all_ranks(config.compile, device, num_steps=total_steps)
     with collective_errors():
@@ -57,11 +58,11 @@ def build_own_model(
         if config.activation_checkpointing == "block":
             recompute_blocks(model)
     network = model.network
-    # Lest ranks drew other numbers.
+    # Broadcast the initial weights, because ranks on other hardware may have drawn other numbers.
     buffers = {n: each for n, each in network.named_buffers() if n != PuzzleEmbedding.weights_name}
     blocks, named = network.block_weights(), dict(network.named_parameters())
     all_ranks().broadcast_([*(each for n, each in named.items() if n not in blocks), *buffers.values()])
-    for name in sorted(blocks):  # one by one: a message is a copy
+    for name in sorted(blocks):  # one by one: the message needs a copy of all its tensors
         mesh.replicas.broadcast_([named[name]])
     if mesh.pipeline.size > 1:
         pipe_levels(network.levels().values(), Ring(mesh.pipeline, mesh.homes))
@@ -70,9 +71,9 @@ def build_own_model(
 
 
 def _draw(config: PretrainConfig, metadata: Metadata, mesh: Mesh) -> tuple[HaltingModel, dict[str, Cut]]:
-    """Draws the model from the seed, and keeps what this rank has of it; returns the cuts by name too.
+    """Initializes the model from the seed; returns this rank's part, and the cuts by name of the weight.
 
-    Every rank draws every block, and drops it before the next one: numbers do not depend on the mesh.
+    Every rank draws every block, so that the numbers do not depend on the mesh, but keeps only its own.
     """
     cuts: dict[nn.Module, dict[str, Cut]] = {}
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: rows of metrics, warnings, a trace, and the end where a step is not finite."""
+"""The monitor of a run: logs rows of metrics, and ends the run where loss or gradients are not finite."""
 
 import contextlib
 from collections.abc import Iterator
@@ -20,13 +20,13 @@ from training.metrics import FiniteCheck, training_metrics
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.state import TrainState
 
-_OF_START = ("num_parameters", "gigaflops_per_step", "gradient_sync")  # of what is known of a run
+_OF_START = ("num_parameters", "gigaflops_per_step", "gradient_sync")  # values for starts.jsonl
 
 
 class Monitor:
-    """The observer of a run, entered around its steps. All ranks have one, and call its methods together.
+    """The monitor of a run: a context manager around the steps. All ranks have one, and call it together.
 
-    is_logged: whether the row of the step that the run goes on from is logged already.
+    is_logged: whether the log already has the row of `state.step`.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class Monitor:
             "world_size": world_size(),
             "gradient_sync": state.strategy.name,
         }
-        # The sums of a regular row that is logged begin anew; a row that `max_steps` added keeps them.
+        # A checkpoint is saved before the row of its step is logged: reset the sums that this row has used,
+        # but keep them where the row was logged only because `max_steps` ended a start at this step.
         if is_logged and data.schedule.has_row(state.step):
             state.metrics.reset()
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(run.config).items())
@@ -94,35 +95,38 @@ class Monitor:
         return [*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name]
 
     def close(self) -> None:
-        """Sends what is left, once the last checkpoint is saved; a second call does nothing."""
+        """Closes all loggers, after the last checkpoint is saved; a second call does nothing."""
         self._send_checkpoints()
         self._stack.close()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Surrounds the wait for the batch of a step, with which the step's time begins."""
+        """Measures the wait for the next batch, in the block; the time of a step begins here."""
         self.clock.start()
         with self.clock.measure("data_wait"):
             yield
 
     def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
-        """Records a step; waits for the device only on a CPU."""
+        """Records that a step is done; on a GPU the host does not wait for the step's results.
+
+        set_name: the dataset's set of the batch, for messages.
+        """
         self._step = step
         if result.merged_steps:
             self._finite.add(step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
         self.clock.count_step()
         self._watchdog.step_done(step)
         if self._config.profile:
-            self.clock.stop()  # tracing and writing are no part of a step
+            self.clock.stop()  # writing the trace does not count as time of a step
         self._trace_step()
-        self._send_checkpoints()  # their rows are logged
+        self._send_checkpoints()
         self._loggers.step_done()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Surrounds what may take any time between two steps: saving, evaluating, comparing replicas.
+        """Stops step clock and watchdog in the block, for work of any duration: a save, an evaluation.
 
-        Before the block, a step that was not finite ends the run; in it, clock and watchdog wait.
+        Before the block, ends the run if a loss or gradient norm was not finite.
         """
         self.clock.stop()
         self._finite.check()
@@ -130,11 +134,14 @@ class Monitor:
             yield
 
     def is_row_due(self, step: int) -> bool:
-        """Returns whether the row of a step is still to be logged; the same answer on all ranks."""
+        """Returns whether a row is due after the step and not logged yet; the same on all ranks."""
         return self._schedule.has_row(step) and step != self._logged_step
 
     def reduce(self, state: TrainState) -> dict[str, float]:
-        """Returns the metrics since the last row, over all ranks, as they are logged on rank 0."""
+        """Returns on rank 0 the training metrics since the last row, over all ranks; {"train/<name>": value}.
+
+        All ranks call it. The sums stay as they are until `log`.
+        """
         self._finite.check()
         size = self._config.global_batch_size
         sums, steps = state.metrics.reduce(), state.metrics.steps
@@ -148,14 +155,14 @@ class Monitor:
         return {f"train/{name}": value for name, value in row.items()}
 
     def show_puzzles(self, state: TrainState) -> None:
-        """Logs pictures of what the model thinks of a few test puzzles, before the row of the step.
+        """Sends pictures of the model's answers to a few test puzzles to W&B, if `wandb_log_puzzles` asks.
 
-        All ranks call it.
+        All ranks call it, before `log` of the same step.
         """
         count, wandb = self._config.wandb_log_puzzles, self._loggers.wandb
         if not count or not broadcast_object(wandb is not None and wandb.takes_pictures):
             return
-        from training.pictures import think_of_puzzles  # with the drawing, for W&B alone
+        from training.pictures import think_of_puzzles  # imported only where W&B needs drawings
 
         with self.paused(), state.averaged():
             draw = think_of_puzzles(state, self._data, count=count)
@@ -164,13 +171,13 @@ class Monitor:
                     wandb.log_puzzles(state.step, draw)
 
     def log(self, state: TrainState, row: dict[str, float]) -> None:
-        """Logs the row of a step, with the best checkpoint so far, from rank 0; the sums begin anew."""
+        """Logs the row of a step from rank 0, with the best value so far; resets the metric sums."""
         self._loggers.log(state.step, row | self._checkpoints.record_metrics(state.step, row))
         self._logged_step = state.step
         state.metrics.reset()
 
     def _send_checkpoints(self) -> None:
-        """Sends the checkpoints that have become complete to W&B, after the rows of their steps."""
+        """Sends newly completed checkpoints to W&B, if the config asks for that."""
         for folder in self._checkpoints.pop_saved():
             if self._loggers.wandb is not None:
                 with log.warn_once("W&B's copy of a checkpoint"):

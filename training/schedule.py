@@ -1,4 +1,4 @@
-"""What is due after which step of a run: a pure function of its config and the number of the step."""
+"""The schedule of a run: what is due after each step, from the config and the step number alone."""
 
 import dataclasses
 
@@ -11,12 +11,11 @@ from parallel.strategy import next_sync, synced_steps
 
 
 class Schedule:
-    """What is due after which step of a run.
+    """The schedule of a run: learning rates and cycles of each step, and what is due after each step.
 
-    total_steps: of the whole run. last_step: of this start; `max_steps` may make it earlier.
-
-    With `local_steps` the ranks are equal only after a synchronisation: what is due at a step is done after
-    the first synchronisation at or after it.
+    total_steps: number of steps of the whole run. last_step: the step at which this start ends; earlier than
+    total_steps where `max_steps` says so. With `local_steps`, the weights of ranks are equal only after a
+    synchronisation: what is due at a step is done at the next synchronisation.
     """
 
     def __init__(self, config: PretrainConfig, plan: TrainPlan):
@@ -27,16 +26,16 @@ class Schedule:
         self._evaluations = {*plan.iteration_ends, self.last_step}
 
     def learning_rates(self, step: int) -> dict[str, float]:
-        """Returns the rates of update `step`, by the keys of their peaks."""
+        """Returns the learning rates of step `step`, as {"lr": ..., "puzzle_emb_lr": ...}."""
         return learning_rates(self._config, step, total_steps=self.total_steps)
 
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
-        """Returns the reasoning of update `step`: the usual one, with the cycles that its stage names."""
+        """Returns the reasoning of step `step`: `usual`, with the cycles of the curriculum's stage."""
         cycles = self._plan.stage_of(step).cycles
         return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)
 
     def petaflops(self, step: int, model: HaltingModel, *, seq_len: int) -> float:
-        """Counts the operations of the first `step` updates (`models.flops`), in 1e15, over all ranks."""
+        """Returns the operations of the first `step` steps on all ranks, in 1e15 (see `models.flops`)."""
         of_slot = 0.0
         for stage, number in self._plan.num_steps(step):
             reasoning = dataclasses.replace(model.reasoning, **stage.cycles)
@@ -52,7 +51,7 @@ class Schedule:
         return is_due or self.is_evaluation(step)
 
     def is_checkpoint(self, step: int) -> bool:
-        """Returns whether the state after the step is saved; the last one is in any case."""
+        """Returns whether a checkpoint is due after the step; after the last step it always is."""
         at_evaluation = self._config.checkpoint_every_eval and self.is_evaluation(step)
         return step == self.last_step or at_evaluation or self._is_due(self._config.checkpoint_interval, step)
 
@@ -63,19 +62,20 @@ class Schedule:
         return interval is not None and any(each > 0 and each % interval == 0 for each in self._steps(step))
 
     def _steps(self, step: int) -> range:
-        """Returns the steps that are completed after `step`: `step` alone, or with local_steps all since the
-        last synchronisation, and none between two.
-        """
+        """Returns the steps to check for due things: `step`, or with local_steps those synchronised by it."""
         return synced_steps(step, **self._interval)
 
     def status(self, step: int, *, lacks_row: bool = False) -> str:
-        """Names how a run ends that stops at `step`, perhaps without the row of it, for the file `status`."""
+        """Returns the word for the file `status` of a run that ends at `step`.
+
+        lacks_row: whether the row of that step is due, but not logged: then the run is not finished.
+        """
         if step < self.last_step or lacks_row:
             return "stopped"
         return "finished" if step >= self.total_steps else "max_steps"
 
     def describe(self, step: int) -> str:
-        """Names the run folder, the step and where it ends, for a person."""
+        """Returns a phrase for messages: the run folder, the step and the last step."""
         config = self._config
         end = f", max_steps={config.max_steps}" if self.last_step < self.total_steps else ""
         return f"{config.checkpoint_path} is at training step {step} of {self.total_steps}{end}"
