@@ -24,7 +24,6 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -32,9 +31,7 @@ import torch.distributed as dist
 
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
-from dataset.format import USUAL_SIZES, load_metadata, usual_metadata
 from launch import links
-from models import build_model
 from parallel import log
 from parallel import process_group as group
 from parallel.errors import local_errors
@@ -42,6 +39,7 @@ from parallel.launch import wait_for_all_ranks
 from parallel.mesh import describe_position, sizes_of
 from parallel.process_group import is_main, rank, world_size
 from parallel.watchdog import Watchdog
+from training.dry_run import sent_in_a_step
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
 # Keys that make a step send less, or more rarely.
@@ -260,28 +258,9 @@ def _describe_link(name: str, seconds: float, bytes_per_second: float) -> str:
     return f"{name:<14} {seconds * 1e6:8.0f} us {bytes_per_second * 8e-6:8.0f} Mbit/s"
 
 
-def count_bytes(config: PretrainConfig, *, world_size: int) -> tuple[int, int]:
-    """Counts the bytes of a run's messages over several nodes, with the most rows that there can be.
-
-    Returns the bytes of the gradients, or with `local_steps` of the changes of weights, which all ranks sum;
-    and the bytes of the puzzle embeddings that a rank uses, with their numbers, which all ranks gather.
-    For what every rank has whole.
-    """
-    try:
-        metadata = load_metadata(Path(config.data_paths[0]), "train")
-    except ValueError:  # it may be on the machines of the run alone
-        metadata = usual_metadata(**USUAL_SIZES)
-    with torch.device("meta"):
-        network = build_model(config.arch, metadata).network
-    is_dense = config.train_only != "puzzle_embeddings"
-    num_weights = sum(parameter.numel() for parameter in network.parameters()) if is_dense else 0
-    num_rows = -(-config.global_batch_size // world_size) * config.local_steps
-    return num_weights * getattr(torch, config.sync_dtype).itemsize, network.puzzle_row_bytes * num_rows
-
-
 def _estimate_steps(overrides: Sequence[str], latency: float, seconds_a_byte: float) -> list[tuple[str, ...]]:
     """Returns what the steps of a run send, how long that takes here, and which keys make it less."""
-    lines = []
+    lines, size = [], world_size()
     for keys in _ALTERNATIVES:
         try:
             config = compose_overrides(PretrainConfig, [*overrides, *keys])
@@ -289,15 +268,13 @@ def _estimate_steps(overrides: Sequence[str], latency: float, seconds_a_byte: fl
             if keys:  # they contradict the run's keys
                 continue
             raise
-        summed, gathered = count_bytes(config, world_size=world_size())
+        sent = sent_in_a_step(config, size)
         if not keys:
-            log.info(
-                f"\n{' '.join(overrides)}: a message has {summed / 2**20:.1f} MiB of gradients, and "
-                f"{gathered / 2**20:.2f} MiB of each rank's puzzle embeddings; by the all-reduces above"
-            )
-        # Summing sends its bytes twice, gathering the bytes of each rank once.
-        sent = [num_bytes for num_bytes in (summed, gathered * world_size() / 2) if num_bytes]
-        seconds = sum(latency + num_bytes * seconds_a_byte for num_bytes in sent) / config.local_steps
+            what = ", ".join(f"{each.bytes / 2**20:.2f} MiB of {name}" for name, each in sent.items())
+            log.info(f"\n{' '.join(overrides)}: in a step a process sends {what}; by the all-reduces above")
+        # An all-reduce of a byte, which was measured, sends 2 (size - 1) / size.
+        of_byte = seconds_a_byte * size / (2 * (size - 1))
+        seconds = sum(latency * each.messages + of_byte * each.bytes for each in sent.values())
         lines.append((" ".join(keys) or "as it is", f"{seconds:.3g} s a step"))
     return lines
 

@@ -131,11 +131,6 @@ class Network(nn.Module):
         if self.puzzle_emb is not None:
             self.puzzle_emb.weights = self.puzzle_emb.weights[identifiers]
 
-    @property
-    def puzzle_row_bytes(self) -> int:
-        """Returns the bytes of a puzzle's row and its number in a message; 0 where there is no table."""
-        return 0 if self.puzzle_emb is None else 4 * self.puzzle_emb.weights.shape[1] + 8
-
     @staticmethod
     def sizes_in(weights: State, arch: ArchConfig) -> dict[str, int]:
         """Reads off trained weights which sizes the dataset must have, by their names in `Metadata`."""

@@ -15,7 +15,7 @@ from launch.links import listen_like_gloo, pairs_to_measure
 from parallel.process_group import open_group
 from parallel.watchdog import EXIT_HANG
 from tests.ranks import Finished, run_program
-from tests.tiny import tiny_config, tiny_model
+from training.dry_run import Sent
 
 _VALUES = r" +\d+ us +\d+ Mbit/s"
 
@@ -64,18 +64,6 @@ def test_one_pair_for_each_two_nodes():
     assert len(pairs_to_measure(list("abcdefghij"))) == 9 + 8
 
 
-@pytest.mark.parametrize(
-    ("changes", "share", "num_rows"),
-    [({}, 1, 12), ({"sync_dtype": "bfloat16"}, 0.5, 12), ({"local_steps": 8}, 1, 8 * 12)],
-)
-def test_what_a_step_sends(changes, share, num_rows):
-    """4 bytes of each weight; 24 slots on 2 ranks, each with 32 float32 and an int64 of its puzzle."""
-    summed, gathered = check.count_bytes(tiny_config(**changes), world_size=2)
-    weights = sum(parameter.numel() for parameter in tiny_model().parameters())
-    assert summed == pytest.approx(4 * share * weights, rel=0.05), "the vocabulary is another one"
-    assert gathered == num_rows * 136
-
-
 @pytest.mark.slow
 def test_ranks_of_a_mesh_are_located(tmp_path):
     words = ("arch=trm", "pipeline_parallel_degree=2", "data_parallel_shard_degree=2", "data_path=nowhere")
@@ -91,7 +79,12 @@ def test_ranks_of_a_mesh_are_located(tmp_path):
 
 def test_a_step_costs_its_messages_and_their_bytes(monkeypatch):
     monkeypatch.setattr(check, "world_size", lambda: 4)
-    monkeypatch.setattr(check, "count_bytes", lambda *_, **__: (3000, 200))
+    # Messages of 3000 bytes, all-reduced, and of 200 bytes of each rank.
+    sent = lambda config, _: {  # noqa: E731
+        "gradients": Sent(1 / config.local_steps, 1.5 * 3000 / config.local_steps),
+        "rows": Sent(1 / config.local_steps, 3 * 200 / config.local_steps),
+    }
+    monkeypatch.setattr(check, "sent_in_a_step", sent)
     told = dict(check._estimate_steps(["puzzle_emb_sharding=replicated"], 0.5, 0.001))
     assert told["as it is"] == "4.4 s a step"
     assert told["local_steps=8"] == "0.55 s a step"

@@ -24,7 +24,7 @@ _MAY_IMPORT = {
     "training": {"checkpointing", "config", "dataset", "evaluation", "models", "optimizers", "parallel"},
 }
 _MAY_IMPORT["tuning"] = {"checkpointing", "config", "parallel", "training"}
-_MAY_IMPORT["launch"] = {"config", "dataset", "models", "parallel"}
+_MAY_IMPORT["launch"] = {"config", "parallel", "training"}
 _MAY_IMPORT |= {name: set(_MAY_IMPORT) for name in ("report", "share")}
 _MAY_IMPORT["benchmarks"] = {*_MAY_IMPORT, "tests.system.machines"}
 _MAY_IMPORT["records"] = {*_MAY_IMPORT, "benchmarks"}

@@ -89,8 +89,8 @@ class Needs:
     def sent(self, reasoning: Reasoning, *, seq_len: int) -> dict[str, Sent]:
         """Computes what a process sends in a step, the one that sends most, by what it is for.
 
-        Rows at most: on CPUs rows of the same puzzle travel once. Buckets and calls of q_target=deferred are
-        estimates; a few numbers for metrics and clipping are left out.
+        Rows at most: on CPUs rows of the same puzzle travel once, as do those of local steps. Buckets and
+        calls of q_target=deferred are estimates; a few numbers for metrics and clipping are left out.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(seq_len)
@@ -120,9 +120,7 @@ class Needs:
                 sum(_ring(*each) for each in sums) / config.local_steps,
             ),
             "weights of shards": Sent(1, _ring(gathered / 2, self._shares)),
-            "gradients of puzzle rows": Sent(
-                rows.messages / config.local_steps, rows.bytes / config.local_steps
-            ),
+            "gradients of puzzle rows": rows._replace(messages=rows.messages / config.local_steps),
             "stages": Sent(calls * hops * parts, calls * hops * state * (self._stages > 1)),
             "sums of features": Sent(summed * parts, summed * _ring(state, self._tensor)),
         }
@@ -144,11 +142,17 @@ def _ring(num_bytes: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * num_bytes
 
 
+def sent_in_a_step(config: PretrainConfig, world_size: int) -> dict[str, Sent]:
+    """Computes `Needs.sent` of a run on so many processes."""
+    model, seq_len, *_ = _build(config)
+    needs = Needs(config, model.network, layout_of(config, world_size))
+    return needs.sent(model.reasoning, seq_len=seq_len)
+
+
 def describe(config: PretrainConfig, world_size: int) -> str:
     """Describes a run on so many processes. ValueError, one line, where it cannot be divided among them."""
     check_layout(config, world_size)
-    missing = [path for path in config.data_paths if not Path(path).is_dir()]
-    model, seq_len, num_steps = _build(config, has_data=not missing)
+    model, seq_len, num_steps, missing = _build(config)
     network, sizes = model.network, layout_of(config, world_size)
     needs = Needs(config, network, sizes)
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one"
@@ -172,13 +176,14 @@ def describe(config: PretrainConfig, world_size: int) -> str:
     )
 
 
-def _build(config: PretrainConfig, *, has_data: bool) -> tuple[HaltingModel, int, int | None]:
-    """Builds the model without memory; returns the tokens of a puzzle and the number of steps too.
+def _build(config: PretrainConfig) -> tuple[HaltingModel, int, int | None, list[str]]:
+    """Builds the model without memory; returns the tokens of a puzzle, the number of steps, missing data too.
 
     Without the data the sizes are the usual ones, and the number what a key says, or None.
     """
+    missing = [path for path in config.data_paths if not Path(path).is_dir()]
     metadata, num_steps = usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps
-    if has_data:
+    if not missing:
         data = open_datasets([Path(path) for path in config.data_paths], read_everything=False)
         data = with_candidates(data) if config.arch.finds_candidates else data
         metadata = data.metadata
@@ -186,4 +191,4 @@ def _build(config: PretrainConfig, *, has_data: bool) -> tuple[HaltingModel, int
     with torch.device("meta"):
         model = build_model(config.arch, metadata)
     model.requires_grad_(config.train_only == "all")
-    return model, metadata.seq_len, num_steps
+    return model, metadata.seq_len, num_steps, missing

@@ -96,7 +96,7 @@ def test_a_slow_line_is_measured_with_what_a_step_costs_on_it(tmp_path):
     assert "the slowest link is between node0 (eth0) and node1 (eth0)" in told
     costs = dict(re.findall(r"^(as it is|\S+=\S+).*? ([\d.e-]+) s a step$", told, flags=re.MULTILINE))
     assert float(costs["as it is"]) > float(costs["local_steps=8"]) > float(costs["local_steps=32"])
-    mebibytes = float(re.search(r"([\d.]+) MiB of gradients", told)[1])
+    mebibytes = float(re.search(r"([\d.]+) MiB of sums of gradients", told)[1])
     at_rate = mebibytes * 2**20 * 8 / 100e6  # of two ranks each sends all of it once
     assert at_rate / 4 < float(costs["as it is"]) < 4 * at_rate
 
