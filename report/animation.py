@@ -1,7 +1,7 @@
-"""A puzzle being solved, as an SVG that moves: the board after each step, and how sure the model is.
+"""An animated SVG of a model that solves a puzzle: the board after each step, and the model's confidence.
 
-The movement is CSS, which also runs where a page shows the file as an image. Where movement is unwanted
-(prefers-reduced-motion), and in programs that know none, the last step is shown.
+The animation is CSS, so that it also runs inside an <img>. With prefers-reduced-motion, and in programs
+without CSS animation, the last step is shown.
 """
 
 import itertools
@@ -17,26 +17,26 @@ from evaluation.solving import Answer, Step
 
 _PUZZLE_SECONDS, _STEP_SECONDS, _LAST_SECONDS, _FADE_SECONDS = 1.6, 1.0, 4.0, 0.25
 _MARGIN, _BOARD, _GAP, _PANEL = 26, 360, 40, 226
-_SURE = 0.95  # above, a cell is not in doubt
-_LEVELS = 6  # of doubt, which is even, so that what hardly changes does not move
+_SURE = 0.95  # confidence from which the model counts as sure of a cell
+_LEVELS = 6  # doubt is rounded to so many levels: tiny changes are not drawn
 _STYLE = f"""{SVG_STYLE}.big{{font-size:30px;font-weight:650;fill:var(--ink)}}
 @media(prefers-reduced-motion:reduce){{*{{animation:none!important}}}}
 """
 
 
 class _Frame(NamedTuple):
-    """A board: how its cells look, and what the panel beside it says."""
+    """A frame of the animation: the look of each cell, and title and text of the panel beside the board."""
 
     paints: dict[tuple[int, int], Paint]
     title: str
     text: str
-    changes: Sequence[tuple[int, int, Paint]] = ()  # of the frame before: row, column, look
+    changes: Sequence[tuple[int, int, Paint]] = ()  # against the previous frame: row, column, look
 
 
 def draw_animation(answer: Answer) -> str:
-    """Draws how an answer came about, from the puzzle to the first step that it does not change after.
+    """Returns the SVG file as text: the puzzle, then the answer after each step until it is final.
 
-    A frame fades in over the frames before it, and draws the cells that differ.
+    Each frame fades in over the previous ones, and draws only the cells that changed.
     """
     steps = _shown_steps(answer)
     frames = list(_frames(answer, steps))
@@ -73,7 +73,7 @@ def draw_animation(answer: Answer) -> str:
 
 
 def _movement(num_steps: int) -> str:
-    """Returns the CSS that lets each step appear in its turn, and stay to the end."""
+    """Returns the CSS by which the steps appear one after the other, and stay to the end."""
     whole, lines = _PUZZLE_SECONDS + _STEP_SECONDS * (num_steps - 1) + _LAST_SECONDS, []
     for number in range(num_steps):
         begin = _PUZZLE_SECONDS + _STEP_SECONDS * number
@@ -86,7 +86,7 @@ def _movement(num_steps: int) -> str:
 
 
 def _shown_steps(answer: Answer) -> list[Step]:
-    """Returns the steps until the answer stands and the model would stop."""
+    """Returns the steps until the answer no longer changes and the model would halt."""
     steps = answer.steps[: answer.number]
     same = itertools.takewhile(lambda step: np.array_equal(step.grid, answer.grid), reversed(steps))
     first = len(steps) - len(list(same)) + 1

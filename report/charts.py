@@ -1,7 +1,7 @@
-"""Charts as SVG that takes the page's colours and font, drawn by matplotlib.
+"""Charts drawn by matplotlib, as SVG with the colours and the font of the page.
 
-Colours are roles, such as `accent`: matplotlib draws placeholders, which become the page's CSS variables, so
-that one picture serves light and dark. Equal content gives equal bytes.
+A colour is given as a role, such as `accent`. matplotlib draws placeholder colours, which are replaced by CSS
+variables, so that one SVG serves a light and a dark page. Equal data give equal bytes.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from dataset.drawing import svg_file
 ROLES = ("ink", "muted", "line", "accent", "second", "good", "bad", *(f"series{n}" for n in range(1, 9)))
 
 _PLACEHOLDERS = {role: f"#0a0b{number:02x}" for number, role in enumerate(ROLES)}
-_SIZE_INCHES = (5.2, 3.1)  # of 72 points
-_FRAME = (0.125, 0.2, 0.865, 0.765)  # left, bottom, width, height of the axes, in shares of these
+_SIZE_INCHES = (5.2, 3.1)  # an inch is 72 points
+_FRAME = (0.125, 0.2, 0.865, 0.765)  # left, bottom, width, height of the axes, as fractions of the figure
 _SETTINGS = {
     "svg.fonttype": "none",
     "font.size": 12.5,
@@ -38,15 +38,15 @@ _SETTINGS = {
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
 }
-_MOST_POINTS = 240  # of a line
-_PANELS_A_ROW, _LINE_HEIGHT, _EDGE = 3, 20, 12  # of a file of charts; the last two in points
+_MOST_POINTS = 240  # of a line; longer lines are averaged
+_PANELS_A_ROW, _LINE_HEIGHT, _EDGE = 3, 20, 12  # layout of `chart_file`; the last two in points
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of a chart: its name in the legend, empty for none, its points and its role.
+    """A line of a chart. name: in the legend; empty: not there. role: of the colour.
 
-    low, high: ends of a band around it. is_faint: drawn thin, behind the others.
+    low, high: the edges of a shaded band; empty: no band. is_faint: drawn thin and pale.
     """
 
     name: str
@@ -62,9 +62,9 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A chart on the page: its title, its SVG, its legend (name, role), and a sentence below it.
+    """A chart on the page. svg: for use inside HTML. legend: (name, colour role) each. caption: text below.
 
-    points: of each line what a pointer above it reads, [x, y in units of the SVG, text].
+    points: the tooltips, [x, y, text] each, with x and y in units of the SVG.
     """
 
     title: str
@@ -87,7 +87,7 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     caption: str = "",
 ) -> Chart | None:
-    """Draws lines over one axis; None where none of them has a point."""
+    """Draws lines in one chart; returns None where no line has a point. share: values are fractions of 1."""
     lines = [_thinned(line) for line in lines if len(line.x)]
     if not lines:
         return None
@@ -130,7 +130,7 @@ def line_chart(
 def bar_chart(
     title: str, stacks: Sequence[tuple[str, str, Sequence[int]]], *, x_label: str, caption: str = ""
 ) -> Chart:
-    """Draws stacked bars, at 1, 2, ...: (name, role, heights) each."""
+    """Draws stacked bars at x = 1, 2, ... stacks: (name in the legend, colour role, height at each x)."""
 
     def draw(axes) -> list[list[Any]]:
         count = len(stacks[0][2])
@@ -150,7 +150,7 @@ def bar_chart(
 
 
 def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, caption: str = "") -> Chart:
-    """Draws how often answers are right over how often they were said to be: (said, right, count) a bin."""
+    """Draws a reliability diagram. bins: (mean predicted probability, share right, count)."""
 
     def draw(axes) -> list[list[Any]]:
         most = max(count for _, _, count in bins)
@@ -174,7 +174,7 @@ def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, c
 
 
 def fraction(value: float) -> str:
-    """Writes a share as a fraction of 1."""
+    """Returns a fraction of 1 as text with three decimals."""
     return f"{value:.3f}"
 
 
@@ -212,7 +212,7 @@ def _as_fraction(value: float, _: int) -> str:
 
 
 def _plain(value: float, _: int) -> str:
-    """Writes a tick: 1500 as 1,500, 2000000 as 2M."""
+    """Returns the text of a tick: 1,500 for 1500, 2M for 2000000."""
     for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= limit:
             return f"{value / divisor:g}{unit}"
@@ -220,7 +220,7 @@ def _plain(value: float, _: int) -> str:
 
 
 def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], caption: str) -> Chart:
-    """Draws on new axes; the points that `draw` returns, in data units, come to be in units of the SVG."""
+    """Calls `draw` on new axes, and converts the tooltips that it returns from data units to SVG units."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -239,7 +239,7 @@ def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], cap
 
 
 def _as_inline(svg: str, title: str) -> str:
-    """Makes of a file's SVG one for inside of HTML: without addresses and sizes, in the page's colours."""
+    """Converts a standalone SVG for use inside HTML: no namespaces, ids or sizes; colours by CSS."""
     head, _, body = svg[svg.index("<svg") :].partition(">")
     head = re.sub(r' (xmlns(:xlink)?|width|height|version)="[^"]*"', "", head)
     head = head.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"')
@@ -247,7 +247,7 @@ def _as_inline(svg: str, title: str) -> str:
         r"(?s)<metadata>.*?</metadata>",
         r' id="(figure|patch|line2d|text|axes|legend|matplotlib|xtick|ytick|Path|FillB)[^"]*"',
         r" ?font-family: [^;\"]*;?",
-        r"(?s)<defs>\s*<style.*?</style>\s*</defs>",  # it would hold for the page
+        r"(?s)<defs>\s*<style.*?</style>\s*</defs>",  # would apply to the whole page
         r"(?s)<!--.*?-->\s*",
     ):
         body = re.sub(dropped, "", body)
@@ -257,7 +257,7 @@ def _as_inline(svg: str, title: str) -> str:
 
 
 def chart_file(panels: Sequence[tuple[Sequence[str], Chart]], *, title: str) -> str:
-    """Draws charts, three a row, each below lines of SVG text, as an SVG file."""
+    """Returns an SVG file as text, three charts a row. panels: (lines of SVG text, chart below them) each."""
     head, content = _LINE_HEIGHT * max(len(lines) for lines, _ in panels) + 4, []
     width, height = (72 * inches for inches in _SIZE_INCHES)
     for number, (lines, chart) in enumerate(panels):
@@ -277,7 +277,7 @@ def chart_file(panels: Sequence[tuple[Sequence[str], Chart]], *, title: str) -> 
 
 
 def _thinned(line: Line) -> Line:
-    """Remarks neighbouring points by their mean, where there are too many to see."""
+    """Replaces neighbouring points by their mean where a line has more than _MOST_POINTS points."""
     if len(line.x) <= _MOST_POINTS:
         return line
     size = -(-len(line.x) // _MOST_POINTS)

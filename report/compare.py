@@ -1,4 +1,4 @@
-"""Several runs on one page: curves over steps, examples, operations and seconds, and a table over seeds.
+"""The page that compares runs: curves over steps, examples, operations and seconds, and a table.
 
 Runs with configs that differ only in seed and name are one group, with a mean and an interval.
 """
@@ -24,9 +24,9 @@ _METRICS = (  # title, metric, options of the chart
 
 
 def write_comparison(folders: Sequence[Path], *, output: Path, warn: Callable[[str], None]) -> Path:
-    """Writes the page that compares runs; returns its path.
+    """Writes the page that compares runs to `output`, and returns this path. warn: called with each warning.
 
-    ValueError, one line, where a folder has no run, or the page cannot be written.
+    Raises ValueError, one line, where a folder has no run, or the page cannot be written.
     """
     check_packages()
     if len({each.resolve() for each in folders}) < len(folders):
@@ -62,9 +62,10 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
 
 
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
-    """Draws each metric of all runs over steps, examples, operations or seconds of training.
+    """Draws a chart for each metric, with the curves of all runs.
 
-    Of several runs in a group the mean is drawn too, row by row, as far as all of them go.
+    axis: `training steps`, `examples`, `petaflops` or `seconds`. A group of several runs also gets the curve
+    of their mean, up to the end of the shortest run.
     """
     drawn = []
     own = dict.fromkeys(name for group in groups for run in group.runs for name in run.other_metrics)
@@ -82,7 +83,7 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
 
 
 def _curve(run: RunRecord, metric: str, axis: str) -> Curve | None:
-    """Returns a metric of a run over an axis; None where the log lacks either. {set}: the run's first one."""
+    """Returns a metric over an axis; None where the log lacks one. `{set}` means the first test set."""
     if "{set}" in metric and not run.eval_sets():
         return None
     steps, values = run.curve(metric.format(set=next(iter(run.eval_sets()), "")))

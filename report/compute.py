@@ -1,4 +1,4 @@
-"""Accuracy over compute, as scaling.json has it: the chart of a report, and the file scaling.svg."""
+"""Charts of accuracy over network calls, from an evaluation's scaling.json: for pages and scaling.svg."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -13,8 +13,9 @@ def compute_chart(
 ) -> Chart | None:
     """Draws exact accuracy over network calls, a line for each number of samples.
 
-    settings: `corners` of a set in scaling.json. by: the way to select. has_oracle: whether dashed lines show
-    how often any sample is right. options: of `line_chart`.
+    settings: the list `corners` of a test set in scaling.json. by: how the answer is selected among samples,
+    such as `vote`. has_oracle: adds dashed lines, the share of puzzles that any sample answers right.
+    options: of `line_chart`.
     """
     lines = []
     for number, samples in enumerate(sorted({each["samples"] for each in settings})):
@@ -30,7 +31,7 @@ def compute_chart(
 
 
 def compute_picture(scaling: Mapping[str, Any]) -> str:
-    """Draws a panel for each set and each way to select, as an SVG file. Equal content gives equal bytes."""
+    """Returns scaling.svg as text: a panel for each test set and each way to select an answer."""
     sets = scaling["sets"]
     panels = [
         (by if len(sets) == 1 else f"{name}: {by}", content["corners"], by)

@@ -14,7 +14,7 @@ from dataset.build.command_line import OneLineParser, one_line_errors
 from report.run import other_metrics
 from training.wandb import PICTURES, has_wandb_login
 
-# By title, the regular expression of whole metric names that a panel shows (docs/metrics.md).
+# {section: {title of a panel: regular expression for the full names of its metrics}} (docs/metrics.md).
 SECTIONS = {
     "learning": {
         "loss": "train/lm_loss",
@@ -54,7 +54,7 @@ SECTIONS = {
 _LOGARITHMIC = ("loss", "gradient norm", "halting loss")
 _OTHERS = {name: f"(train|eval/[^/]+)/{name}" for arch in architectures() for name in other_metrics(arch)}
 SECTIONS |= {"others": _OTHERS} if _OTHERS else {}
-_COLUMNS = ("best/exact_accuracy", "best/step")  # of the table of runs, beside their names
+_COLUMNS = ("best/exact_accuracy", "best/step")  # of the table of runs, after the name of the run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,10 +77,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build_workspace(project: str, *, name: str, entity: str) -> Any:
-    """Builds the dashboard, without the network. ValueError where wandb-workspaces is missing."""
+    """Builds the dashboard in memory, sending nothing. ValueError where wandb-workspaces is missing."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # its own
+            warnings.simplefilter("ignore", DeprecationWarning)  # of wandb_workspaces itself
             import wandb_workspaces.reports.v2 as panels
             import wandb_workspaces.workspaces as workspaces
     except ImportError:
@@ -114,7 +114,7 @@ def _outline(workspace: Any) -> None:
 
 
 def _save(workspace: Any) -> None:
-    """Makes the dashboard at W&B, and prints its address. ValueError where W&B refuses."""
+    """Creates the dashboard at W&B, and prints its URL. Raises ValueError where W&B refuses."""
     import wandb
 
     if not has_wandb_login():
@@ -123,7 +123,7 @@ def _save(workspace: Any) -> None:
     try:
         workspace.entity = workspace.entity or wandb.Api().default_entity
         workspace.save()
-    except Exception as error:  # the client's own, requests', or pydantic's
+    except Exception as error:  # an error of wandb, requests or pydantic
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"W&B did not take the dashboard ({reason}): is there a project {workspace.project!r}, and may "

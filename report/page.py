@@ -1,4 +1,4 @@
-"""The report of a run: its numbers, charts and pictures in one file that needs nothing else."""
+"""The report of a run: one self-contained HTML file with numbers, charts and solved puzzles."""
 
 import importlib.util
 import math
@@ -32,7 +32,7 @@ from report.trace import (
 from training.code import CHANGES
 from training.run_folder import REPORT_FILE
 
-NUM_PUZZLES = 400  # that a model is run on
+NUM_PUZZLES = 400  # test puzzles that the model is run on
 NEEDED = ("jinja2", "matplotlib")
 
 _HERE = Path(__file__).parent
@@ -48,11 +48,11 @@ def write_report(
     evaluation: Path | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Writes the report of a run, report.html in its folder unless `output` is given; returns its path.
+    """Writes the report of a run to `output`, else to report.html in the run folder; returns the path.
 
-    Without a checkpoint or its data the report is of what there is, and says what is missing; so does `warn`.
-    traced: puzzles that the model was run on already. evaluation: folder of the evaluation that is reported.
-    ValueError, one line, where there is no run, or the page cannot be written.
+    A missing checkpoint or dataset leaves its part of the report out: a note there, and `warn`, say so.
+    traced: the answers of the model, if it was run already. evaluation: the evaluation's folder; None: the
+    newest. Raises ValueError, one line, where there is no run, or the page cannot be written.
     """
     check_packages()
     run = read_run(folder, evaluation=evaluation)
@@ -63,7 +63,7 @@ def write_report(
         try:
             traced = trace_of_run(folder, data=data, num_puzzles=num_puzzles)
         except ValueError as error:
-            if data is not None:  # which somebody asked for
+            if data is not None:  # the caller asked for this data
                 raise
             missing.append(f"no pictures and no halting steps: {error}")
     notes = [*run.warnings, *missing]
@@ -74,18 +74,18 @@ def write_report(
 
 
 def report_run(folder: Path) -> None:
-    """Writes the report of a run that ends, on rank 0. A failure is a warning, and ends nothing."""
+    """Writes the report at the end of a run; ranks but 0 do nothing. An error becomes a warning."""
     if is_main():
         try:
             log.info(f"wrote {write_report(folder, warn=log.warning)}")
-        except Exception as error:  # whatever it is, the training is done
+        except Exception as error:  # the training is done: no error may fail the run
             log.warning(f"there is no report: {error}")
 
 
 def write_evaluation_report(
     checkpoint: Checkpoint, model: HaltingModel, data: Dataset, evaluation: Path, *, seed: int
 ) -> None:
-    """Writes the report of a run that has just been evaluated, into the run's folder. Rank 0 only."""
+    """Writes report.html into the run folder after an evaluation; rank 0 alone calls it. seed: of noise."""
     options = {"batch_size": checkpoint.global_batch_size, "path": checkpoint.path, "seed": seed}
     traced = trace_puzzles(model.eval(), data, num_puzzles=NUM_PUZZLES, **options)
     path = write_report(checkpoint.run_folder, traced=traced, evaluation=evaluation, warn=log.warning)
@@ -93,7 +93,7 @@ def write_evaluation_report(
 
 
 def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Draws scaling.json into a file; where matplotlib is missing, only warns."""
+    """Draws the content of scaling.json as an SVG file; without matplotlib it only warns."""
     if importlib.util.find_spec("matplotlib") is None:
         log.warning(f"matplotlib is missing: there is no {path.name} (pip install matplotlib)")
     elif scaling["sets"]:
@@ -126,13 +126,13 @@ def _run_page(run: RunRecord, traced: TracedPuzzles | None, *, notes: Sequence[s
 
 
 def check_packages() -> None:
-    """Raises ValueError where a package that the page needs is not installed."""
+    """Raises ValueError where jinja2 or matplotlib is not installed."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"a report needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
 def render(template: str, **values: Any) -> str:
-    """Fills in a template of this folder; what is not ours is escaped."""
+    """Renders a jinja2 template of this folder as HTML; values are escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
@@ -143,13 +143,13 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Raises ValueError where the page cannot be written: before a model is run for it."""
+    """Raises ValueError where `path` cannot be written; called early, before a model is run for minutes."""
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
         raise ValueError(f"cannot write {path}: give another file with --output, in a folder")
 
 
 def write_page(path: Path, text: str) -> None:
-    """Writes the page in one piece. ValueError where the file cannot be written."""
+    """Writes the page atomically. Raises ValueError where the file cannot be written."""
     try:
         write_text(path, text)
     except OSError as error:
@@ -161,7 +161,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Writes a duration in its two largest units: 2 min 5 s."""
+    """Returns a duration as text in its two largest units: 2 min 5 s."""
     seconds, units = round(seconds), [(86400, "d"), (3600, "h"), (60, "min"), (1, "s")]
     for (size, unit), (smaller, next_unit) in zip(units, units[1:], strict=False):
         if seconds >= size:
@@ -171,7 +171,7 @@ def duration(seconds: float) -> str:
 
 
 def short(number: float) -> str:
-    """Writes a count for a headline: 132,738 as 133 k, 27275266 as 27.3 M."""
+    """Returns a count as short text: 133 k for 132,738, 27.3 M for 27275266."""
     for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= limit:
             return f"{number / divisor:.3g} {unit}"
@@ -179,9 +179,9 @@ def short(number: float) -> str:
 
 
 def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
-    """Says in a line what was trained on what."""
+    """Returns the subtitle: the model and the dataset."""
     on = None
-    # Own symbols: the folder has the name that somebody gave the puzzles.
+    # A dataset with symbols of its own is named by its folder.
     if traced and (kind := traced.info.kind) and traced.info.vocabulary is None:
         side = math.isqrt(traced.inputs.shape[1])
         name = kind.title or kind.name.capitalize()
@@ -192,7 +192,7 @@ def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
 
 
 def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str, str]]:
-    """Returns the few numbers at the top of the page: (name, value, what it is)."""
+    """Returns the numbers at the top of the page: (name, value, explanation)."""
     found = []
     set_name, values = next(iter(run.evaluation.items()), ("", {}))
     if isinstance(share := values.get("exact_accuracy"), float):
@@ -205,7 +205,7 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
         judge = "search" if traced.is_search else "Q head"
         found.append(("thinking steps to an answer", f"{halts:.1f}", f"of {steps}, as the {judge} halts"))
     each = run.starts[-1].get("gigaflops_per_step") if run.starts else None
-    # Of several samples an answer needs the calls of all; the largest setting is the one above.
+    # `calls@...` counts the calls of all samples of an answer; the largest setting made the accuracy above.
     calls = [value for name, value in values.items() if name.startswith("calls@")] or [values.get("steps")]
     if each and is_number(calls := max(calls)):
         what = f"{calls:.4g} network calls of {each:.3g} GFLOP"
@@ -219,7 +219,7 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
 
 
 def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str]]:
-    """Returns how the run was made, as (name, value); what is not recorded says so."""
+    """Returns how the run was made, as (name, value); a missing value is `not recorded`."""
     config, start = run.config, run.starts[-1] if run.starts else {}
     commit = start.get("git_commit") or ""
 
@@ -255,12 +255,12 @@ def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str
 
 
 def _moment(text: Any) -> str:
-    """Writes 2026-01-31T12:00:59+00:00 as 2026-01-31 12:00 UTC."""
+    """Returns `2026-01-31 12:00 UTC` for 2026-01-31T12:00:59+00:00."""
     return str(text)[:16].replace("T", " ") + " UTC" if text else ""
 
 
 def _results_table(run: RunRecord) -> dict[str, Any]:
-    """Lays out the evaluation: the names of the sets, and for each metric a value and an interval a set."""
+    """Returns the test sets, their sizes, and rows (metric, [(value, interval) for each set]), as texts."""
     drawn = [
         name
         for name in metric_names(run.evaluation)
@@ -284,7 +284,7 @@ def _cell(values: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 
 def learning_charts(run: RunRecord) -> list[Chart]:
-    """Draws what the log has of how the run learned."""
+    """Draws the training curves of the log."""
 
     def trained(metric: str, name: str = "") -> Line:
         return Line(name, *run.curve(f"train/{metric}"), role="second")
@@ -333,7 +333,7 @@ def learning_charts(run: RunRecord) -> list[Chart]:
 
 
 def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]:
-    """Draws how accuracy grows with steps and compute, where puzzles halt, and what the Q head knows."""
+    """Draws accuracy over steps and compute, a histogram of halting steps, and the Q head's reliability."""
     drawn: list[Chart | None] = [_accuracy_over_steps(run, traced)]
     if traced:
         right, wrong = halting_histogram(traced)
@@ -357,7 +357,7 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
 
 
 def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart | None:
-    """Draws the accuracy of the evaluation after each step, else the accuracy on the puzzles of this page."""
+    """Draws accuracy after each thinking step: of the evaluation, or else of the puzzles on this page."""
     lines, key = [], "exact_accuracy_after_step_"
     for number, (name, values) in enumerate(run.evaluation.items()):
         steps = sorted(int(rest) for metric in values if (rest := metric.removeprefix(key)).isdigit())

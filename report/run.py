@@ -1,6 +1,6 @@
-"""The record of a run in its folder: config, log, starts, the last evaluation, and what is missing.
+"""Reading of a run folder, for pages and tables: config, log, starts, the last evaluation.
 
-The log alone is enough for a report.
+A missing or broken config or log becomes a warning: metrics.jsonl alone is enough for a report.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from evaluation.results import (
 from models import network_class
 from training.run_folder import STATUS_FILE
 
-# The metrics of networks that the pages and the dashboard draw by hand, or leave out.
+# Metrics with a chart of their own on the pages and the dashboard, or with none on purpose.
 _KNOWN_METRICS = (
     *("count", "accuracy", "exact_accuracy", "exact_accuracy_after_step_1", "steps"),
     *("lm_loss", "q_halt_accuracy", "q_halt_loss", "q_continue_loss"),
 )
 
-# What the pages show of a start and of the status.
+# The fields of starts.jsonl and status.json that the pages show, with their types.
 _START = dict.fromkeys(("time", "command", "git_commit", "hardware", "gradient_sync", "torch"), str)
 _START |= dict.fromkeys(("step", "processes", "num_parameters"), int)
 _START["gigaflops_per_step"] = float
@@ -49,21 +49,21 @@ Curve = tuple[list[float], list[float]]  # x and y
 
 
 def other_metrics(arch: str) -> list[str]:
-    """Returns the metrics of a network that have no chart made by hand, and so get a plain one."""
+    """Returns the metrics of a network that only get a generic chart. arch: a value of `arch.name`."""
     network = network_class(arch)
     return [name for name in network.metrics | network.training_metrics if name not in _KNOWN_METRICS]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """What the folder of a run says.
+    """The content of a run folder.
 
-    config      as in config.yaml, empty where there is none
-    rows        of metrics.jsonl, in the order of their steps
-    starts      of starts.jsonl: a start is a dict with command, git_commit, hardware, ...
-    evaluation  {set: {metric: value}} of the newest evaluation, else of the last one in the log
-    scaling     of scaling.json, where that evaluation has one
-    warnings    a sentence for each thing that is broken
+    config      config.yaml with defaults filled in; empty where the file is missing
+    rows        the rows of metrics.jsonl, sorted by step
+    starts      the rows of starts.jsonl, a dict for each start: command, git_commit, hardware, ...
+    evaluation  {set: {metric: value}} of the newest evaluation by evaluate.py, else of the last in the log
+    scaling     the newest scaling.json (accuracy over test-time compute), if any
+    warnings    a sentence for each problem, such as a missing log
     """
 
     folder: Path
@@ -87,7 +87,7 @@ class RunRecord:
 
     @property
     def architecture(self) -> str:
-        """The name of the architecture as the papers write it."""
+        """Returns the short name of the model in papers, such as HRM."""
         return architectures()[self._arch].title if self._arch in architectures() else self._arch
 
     @property
@@ -104,16 +104,16 @@ class RunRecord:
 
     @property
     def petaflops(self) -> float | None:
-        """Of all training steps in the log, 1e15 operations; an older log says nothing of them."""
+        """Returns the operations of all training steps, in 1e15; None for a log without them (older runs)."""
         return (self.curve("train/petaflops")[1] or [None])[-1]
 
     def curve(self, name: str) -> Curve:
-        """Returns the steps and the values of a metric, where the log has a finite one."""
+        """Returns (steps, values) of a metric, from the rows with a finite value."""
         points = [(row["step"], float(row[name])) for row in self.rows if is_number(row.get(name))]
         return [step for step, _ in points], [value for _, value in points]
 
     def seconds(self) -> dict[int, float]:
-        """Returns the time that the training steps took up to each row, evaluations and saving apart."""
+        """Returns {step of a row: seconds of all training steps so far}, without evaluations and saving."""
         total, before, seconds = 0.0, 0, {}
         for row in self.rows:
             step_seconds = row.get("train/step_seconds")
@@ -123,14 +123,14 @@ class RunRecord:
         return seconds
 
     def eval_sets(self, split: str = "eval") -> list[str]:
-        """Returns the names of the sets that the log has evaluations of, as `<split>/<set>/<metric>`."""
+        """Returns the names of the sets for which the log has metrics `<split>/<set>/<metric>`."""
         return list(dict.fromkeys(name for row in self.rows for name in metrics_by_set(row, split)))
 
 
 def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
     """Reads a run folder. evaluation: the folder of the evaluation to report; None: the newest in the run.
 
-    ValueError, one line, where there is no such folder or no run in it.
+    Raises ValueError, one line, where the folder does not exist or has no run.
     """
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist: give a run folder, such as checkpoints/demo")
@@ -143,7 +143,7 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
         config = fill_defaults(read_yaml(config_path))
     except ValueError as error:
         warnings.append(str(error))
-    rows = {values["step"]: values for values, _ in read_rows(folder)}  # a later line of a step wins
+    rows = {values["step"]: values for values, _ in read_rows(folder)}  # a later row of a step wins
     warnings += _broken_lines(log)
     results, scaling = _read_evaluation(folder, evaluation, warnings)
     ordered = [rows[step] for step in sorted(rows)]
@@ -162,7 +162,7 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
 
 
 def _broken_lines(log: Path) -> list[str]:
-    """Names the lines of the log that are no rows; a killed writer may leave the last one unfinished."""
+    """Returns a warning for broken lines of the log; the last line may be unfinished without a warning."""
     if not log.exists():
         return [f"{log} is missing: there are no learning curves"]
     lines, whole = [*map(str.rstrip, read_lines(log))], {text for _, text in read_rows(log.parent)}
@@ -193,9 +193,10 @@ def _fingerprint(checkpoint: Path) -> str | None:
 def _read_evaluation(
     folder: Path, evaluation: Path | None, warnings: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Reads metrics.json and scaling.json, of the evaluation or else of the newest on the run's own data.
+    """Returns the content of metrics.json and scaling.json. evaluation: their folder.
 
-    Metrics are then of an evaluation without further options, and scaling.json of any.
+    None: the newest in the run folder, metrics of an evaluation with default options alone, and scaling.json
+    only on the run's own data. Appends to `warnings`.
     """
     files = [evaluation / EVALUATION_FILE] if evaluation else folder.glob(f"evaluation/*/{EVALUATION_FILE}")
     results, scaling = {}, None
@@ -220,13 +221,13 @@ def _read_evaluation(
 
 
 def _typed(row: Any, types: Mapping[str, type]) -> Row:
-    """Returns what of a row is of its type: anybody may have written it."""
+    """Returns the values of a row that have the expected type, as the file may be damaged or forged."""
     row = row if isinstance(row, dict) else {}
     return {name: value for name, value in row.items() if isinstance(value, types.get(name, ()))}
 
 
 def _can_be_drawn(scaling: Any) -> bool:
-    """Returns whether something is a scaling.json of at least one set."""
+    """Returns whether a value is the content of a scaling.json, with at least one set."""
     try:
         for content in scaling["sets"].values():
             by = next(iter(content["corners"][0]["ways"]))

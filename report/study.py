@@ -1,4 +1,4 @@
-"""The page of a study: its trials and what their parameters did, in one file that needs no network."""
+"""The page of a study, one self-contained HTML file: all trials, and charts of their hyper-parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tuning.study import Study
 
 
 def write_page(study: Study, path: Path) -> None:
-    """Writes the page anew, whole or as before."""
+    """Replaces the page of the study atomically; called after each trial."""
     best = study.best()
     text = render(
         "study.html.jinja",
@@ -39,7 +39,7 @@ def write_page(study: Study, path: Path) -> None:
 
 
 def _charts(study: Study) -> list[Chart]:
-    """Draws what the trials so far allow: the best so far, all evaluations, each parameter."""
+    """Draws the best value over trials, the evaluations of each trial, and a chart for each parameter."""
     complete = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
     choose = min if study.selection.lowest_is_best else max
     numbers, values = [trial.number for trial in complete], [trial.value for trial in complete]
@@ -70,12 +70,12 @@ def _point(x: float, y: float) -> Line:
 def _parameter_chart(
     study: Study, key: str, trials: list[FrozenTrial], *, importance: float | None
 ) -> Chart | None:
-    """Draws a point for each trial over the values of a parameter; choices are numbered."""
+    """Draws the value of each trial over a parameter; choices are numbered from 1."""
     of = study.space.parameters[key]
     is_choice = isinstance(of, CategoricalDistribution)
     points = []
     for trial in trials:
-        study.parameters(trial)  # ValueError where somebody else has written them
+        study.parameters(trial)  # raises ValueError for a value outside the space
         value = trial.params[key]
         points.append(_point(of.choices.index(value) + 1 if is_choice else value, trial.value))
     caption = "" if importance is None else f"It explains {importance:.2f} of the differences. "
@@ -92,8 +92,8 @@ def _parameter_chart(
 
 
 def _importances(study: Study) -> dict[str, float]:
-    """Returns the share of the variance that each parameter explains; {} where there is none."""
+    """Returns {parameter: share of the variance that it explains}; {} where Optuna cannot compute it."""
     with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError, ImportError):
-        warnings.simplefilter("ignore")  # of few or equal trials
+        warnings.simplefilter("ignore")  # about few or equal trials
         return optuna.importance.get_param_importances(study.optuna)
     return {}

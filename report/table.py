@@ -1,4 +1,4 @@
-"""The table of a comparison, for its page and for a paper: what differs, accuracy with interval, the test."""
+"""The table that compares runs: a row for each group of seeds, with accuracy, interval and t-test."""
 
 import csv
 import dataclasses
@@ -20,12 +20,12 @@ NOTE = (
     "(Wilson)]; p: two-sided t-test against the first row"
 )
 _OF_ONE_RUN = ("seed", "run_name", "project_name", "checkpoint_path", "wandb_group")
-_MOST_DIFFERENCES = 6  # that are columns, and named in a label
+_MOST_DIFFERENCES = 6  # more differing keys than this get no columns, and are not in a label
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Runs that differ only in their seed. settings: what other groups have otherwise. role: their colour."""
+    """Runs that differ only in their seed. settings: keys that differ between groups. role: the colour."""
 
     label: str
     role: str
@@ -34,11 +34,11 @@ class Group:
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """Puts runs that are repetitions of each other together, in the order in which they come."""
+    """Groups runs with the same config apart from seed and names; groups keep the order of the runs."""
     groups: dict[str, list[RunRecord]] = {}
     for number, run in enumerate(runs):
         settings = {key: value for key, value in run.config.items() if key not in _OF_ONE_RUN}
-        # A run without its config might be anything.
+        # A run without a config is a group of its own.
         key = json.dumps(settings, sort_keys=True, default=str) if run.config else f"run {number}"
         groups.setdefault(key, []).append(run)
     configs = [flatten(members[0].config) for members in groups.values()]
@@ -56,14 +56,14 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 
 def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:
-    """Names a group by what differs, or by its first run."""
+    """Returns the name of a group: the settings that differ, or the name of its first run."""
     if settings and len(settings) <= _MOST_DIFFERENCES:
         return ", ".join(f"{key.removeprefix('arch.')}={value}" for key, value in settings.items() if value)
     return members[0].name + (f" and {len(members) - 1} more" if len(members) > 1 else "")
 
 
 def _tested(run: RunRecord, metric: str) -> list[float]:
-    """Returns the mean over the sets of each evaluation."""
+    """Returns a test metric of each evaluation in the log, as the mean over test sets."""
     curves = [run.curve(f"eval/{name}/{metric}")[1] for name in run.eval_sets()]
     return [fmean(values) for values in zip(*filter(None, curves), strict=False)]
 
@@ -72,7 +72,7 @@ def _solved(run: RunRecord) -> float | None:
     return (_tested(run, "exact_accuracy") or [None])[-1]
 
 
-# How a value is written, and the value of a run, None where it is not known.
+# {column: (how to write a value, how to get the value of a run; None: not known)}.
 _VALUES: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | None]]] = {
     "best": (fraction, lambda run: max(_tested(run, "exact_accuracy"), default=None)),
     "cells right": (fraction, lambda run: (_tested(run, "accuracy") or [None])[-1]),
@@ -86,7 +86,7 @@ _VALUES: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | N
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A row for each group. rows: as texts. records: the same as numbers, None where not known."""
+    """A table with a row for each group. rows: as texts. records: {column: value}; None: not known."""
 
     columns: list[str]
     rows: list[list[str]]
@@ -100,7 +100,7 @@ class Table:
         return "\n".join([*lines, "", NOTE + "."]) + "\n"
 
     def to_latex(self) -> str:
-        """Writes it for the package booktabs."""
+        """Returns the table as LaTeX, for the package booktabs."""
         rows = [" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows)]
         head = [rf"\begin{{tabular}}{{{'l' * len(self.columns)}}}", r"\toprule", rows[0], r"\midrule"]
         return "\n".join([f"% {NOTE}", *head, *rows[1:], r"\bottomrule", r"\end{tabular}"]) + "\n"
@@ -114,7 +114,7 @@ class Table:
 
 
 def build_table(groups: Sequence[Group]) -> Table:
-    """Summarises groups; the first row is what the others are tested against."""
+    """Builds the table; the t-test of each row compares its accuracies with those in the first row."""
     settings = list(groups[0].settings)[:_MOST_DIFFERENCES]
     first = [share for run in groups[0].runs if (share := _solved(run)) is not None]
     rows, records = [], []
@@ -140,7 +140,7 @@ def build_table(groups: Sequence[Group]) -> Table:
 
 
 def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float | None, float | None]:
-    """Returns the ends of the 95 % interval: of the mean over seeds; of one seed, over its test puzzles."""
+    """Returns the 95 % interval of the mean accuracy: over seeds, or for one seed over its test puzzles."""
     if len(shares) > 1:
         low, high = mean_interval(shares)
         return max(low, 0.0), min(high, 1.0)
@@ -150,7 +150,7 @@ def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float
 
 
 def write_table(folders: Sequence[Path], path: Path) -> None:
-    """Writes the table of runs, in the format of the file's name. ValueError for no such format, no run."""
+    """Writes the table as .md, .tex or .csv. Raises ValueError for other endings, and without a run."""
     formats = {".md": Table.to_markdown, ".tex": Table.to_latex, ".csv": Table.to_csv}
     if path.suffix not in formats:
         raise ValueError(f"--table {path}: give a name that ends in {', '.join(formats)}")

@@ -1,4 +1,4 @@
-"""A model at work on test puzzles: its answers after each step, as a report draws them and sums them up."""
+"""The answers of a model to test puzzles after each thinking step, as data for a report."""
 
 import base64
 import dataclasses
@@ -23,21 +23,22 @@ from models.compilation import eager_blocks
 from parallel.process_group import choose_device, set_cpu_threads
 from parallel.progress import Progress
 
-MAX_PICTURES_BYTES = 3_500_000  # of a page's 5 MB, as it holds them
-_MOST_OF_SEARCH = 40  # puzzles: each takes a hundred rounds and more
+MAX_PICTURES_BYTES = 3_500_000  # in base64; a page may have 5 MB
+_MOST_OF_SEARCH = 40  # puzzles; each takes a search of a hundred steps or more
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedPuzzles:
-    """Test puzzles, and the trace of a model on each.
+    """Test puzzles, and the trace of a model on them: its answers after each thinking step.
 
-    set_names     [n], the set of each
-    rows          int64 [n], the row of each in its set
-    names         [n], of their puzzle identifiers; empty texts where the dataset names none
+    set_names     [n], the test set of each puzzle
+    rows          int64 [n], the row of each puzzle in its test set
+    names         [n], names of the puzzle identifiers; empty where the dataset has none
     inputs        int32 [n, seq_len]
-    labels        int32 [n, seq_len], IGNORE_LABEL_ID where a cell counts nowhere
-    num_puzzles   how many examples could have been chosen: all that are no variants of others
-    has_variants  whether there are others
+    labels        int32 [n, seq_len]; IGNORE_LABEL_ID: the cell is not scored
+    num_puzzles   number of puzzles in the test sets, not counting variants made by augmentation
+    has_variants  whether the test sets have such variants
+    checkpoint    path of the model's checkpoint
     """
 
     info: DatasetInfo
@@ -53,13 +54,13 @@ class TracedPuzzles:
 
     @property
     def is_wrong(self) -> np.ndarray:
-        """Whether each cell of each answer differs from its label: bool [n, steps, seq_len]."""
+        """Returns bool [n, steps, seq_len]: whether a scored cell of the answer differs from its label."""
         labels = self.labels[:, None]
         return (self.trace.preds != labels) & (labels != IGNORE_LABEL_ID)
 
     @property
     def is_right(self) -> np.ndarray:
-        """Whether each answer is right in all cells: bool [n, steps]."""
+        """Returns bool [n, steps]: whether the answer is right in all scored cells."""
         return ~self.is_wrong.any(axis=2)
 
     @property
@@ -72,9 +73,9 @@ class TracedPuzzles:
 
 
 def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
-    """Runs the newest model of a run on its test puzzles, or on the test puzzles of other dataset folders.
+    """Runs the newest model of a run on its test puzzles. data: other dataset folders to take puzzles from.
 
-    ValueError, one line, where the checkpoint or the data is not there.
+    Raises ValueError, one line, where the checkpoint or the data is missing.
     """
     checkpoint = find_checkpoint(folder)
     opened = open_datasets(data or checkpoint.find_data(), splits=("test",), read_everything=False)
@@ -87,10 +88,10 @@ def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int)
 def trace_puzzles(
     model: HaltingModel, data: Dataset, *, num_puzzles: int, batch_size: int, path: Path, seed: int = 0
 ) -> TracedPuzzles:
-    """Runs a model in evaluation mode on test puzzles, evenly chosen among the originals.
+    """Runs a model in evaluation mode on up to `num_puzzles` test puzzles, evenly spaced, without variants.
 
-    One process is enough; a search gets 40 puzzles at most. path: of the model's checkpoint. seed: of the
-    noise, where there is any.
+    Runs in one process. A model that searches (LDT) gets 40 puzzles at most, as it is slow. path: of the
+    model's checkpoint. seed: of the noise in reasoning, if any.
     """
     sets = data.splits["test"].sets
     if model.network.is_search:
@@ -124,7 +125,7 @@ def trace_puzzles(
 
 
 def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
-    """Counts the right and the wrong answers with which the Q head stops after each step."""
+    """Returns, for each step, the number of right and of wrong answers with which the model halts there."""
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]
     right, wrong = (np.bincount(halts[of] - 1, minlength=num_steps) for of in (is_right, ~is_right))
@@ -132,7 +133,7 @@ def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
 
 
 def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
-    """Returns the share of labelled puzzles that are right after each step."""
+    """Returns the share of puzzles with a label that are right after each step."""
     labelled = puzzles.is_right[puzzles.has_labels]
     return labelled.mean(axis=0).tolist() if len(labelled) else []
 
@@ -140,11 +141,11 @@ def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
 def reliability(
     puzzles: TracedPuzzles, *, num_bins: int = 10
 ) -> tuple[list[tuple[float, float, int]], float] | None:
-    """Compares the probability that the Q head gives each answer, sigmoid(q_halt), with how many are right.
+    """Compares sigmoid(q_halt), the Q head's probability of being right, with the share of right answers.
 
-    Over the answers after every step. Returns (mean probability, share that is right, number of answers) of
-    each tenth that has answers, and the expected calibration error, the mean distance of the two (Guo et al.
-    2017, equation 3); None where no puzzle has a label, and of a search, which is sure of what it answers.
+    Bins the answers after all steps by that probability. Returns (mean probability, share right, number of
+    answers) for each bin with answers, and the expected calibration error (Guo et al. 2017, equation 3).
+    Returns None where no puzzle has a label, and for a search, which has no such probability.
     """
     if puzzles.is_search or not puzzles.has_labels.any():
         return None
@@ -165,12 +166,12 @@ def _sigmoid(values: np.ndarray) -> np.ndarray:
 
 
 def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
-    """Makes what the page draws, as JSON can hold it: the style of the grids, and the puzzles, easiest first.
+    """Returns the data that the page draws, as JSON values: style of the grids, and puzzles, easiest first.
 
-    A puzzle has the cells of its grids row by row: `input`, `label`, and after each step `answers`,
-    `confidences` (percent) and of a search `candidates`; `guesses`: a cell, or the codes of `models.carry`.
-    `stays_right_from`: the first step from which the answer is right to the end, null where it is wrong at
-    the end; `rated`: after each step, in percent, sigmoid(q_halt), of a search the share of decided cells.
+    A puzzle has flat lists of cells: `input`, `label`, and for each step `answers`, `confidences` (percent)
+    and, of a search, `candidates` (bit t: token t is possible). `guesses`: for each step the guessed cell, or
+    a negative code of `models.carry`. `stays_right_from`: the step from which the answer stays right; null:
+    wrong at the end. `rated`: for each step, percent: sigmoid(q_halt), of a search the share of decided cells.
     """
     style, trace, steps = puzzles.info.style, puzzles.trace, puzzles.trace.preds.shape[1]
     head = page_style(style, puzzles.info.metadata) | {"steps": steps, "clues": clue_tokens(puzzles)}
@@ -202,10 +203,10 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
 
 
 def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
-    """Returns the tokens that the answer has wherever the puzzle has them: they are given, not guessed."""
+    """Returns the tokens of clues: where the puzzle has such a token, the answer has the same."""
     is_counted, is_same = puzzles.labels != IGNORE_LABEL_ID, puzzles.inputs == puzzles.labels
     if (first := puzzles.info.style.first_of_field) is not None:
-        if ((puzzles.inputs >= first) != (puzzles.labels >= first)).any():  # the answer is another grid
+        if ((puzzles.inputs >= first) != (puzzles.labels >= first)).any():  # the answer has another shape
             return []
         is_counted &= puzzles.inputs >= first
     kept, lost = (set(puzzles.inputs[is_counted & of].tolist()) for of in (is_same, ~is_same))
@@ -213,7 +214,7 @@ def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
 
 
 def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, index: int) -> dict[str, Any]:
-    """Returns the cells of the grids, and their numbers of columns; the answers have the label's frame."""
+    """Returns the grids of a puzzle for `picture_data`; answers are cut to the shape of the label."""
     of_input, of_answer = cells_of(style, tokens), cells_of(style, label, frame=label)
     if (label == IGNORE_LABEL_ID).all():
         of_answer = to_grid(np.arange(len(label)), num_columns=style.num_columns)
@@ -232,9 +233,9 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
 
 
 def pack(content: Mapping[str, Any], *, max_bytes: int = MAX_PICTURES_BYTES) -> tuple[str, int]:
-    """Packs the pictures as base64 of deflated JSON; returns the text and how many puzzles it holds.
+    """Packs the result of `picture_data` as base64 of deflated JSON; returns text and number of puzzles.
 
-    Every second puzzle is left out until it is not longer than max_bytes.
+    Drops every second puzzle until the text fits into `max_bytes`.
     """
     puzzles = content["puzzles"]
     while True:
