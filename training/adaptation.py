@@ -1,4 +1,4 @@
-"""A puzzle embedding for a puzzle that a model was not trained on: trained alone, on its demonstrations."""
+"""Trains a new puzzle embedding on the demonstrations of a puzzle; all other weights stay as they are."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def adapt(
     device: torch.device,
     raw: bool = False,
 ) -> HaltingModel:
-    """Trains the embedding of `demonstrations`, as `train_only=puzzle_embeddings` does; one process.
+    """Trains puzzle embeddings alone on `demonstrations`, in one process; returns the model in eval mode.
 
-    demonstrations: puzzles of the same examples, a step of the training each; their identifiers are rows of
-    the returned model's embedding, which begins as the mean of the checkpoint's. It is in evaluation mode.
+    demonstrations: one puzzle for each training step, all with the same number of examples; the puzzle
+    identifiers number rows of the returned model's table. New rows begin as the mean of the checkpoint's
+    rows. raw: whether to take the weights instead of the averages (EMA).
     """
     num_steps = len(demonstrations.puzzle_identifiers)
     num_examples = demonstrations.num_examples // num_steps
@@ -66,7 +67,7 @@ def adapt(
             numbers = np.full_like(rows, number)
             batch = load_batch(demonstrations, metadata, rows, numbers, size=len(rows)).to(device)
             rates = learning_rates(config, number + 1, total_steps=num_steps)
-            rates = dict.fromkeys(rates, rates["lr"])  # whatever moves, and that is the embedding alone
+            rates = dict.fromkeys(rates, rates["lr"])  # for puzzle_emb_lr too; only embeddings are trained
             result = train_step(state, batch, config=config, rates=rates, clock=clock)
             bar.set_postfix(loss=f"{result.loss.item():.3f}", refresh=False)
             bar.update()

@@ -10,7 +10,7 @@ _PASSES = ("eval", "eval_raw", "validation")
 
 
 def goal_of(name: str) -> Literal["max", "min"] | None:
-    """Returns whether the largest or the smallest values of a metric are good; None where neither are."""
+    """Returns whether high ("max") or low ("min") values of a metric are good; None where neither are."""
     metric = name.rpartition("/")[2]
     if metric.endswith("loss"):
         return "min"
@@ -18,13 +18,12 @@ def goal_of(name: str) -> Literal["max", "min"] | None:
 
 
 class Selection:
-    """The metric that `keep_best` names, as rows of the log have it.
+    """The rule that selects the best checkpoint from the rows of the log, by the metric `keep_best`.
 
-    keep_best: a metric, such as exact_accuracy: its mean over sets, weighted by number of puzzles; or one
-    value of a row, such as eval/all/exact_accuracy. The lowest of a loss is the best, else the highest; of
-    equal ones the newest.
-    selected_by: validation or test, the puzzles that choose. Where these are the test split's, the best value
-    is the largest of several, and so promises more than other puzzles will hold.
+    keep_best: a metric such as exact_accuracy, averaged over sets by number of puzzles, or one value of a row
+    such as eval/all/exact_accuracy. The best loss is the lowest, any other best value the highest; of equal
+    values the newest wins. selected_by: "validation" or "test", the puzzles that the metric is of. A best
+    value on the test split is the maximum of several, and so too optimistic for new puzzles.
     """
 
     def __init__(self, keep_best: str, *, has_validation: bool):
@@ -36,7 +35,7 @@ class Selection:
         self.lowest_is_best = goal_of(keep_best) == "min"
 
     def value(self, row: Mapping[str, float]) -> float | None:
-        """Returns how good the state of a row is; None where the row has no such evaluation."""
+        """Returns the value of the metric in a row of the log; None where the row lacks it."""
         if self._is_one_value:
             return row.get(self.metric)
         evaluator, slash, _ = self.metric.rpartition("/")
@@ -47,16 +46,16 @@ class Selection:
         return sum(each[self.metric] * count for each, count in zip(sets, counts, strict=True)) / sum(counts)
 
     def short_name(self, name: str) -> str | None:
-        """Returns how `keep_best` calls a metric of a row; None for one of other puzzles."""
+        """Returns the name for `keep_best` of a row's metric; None for a metric of other puzzles."""
         split, _, rest = name.partition("/")
         return rest.partition("/")[2] if split == self._pass else None
 
     def is_evaluated(self, row: Mapping[str, float]) -> bool:
-        """Returns whether the row has an evaluation of the puzzles that choose."""
+        """Returns whether the row has an evaluation of the puzzles that select (`selected_by`)."""
         return any(name.startswith(f"{self._pass}/") for name in row)
 
     def best_step(self, values: Mapping[int, float]) -> int | None:
-        """Returns the step of the best value; None where there is no finite one."""
+        """Returns the step of the best value. values: {step: value}; None where no value is finite."""
         sign = -1 if self.lowest_is_best else 1
         rated = [(sign * value, step) for step, value in values.items() if math.isfinite(value)]
         return max(rated)[1] if rated else None

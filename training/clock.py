@@ -1,4 +1,4 @@
-"""How fast a run goes, and what its time goes into. Reading is rare; measuring never waits for the device."""
+"""Measures the speed of a run: the time of steps and waits, and a profile. Measuring waits for no device."""
 
 import contextlib
 import functools
@@ -17,17 +17,19 @@ from parallel import log
 from parallel.collectives import all_ranks
 from parallel.process_group import is_main
 
-WAITS = ("data_wait", "sync")  # of a step: waiting for the batch, and for the other ranks
-_STRAGGLER = 1.5  # times the median rank's compute time, from which on a rank is named
-_NOTICEABLE_SECONDS = 0.05  # of a step more than the others, ...
-_NOTICEABLE_STEPS = 5  # ... and in at least so many, as first steps are slow anywhere
-# Of a profile: steps that allocate, compile and fill caches; steps traced and thrown away, as the start of a
-# trace takes time of its own; steps in the trace.
+WAITS = ("data_wait", "sync")  # within a step: waiting for the batch, and for the other ranks
+# A rank is a straggler if a step computes for more than 1.5 times the median of the other ranks, and for at
+# least 0.05 s longer, measured over at least 5 steps.
+_STRAGGLER = 1.5
+_NOTICEABLE_SECONDS = 0.05
+_NOTICEABLE_STEPS = 5
+# Steps of a profile: first skipped (they allocate and compile), then traced but discarded (starting the
+# profiler takes time), then traced.
 _SKIPPED, _WARMUP, _TRACED = 2, 2, 3
 
 
 class StepClock:
-    """Wall time of the steps of this rank: started before each, stopped before whatever else takes time."""
+    """A clock for the wall time of this rank's steps, stopped while the run does anything but steps."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -40,7 +42,7 @@ class StepClock:
             self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Waits for what the device still has to do of the steps so far."""
+        """Stops the clock, after the device has completed all steps so far."""
         if self._since is not None:
             if self._device.type != "cpu":
                 getattr(torch, self._device.type).synchronize()
@@ -52,9 +54,9 @@ class StepClock:
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Adds the time of a block to one of `WAITS`.
+        """Adds the time of the block to the wait `name`, one of `WAITS`.
 
-        sync: the time that the device stands still, which on CUDA only its own events measure.
+        On CUDA, events measure the wait "sync" on the device, without stopping the host.
         """
         if name == "sync" and self._device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -68,9 +70,9 @@ class StepClock:
         self._waits[name] += time.perf_counter() - begin_seconds
 
     def pop(self) -> dict[str, float]:
-        """Stops the clock; returns the mean seconds of a step, and of its waits, since the last call.
+        """Stops the clock; returns mean seconds of a step and of the waits in a step since the last call.
 
-        compute_seconds is the rest of a step without the waits. Empty where no step was timed.
+        compute_seconds is the time of a step without the waits. Returns {} where no step was timed.
         """
         self.stop()
         self._waits["sync"] += sum(begin.elapsed_time(end) for begin, end in self._sync_events) / 1000
@@ -88,9 +90,9 @@ class StepClock:
 
 
 def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str, float], str | None]:
-    """Gathers, on rank 0, metrics over all ranks, and a sentence that names a straggler or None.
+    """Returns on rank 0 metrics of speed and memory over all ranks, and a warning that names a slow rank.
 
-    All ranks call it. Empty where no step was timed.
+    All ranks call it. The warning is None where no rank is slow; metrics are {} where no step was timed.
     """
     mine, ranks = clock.pop(), all_ranks()
     if not mine:
@@ -123,7 +125,7 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the most that this process has had: of tensors on a CUDA device, else of resident memory."""
+    """Returns the peak memory of this process in bytes: of tensors on a CUDA device, otherwise resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -132,23 +134,23 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def traced_steps(folder: Path, *, is_enabled: bool, first_step: int) -> Iterator[Callable[[], None]]:
-    """Traces the fifth to the seventh step after `first_step` into `folder`.
+    """Profiles the fifth to the seventh step after `first_step`, in a block around all steps.
 
-    Yields a function that is to be called after each step. The trace opens in chrome://tracing and
-    ui.perfetto.dev; the ten operators that took longest are printed. What the run does between two steps
-    counts to the later one. A failure is a warning.
+    Yields a function to call after each step. Writes a trace for chrome://tracing or ui.perfetto.dev into
+    `folder`, and prints the ten slowest operators. Work between two steps counts as part of the later step. A
+    failure is a warning.
     """
     if not is_enabled:
         yield lambda: None
         return
-    import torch._inductor  # the profiler does, which takes seconds: better before the first step than in one
+    import torch._inductor  # takes seconds: the profiler would import it in the middle of a step
 
     name = "profile=true"
     profiled = profile(
         activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_initialized(),
         schedule=schedule(wait=_SKIPPED, warmup=_WARMUP, active=_TRACED, repeat=1),
         on_trace_ready=functools.partial(_write_trace, folder, first_step),
-        acc_events=True,  # without it torch 2.11 warns of what several cycles would lose; there is one
+        acc_events=True,  # without it torch 2.11 warns that several cycles would lose events; there is one
     )
     with log.warn_once(name):
         profiled.start()

@@ -1,4 +1,4 @@
-"""The code of a run: the commit, and what differs from it here."""
+"""The version of a run's code: the git commit, and the diff of uncommitted changes."""
 
 import functools
 import os
@@ -6,16 +6,16 @@ import subprocess
 
 from parallel.launch import NOT_RUN, REPOSITORY
 
-CHANGES = "+changes"  # behind the commit where the code differs from it
+CHANGES = "+changes"  # suffix of the commit where there are uncommitted changes
 _MOST_BYTES = 2**20  # of a recorded diff
 _CODE = ("*.py", "*.yaml", *(f":(exclude){folder}" for folder in sorted(NOT_RUN)))
 
 
 @functools.cache
 def git_commit() -> str | None:
-    """Returns the commit of this repository, `<commit>+changes` where the code of runs differs from it.
+    """Returns the commit of this repository, `<commit>+changes` with uncommitted changes to code of runs.
 
-    Where it is no repository, or there is no git, CODE_COMMIT of the environment (an image has it), or None.
+    Without a repository or git, returns the environment variable CODE_COMMIT (set in images), or None.
     """
     commit = git("rev-parse", "HEAD").strip()
     return commit + (CHANGES if code_diff() else "") if commit else os.environ.get("CODE_COMMIT") or None
@@ -23,7 +23,7 @@ def git_commit() -> str | None:
 
 @functools.cache
 def code_diff() -> str:
-    """Returns the diff from the commit to the code here, with new files, cut off after 1 MiB of text."""
+    """Returns the diff of uncommitted changes to code of runs, new files included, cut off after 1 MiB."""
     parts = [git("diff", "--no-ext-diff", "HEAD", "--", *_CODE)]
     for name in git("ls-files", "-z", "--others", "--exclude-standard", "--", *_CODE).split("\0"):
         if name and sum(map(len, parts)) <= _MOST_BYTES:
@@ -33,7 +33,7 @@ def code_diff() -> str:
 
 
 def git(*words: str) -> str:
-    """Returns what git says in this repository; nothing where there is none, or git fails."""
+    """Runs git in this repository and returns stdout; "" without a repository, or where git fails."""
     try:
         options = {"capture_output": True, "text": True, "errors": "replace", "timeout": 10}
         return subprocess.run(["git", *words], cwd=REPOSITORY, **options).stdout

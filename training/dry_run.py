@@ -1,4 +1,7 @@
-"""What a run needs on processes that are not at hand: memory, messages, operations (docs/parallel.md)."""
+"""Estimates what a run needs on any number of processes, without starting it: memory, messages, operations.
+
+docs/parallel.md shows the output.
+"""
 
 import math
 from collections.abc import Mapping
@@ -20,24 +23,25 @@ from training.layout import check_layout, layout_of
 from training.schedule import Schedule
 
 _MB, _GB, _PETA = 10**6, 10**9, 10**15
-# Bytes of an activation in bfloat16 that a block with gradient keeps for each position and feature: what each
-# tensor process has whole, and what it has a share of. With activation_checkpointing=block it is the input.
+# Bytes of bfloat16 activations that a block with gradient keeps for each position and feature: those that
+# every tensor-parallel rank has whole (_WHOLE), and those that these ranks divide (_SHARED, by architecture).
+# With activation_checkpointing=block, only the block's input is kept (_INPUT).
 _WHOLE, _SHARED, _INPUT = 12, {"urm": 53}, 2
 _USUALLY_SHARED = 35
 _BUCKET_MB = 25  # bucket_size_mb=auto on NCCL
 
 
 class Sent(NamedTuple):
-    """What a process sends in a step: messages, and their bytes, a sum over n in a ring as 2 (n - 1) / n."""
+    """The number of messages that a process sends in a step, and their bytes in sum."""
 
     messages: float
     bytes: float
 
 
 class Needs:
-    """The needs of a process of a run, as the mean over all processes.
+    """An estimate of what one process of a run needs, as the mean over all processes.
 
-    network: whole, on any device. sizes: of the mesh, by axis.
+    network: the whole network, on any device, also "meta". sizes: {axis of the mesh: number of ranks}.
     """
 
     def __init__(self, config: PretrainConfig, network: Network, sizes: Mapping[str, int]):
@@ -56,7 +60,7 @@ class Needs:
         self._row, self._rows = (0, 0) if table is None else (table.weights.shape[1], len(table.weights))
 
     def memory(self) -> dict[str, float]:
-        """Computes the bytes that are kept between steps, by part; without the gaps of flat buffers."""
+        """Returns the bytes that are kept between steps, by kind, without the alignment of flat buffers."""
         config, blocks, rest = self._config, self._blocks, self._rest
         in_one_flat = self._is_plain and not self._is_mixed
         updated = blocks / self._shares + rest / (self._shares if in_one_flat else 1)
@@ -77,20 +81,21 @@ class Needs:
         return {part: num_bytes for part, num_bytes in memory.items() if num_bytes}
 
     def activations(self, reasoning: Reasoning, *, seq_len: int) -> float:
-        """Estimates the bytes that a backward pass needs, of the slots that are computed at once."""
+        """Estimates the bytes of activations that the backward pass of one micro-batch needs."""
         of_block = _WHOLE + _SHARED.get(self._config.arch.name, _USUALLY_SHARED) / self._tensor
         if self._config.activation_checkpointing == "block":
             of_block = _INPUT
         num_blocks = sum(graded * len(level.layers) for level, _, graded in self._network.calls(reasoning))
         at_once = self.slots / self._config.gradient_accumulation_steps
-        # Of each stage's blocks it has the slots of all stages.
+        # Of its own blocks, a pipeline stage keeps the activations of the slots of all stages.
         return at_once * num_blocks * of_block / 2 * self._state_bytes(seq_len)
 
     def sent(self, reasoning: Reasoning, *, seq_len: int) -> dict[str, Sent]:
-        """Computes what a process sends in a step, the one that sends most, by what it is for.
+        """Returns {purpose: what a process sends in a step}, for the process that sends most.
 
-        Rows at most: on CPUs rows of the same puzzle travel once, as do those of local steps. Buckets and
-        calls of q_target=deferred are estimates; a few numbers for metrics and clipping are left out.
+        Puzzle rows are an upper limit: rows of the same puzzle are sent once on CPUs, and with local steps. The
+        number of buckets and the calls of q_target=deferred are estimates. A few numbers for metrics and clipping
+        are left out.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(seq_len)
@@ -130,7 +135,7 @@ class Needs:
         return math.prod(self._network.state_shape(seq_len)) * self._network.dtype.itemsize
 
     def _more_calls(self, reasoning: Reasoning) -> float:
-        """Returns how many more passes without gradient a step has, for the targets of q_continue."""
+        """Returns the number of extra forward passes in a step that compute targets of q_continue."""
         network = self._network
         if getattr(network, "no_ACT_continue", True) or reasoning.max_steps == 1:
             return 0
@@ -138,19 +143,19 @@ class Needs:
 
 
 def _ring(num_bytes: float, ranks: int) -> float:
-    """Returns what each of some ranks sends for a sum in a ring, which is twice a gather."""
+    """Returns the bytes that each of n ranks sends in a ring all-reduce: 2 (n - 1) / n of the buffer."""
     return 2 * (ranks - 1) / ranks * num_bytes
 
 
 def sent_in_a_step(config: PretrainConfig, world_size: int) -> dict[str, Sent]:
-    """Computes `Needs.sent` of a run on so many processes."""
+    """Returns `Needs.sent` of a run on `world_size` processes."""
     model, seq_len, *_ = _build(config)
     needs = Needs(config, model.network, layout_of(config, world_size))
     return needs.sent(model.reasoning, seq_len=seq_len)
 
 
 def describe(config: PretrainConfig, world_size: int) -> str:
-    """Describes a run on so many processes. ValueError, one line, where it cannot be divided among them."""
+    """Returns a text about the needs of a run on `world_size` processes; ValueError for a wrong layout."""
     check_layout(config, world_size)
     model, seq_len, num_steps, missing = _build(config)
     network, sizes = model.network, layout_of(config, world_size)
@@ -177,9 +182,9 @@ def describe(config: PretrainConfig, world_size: int) -> str:
 
 
 def _build(config: PretrainConfig) -> tuple[HaltingModel, int, int | None, list[str]]:
-    """Builds the model without memory; returns the tokens of a puzzle, the number of steps, missing data too.
+    """Returns the model on the meta device, the tokens of a puzzle, the number of steps, missing data paths.
 
-    Without the data the sizes are the usual ones, and the number what a key says, or None.
+    Without the data, the sizes are usual ones, and the number of steps is the key `train_steps`, or None.
     """
     missing = [path for path in config.data_paths if not Path(path).is_dir()]
     metadata, num_steps = usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps

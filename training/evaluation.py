@@ -1,4 +1,4 @@
-"""An evaluation in the course of a run: the test split, and the puzzles that are held out for validation."""
+"""Evaluation during a run: of the test split, other test sets, and puzzles held out for validation."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def evaluate(
     *,
     only_first_batches: bool = False,
 ) -> dict[str, float] | None:
-    """Evaluates the test split; returns on rank 0 the metrics of every set, as they are logged.
+    """Evaluates all test and validation sets; returns on rank 0 {"eval/<set>/<metric>": value, ...} to log.
 
-    All ranks call it. With EMA the averages are evaluated, and the weights themselves if asked for; the model
-    runs the cycles of its architecture, whatever the stage. The puzzles of `test_data_path` are evaluated as
-    test/<folder>.<set>; puzzles that `validation_fraction` holds out, without evaluators. None where the run
-    was asked to stop before its end.
+    All ranks call it. Returns None if `interruption` asks to stop before the end. With EMA the averages are
+    evaluated, and with `raw` the weights too (eval_raw/...). Sets of `test_data_path` are named
+    test/<folder>.<set>/..., held-out puzzles validation/... (without evaluators). The cycles are those of the
+    architecture, also in a stage that trains with others. only_first_batches: one batch of each set, no
+    files.
     """
     options: dict[str, Any] = {"only_first_batches": only_first_batches, "fetch_rows": state.fetch_rows}
     options |= {"ranks": state.ranks, "stages": state.mesh.pipeline}
@@ -74,7 +75,7 @@ def evaluate(
 
 
 def read_results(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """Reads all rows of a run's log, and {set: {metric: value}} of its last evaluation."""
+    """Returns all rows of a run's log, and {set: {metric: value}} of the last evaluation."""
     rows = [row for row, _ in read_rows(folder)]
     metrics = [found for row in rows if (found := metrics_by_set(row))]
     return rows, metrics[-1] if metrics else {}

@@ -1,4 +1,4 @@
-"""The receivers of a run's rows. A logger must never end a run: where one fails, the others go on."""
+"""The loggers of a run: metrics.jsonl, the console, W&B. A logger that fails only causes a warning."""
 
 import json
 import os
@@ -16,20 +16,20 @@ from parallel import log
 from parallel.process_group import is_main
 from parallel.progress import Progress
 
-_WANDB_MODES = {"run": "online", "dryrun": "offline"}  # older words of the client
+_WANDB_MODES = {"run": "online", "dryrun": "offline"}  # names in older versions of the client
 _WANDB_MODES |= {mode: mode for mode in ("online", "offline", "shared", "disabled")}
 
-# What the console shows, in the words of the report.
+# The metrics on the console, under the names that the report uses.
 _TRAINED = {"lm_loss": "loss", "exact_accuracy": "solved", "accuracy": "cells right"}
 _EVALUATED = {"exact_accuracy": "solved", "wrong": "wrong", "undecided": "undecided"}
 _EVALUATED |= {"accuracy": "cells right", "lm_loss": "loss", "act_steps": "thinking steps"}
 _SPLITS = ("validation", "eval", "eval_raw", "test")
-_MOST = 4  # metrics on the bar
+_MOST = 4  # metrics on the progress bar
 _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
 
 
 def _tidy_wandb_mode() -> None:
-    """Writes WANDB_MODE as the client reads it, and leaves out, with a warning, what is no mode."""
+    """Rewrites the variable WANDB_MODE to a mode that the client knows; drops a wrong one, with a warning."""
     if typed := os.environ.pop("WANDB_MODE", "").strip():
         if mode := _WANDB_MODES.get(typed.lower()):
             os.environ["WANDB_MODE"] = mode
@@ -38,10 +38,10 @@ def _tidy_wandb_mode() -> None:
 
 
 class Loggers:
-    """The receivers of a run's rows: metrics.jsonl, the console and W&B; none on ranks other than 0.
+    """The loggers of a run on rank 0: metrics.jsonl, the console and W&B; on other ranks there are none.
 
-    steps: from the number of steps done before this start to the one where it will stop. run_info, tags: of
-    the run, for W&B, beside its config.
+    steps: range(number of steps done, step at which this start ends). run_info: values for W&B's config
+    beside those of the run's config. tags: for W&B.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class Loggers:
         mode = config.wandb_mode if config.wandb_mode != "auto" else os.environ.get("WANDB_MODE")
         if mode != "disabled":
             with log.warn_once("W&B"):
-                from training.wandb import WandbRun  # which loads the client, in a third of a second
+                from training.wandb import WandbRun  # imports the client, which takes a third of a second
 
                 self.wandb = WandbRun(config, run_info=run_info, tags=tags)
                 self._all.append(self.wandb)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs one row of metrics; called once for a step."""
+        """Logs one row of metrics, at most once for each step."""
         self._call("log", step, metrics)
 
     def step_done(self) -> None:
         self._call("step_done")
 
     def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
-        """Sends what is left, and whether the run has failed."""
+        """Closes the loggers. error_type: the exception that ended the run; None: the run has not failed."""
         self._call("close", has_failed=error_type is not None)
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> None:
@@ -83,7 +83,7 @@ class Loggers:
 
 
 class _MetricsFile:
-    """metrics.jsonl: one JSON object a line, `step` first, on disk as soon as it is logged."""
+    """The file metrics.jsonl: one JSON object a line, `step` first, written without a buffer."""
 
     name = METRICS_FILE
 
@@ -98,10 +98,9 @@ class _MetricsFile:
 
 
 class Console:
-    """The bar of a run, with metrics of training, and above it a line for each evaluated set.
+    """A progress bar with training metrics, and above the bar a line for each evaluated set.
 
-    "solved" of training is at halting, where the Q head believes in the answer. steps: from the number of
-    steps done before this start to the one where it will stop.
+    In training, "solved" is the exact accuracy of slots at halting. steps: as in `Loggers`.
     """
 
     name = "the progress bar"
@@ -114,7 +113,7 @@ class Console:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         trained = {name.removeprefix("train/"): value for name, value in metrics.items() if "train/" in name}
         known = [name for name in _TRAINED if name in trained]
-        shown = known or list(trained)[:_MOST]  # a network that has others begins with its own
+        shown = known or list(trained)[:_MOST]  # for networks without these metrics: the first ones
         self._bar.set_postfix_str(
             "  ".join(f"{_TRAINED.get(name, name)} {trained[name]:.3f}" for name in shown), refresh=False
         )
@@ -129,7 +128,7 @@ class Console:
             self._show_evaluation(step, where, dict(_words(each, self._keep_best)), is_best=is_best)
 
     def _show_evaluation(self, step: int, where: str, words: dict[str, str], *, is_best: bool) -> None:
-        """Shows a line. words: the values by their names; the first is the one that may be the best."""
+        """Prints a line. words: {name: value}, the first for the metric that may be the best so far."""
         elapsed = self._bar.format_interval(self._bar.format_dict["elapsed"])
         head = f"step {step:>{len(str(self._bar.total))}}  {elapsed:>6}{where}"
         line, colored = [head], [self._paint(head, _FAINT)]
@@ -151,11 +150,11 @@ class Console:
 
 
 def _words(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
-    """Yields what a line says of a set: the metric that chooses the best first, and nothing twice."""
+    """Yields (name, value) for the console line of a set, the metric of `keep_best` first."""
     of_kind = [name for name in metrics if "/" in name and is_share(name)]
     of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")][:2]  # pass@1, pass@2
     names = [name for name in ("exact_accuracy", *of_kind, *_EVALUATED) if name in metrics]
-    if not names:  # of another network
+    if not names:  # a network without these metrics
         names = [name for name in metrics if name != "count"][:_MOST]
     chosen = [name for name in metrics if keep_best and f"/{keep_best}".endswith(f"/{name}")]
     for name in dict.fromkeys([*chosen[:1], *names]):

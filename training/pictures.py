@@ -1,6 +1,6 @@
-"""What a model thinks of a few test puzzles: each one, the answer after some of the steps, and the solution.
+"""Pictures of a model's answers to a few test puzzles: puzzle, answers after some thinking steps, solution.
 
-Colours are the style's; a wrong cell is red, or crossed out where it has a colour.
+A wrong cell is red, or crossed out where the kind of puzzle gives the token a colour.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from models.compilation import eager_blocks
 from training.data import RunData
 from training.state import TrainState
 
-_GRIDS = 7  # at most: the puzzle, 5 steps, the solution
+_GRIDS = 7  # at most, in a row: the puzzle, answers after 5 steps, the solution
 _GRID, _GAP, _TITLE = 160, 16, 34  # units of the SVG
 
 
 def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> Callable[[], str]:
-    """Lets the model think of some puzzles of the first test set, evenly spaced; returns what draws them.
+    """Runs the model on `count` puzzles of the first test set; returns a function that draws the answers.
 
-    All ranks call it, as each may have but a part of the weights.
+    All ranks call it, because each may hold only a part of the weights. The function returns HTML.
     """
     set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
     batch = read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
@@ -45,7 +45,7 @@ def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> Callabl
 
 
 def shown_steps(num_steps: int) -> list[int]:
-    """Chooses the steps, from 1, that are drawn: all of a few, else powers of two and the last."""
+    """Returns the thinking steps to draw, from 1: all if these are few, else powers of two and the last."""
     if num_steps <= _GRIDS - 2:
         return list(range(1, num_steps + 1))
     powers = [2**exponent for exponent in range(num_steps.bit_length()) if 2**exponent < num_steps]
@@ -55,9 +55,9 @@ def shown_steps(num_steps: int) -> list[int]:
 def draw_thoughts(
     style: Style, inputs: np.ndarray, labels: np.ndarray, trace: Trace, names: Sequence[str]
 ) -> str:
-    """Draws a row of grids for each puzzle, below a caption.
+    """Returns HTML with a caption and a row of grids for each puzzle.
 
-    inputs, labels: tokens [n, seq_len], IGNORE_LABEL_ID where a label counts nowhere. names: of the puzzles.
+    inputs, labels: tokens [n, seq_len]; a label IGNORE_LABEL_ID is not counted. names: captions.
     """
     steps, drawn = shown_steps(trace.preds.shape[1]), []
     for number, (puzzle, label, name) in enumerate(zip(inputs, labels, names, strict=True)):
@@ -92,13 +92,13 @@ def _draw_grid(
         yield board.ground(*cell, paint)
         if paint.text:
             yield board.text(*cell, paint)
-        if is_wrong[cell] and has_color:  # its colour says what the answer is
+        if is_wrong[cell] and has_color:  # crossed out, because the colour shows the model's answer
             yield board.cross(*cell)
     yield from board.lines(style.boxes.get(tokens.size))
 
 
 def _in_words(label: np.ndarray, trace: Trace, number: int) -> str:
-    """Says when the answer was right, and where the model would halt."""
+    """Returns a phrase: after which step the answer was right, and where the model would halt."""
     is_right = ((trace.preds[number] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
     last = f"right after step {is_right.argmax() + 1}" if is_right.any() else "never right"
     if is_right.any() and not is_right[-1]:

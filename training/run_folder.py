@@ -1,4 +1,4 @@
-"""The run folder: its name, and the promise that one folder holds one run, of one process at a time.
+"""The run folder: its name, its lock (one process at a time), and the small files in it.
 
 Only rank 0 writes here.
 """
@@ -51,8 +51,8 @@ _LOCK_FILE = "lock"
 def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None:
     """Composes the config of a command line, checks what can be checked without the data, names the run.
 
-    arguments: its words; None: this process's. Returns None where help was asked for. ValueError, one line,
-    for a mistake.
+    arguments: its words; None: those of this process. Returns None where the words ask for help. Raises
+    ValueError with one line for a mistake.
     """
     words = name_arch(sys.argv[1:] if arguments is None else arguments)
     options = {"notice": log.warning, "dry_run": dry_run.describe}
@@ -70,9 +70,9 @@ def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None
 
 
 def name_arch(words: Sequence[str]) -> list[str]:
-    """Replaces arch=checkpoint among the words of a command line by the arch of its `init_from`.
+    """Replaces the command-line word arch=checkpoint by words for the architecture of `init_from`.
 
-    ValueError, one line, where no checkpoint is there.
+    Without that word, returns the words as they are. Raises ValueError if `init_from` is no checkpoint.
     """
     if ARCH_WORD not in words:
         return list(words)
@@ -86,7 +86,7 @@ def name_arch(words: Sequence[str]) -> list[str]:
 
 
 def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfig:
-    """Fills in project_name, run_name (drawn at random), checkpoint_path and wandb_group where null."""
+    """Fills in null values of project_name, run_name (a random one), checkpoint_path and wandb_group."""
     run_name = config.run_name
     if run_name is None and config.checkpoint_path is not None:
         run_name = _as_name(Path(config.checkpoint_path).resolve().name)
@@ -101,20 +101,21 @@ def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfi
 
 
 def _as_name(folder_name: str) -> str:
-    """Makes the name of a run of any folder's name."""
+    """Turns a folder's name into a valid run_name."""
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", folder_name).lstrip("_.+-") or "run"
 
 
 def open_run_folder(config: PretrainConfig) -> Path:
-    """Makes the run folder, which is then this process's until it ends.
+    """Creates the run folder if necessary, and locks it until this process ends; returns the folder.
 
-    ValueError where it cannot be written, is another process's, or holds a run with another config.
+    Raises ValueError if the folder is not writable, in use by another process, or of a run with another
+    config.
     """
     folder = Path(config.checkpoint_path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder, other="run_name")
-        for holder in (folder, newest_checkpoint(folder)):  # a folder may have lost its own config
+        for holder in (folder, newest_checkpoint(folder)):  # the second, if the folder has no config.yaml
             if holder is not None and (holder / CONFIG_FILE).exists():
                 if changes := describe_changes(read_yaml(holder / CONFIG_FILE), config):
                     where = f"{holder} holds a run with another config"
@@ -134,13 +135,13 @@ def cannot_write(folder: Path, error: OSError) -> ValueError:
 
 
 def lock_folder(folder: Path, *, other: str) -> None:
-    """Holds the folder for as long as this process lives, however it ends.
+    """Locks the folder until this process ends, in whatever way. Raises ValueError if another has the lock.
 
-    other: the key to choose another one with, for the message where another process holds it.
+    other: the key that chooses another folder, for the error message.
 
-    A POSIX lock belongs to a process: forked workers that outlive their parent do not hold it, as they would
-    an flock, and on NFS it holds between nodes. It goes with the first descriptor of the file that the
-    process closes, so there is only this one, and it stays open.
+    A POSIX lock belongs to one process: unlike with flock, forked workers that outlive their parent do not
+    hold the lock. It also works between nodes on NFS. Closing any descriptor of the file releases the lock:
+    so the only descriptor stays open.
     """
     descriptor = _open_lock(folder, os.O_CREAT)
     try:
@@ -153,7 +154,7 @@ def lock_folder(folder: Path, *, other: str) -> None:
             raise ValueError(message) from None
         log.warning(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
         return
-    with contextlib.suppress(OSError):  # who it is only makes a better message
+    with contextlib.suppress(OSError):  # only for another process's error message
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
@@ -163,7 +164,7 @@ def _open_lock(folder: Path, flags: int = 0) -> int:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Returns whether another process holds the folder."""
+    """Returns whether another process has locked the folder."""
     try:
         descriptor = _open_lock(folder)
     except FileNotFoundError:
@@ -178,9 +179,9 @@ def is_in_use(folder: Path) -> bool:
 
 
 def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
-    """Names the keys that may not change on resume and do, with both values; empty where none does.
+    """Lists the keys that changed although they may not change on resume: "key: old -> new, ..."; "" if none.
 
-    before: the values of a config, perhaps of an earlier version, which lacks keys.
+    before: the values of the run's config, perhaps of an older version in which keys were missing.
     """
     old, new = flatten(fill_defaults(before)), flatten(now.model_dump())
     may_change = keys_that_may_change(PretrainConfig)
@@ -197,14 +198,17 @@ def _disk_errors_warn(path: Path) -> Iterator[Path]:
 
 
 def write_status(folder: Path, status: str, *, step: int) -> None:
-    """Says in the file `status`, from rank 0, how a run is: running, stopped, max_steps, failed, finished."""
+    """Writes a run's status into the file `status`, on rank 0; other ranks do nothing.
+
+    status: running, stopped (by a signal), max_steps (reached), failed or finished.
+    """
     if is_main():
         with _disk_errors_warn(folder / STATUS_FILE) as path:
             write_json(path, {"status": status, "step": step}, indent=None)
 
 
 def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
-    """Returns whether a run has come to its end, or to `max_steps`, as the file `status` says."""
+    """Returns whether, by the file `status`, a run has finished or has reached `max_steps`."""
     try:
         values = read_json(folder / STATUS_FILE)
         status, step = values["status"], values["step"]
@@ -214,9 +218,9 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
 
 
 def record_start(folder: Path, *, step: int, device: torch.device, **described: Any) -> None:
-    """Adds a line to starts.jsonl: with which command, code and hardware the run goes on from `step`.
+    """Adds a line to starts.jsonl: command, code and hardware of this start of the run, at `step`.
 
-    described: of the model. Where code differs from the commit, its diff is in a file beside.
+    described: more values, as of the model. A diff of uncommitted changes is written to a file of its own.
     """
     start = {
         "step": step,
@@ -237,7 +241,7 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
 
 
 def _command_line() -> str:
-    """Returns the command that started this process, as one would type it: with torchrun, or python alone."""
+    """Returns the command line that starts this run again: torchrun or python, program, words."""
     program = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         nodes, rest = divmod(world_size(), local_world_size())
@@ -247,7 +251,7 @@ def _command_line() -> str:
 
 
 def _describe_hardware(device: torch.device) -> str:
-    """Names what all processes compute on: their GPUs, or the cores of this machine."""
+    """Returns the hardware of the run as a text: the GPUs of all processes, or the cores of this machine."""
     if device.type == "cuda":
         return f"{world_size()} x {torch.cuda.get_device_name(device)}"
     with contextlib.suppress(OSError, StopIteration):  # elsewhere than on Linux
@@ -258,9 +262,9 @@ def _describe_hardware(device: torch.device) -> str:
 
 
 def cut_metrics_back(folder: Path, *, step: int) -> bool:
-    """Drops the lines of metrics.jsonl after `step`; True where `step` has its line.
+    """Drops the rows of metrics.jsonl after `step`; returns whether there is a row of `step`.
 
-    What is dropped will be written anew, but W&B keeps what it has: see `last_wandb_step`.
+    The run will log the dropped steps again. W&B cannot drop rows: `last_wandb_step` says what it has.
     """
     path = folder / METRICS_FILE
     if not path.exists():
@@ -275,6 +279,6 @@ def cut_metrics_back(folder: Path, *, step: int) -> bool:
 
 
 def last_wandb_step(folder: Path) -> int:
-    """Returns the last step that an earlier start has logged, if the log was cut back since; else 0."""
+    """Returns the last step that W&B has from earlier starts, if rows were dropped from the log; else 0."""
     path = folder / _WANDB_STEP_FILE
     return int(read_text(path)) if path.exists() else 0

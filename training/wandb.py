@@ -1,8 +1,7 @@
-"""Weights & Biases: what a run sends there, and under which names.
+"""Logs a run to Weights & Biases (W&B).
 
-The rows of the log come first. Everything else (code, pictures, checkpoints, the report) is an extra: its
-failure is a warning, and the rows go on. What waits for an answer of the server, as every artifact does, runs
-in a thread of its own, so that no step waits for the network.
+The rows of the log matter most. If anything else (code, pictures, checkpoints, the report) fails, there is a
+warning, and rows are still sent. Artifacts wait for the server, and are therefore sent by a thread.
 """
 
 import contextlib
@@ -30,18 +29,19 @@ from training.code import git_commit
 from training.run_folder import REPORT_FILE, WANDB_ID_FILE, last_wandb_step
 
 PICTURES = "puzzles"  # the name of the pictures of puzzles
-_CLIENT_LOG = "logs/wandb.log"  # what the client's helper process prints
-# Seconds; W&B's own WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT say otherwise.
+_CLIENT_LOG = "logs/wandb.log"  # output of the client's helper process
+# Seconds, unless WANDB_INIT_TIMEOUT or WANDB_FINISH_TIMEOUT are set.
 _LIMITS = {"init_timeout": 60.0, "finish_timeout": 300.0}
-_ARTIFACT_SECONDS = 60.0  # for artifacts that are under way at the end of a run
+_ARTIFACT_SECONDS = 60.0  # to wait at the end of a run for artifacts that are being sent
 _EVALUATED = ("eval/", "eval_raw/", "validation/")
 
 
 class WandbRun:
-    """The run at W&B that goes with a run folder.
+    """The logger of a run folder's run at W&B.
 
-    W&B's client has a helper process, and an unexpected answer of the server ends it, with the rows that it
-    has not sent. It is then started again, once, without artifacts, and gets the rows from metrics.jsonl.
+    W&B's client has a helper process. An unexpected answer of the server can end the helper process before
+    all rows are sent. `WandbRun` then restarts the client, once, without artifacts, and sends the missing
+    rows from metrics.jsonl.
 
     run_info: values for W&B's config beside the run's config.
     """
@@ -53,8 +53,8 @@ class WandbRun:
         self._run_info, self._tags = {**run_info, "git_commit": git_commit()}, list(tags)
         self._extras: _Extras | None = None
         self._defined: set[str] = set()
-        self._best: dict[str, float] = {}  # of every metric that has a goal, by name
-        self._best_step: int | None = None  # of the metric keep_best, once this start has found a better one
+        self._best: dict[str, float] = {}  # best value so far of every evaluated metric, by name
+        self._best_step: int | None = None  # of the metric keep_best, if this start has found it
         self._last_step = last_wandb_step(self._folder)
         self._run = self._start(choose_mode(config.wandb_mode))
         self._catch_up()
@@ -62,8 +62,8 @@ class WandbRun:
         self._extras.submit("W&B's copy of the code", self._log_code)
 
     def _start(self, mode: str) -> Any:
-        """Begins the run at W&B, or goes on with it; offline where the server does not answer."""
-        logging.getLogger("wandb").handlers[:] = [logging.NullHandler()]  # its exceptions say it all
+        """Creates the run at W&B, or continues an existing one; offline if the server does not answer."""
+        logging.getLogger("wandb").handlers[:] = [logging.NullHandler()]  # the exceptions say the same
         try:
             run = self._init(mode)
         except wandb.errors.Error as error:
@@ -80,10 +80,10 @@ class WandbRun:
 
     def _init(self, mode: str) -> Any:
         limits = {name: value for name, value in _LIMITS.items() if f"WANDB_{name.upper()}" not in os.environ}
-        # Rows are on disk after a second: what a killed process had not sent, `wandb sync` sends.
+        # The client writes rows to disk after a second: `wandb sync` can send them after a kill.
         limits["x_transaction_log_flush_interval"] = 1.0
         settings = wandb.Settings(console="off", silent=True, finish_timeout_raises=True, **limits)
-        with _stderr_into(self._folder / _CLIENT_LOG):  # for a person it is all riddles
+        with _stderr_into(self._folder / _CLIENT_LOG):  # not helpful on the console
             wandb.setup(settings)
         config = self._config
         return wandb.init(
@@ -104,9 +104,9 @@ class WandbRun:
         return f"`wandb sync --include-online {self._folder}/wandb/*run-*` sends it later"
 
     def _catch_up(self) -> None:
-        """Takes the best of the rows so far and sends rows that the server lacks, as after a kill.
+        """Reads metrics.jsonl: records the best values, and sends the rows that the server lacks.
 
-        Online the server says which row is its last; offline it is the last that was logged.
+        Rows may be missing at the server after a kill. Offline, no rows are sent again.
         """
         if not self._run.offline:
             self._last_step = self._run.starting_step - 1
@@ -117,7 +117,7 @@ class WandbRun:
                 self._send(row["step"], metrics)
 
     def _restart(self, error: Exception) -> None:
-        """Starts the client again after it broke; raises the error where that has happened before."""
+        """Restarts the client after an error; raises the error if the client was restarted before."""
         if self._extras is None:
             raise error
         self._extras = None
@@ -141,7 +141,7 @@ class WandbRun:
             self._best_step = step
 
     def _send(self, step: int, metrics: dict[str, float]) -> None:
-        if step <= self._last_step:  # W&B has this one, and takes none back
+        if step <= self._last_step:  # W&B has this row, and cannot replace it
             return
         for name in metrics.keys() - self._defined:
             if goal := goal_of(name):
@@ -151,7 +151,7 @@ class WandbRun:
         self._last_step = step
 
     def _record_best(self, metrics: dict[str, Any]) -> None:
-        """Keeps the best value of every evaluated metric: W&B's own begins anew when a run goes on."""
+        """Updates the best value of every evaluated metric; W&B's own summary forgets earlier starts."""
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
             if goal is not None:
@@ -163,7 +163,7 @@ class WandbRun:
         return self._extras is not None
 
     def log_puzzles(self, step: int, draw: Callable[[], str]) -> None:
-        """Logs the pictures that `draw` makes, as HTML, beside the row of the step, which comes after."""
+        """Logs the HTML pictures that `draw` returns for a step; to be called before `log` of that step."""
         if step > self._last_step:
             self._run.log({PICTURES: wandb.Html(draw())}, step=step)
 
@@ -176,7 +176,7 @@ class WandbRun:
             self._extras.submit(f"W&B's copy of {folder}", lambda: self._log_folder(folder, aliases))
 
     def close(self, *, has_failed: bool) -> None:
-        """Sends what is left, for as long as WANDB_FINISH_TIMEOUT says."""
+        """Sends what is not sent yet (artifacts: 60 s at most), and ends the run at W&B."""
         if self._extras is not None:
             self._extras.close(seconds=_ARTIFACT_SECONDS)
         report = self._folder / REPORT_FILE
@@ -204,7 +204,7 @@ class WandbRun:
         self._run.log_artifact(artifact)
 
     def _log_folder(self, folder: Path, aliases: list[str]) -> None:
-        """Copies a checkpoint, so that it may be removed while it waits to be sent."""
+        """Sends a checkpoint as an artifact. `add_dir` copies the files: the folder may then be removed."""
         metadata = {"step": step_of(folder), "run_name": self._config.run_name}
         artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="model", metadata=metadata)
         artifact.add_dir(str(folder), name=folder.name)
@@ -212,7 +212,7 @@ class WandbRun:
 
 
 class _Extras:
-    """A thread that does one task after the other: a failure is a warning, a hang ends with the process."""
+    """A thread that runs tasks one after the other. A failure is a warning; the process does not wait."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -223,7 +223,7 @@ class _Extras:
         self._tasks.put((name, task))
 
     def close(self, *, seconds: float) -> None:
-        """Waits for what is submitted, but no longer than that."""
+        """Waits for the submitted tasks, at most for `seconds`."""
         self._tasks.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -234,13 +234,13 @@ class _Extras:
             name, task = submitted
             try:
                 task()
-            except Exception as error:  # as long as a page, if the server answered something unexpected
+            except Exception as error:  # only the first line: an answer of the server may be a whole page
                 reason = str(error).partition("\n")[0]
                 log.warning(f"{name} is not there, but every row is ({type(error).__name__}: {reason})")
 
 
 def choose_mode(asked: str) -> str:
-    """Chooses online or offline; `auto` is WANDB_MODE, else online where there is a login."""
+    """Returns the mode for the client. asked: `auto` means WANDB_MODE, or else online if a login exists."""
     mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
     if mode == "online" and not has_wandb_login():
         if asked == "online":
@@ -250,7 +250,7 @@ def choose_mode(asked: str) -> str:
 
 
 def has_wandb_login() -> bool:
-    """Returns whether there is a key for the server, in the environment or in .netrc."""
+    """Returns whether the environment or .netrc has an API key for the W&B server."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
@@ -262,7 +262,7 @@ def has_wandb_login() -> bool:
 
 @contextlib.contextmanager
 def _stderr_into(path: Path) -> Iterator[None]:
-    """Lets processes that are started in the block write their stderr into a file."""
+    """Redirects stderr of processes that are started in the block to the end of a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     kept = os.dup(2)
@@ -276,13 +276,13 @@ def _stderr_into(path: Path) -> Iterator[None]:
 
 
 def _end_client() -> None:
-    """Ends W&B's helper process, if it still runs, and silences its messages at exit."""
+    """Ends W&B's helper process, if it still runs, so that it prints nothing when this process exits."""
     with contextlib.suppress(Exception):
         wandb.teardown()
 
 
 def _wandb_id(folder: Path) -> str:
-    """Returns the W&B id of this run folder, drawn once: a later start goes on in the same W&B run."""
+    """Returns the W&B id of this run folder, drawn at the first start; later starts continue that W&B run."""
     path = folder / WANDB_ID_FILE
     if not path.exists():
         write_text(path, secrets.token_hex(4))
