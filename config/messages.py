@@ -29,6 +29,7 @@ _PUBLISHED_HINTS = {
     "entity": "set WANDB_ENTITY",
     "min_eval_interval": "give eval_interval",
 }
+_USUAL_NAMES = {"learning_rate": "lr", "batch_size": "global_batch_size", "num_epochs": "epochs"}
 _NOT_KEYS = ("defaults", "name")  # name: set by arch=..., not by a key
 _SHARED = ("recursive", "tokens", "network")  # files of config/arch/shared, with keys of several models
 _MOST_USED = (  # keys of pretrain.py, beside experiment and arch
@@ -115,7 +116,8 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
         public = "; loops of the public URM code is arch.halt_max_steps" if key == "arch.loops" else ""
         return f"key {key!r} belongs to another arch than the chosen one: to {', '.join(names)}{public}"
     same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = difflib.get_close_matches(key, known, n=1) or same
+    usual = {name: each for name, each in _USUAL_NAMES.items() if each in known}
+    near = [usual.get(name, name) for name in difflib.get_close_matches(key, [*known, *usual], n=1)] or same
     return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
 
 
@@ -150,7 +152,10 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None) -> Non
             problem = "is a file" if Path(folder).exists() else "does not exist"
             several = f"; several folders are data_path=[{folder}]" if "," in folder else ""
             made = _data_of(experiment) if experiment else None
-            remedy = f"build it: {made}" if made else "build it (docs/data.md)"
+            is_own = made and f"--output-dir {folder} " in f"{made} "
+            remedy = f"build it: {made}" if is_own else "build it (docs/data.md)"
+            if made and not is_own:
+                remedy += f", or that of experiment={experiment}: {made}"
             raise ValueError(f"data folder {folder} {problem}: {remedy}; or set data_path{several}")
 
 

@@ -81,7 +81,7 @@ def _draw_grid(
     cells = puzzle.cells_of(tokens)
     texts, is_new = symbols_of(style, tokens)[cells], style.marks_new & (tokens != puzzle.tokens)[cells]
     doubts = [_doubt(value) for value in (np.ones(texts.shape) if confidence is None else confidence).flat]
-    marks = None if changed is None or color or style.has_areas else np.where(changed, "*", " ")
+    marks = None if changed is None or color or style.has_areas else np.where(changed, _mark(style), " ")
     codes = np.full(texts.shape, "", object)
     for (cell, token), (doubt, _) in zip(np.ndenumerate(tokens[cells]), doubts, strict=True):
         base = GREEN if is_new[cell] else style.ansi.get(int(token), "")
@@ -104,6 +104,11 @@ def _draw_confidence(answer: Answer) -> list[str]:
 def _doubt(confidence: float) -> tuple[str, str]:
     """Returns the ANSI codes and the mark of a cell; both are empty where there is no doubt."""
     return next(((codes, mark) for below, codes, mark in _DOUBTS if confidence < below), ("", ""))
+
+
+def _mark(style: Style) -> str:
+    """Returns what stands behind a changed cell where there is no colour: no symbol of the puzzle."""
+    return "'" if "*" in style.symbols else "*"
 
 
 def _coded(text: str, codes: str) -> str:
@@ -144,7 +149,7 @@ def _halting_values(answer: Answer, width: int) -> str:
 def _legend(style: Style, *, color: bool) -> str:
     """Explains the marks of the steps."""
     if not color:
-        changed = "" if style.has_areas else "; * changed"
+        changed = "" if style.has_areas else f"; {_mark(style)} changed"
         return f"q: halting value; stop: where the model would halt{changed}"
     doubts = [
         f"{mark} <{below:g}" if style.has_areas else _coded(f" <{below:g} ", codes)

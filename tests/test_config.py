@@ -273,6 +273,9 @@ def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch,
         with pytest.raises(ValueError, match=r"^data folder data/\S+ does not exist: build it: ") as caught:
             compose_run()
         assert command in str(caught.value)
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "experiment=own_task", "data_path=data/mine"])
+    with pytest.raises(ValueError, match=r"^data folder data/mine .* that of experiment=own_task: python"):
+        compose_run()
 
 
 def test_numbers_are_not_guessed_from_other_types():

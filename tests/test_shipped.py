@@ -28,6 +28,10 @@ def test_all_are_small_and_tested():
     assert sum(sizes.values()) < 12
     for name in sizes:
         assert {SHARED_CONFIG_FILE, "README.md"} < {path.name for path in (SHIPPED / name).iterdir()}
+        card = (SHIPPED / name / "README.md").read_text()
+        assert all(
+            each in card for each in ("| code | commit `", "fingerprint", "pretrain.py", "exact_accuracy")
+        )
 
 
 def test_a_path_goes_before_a_name(tmp_path, monkeypatch):

@@ -59,6 +59,15 @@ def test_the_picture_in_plain_text():
     assert max(map(len, _picture(width=45).splitlines()[:-1])) <= 45, "what has no room goes below"
 
 
+def test_what_changed_has_a_mark_that_is_no_symbol():
+    step = _step(1, "123_", "123.", q=0.5)
+    style, puzzle = Style(symbols="*.1234"), Puzzle(np.array([2, 3, 4, 1]), 6)
+    answer = Answer(*vars(step).values(), puzzle, style, [step], 0, 1, "q_head", valid=None, correct=None)
+    text = draw_answer(answer, width=80, color=False)
+    assert "*'" in text
+    assert text.endswith("; ' changed")
+
+
 def test_the_picture_in_colour_is_the_same_with_codes():
     colored = _picture(color=True)
     assert "\x1b[97;48;5;124;1;4m4\x1b[0m" in colored, "in doubt, and changed"
