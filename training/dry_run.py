@@ -93,9 +93,9 @@ class Needs:
     def sent(self, reasoning: Reasoning, *, seq_len: int) -> dict[str, Sent]:
         """Returns {purpose: what a process sends in a step}, for the process that sends most.
 
-        Puzzle rows are an upper limit: rows of the same puzzle are sent once on CPUs, and with local steps. The
-        number of buckets and the calls of q_target=deferred are estimates. A few numbers for metrics and clipping
-        are left out.
+        Puzzle rows are an upper limit: on CPUs, and with local steps, rows of the same puzzle are sent once.
+        The number of buckets and the calls of q_target=deferred are estimates. A few numbers for metrics and
+        clipping are left out.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(seq_len)
