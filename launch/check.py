@@ -1,12 +1,12 @@
-"""Checks machines before a run: what they offer, who does not reach whom, what a step's messages cost.
+"""Checks machines before a run: hardware, software, links between all ranks, cost of a step's messages.
 
     python -m launch.check
     torchrun --nproc-per-node N -m launch.check [--quick] [--timeout SECONDS] [experiment=NAME key=value ...]
 
-With keys of a config, as pretrain.py takes them: the time of a step's messages on this network, or where in
-the mesh each rank is. Ranks report through torchrun's store, beside the network that may be at fault; the
-watchdog ends all where a rank hangs, and names it. `python -m torch.utils.collect_env` says more of the
-software.
+With key=value words of pretrain.py it also estimates the time of a step's messages on this network, or shows
+the position of each rank in the mesh. Ranks report through torchrun's TCP store, not through the group under
+test; a watchdog ends all ranks where one hangs, and names it. `python -m torch.utils.collect_env` says more
+about the software.
 """
 
 from parallel.environment import num_cores
@@ -42,7 +42,7 @@ from parallel.watchdog import Watchdog
 from training.dry_run import sent_in_a_step
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
-# Keys that make a step send less, or more rarely.
+# Overrides that make messages smaller or rarer.
 _ALTERNATIVES = (
     (),
     ("sync_dtype=bfloat16",),
@@ -60,7 +60,7 @@ def main() -> None:
     keys = "of a run, as experiment=sudoku_extreme: the time of its messages is estimated"
     parser.add_argument("overrides", nargs="*", metavar="key=value", help=keys)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller messages")
-    out, err = (sys.stdout, sys.stderr) if is_main() else (io.StringIO(), io.StringIO())  # rank 0's will do
+    out, err = (sys.stdout, sys.stderr) if is_main() else (io.StringIO(), io.StringIO())  # only rank 0 prints
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         options = parser.parse_intermixed_args()
         if options.timeout <= 0:
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def describe_process() -> str:
-    """Returns a line for each property and environment variable that concerns processes and networks."""
+    """Returns a table of versions, hardware and environment variables that matter to distributed runs."""
     bf16 = [name for name, value in torch.cpu.get_capabilities().items() if value and "bf16" in name]
     return _table(
         ("python", f"{platform.python_version()} ({sys.executable})"),
@@ -91,9 +91,9 @@ def describe_process() -> str:
 
 
 def check_ranks(options: argparse.Namespace) -> None:
-    """Prints all ranks, which of them cannot be reached, and how fast they exchange messages.
+    """Prints a table of ranks, warns of ranks that cannot be reached, and measures the links between hosts.
 
-    All ranks call it. Ends them with status 1 where a rank fails or does not start, 124 where one hangs.
+    All ranks call it. Ends all ranks with status 1 where one fails or does not start, 124 where one hangs.
     """
     limit = options.timeout
     watchdog = Watchdog(init_timeout_seconds=3 * limit, step_timeout_seconds=limit)
@@ -124,7 +124,7 @@ def check_ranks(options: argparse.Namespace) -> None:
         device = group.choose_device(options.device)
         opened = group.process_group(device, options.backend, timeout=timedelta(seconds=limit / 2))
         _on_all_ranks("open the group", lambda: stack.enter_context(opened))
-        is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo sends from the CPU alone
+        is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo only sends CPU tensors
         device = device if is_nccl else torch.device("cpu")
         costs = _measure_links(device, rows, is_quick=options.quick, watchdog=watchdog)
         if spreading:
@@ -136,11 +136,11 @@ def check_ranks(options: argparse.Namespace) -> None:
             estimate = functools.partial(_estimate_steps, options.overrides, *costs)
             lines, *_ = _on_all_ranks("estimate a step", lambda: estimate() if is_main() else None)
             log.info(_table(*lines))
-        dist.barrier()  # rank 0, which may serve the store, leaves when nobody needs it any more
+        dist.barrier()  # rank 0 may serve the store: it leaves last
 
 
 def _read_layout(overrides: Sequence[str]) -> tuple[dict[str, int], list[str]]:
-    """Returns the sizes of the mesh, by axis, and the keys that spread what a run keeps over its ranks."""
+    """Returns {axis: size} of the mesh, and the keys that divide weights, moments or rows over ranks."""
     if not overrides:
         return {}, []
     config = compose_overrides(PretrainConfig, overrides)
@@ -149,7 +149,7 @@ def _read_layout(overrides: Sequence[str]) -> tuple[dict[str, int], list[str]]:
 
 
 def _check_names(hosts: Sequence[str]) -> None:
-    """Warns of each host name that another host does not know, in which torchrun waits without a word."""
+    """Warns of host names that another host cannot resolve; torchrun would hang there without a message."""
     unknown = _on_all_ranks("look up names", lambda: [host for host in set(hosts) if not _is_known(host)])
     for name in dict.fromkeys(hosts) if is_main() else ():
         if callers := list(
@@ -169,7 +169,7 @@ def _is_known(host: str) -> bool:
 
 
 def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -> None:
-    """Warns of each rank that another one cannot reach. Ends all ranks where two cannot reach each other."""
+    """Warns of each rank that another cannot reach. Ends all ranks where a pair has no link either way."""
     connect = functools.partial(links.connect, timeout_seconds=timeout_seconds)
     addresses = [row[-2:] for row in rows]
     # faults[a][b]: why rank a does not reach rank b; empty where it does.
@@ -189,9 +189,10 @@ def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -
 
 
 def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
-    """Returns what `action` returns on each rank, sent as JSON. Where it fails on one, all end with status 1.
+    """Runs `action` on all ranks; returns the list of results, exchanged as JSON through the store.
 
-    All ranks call it, once for each name. The watchdog ends the wait for a rank that hangs.
+    All ranks call it, with a new name each time. Where the action fails on a rank, all ranks end with status
+    1. A wait for a rank that hangs is ended by the watchdog.
     """
     try:
         outcome = (action(), None)
@@ -207,12 +208,12 @@ def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
 
 
 def _end_all(reason: str) -> NoReturn:
-    """Ends all ranks, for a reason that all know, with status 1 and one line."""
+    """Ends all ranks with status 1; rank 0 prints the reason. All ranks call it, for the same reason."""
     store = group.rendezvous_store()
     if is_main():
         log.error(reason)
         store.set("printed", "")
-    with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, prints before it goes
+    with contextlib.suppress(RuntimeError):  # rank 0 may serve the store, and end before the wait does
         store.wait(["printed"])
     raise SystemExit(1)
 
@@ -226,9 +227,9 @@ def _table(*rows: Sequence[object]) -> str:
 def _measure_links(
     device: torch.device, rows: Sequence[Sequence[Any]], *, is_quick: bool, watchdog: Watchdog
 ) -> tuple[float, float]:
-    """Prints how fast messages are between pairs of ranks, then among all, and names the slowest pair.
+    """Measures and prints messages between pairs of ranks, then an all-reduce; names the slowest link.
 
-    Returns the seconds of an all-reduce of 4 bytes, and how many more each byte takes.
+    Returns (seconds of an all-reduce of 4 bytes, further seconds for each byte).
     """
     size, repeats, large = world_size(), 10 if is_quick else 100, 2**20 if is_quick else 2**24  # large: bytes
     log.info(f"\n{device.type} tensors: 4 bytes in both directions, and {large >> 20} MiB")
@@ -259,20 +260,20 @@ def _describe_link(name: str, seconds: float, bytes_per_second: float) -> str:
 
 
 def _estimate_steps(overrides: Sequence[str], latency: float, seconds_a_byte: float) -> list[tuple[str, ...]]:
-    """Returns what the steps of a run send, how long that takes here, and which keys make it less."""
+    """Returns table rows (overrides, seconds a step spends on messages) for the run and cheaper variants."""
     lines, size = [], world_size()
     for keys in _ALTERNATIVES:
         try:
             config = compose_overrides(PretrainConfig, [*overrides, *keys])
         except ValueError:
-            if keys:  # they contradict the run's keys
+            if keys:  # this variant contradicts the run's keys
                 continue
             raise
         sent = sent_in_a_step(config, size)
         if not keys:
             what = ", ".join(f"{each.bytes / 2**20:.2f} MiB of {name}" for name, each in sent.items())
             log.info(f"\n{' '.join(overrides)}: in a step a process sends {what}; by the all-reduces above")
-        # An all-reduce of a byte, which was measured, sends 2 (size - 1) / size.
+        # Measured was an all-reduce: for a byte of the message a rank sends 2 (size - 1) / size bytes.
         of_byte = seconds_a_byte * size / (2 * (size - 1))
         seconds = sum(latency * each.messages + of_byte * each.bytes for each in sent.values())
         lines.append((" ".join(keys) or "as it is", f"{seconds:.3g} s a step"))

@@ -1,4 +1,4 @@
-"""Links between ranks: where each rank listens, who reaches whom, and how fast messages are."""
+"""Network links between ranks: listening as gloo does, connecting, and measuring messages."""
 
 import contextlib
 import fcntl
@@ -16,12 +16,15 @@ import torch.distributed as dist
 
 from parallel.process_group import rank, world_size
 
-_MAX_HOSTS = 8  # with more, not every pair is measured
-_SIOCGIFADDR = 0x8915  # Linux's
+_MAX_HOSTS = 8  # with more hosts, not all pairs are measured
+_SIOCGIFADDR = 0x8915  # from Linux's sockios.h
 
 
 def listen_like_gloo() -> socket.socket:
-    """Returns a server on the interface GLOO_SOCKET_IFNAME, else at the host's name, else on 127.0.0.1."""
+    """Opens a TCP server at the address that gloo would choose, and returns its socket.
+
+    The address is of the interface GLOO_SOCKET_IFNAME, else of the host name, else 127.0.0.1.
+    """
     interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
     if interface:
         try:
@@ -36,7 +39,7 @@ def listen_like_gloo() -> socket.socket:
 
 
 def interface_of(address: str) -> str:
-    """Names the interface of this machine that has the address; `lo` for all of 127, `?` for none."""
+    """Returns the name of the network interface with an address; `lo` for 127.*, `?` where there is none."""
     if address.startswith("127."):
         return "lo"
     for _, name in socket.if_nameindex():
@@ -54,7 +57,7 @@ def _address_of(interface: str) -> str:
 
 
 def connect(address: Sequence[Any], timeout_seconds: float) -> str:
-    """Returns why an address, (host, port), cannot be reached; an empty text where it can."""
+    """Tries to connect to (host, port); returns the reason of a failure, or an empty text."""
     try:
         socket.create_connection(tuple(address), timeout=timeout_seconds).close()
     except OSError as error:
@@ -63,9 +66,10 @@ def connect(address: Sequence[Any], timeout_seconds: float) -> str:
 
 
 def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Chooses a pair of ranks for each two hosts; on a single host every pair of its ranks.
+    """Chooses the pairs of ranks to measure: a pair for every two hosts, or all ranks of a single host.
 
-    hosts: of each rank. Of many hosts, pairs with the first one and of neighbours.
+    hosts: the host of each rank. With more than 8 hosts (or ranks of a single host), only pairs with the
+    first, and pairs of neighbours.
     """
     first = list({host: number for number, host in reversed(list(enumerate(hosts)))}.values())[::-1]
     chosen = sorted(first) if len(first) > 1 else list(range(len(hosts)))
@@ -77,9 +81,9 @@ def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
 def measure_link(
     pair: tuple[int, int], device: torch.device, *, repeats: int, num_bytes: int
 ) -> tuple[float, float] | None:
-    """Measures the seconds of a round trip of 4 bytes, and bytes a second of a large message.
+    """Returns (seconds of a round trip of 4 bytes, bytes a second of a message of `num_bytes`).
 
-    Both ranks of the pair must call it. None on other ranks.
+    Both ranks of the pair must call it, with an open process group. Other ranks get None at once.
     """
     if rank() not in pair:
         return None
@@ -92,12 +96,12 @@ def measure_link(
 
 
 def median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:
-    """Times the calls, one after the other, with the message; once more before, which does not count."""
+    """Returns the median seconds of calling each of `calls` with the message, after one warm-up round."""
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
         for call in calls:
             call(message)
-        message[:1].sum().item()  # until a GPU is through
+        message[:1].sum().item()  # waits for the GPU
         times.append(time.perf_counter() - started)
     return sorted(times[1:])[repeats // 2]

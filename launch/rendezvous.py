@@ -1,9 +1,9 @@
-"""Holds the store where the machines of an elastic run meet, so that any of them may leave: the first too.
+"""Serves the TCP store of an elastic torchrun job on a machine outside the job, so that any node may leave.
 
     python -m launch.rendezvous [PORT]
 
-On a machine that stays, as a login node; torchrun has its name and port as --rdzv-endpoint, and --rdzv-conf
-is_host=false.
+Run it on a machine that stays up, such as a login node. On the nodes start torchrun with --rdzv-endpoint
+NAME:PORT of that machine, and --rdzv-conf is_host=false.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""Runs a rung of the ladder over several seeds, writes records down, and makes the tables of them.
+"""Runs a rung, a benchmark task of the ladder of records, with several seeds; keeps records, makes tables.
 
     python -m records --rung demo --seeds 5 --first-seed 0
     python -m records --rung demo --seeds 5 --folder checkpoints/records/demo \\
         --test-time --write "What is new about it, in a sentence."
     python -m records --table
 
-The first prints a line for each seed and a last line of JSON. Seconds are from the first command to the final
-evaluation: the data is built once, and the seconds of it count for every seed. With --folder data and runs
-are kept, and the same command goes on where it was interrupted; seeds that are done are not run again.
-Further words change the recipe, such as max_steps=100: then it is no record. --write keeps the record in
-records/, in place of the one before, and makes the tables of all; --table makes them alone.
+The first command prints a line for each seed and a last line of JSON. Seconds count from building the data to
+the end of the final evaluation; the data is built once, and its seconds count for every seed. With --folder,
+data and runs are kept: the same command continues after an interruption, and skips seeds that are done. Words
+such as max_steps=100 change the recipe, and cannot go with --write. --write replaces the rung's record in
+records/ and makes the tables of all rungs; --table only makes the tables.
 """
 
 from parallel.environment import num_cores
@@ -114,14 +114,14 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """Returns the command that reproduces a record, on any machine."""
+    """Returns the command that reproduces a record, without paths and processes of this machine."""
     words = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
     words += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
     return words + (" --test-time" if arguments.test_time else "")
 
 
 def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
-    """Runs the seeds, prints a line for each, and returns the last line."""
+    """Runs the seeds, prints a line for each, and returns the values of the last line, for JSON."""
     rerun.check(seeds)
     data_seconds = rerun.build_data()
     runs = []
@@ -150,12 +150,12 @@ def _describe(rung: Rung, run: dict[str, Any]) -> str:
 
 
 def is_busy(run: dict[str, Any]) -> bool:
-    """Says whether others had so much of the machine that the time is not its own."""
+    """Returns whether other programs kept so many cores busy that the seconds of a run say little."""
     return run["other_cores"] is not None and run["other_cores"] > BUSY_CORES
 
 
 def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what a record says of its seeds together, and on what they ran."""
+    """Returns the statistics of a record over its seeds, with machine, torch version and commit."""
     summary: dict[str, Any] = {"rung": rung.name}
     for metric in ("exact_accuracy", rung.metric):
         if values := [run[metric] for run in runs if metric in run]:
@@ -185,6 +185,6 @@ def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for number in {*stop_signals()} - {signal.SIGINT}:  # as Ctrl-C: the program that runs stops too, saved
+    for number in {*stop_signals()} - {signal.SIGINT}:  # as Ctrl-C: the training stops and saves
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     main()

@@ -1,10 +1,10 @@
-"""Compares models at equal training operations: the rate of each is tuned, it is trained, and thinks longer.
+"""Compares models that are trained with equally many operations.
 
     python -m records.comparison --folder checkpoints/comparison
 
-records/comparison.yaml has the models and the trainings. The folder keeps data and runs, so that the same
-command goes on where it was interrupted; after each training it has comparison.json, and the page
-comparison.md with its picture comparison.svg.
+For each model: tunes the learning rate, trains several seeds, and evaluates them, also with more compute.
+records/comparison.yaml lists models and trainings. The folder keeps data and runs: the same command continues
+after an interruption. After each training it writes comparison.json, comparison.md and comparison.svg there.
 """
 
 import parallel.environment  # noqa: F401
@@ -32,7 +32,7 @@ from training.data import open_data
 _PLAN = Path(__file__).with_name("comparison.yaml")
 _JSON, _PAGE, _PICTURE = "comparison.json", "comparison.md", "comparison.svg"
 _TITLE = "accuracy over GFLOP of an answer"
-_COLUMNS = {  # of the page: how the rows of a model's seeds are written
+_COLUMNS = {  # {column of the page: function of the results of a model's seeds}
     "model": lambda rows: rows[0]["model"],
     "parameters": lambda rows: f"{rows[0]['parameters']:,}",
     "lr": lambda rows: f"{rows[0]['lr']:g}",
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(plan: dict[str, Any], folder: Path) -> None:
-    """Runs what is left of the plan, in its order, and writes the results after each training."""
+    """Runs all trainings of the plan that are not done yet, and writes the results after each."""
     results: list[dict[str, Any]] = []
     for training in plan["trainings"]:
         for name in plan["models"]:
@@ -69,7 +69,7 @@ def compare(plan: dict[str, Any], folder: Path) -> None:
 
 
 def tune(plan: dict[str, Any], name: str, folder: Path) -> float:
-    """Returns the rate of a model with most puzzles right, then cells, of training puzzles held out."""
+    """Returns the learning rate with the best accuracy on held-out training puzzles: exact, then cells."""
     tuning, found = plan["tuning"], {}
     for lr in plan["models"][name]["rates"]:
         words = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
@@ -83,7 +83,7 @@ def tune(plan: dict[str, Any], name: str, folder: Path) -> float:
 def build_rerun(
     plan: dict[str, Any], name: str, training: dict[str, Any], folder: Path, *words: str
 ) -> Rerun:
-    """Returns the run of the length nearest to the operations of a training; builds data that are missing."""
+    """Returns the run with the number of steps nearest to the given operations; builds missing data."""
     model, rung = plan["models"][name], RUNGS[training["rung"]]
     data = Rerun(rung, folder / rung.name, source=None)
     data.build_data()
@@ -101,7 +101,7 @@ def build_rerun(
 
 
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
-    """Trains a seed and lets it think longer; returns what came out, accuracies and costs as it is and so."""
+    """Trains a seed, and evaluates it also with more thinking; returns accuracies and costs of both."""
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
     run, steps = read_run(rerun.run_folder(seed)), final_evaluation(rerun.rows(seed, data_seconds=0), "steps")
     each = run.starts[-1]["gigaflops_per_step"]

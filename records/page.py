@@ -1,4 +1,4 @@
-"""The records, shown: the tables in records/README.md and README.md, and the curves of one rung."""
+"""The pages about records: the tables in records/README.md and README.md, and docs/curve.svg."""
 
 import statistics
 from pathlib import Path
@@ -15,16 +15,16 @@ from report.page import duration
 
 BEGIN, END = "<!-- records: python -m records --table -->", "<!-- end of records -->"
 
-_README_RUNGS = ("demo", "sudoku_extreme_search", "maze_15x15", "arc_mini")  # the page has all of them
-_CURVES_OF, _PICTURE = "sudoku_9x9_medium", "docs/curve.svg"  # which the README shows
+_README_RUNGS = ("demo", "sudoku_extreme_search", "maze_15x15", "arc_mini")  # records/README.md has all
+_CURVES_OF, _PICTURE = "sudoku_9x9_medium", "docs/curve.svg"  # shown in README.md
 _COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "processor-hours", "PF")
 _COLUMNS += ("thinking longer", "made by")
 _SHORT_COLUMNS = ("rung", "puzzles", "goal", "accuracy", "seconds on two cores")
-_TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # on each side
+_TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # rows on each side, to smooth a faint line
 
 
 def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
-    """Returns the content of each file that shows the records. ValueError where a file lacks the markers."""
+    """Returns {path: new content} of the pages. Raises ValueError where a page lacks the marker lines."""
     records = {rung: read_record(folder / name) for name, rung in RUNGS.items()}
     cells = {rung.name: _cells(rung, record) for rung, record in records.items()}
     sections = [(rung, record) for rung, record in records.items() if record is not None]
@@ -82,7 +82,7 @@ def _p(record: dict[str, Any]) -> str:
 
 
 def _thinking_longer(rung: Rung, record: dict[str, Any]) -> str:
-    """Returns the mean at the last setting, the one with most steps and samples."""
+    """Returns the mean accuracy at the setting with most thinking steps and samples."""
     settings = [run["test_time"][-1] for run in record["runs"] if run.get("test_time")]
     if len(settings) < record["seeds"]:
         return ""
@@ -94,7 +94,6 @@ def _thinking_longer(rung: Rung, record: dict[str, Any]) -> str:
 
 
 def _number(record: dict[str, Any], name: str) -> str:
-    """Writes a number that older records lack."""
     return "" if record.get(name) is None else f"{record[name]:.3g}"
 
 
@@ -103,10 +102,9 @@ def _metric(rung: Rung) -> str:
 
 
 def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
-    """Draws accuracy over minutes as a file's text: of every evaluation, a line a seed, and the goal.
+    """Returns an SVG file as text: test accuracy over minutes, a line for each seed, and the goal.
 
-    It ends with the longest run: most take a small part of the seconds that their rung allows.
-    Behind them, faint, the exact accuracy in training: the mean of each row's and its neighbours'.
+    The time axis ends with the longest run. Faint lines show exact accuracy in training, smoothed.
     """
     lines, faint, last = [], [], 0.0
     for run in record["runs"]:
@@ -129,6 +127,6 @@ def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Returns the mean of each value and its neighbours."""
+    """Returns the moving average over _NEIGHBOURS values on each side."""
     parts = [values[max(0, each - _NEIGHBOURS) : each + _NEIGHBOURS + 1] for each in range(len(values))]
     return [sum(part) / len(part) for part in parts]

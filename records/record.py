@@ -1,4 +1,4 @@
-"""Records on disk: records/<rung>/record.json, and of each seed its thinned log."""
+"""Records on disk: records/<rung>/record.json, and the log of each seed with fewer rows."""
 
 import json
 import time
@@ -12,11 +12,11 @@ from config.writing import write_json, write_text
 from report.run import Row
 
 FOLDER = REPOSITORY / "records"
-MOST_P = 0.01  # a goal is held where the p of `goal_p` is below
-_MOST_LINES = 200  # of a thinned log, beside those with an evaluation
+MOST_P = 0.01  # a goal counts as reached where `goal_p` is below
+_MOST_LINES = 200  # of a kept log, not counting rows with an evaluation
 _KEPT = ("step", "seconds", "train/lm_loss", "train/accuracy", "train/exact_accuracy", "train/grad_norm")
 _OF_HISTORY = ("date", "commit", "change", "seeds", "mean", "seconds_max", "goal_p", "cpu")
-_OF_HISTORY += ("petaflops", "processor_hours_max")  # not in older records
+_OF_HISTORY += ("petaflops", "processor_hours_max")  # missing in older records
 
 
 def write_record(
@@ -27,15 +27,15 @@ def write_record(
     command: str,
     folder: Path = FOLDER,
 ) -> Path:
-    """Writes the record of a rung in place of the one before, which goes into its history.
+    """Writes the record of a rung; a summary of the previous record goes into `history`.
 
-    result: the last line of a run of it. rows: by seed, of its log. change: what is new about it, in a
-    sentence. command: that made it. Returns the folder of the rung.
+    result: the last line of JSON that `python -m records` prints. rows: {seed: rows of the log}. change: a
+    sentence on what is new. command: the command that made the record. Returns the rung's folder.
     """
     folder = folder / result["rung"]
     before = read_record(folder)
     history = before["history"] if before else []
-    if before and before["change"] != change:  # else it is the same record, written again
+    if before and before["change"] != change:  # an equal sentence: the same record is written again
         history = [*history, {name: before[name] for name in _OF_HISTORY if name in before}]
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("seed_*.jsonl"):
@@ -57,7 +57,7 @@ def write_record(
 
 
 def read_record(folder: Path) -> dict[str, Any] | None:
-    """Reads the record of a rung; None where there is none. ValueError where the file is no JSON."""
+    """Reads record.json of a rung's folder; None where it is missing. ValueError for invalid JSON."""
     try:
         return read_json(folder / "record.json")
     except MissingFileError:
@@ -69,7 +69,7 @@ def read_rows(folder: Path, seed: int) -> list[Row]:
 
 
 def thin(rows: Sequence[Row]) -> list[Row]:
-    """Keeps both ends, rows with an evaluation, and others evenly; of each what curves need, rounded."""
+    """Keeps first and last row, rows with an evaluation, and others evenly; only keys for curves, rounded."""
     stride, kept = -(-len(rows) // _MOST_LINES), []
     for number, row in enumerate(rows):
         evaluated = [name for name in row if name.startswith(("eval/", "eval_raw/", "validation/"))]

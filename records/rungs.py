@@ -1,7 +1,7 @@
-"""The ladder: each rung's data, goal and seconds. A new rung is one entry, and config/experiment/<name>.yaml.
+"""The ladder: a list of rungs, benchmark tasks with fixed data, a goal in accuracy, and a limit in seconds.
 
-The builder draws from a seed of its own, the same for all seeds of the training, so that all of them, and all
-recipes, see the same puzzles.
+A new rung is an entry here and config/experiment/<name>.yaml. The seed of the data builder is fixed: all
+training seeds, and all recipes, see the same puzzles.
 """
 
 import dataclasses
@@ -14,20 +14,19 @@ _SEEDED = "seed={seed} data_path={data}"
 class Rung:
     """A rung of the ladder.
 
-    what       its puzzles, in the words of the table
-    builder    the words of dataset.build, without --output-dir; {source} is --source of the command line, for
-               data that the project cannot ship
-    also       the same of more data, where a training needs it
-    trainings  the words of pretrain.py of each training, the last of which is evaluated; {seed}, {data} and
-               {more_data}, and {before}, the run folder of the training before it, are filled in; the data
-               in `judge` and `test_time` too
-    goal       that the mean of `metric` over seeds has to exceed
-    seconds    from the first command to the final evaluation, the longest of all seeds
-    judge      keys of evaluate.py with which the trained model is judged, within the time; without them its
-               training's final evaluation counts
-    test_time  keys of evaluate.py with which the trained model reasons longer, outside of the time
-    metric     of the final evaluation, mean over its sets
-    processes, threads  of torchrun, and of each process
+    what       the puzzles, as the tables describe them
+    builder    arguments of `python -m dataset.build` without --output-dir, for the folder {data}; {source} is
+               the option --source, for data that the project cannot ship
+    also       arguments for a second dataset {more_data}; empty: none
+    trainings  arguments of pretrain.py, for one training after the other; the last model is evaluated.
+               {name}, {seed}, {data}, {more_data} and {before}, the previous run folder, are filled in
+    goal       the mean of `metric` over seeds has to be higher
+    seconds    limit for each seed, from building the data to the end of the final evaluation
+    judge      arguments of evaluate.py for the accuracy that counts, within the seconds; empty: the final
+               evaluation of the training counts; {data} and {more_data} are filled in
+    test_time  arguments of evaluate.py for more test-time compute, outside the seconds; filled in as `judge`
+    metric     of the final evaluation, mean over test sets
+    processes, threads  number of processes of torchrun, and of threads in each
     """
 
     name: str
@@ -48,7 +47,7 @@ class Rung:
         return "{source}" in self.builder
 
     def build_commands(self, folder: Path, source: Path | None) -> list[list[str]]:
-        """Returns the words after `python` that build the data into folders of a folder."""
+        """Returns the arguments of python that build `data`, and `more_data` if any, inside `folder`."""
         commands = []
         for name, builder in (("data", self.builder), ("more_data", self.also)):
             words = [str(source) if word == "{source}" else word for word in builder.split()]

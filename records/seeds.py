@@ -1,8 +1,9 @@
-"""A seed of a rung, run by the real programs: the data, the training, its final evaluation, and what it took.
+"""Running a rung of the ladder of records: builds data, trains each seed, evaluates, and measures the time.
 
-The clock runs while a command of ours does, and is on disk, so that a run that was interrupted goes on with
-it. A folder holds one rung: `data/`, of all seeds, and `seed_<n>/` with the run folder `run/`, the log of the
-program, the clock, and the time of each row of metrics.jsonl; trainings before it are in `training_<m>/`.
+The clock runs only while one of these programs runs, and is saved to disk: a later start continues it.
+A folder holds one rung: `data/`, and for each seed `seed_<n>/` with the run folder `run/`, the program's
+output, and the clock, which also notes the time of each row of metrics.jsonl. Earlier trainings of a rung
+with several are in `seed_<n>/training_<m>/`.
 """
 
 import os
@@ -31,13 +32,13 @@ _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
 
 
 class Rerun:
-    """A rung to be run: in which folder, from which source, with which changes of its recipe."""
+    """The runs of a rung in a folder. source: path of data that is not shipped. overrides: of the recipe."""
 
     def __init__(self, rung: Rung, folder: Path, *, source: Path | None, overrides: tuple[str, ...] = ()):
         self.rung, self.folder, self.source, self.overrides = rung, folder, source, overrides
 
     def check(self, seeds: range) -> None:
-        """Ends this program with one line where the recipe is none, or the folder holds runs of another."""
+        """Exits with one line where the recipe is invalid, or the folder has runs of another recipe."""
         for seed in seeds:
             for run, recipe in self._trainings(seed):
                 try:
@@ -49,7 +50,7 @@ class Rerun:
                     fail(f"{self.folder} holds a run of another recipe ({changes}): choose another --folder")
 
     def build_data(self) -> float:
-        """Builds the data unless it is there; returns the seconds that it took."""
+        """Builds the data, once for all seeds; returns the seconds that this took, now or earlier."""
         commands, made = self.rung.build_commands(self.folder, self.source), self.folder / "data.json"
         if not made.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -64,11 +65,11 @@ class Rerun:
         return built["seconds"]
 
     def train(self, seed: int, *, data_seconds: float) -> dict[str, Any]:
-        """Trains a seed to its end, unless that is done; returns what came out.
+        """Trains a seed to its end, continuing an interrupted run; returns a dict of results.
 
-        seconds: from the first command to the end of the training program, which ends with the evaluation,
-        over all its starts. processor_hours: of all its processes in that time. petaflops: of its training.
-        other_cores: how many cores others kept busy meanwhile, where the system says.
+        seconds: data_seconds, training over all starts, and the evaluation. processor_hours: of all processes
+        in these seconds. petaflops: operations of the training, in 1e15. other_cores: mean number of cores
+        that other programs kept busy; None: unknown.
         """
         rung, clocks, petaflops = self.rung, [Clock(self._data_clock)], []
         for run, recipe in self._trainings(seed):
@@ -108,7 +109,7 @@ class Rerun:
         }
 
     def rows(self, seed: int, *, data_seconds: float) -> list[Row]:
-        """Returns the rows of the log of a seed; `seconds` is when each was there, from the first command."""
+        """Returns the rows of a seed's log, with `seconds`: the time of the row since building began."""
         *before, last = (Clock(run.parent / "clock.json") for run, _ in self._trainings(seed))
         rows, began = (
             read_run(self.run_folder(seed)).rows,
@@ -118,10 +119,10 @@ class Rerun:
         return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
 
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
-        """Evaluates a trained seed with the rung's test-time compute, unless that is done.
+        """Evaluates a trained seed with the `test_time` of the rung, once.
 
-        Returns by setting steps, samples, and accuracies by the first way to select, means over the sets; the
-        last setting, which has most of both, also has the rung's metric.
+        Returns a dict for each setting: `steps`, `samples`, and accuracies, means over test sets, with the
+        first way to select. The last setting, with most steps and samples, also has the rung's metric.
         """
         rung, folder = self.rung, self.run_folder(seed).parent / "test_time"
         metrics = self._evaluate(seed, rung.test_time, folder, Clock(folder.with_suffix(".clock.json")))
@@ -136,7 +137,7 @@ class Rerun:
         return settings
 
     def _evaluate(self, seed: int, words: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
-        """Evaluates a trained seed into a folder, unless that is done; returns the metrics of each set."""
+        """Evaluates a trained seed into a folder, once; returns the metrics of each test set."""
         if not (folder / EVALUATION_FILE).exists():
             data = {name: self.folder / name for name in ("data", "more_data")}
             asked = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
@@ -152,11 +153,11 @@ class Rerun:
         return self.folder / "data.clock.json"
 
     def run_folder(self, seed: int) -> Path:
-        """Returns the run folder of the last training of a seed, which is evaluated."""
+        """Returns the run folder of the last training of a seed, the one that is evaluated."""
         return self.folder / f"seed_{seed}" / "run"
 
     def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
-        """Yields the run folder and the words of each training of a seed, when those before it are done."""
+        """Yields run folder and arguments of pretrain.py for each training of a seed, in order."""
         values = {"name": self.rung.name, "seed": seed, "before": ""}
         values |= {name: self.folder / name for name in ("data", "more_data")}
         last = len(self.rung.trainings)
@@ -169,9 +170,9 @@ class Rerun:
 
 
 def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:
-    """Returns a metric of the last evaluation, mean over its sets; None where the log has none.
+    """Returns a metric of the last evaluation in the log, mean over its sets; None where it is missing.
 
-    of: eval: of the test split; validation: of the training puzzles held out.
+    of: `eval` for the test split, `validation` for held-out training puzzles.
     """
     for row in reversed(rows):
         values = [each[metric] for each in metrics_by_set(row, of).values() if metric in each]
@@ -181,9 +182,9 @@ def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float
 
 
 def _run(command: list[str], clock: "Clock", *, log: Path, threads: int) -> None:
-    """Runs a command on a clock, its output in a log; ends this program with its last line where it fails.
+    """Runs a command, timed by `clock`, with its output in a file; if it fails, exits with its error line.
 
-    A signal that ends this program first asks the command to stop, and waits for it.
+    A signal to this program first terminates the command, and waits until it has saved.
     """
     print(f"running {shlex.join(command[:8])} ...: what it says is in {log}", file=sys.stderr, flush=True)
     begin = log.stat().st_size if log.exists() else 0
@@ -194,7 +195,7 @@ def _run(command: list[str], clock: "Clock", *, log: Path, threads: int) -> None
             env=program_environment(threads),
             stdout=output,
             stderr=output,
-            start_new_session=True,  # Ctrl-C is for this program, which passes it on once
+            start_new_session=True,  # else Ctrl-C would reach the command twice
         )
         try:
             while process.poll() is None:
@@ -211,10 +212,10 @@ def _run(command: list[str], clock: "Clock", *, log: Path, threads: int) -> None
 
 
 class Clock:
-    """Seconds of a piece of work over all its starts, on disk to the second; and how busy others were.
+    """The clock of a piece of work that may take several starts; it is saved to `path` every second.
 
-    processor_seconds: of all processes that the work began and has ended. times: by step, when its row was
-    in `log`.
+    The clock runs inside `with`. seconds: over all starts. processor_seconds: of all ended child processes.
+    times: {step: seconds at which its row appeared in `log`}.
     """
 
     def __init__(self, path: Path, *, log: Path | None = None):
@@ -228,7 +229,7 @@ class Clock:
 
     @property
     def other_cores(self) -> float | None:
-        """The mean number of cores that others kept busy; None where the system does not tell."""
+        """Returns the mean number of cores that other programs kept busy; None: unknown, as outside Linux."""
         return round(self._others / self._others_of, 2) if self._others_of else None
 
     def __enter__(self) -> "Clock":
@@ -242,13 +243,13 @@ class Clock:
         return self
 
     def tick(self) -> None:
-        """Reads the time, notes new rows of the log, and saves once in a second."""
+        """Updates the seconds, notes new rows of the log, and saves once a second; called all the time."""
         self.seconds = self._before + time.perf_counter() - self._began
         if self._log_size() > self._read:
             with self._log.open("rb") as log:
                 log.seek(self._read)
                 for line in log:
-                    if line.endswith(b"\n"):  # else it is still being written
+                    if line.endswith(b"\n"):  # an unfinished line is read at the next tick
                         self._read += len(line)
                         self.times[parse_json(line, where="a row")["step"]] = round(self.seconds, 1)
         if self.seconds - self._saved >= _SAVE_SECONDS:
@@ -273,6 +274,6 @@ class Clock:
 
 
 def _processor_seconds() -> float:
-    """Returns the processor seconds of all processes below this one that have ended."""
+    """Returns the processor seconds of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

@@ -171,7 +171,7 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
     A puzzle has flat lists of cells: `input`, `label`, and for each step `answers`, `confidences` (percent)
     and, of a search, `candidates` (bit t: token t is possible). `guesses`: for each step the guessed cell, or
     a negative code of `models.carry`. `stays_right_from`: the step from which the answer stays right; null:
-    wrong at the end. `rated`: for each step, percent: sigmoid(q_halt), of a search decided cells.
+    wrong at the end. `rated`: percent for each step, sigmoid(q_halt) or, of a search, the decided cells.
     """
     style, trace, steps = puzzles.info.style, puzzles.trace, puzzles.trace.preds.shape[1]
     head = page_style(style, puzzles.info.metadata) | {"steps": steps, "clues": clue_tokens(puzzles)}

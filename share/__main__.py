@@ -1,5 +1,5 @@
-"""Shares a trained model: its files and a card on the Hugging Face Hub or in the repository, or a page that
-runs it in a browser.
+"""Shares a trained model: weights and a model card, on the Hugging Face Hub (push) or in weights/ (keep), or
+a web page that runs the model in the browser (page).
 
 python -m share push RUN OWNER/NAME [--dry-run FOLDER] [--private] [--license ID]
 python -m share keep RUN NAME [--data-path PATH] [--count N]

@@ -1,7 +1,7 @@
-"""The page: a folder with a model, puzzles to try it on, and what a browser needs to run it.
+"""The web page that runs models in the browser: a folder with models as ONNX, puzzles, and the page's files.
 
-Two files of the npm package onnxruntime-web, which are not kept here, run ONNX with WebAssembly in one
-thread, so that any server serves the page. Threads would need the headers COOP and COEP.
+Two files of the npm package onnxruntime-web, which are not in this repository, run ONNX as WebAssembly. They
+use one thread: more threads would need a server that sends the headers COOP and COEP.
 """
 
 import base64
@@ -49,7 +49,7 @@ _REMEDY = f"give runtime=FOLDER with the files of the npm package {PACKAGE}"
 
 @dataclasses.dataclass(frozen=True)
 class Exhibit:
-    """A model of the page: its name there, and all that the browser must know of it, as JSON values."""
+    """A model on the page. name: of the model's folder. facts: JSON values for the browser (page.json)."""
 
     name: str
     model: HaltingModel
@@ -57,7 +57,7 @@ class Exhibit:
 
     @property
     def listed(self) -> dict[str, Any]:
-        """What the page must know to choose a model."""
+        """Returns the entry of models.json, from which the page offers a choice of models."""
         facts = self.facts
         first, *rest = facts["plural"]
         title = f"{first.upper()}{''.join(rest)} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
@@ -65,7 +65,7 @@ class Exhibit:
 
 
 def write_page(config: PageConfig) -> None:
-    """Writes the folder of the page. ValueError, one line, before anything is written."""
+    """Writes the folder of the page (`share page`). Raises ValueError, one line, and then writes nothing."""
     output = check_output_folder(Path(config.output), mark=MODELS, maker="share page", key="output")
     check_packages()
     locations = config.checkpoint or sorted(SHIPPED.iterdir(), reverse=True)
@@ -95,9 +95,10 @@ def write_page(config: PageConfig) -> None:
 
 
 def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
-    """Loads a model and chooses its puzzles: of its test split, or where that is not there new ones.
+    """Loads a model and chooses the puzzles that the page offers.
 
-    ValueError where a page cannot show it.
+    A model in weights/ gets newly made puzzles where possible, any other model gets test puzzles. Raises
+    ValueError for a model that a page cannot run.
     """
     checkpoint = in_float32(checkpoint)
     folders = [Path(path) for path in config.data_path] if config.data_path else None
@@ -130,16 +131,16 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
 
 
 def in_float32(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns the checkpoint with forward_dtype=float32; stored weights are float32 already."""
+    """Returns the checkpoint with forward_dtype=float32, so that the loaded model computes in float32."""
     arch = checkpoint.arch.model_copy(update={"forward_dtype": "float32"})
     return dataclasses.replace(checkpoint, arch=arch)
 
 
 def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
-    """Chooses up to `count` test puzzles of the sets together, or one of each, evenly among the originals.
+    """Chooses about `count` test puzzles, the same number from each set, evenly spaced, without variants.
 
-    Returns tokens, identifier and, where it has one of its own, name: as page.json holds them, with a label
-    of -1 where a cell counts nowhere.
+    Returns a dict for each, as in page.json: `name` (None where unnamed), `identifier`, `inputs` and `labels`
+    [seq_len]; label -1: the cell is not scored.
     """
     sets = data.splits["test"].sets
     puzzles = []
@@ -154,7 +155,7 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
 
 
 def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
-    """Makes new puzzles of the kind and size of the data, as page.json holds them; none where it cannot."""
+    """Generates 100 new puzzles like those of the dataset, as in page.json; [] where its kind cannot."""
     if info.kind is None or info.kind.make_up is None:
         return []
     puzzles = zip(*(each.tolist() for each in info.kind.make_up(info.metadata, _NUM_MADE_UP)), strict=True)
@@ -163,7 +164,7 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int) -> int:
-    """Finds the first puzzle that the model solves in so many steps, or 0: a page begins with it."""
+    """Returns the index of the first puzzle that the model solves within `steps`; 0 where it solves none."""
     inputs, labels = (torch.tensor([puzzle[name] for puzzle in puzzles]) for name in _OF_PUZZLE[1:])
     identifiers = torch.zeros(len(puzzles), dtype=torch.int32)
     state = model.network.initial_state(len(puzzles), seq_len=inputs.shape[1])
@@ -173,7 +174,7 @@ def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int)
 
 
 def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
-    """Keeps the rows of the puzzles alone in a table, which may have a million, and numbers them anew."""
+    """Drops all puzzle embeddings except those of `puzzles`, and renumbers their identifiers in place."""
     identifiers = sorted({puzzle["identifier"] for puzzle in puzzles})
     for puzzle in puzzles:
         puzzle["identifier"] = identifiers.index(puzzle["identifier"])
@@ -181,7 +182,7 @@ def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
 
 
 def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> dict[str, Any]:
-    """Returns what the page must know of the model and of its puzzles' kind, as JSON values."""
+    """Returns the facts of page.json about the model and its kind of puzzle, as JSON values."""
     metadata = info.metadata
     rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=info.style.num_columns).shape
     return {
@@ -199,9 +200,9 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
 
 
 def find_runtime(folder: Path | None, scratch: Path) -> list[Path]:
-    """Finds the files that run ONNX, of a folder, or with None as npm fetches them into `scratch`.
+    """Returns the paths of the two files of onnxruntime-web: in `folder`; None: npm fetches into `scratch`.
 
-    ValueError where the folder lacks one, npm is missing or fails, or brings a package with another digest.
+    Raises ValueError where a file is missing, npm is missing or fails, or the package has another digest.
     """
     if folder is None and shutil.which("npm") is None:
         raise ValueError(f"npm is not installed: {_REMEDY}, or install npm")
@@ -215,7 +216,7 @@ def find_runtime(folder: Path | None, scratch: Path) -> list[Path]:
 
 
 def _fetch(folder: Path) -> Path:
-    """Lets npm, which looks into its cache first, fetch the package into `folder`, and unpacks the files."""
+    """Fetches the package by npm, or from its cache, checks the digest, and unpacks the two files."""
     command = ["npm", "pack", PACKAGE, "--pack-destination", str(folder), "--loglevel", "error"]
     options = {"cwd": folder, "capture_output": True, "text": True, "timeout": _TIMEOUT_SECONDS}
     try:

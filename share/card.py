@@ -1,4 +1,4 @@
-"""The values of a model card (card.md.jinja): what a stranger needs to judge, use and train the model."""
+"""The model card: card.md.jinja, filled with results, commands and origin of a trained model."""
 
 import json
 import re
@@ -26,7 +26,7 @@ from evaluation.results import (
 )
 from training.code import git
 
-Metrics = Mapping[str, Mapping[str, float]]  # by set, by metric
+Metrics = Mapping[str, Mapping[str, float]]  # {set: {metric: value}}
 
 
 def model_card(
@@ -38,10 +38,10 @@ def model_card(
     state: Mapping[str, Any],
     **values: Any,
 ) -> str:
-    """Writes the card: metadata that the Hub reads, and a page that a person reads.
+    """Returns the text of a model card: metadata for the Hub, then a page in Markdown.
 
-    address: where the model will be. shared: config.json. state: state.json. values: the rest, by the names
-    in card.md.jinja. ValueError where jinja2 is missing.
+    address: of the repository on the Hub. shared: content of the shared config.json. state: content of the
+    checkpoint's state.json. values: further variables of card.md.jinja. ValueError where jinja2 is missing.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -96,7 +96,7 @@ def model_card(
 
 
 def read_metrics(checkpoint: Checkpoint) -> Metrics:
-    """Reads the metrics of the checkpoint's evaluation: of the run's log, else of evaluate.py's last one."""
+    """Reads {set: {metric: value}} of a checkpoint, with intervals: from the log, else by evaluate.py."""
     metrics: dict[str, dict[str, float]] = {}
     for row, _ in read_rows(checkpoint.run_folder):
         if row["step"] == checkpoint.step:
@@ -118,7 +118,7 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
 
 
 def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list[Any]:
-    """Makes the results of the model index, one for each accuracy."""
+    """Returns an entry of the Hub's model index for each accuracy of each test set."""
     from huggingface_hub import EvalResult
 
     return [
@@ -143,7 +143,7 @@ def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list
 
 
 def _find_kind(checkpoint: Checkpoint) -> str | None:
-    """Finds the kind of puzzle, None where it is not known or of no kind."""
+    """Returns the kind of puzzle, such as sudoku; None: unknown."""
     try:
         kind = find_info(checkpoint, None).kind
     except ValueError:
@@ -152,20 +152,20 @@ def _find_kind(checkpoint: Checkpoint) -> str | None:
 
 
 def _build_command(folder: Path, *, name: str) -> str | None:
-    """Returns the command that builds a dataset as `name`, from its manifest; None where it has none."""
+    """Returns the command that builds a dataset into folder `name`, from its manifest; None: unknown."""
     builder = read_builder(folder)
     if builder is None or builder["name"] not in BUILDERS:
         return None
     text = json.dumps(builder["arguments"], ensure_ascii=False)
     are_options = all(re.fullmatch("[a-z][a-z_]*", name) for name in builder["arguments"])
-    if not are_options or not text.isprintable() or "\\" in text:  # for one line
+    if not are_options or not text.isprintable() or "\\" in text:  # not safe as one line of shell
         return None
     argv, comment = [f"python -m dataset.build {builder['name']} --output-dir {shlex.quote(name)}"], ""
     for key, value in builder["arguments"].items():
         option = f"--{key.replace('_', '-')}"
         if value is True:
             argv.append(option)
-        elif isinstance(value, dict):  # digests, by the name of the file or of the subset
+        elif isinstance(value, dict):  # {name of a file or a subset: digest}
             argv.append(f"{option} SOURCE")
             parts = [f"{part} (sha256 {str(digest)[:12]}...)" for part, digest in value.items()]
             comment = f"    # SOURCE: {', '.join(parts)}"
@@ -176,25 +176,25 @@ def _build_command(folder: Path, *, name: str) -> str | None:
 
 
 def _plain(text: Any) -> str:
-    """Returns a text without what Markdown, HTML or a shell would take for its own."""
+    """Replaces characters with a meaning in Markdown, HTML or a shell, and cuts to 200 characters."""
     return re.sub(r"[^\w.+@/=, -]", "-", str(text))[:200]
 
 
 def _train_command(run: Mapping[str, Any]) -> str:
-    """Returns the command that trains the model: every key that differs from its default."""
+    """Returns the command that trains the model, with every key that differs from its default."""
     arch = run["arch"]["name"]
     defaults = load_defaults("pretrain") | {"arch": load_defaults(f"arch/{arch}")}
     return shlex.join(["python", "pretrain.py", f"arch={arch}", *changed_words(run, defaults)])
 
 
 def commit_of(checkpoint: Checkpoint) -> str | None:
-    """Returns the commit of the code that the run last started with before the checkpoint, if known."""
+    """Returns the commit of the code at the run's last start before the checkpoint; None: unknown."""
     starts = [start for start, _ in read_rows(checkpoint.run_folder, STARTS_FILE)]
     commits = [start.get("git_commit") for start in starts if start["step"] < checkpoint.step]
     return commits[-1] if commits else None
 
 
 def _origin() -> str | None:
-    """Returns the address of the code's repository; None where git has none, or one with a password."""
+    """Returns the URL of the git remote `origin`; None where it is missing, or might hold a password."""
     url = git("config", "--get", "remote.origin.url").strip()
     return url if url.startswith(("https://", "git@")) and "@" not in url.removeprefix("git@") else None

@@ -1,8 +1,8 @@
-"""Keeps a trained model in the repository, as weights/NAME: what push would upload, as small as it can be.
+"""Writes a trained model to weights/NAME of the repository: the files of push, in the smallest safe dtype.
 
-The weights have the smallest dtype with which the model answers every test puzzle as with its own, cell by
-cell, computing in float32 and in its own forward_dtype. A search is a matter of chance: there only puzzles
-count that it decides with both.
+Weights are rounded to the smallest dtype that changes no cell of an answer to the compared test puzzles, with
+the forward pass in float32 and in the model's own forward_dtype. For a model that searches at random (LDT),
+only puzzles count that it decides before and after the rounding.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from evaluation.passes import evaluate_split
 from share.browser import in_float32
 from share.push import write_files
 
-_DTYPES = (torch.float8_e4m3fn, torch.float16)  # before float32
+_DTYPES = (torch.float8_e4m3fn, torch.float16)  # tried in this order, before float32
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -43,7 +43,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def keep(options: argparse.Namespace) -> None:
-    """Writes the folder. ValueError, one line, before anything is written."""
+    """Writes weights/NAME (`share keep`). Raises ValueError, one line, and then writes nothing."""
     goal = check_output_folder(
         SHIPPED / options.name, mark=SHARED_WEIGHTS_FILE, maker="share keep", key="NAME"
     )
@@ -58,7 +58,7 @@ def keep(options: argparse.Namespace) -> None:
 
 
 def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.dtype:
-    """Chooses the smallest dtype that changes no answer to `count` puzzles of each test set."""
+    """Returns the smallest dtype that changes no answer to `count` puzzles of each test set."""
     checkpoints = [in_float32(checkpoint), checkpoint]
     expected = [answer(each, data, torch.float32, count=count) for each in checkpoints]
     for dtype in _DTYPES:
@@ -79,7 +79,7 @@ def answer(
 ) -> dict[tuple[str, int], np.ndarray]:
     """Answers `count` puzzles of each test set with weights rounded to `dtype`.
 
-    Returns the tokens [seq_len] by set and number of a puzzle, without those that a search leaves open.
+    Returns {(test set, number of the puzzle): tokens [seq_len]}, without puzzles that a search left open.
     """
     model = load_trained_model(checkpoint, data.metadata)
     with torch.no_grad():

@@ -1,20 +1,20 @@
-"""One step of a model as ONNX, which any language runs: from tokens and a state to an answer and a new state.
+"""Export of one thinking step as ONNX: from tokens and a state to logits and the next state.
 
-Everything is float32, and the batch may have any size. Inputs and outputs:
+The computation is in float32, and the batch may have any size. Inputs and outputs:
 
     inputs              int32 [batch, seq_len]
     puzzle_identifiers  int32 [batch]
-    starts              bool [batch]: slots that start on their puzzle; their state is not read
-    z_H, ...            [batch, ...], what the model keeps between steps
-    next_z_H, ...       the same after the step
+    starts              bool [batch]: True: the slot starts a new puzzle, and its state is ignored
+    z_H, ...            [batch, ...], the state between steps
+    next_z_H, ...       the state after the step
     logits              [batch, seq_len, vocab]
     q_halt, q_continue  [batch], logits
     wants_to_halt       bool [batch]
 
-A model that keeps nothing has no `starts`, one without a value of going on no `q_continue`. Of a search only
-its pass over boards is translated, which whoever calls it moves:
+A model without a state has no input `starts`; a model without q_continue has no such output. Of a model that
+searches (LDT) only the forward pass over boards is exported; the caller has to make the moves of the search:
 
-    alive               [batch, seq_len, values], 1 where a cell may have a value, else 0
+    alive               [batch, seq_len, values], 1 where the value is a candidate of the cell, else 0
     keep, digit         [batch, seq_len, values], logits of the last loop
     conflict            [batch], logits
 """
@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from models.carry import Reasoning, State
 from models.network import Network
 
-_OPSET = 18  # of early 2023: every runtime has it
+_OPSET = 18  # of early 2023: all runtimes support it
 _PACKAGES = "onnx", "onnxscript"
-_LARGEST_COPY = 1 << 16  # elements: what the translator computes beforehand, once for each use, is smaller
+_LARGEST_COPY = 1 << 16  # elements; the exporter makes a copy of smaller constants for each use
 
 
 class Step(nn.Module):
-    """A step that begins, in slots that start, with the state that a network starts from."""
+    """The module that is exported: a thinking step; slots with `starts` begin from the initial state."""
 
     def __init__(self, network: Network, reasoning: Reasoning):
         super().__init__()
@@ -61,7 +61,7 @@ class Step(nn.Module):
 
 
 class Pass(nn.Module):
-    """A pass of a search; its last loop answers."""
+    """The module that is exported of a search (LDT): a forward pass, with the outputs of its last loop."""
 
     def __init__(self, network: Network, reasoning: Reasoning):
         super().__init__()
@@ -73,20 +73,20 @@ class Pass(nn.Module):
 
 
 def check_packages() -> None:
-    """Raises ValueError, one line, where a package that the translation needs is missing."""
+    """Raises ValueError, one line, where onnx or onnxscript is not installed."""
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
         names = " and ".join(missing)
         raise ValueError(f"share page needs the packages {names}: pip install {' '.join(missing)}")
 
 
 def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: int) -> dict[str, list[int]]:
-    """Writes one step, or a search's pass, of a float32 network in evaluation mode, its weights inside.
+    """Writes an ONNX file, weights included, of a float32 network in evaluation mode.
 
-    Returns the shape of one slot of each tensor that is kept between steps.
+    Returns {name: shape without the batch} of each tensor of the state between steps.
     """
     assert network.dtype == torch.float32
     assert not network.training
-    batch_size = 2  # any but 1, which would be taken for a constant
+    batch_size = 2  # not 1: torch.export would treat that as a constant
     any_batch = {0: torch.export.Dim.DYNAMIC}
     state: State = {}
     if facts := network.search_facts():
@@ -112,7 +112,7 @@ def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: i
         names = {"input_names": inputs, "output_names": list(step(**example))}
         exported = torch.export.export(step, (), example, dynamic_shapes=shapes, strict=False)
         program = torch.onnx.export(exported, **names, opset_version=_OPSET, verbose=False)
-        common.ClearMetadataAndDocStringPass()(program.model)  # where in Python every node comes from
+        common.ClearMetadataAndDocStringPass()(program.model)  # drops the Python source of each node
         common.DeduplicateInitializersPass(size_limit=_LARGEST_COPY)(program.model)
         program.save(path, external_data=False)
     return {name: list(tensor.shape[1:]) for name, tensor in state.items()}
@@ -120,7 +120,7 @@ def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: i
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keeps the messages of the translator from the console."""
+    """Silences warnings and log messages of the exporter."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

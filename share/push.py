@@ -1,4 +1,4 @@
-"""Puts a trained model on the Hugging Face Hub, or into a folder with what would be there."""
+"""Uploads a trained model to the Hugging Face Hub, or writes the same files into a folder."""
 
 import argparse
 import re
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def push(options: argparse.Namespace) -> None:
-    """Writes the files, and uploads them unless it is a dry run. ValueError, one line, for a mistake."""
+    """Writes the files, and uploads them unless --dry-run is given. Raises ValueError, one line."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise ValueError(f"{options.repo!r} is no repository: give OWNER/NAME; its main branch gets a commit")
     if not re.fullmatch(r"[a-z0-9.-]+", options.license):
@@ -84,10 +84,10 @@ def write_files(
     dtype: torch.dtype | None = None,
     data_path: str | None = None,
 ) -> None:
-    """Writes config.json, model.safetensors and the model card. ValueError where it is no run of ours.
+    """Writes config.json, model.safetensors and the model card README.md into a folder.
 
-    dtype: of the weights, where not their own. data_path: the name of its only dataset folder, where not the
-    run's.
+    dtype: of the stored weights; None: unchanged. data_path: the dataset folder that config.json names; None:
+    as in the run. Raises ValueError for a checkpoint that this code did not write.
     """
     state = read_state(checkpoint.path) if checkpoint.path.is_dir() else {}
     if "dataset_fingerprint" not in state or not isinstance(state.get("seq_len"), int):
@@ -129,7 +129,7 @@ def write_files(
 
 
 def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns what of the run's config made the model: neither its machine nor where it was on that."""
+    """Returns the keys of the run's config that shaped the model, without machine settings or full paths."""
     config = fill_defaults(read_yaml(checkpoint.path / CONFIG_FILE))
     dropped = keys_that_may_change(PretrainConfig) - {"data_path"}
     shared = {key: value for key, value in config.items() if key not in dropped}
@@ -137,9 +137,9 @@ def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _without_absolute_paths(value: Any, key: str) -> Any:
-    """Returns the value of a key in which a dataset /home/somebody/x is data/x, and another path x.
+    """Shortens absolute paths in the value of a key: dataset /home/somebody/x to data/x, another path to x.
 
-    ValueError for a text that is not printable: somebody else has written it.
+    Raises ValueError for a text that is not printable: it may be forged.
     """
     if not all(text.isprintable() for text in (str(key), value) if isinstance(text, str)):
         raise ValueError(f"{CONFIG_FILE} of the checkpoint: {key} is not printable: not shared")
@@ -153,7 +153,7 @@ def _without_absolute_paths(value: Any, key: str) -> Any:
 
 
 def upload(folder: Path, address: Address, *, message: str, is_private: bool) -> str:
-    """Uploads the files of a folder in one commit and returns the page of the repository."""
+    """Uploads the files of a folder in one commit; returns the URL of the repository."""
     client = import_client()
     by_hand = "--dry-run FOLDER writes the files, to be uploaded from elsewhere"
     with client_errors(address, by_hand=by_hand):

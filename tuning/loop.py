@@ -1,4 +1,4 @@
-"""The loop of a search: runs trials, reports their evaluations to the study, and shows how far it is."""
+"""The main loop of search.py: runs trials, reports their evaluations to Optuna, and shows progress."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tuning.study import Study, folder_of
 from tuning.trial import Trial, share_of_cores
 
 _SHOW_SECONDS = 0.2
-_MAX_FAILED = 3  # trials before any has not: then it is not their parameters
+_MAX_FAILED = 3  # trials before any has succeeded: then the hyper-parameters are not the cause
 _BAR = "{desc}|{bar}| {n:.1f}/{total} trials [{elapsed}, {remaining} left{postfix}]"
 
 
 def run_trials(
     study: Study, config: SearchConfig, run: PretrainConfig, *, on_end: Callable[[], None]
 ) -> bool:
-    """Runs the trials that are left, `parallel` at a time; returns whether a signal asked to stop.
+    """Runs the remaining trials, `config.parallel` at a time; returns whether a signal stopped the search.
 
-    run: the config of one combination of the space. on_end: called after each trial. ValueError where the
-    first trials all failed. Without threads, beside which no process starts safely.
+    run: the config of a trial, with any values of the searched keys. on_end: called after each trial. Raises
+    ValueError where the first three trials all fail. Uses asyncio: threads make starting processes unsafe.
     """
     return asyncio.run(_run_trials(study, config, run, on_end))
 
@@ -45,7 +45,7 @@ async def _run_trials(
         asyncio.get_running_loop().add_signal_handler(number, is_asked.set)
 
     def watch(trial: Trial) -> None:
-        """Reports the evaluations so far, and stops a trial that is worse than others, or where all stop."""
+        """Reports new evaluations; asks the trial to stop if it is pruned, or if the search has to end."""
         if is_asked.is_set() and not trial.is_stopped:
             log.info(f"trial {trial.number}: saves and ends")
             trial.is_stopped = True
@@ -55,7 +55,7 @@ async def _run_trials(
             trial.is_pruned = trial.is_stopped = True
 
     async def run_in(slot: int) -> None:
-        """Runs one trial after the other, the unfinished ones first."""
+        """Runs one trial after the other, those that an earlier start left unfinished first."""
         nonlocal num_failed
         while not is_asked.is_set() and (waiting or study.num_left()):
             number = waiting.pop(0) if waiting else None
@@ -77,7 +77,7 @@ async def _run_trials(
                     "same command goes on"
                 )
 
-    bar = {"bar_format": _BAR, "desc": "search", "unit": "trial", "smoothing": 0}  # time left by the mean
+    bar = {"bar_format": _BAR, "desc": "search", "unit": "trial", "smoothing": 0}  # 0: mean speed
     with Progress(total=study.num_trials, initial=study.num_ended(), **bar) as shown:
         all_slots = asyncio.gather(*map(run_in, range(config.parallel)))
         while not all_slots.done():
@@ -93,9 +93,10 @@ async def _run_trials(
 def _begin(
     study: Study, config: SearchConfig, run: PretrainConfig, *, slot: int, number: int | None
 ) -> Trial | None:
-    """Begins a new trial, or goes on with the unfinished one of that number.
+    """Prepares a new trial, or with `number` an unfinished one.
 
-    Returns None where an earlier trial had the same parameters: its value is reported for this one.
+    slot: from 0, which of the trials at a time this is. Returns None where a complete trial had the same
+    parameters: Optuna then gets that value, and nothing is run.
     """
     drawn, values = study.begin(number)
     log.info(f"trial {drawn.number}: {format_values(values)}")
@@ -121,11 +122,11 @@ def _begin(
 
 
 def _conclude(study: Study, trial: Trial) -> None:
-    """Reports the end of a trial to the study, unless it is the search that stops."""
+    """Tells Optuna the result of a trial; one that was stopped with the search stays unfinished."""
     study.report(trial.drawn, trial.values())
     if trial.is_pruned:
         study.optuna.tell(trial.number, state=TrialState.PRUNED)
-    elif trial.is_complete:  # else the next start goes on with it
+    elif trial.is_complete:  # else the next start of the search continues it
         score = trial.score()
         study.optuna.tell(trial.number, score)
         is_best = ", the best so far" if study.best().number == trial.number else ""
@@ -133,7 +134,7 @@ def _conclude(study: Study, trial: Trial) -> None:
 
 
 def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
-    """Returns what comes before pretrain.py on a command line. ValueError where there is no such program."""
+    """Returns the words before pretrain.py, such as torchrun. ValueError where no such program exists."""
     if config.launch is None:
         return [sys.executable]
     try:
@@ -147,12 +148,12 @@ def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
 
 
 def format_values(values: Mapping[str, str]) -> str:
-    """Writes parameters for a person."""
+    """Returns parameters as text for the console: key=value, long numbers shortened."""
     return " ".join(f"{key}={short_value(value)}" for key, value in values.items())
 
 
 def short_value(value: str) -> str:
-    """Shortens a long number."""
+    """Returns a value as text; a number of more than 6 characters gets 3 digits."""
     try:
         return value if len(value) <= 6 else f"{float(value):.3g}"
     except ValueError:

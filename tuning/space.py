@@ -1,11 +1,11 @@
-"""The space of a search: keys with several values on the command line, in Hydra's sweep grammar.
+"""The search space of search.py: keys with several values on the command line, in Hydra's sweep grammar.
 
     lr=1e-4,1e-3                 arch.L_cycles=range(1,4)              one of a few values
     optimizer=choice(muon,adamw)
     lr=interval(1e-4,1e-2)       lr=tag(log,interval(1e-4,1e-2))       a number between two
     epochs=int(interval(10,40))  epochs=tag(log,int(interval(10,400))) a whole number
 
-As everywhere in Hydra the end of a range, or of whole numbers, does not belong to it.
+As in Python the end of a range is excluded; so is the end of an interval of whole numbers.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _GIVEN_BY_SEARCH = {
     "run_name": "a run has the name of its trial: give study=NAME",
     "resume": "trials go on from their own checkpoints: drop it",
 }
-_MAX_TRIES = 16  # combinations, to find one that has a given value and can be run
+_MAX_TRIES = 16  # combinations tried, to find a valid one with a given value
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The parameters that are searched, and the other overrides of pretrain.py, the same in every trial.
+    """The search space. parameters: {key: Optuna's distribution}, the keys that are searched.
 
-    parameters: by key, what Optuna draws each from.
+    fixed: the other key=value words of pretrain.py, equal in every trial.
     """
 
     parameters: dict[str, BaseDistribution]
     fixed: tuple[str, ...]
 
     def draw(self, trial: Trial) -> None:
-        """Draws a value of every parameter that the trial has not yet."""
+        """Lets Optuna draw each parameter; a parameter that the trial already has keeps its value."""
         for key, of in self.parameters.items():
             if isinstance(of, CategoricalDistribution):
                 trial.suggest_categorical(key, of.choices)
@@ -57,12 +57,12 @@ class Space:
                 suggest(key, of.low, of.high, step=of.step, log=of.log)
 
     def combinations(self) -> list[dict[str, Any]]:
-        """Lists every combination of values. ValueError where a parameter has no list of them."""
+        """Returns all combinations of values, for sampler=grid. ValueError for a continuous parameter."""
         values = {key: _grid_values(key, of) for key, of in self.parameters.items()}
         return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
 
     def written(self, values: dict[str, Any]) -> dict[str, str]:
-        """Returns drawn values as on a command line; {} before all are. ValueError for what is not of it."""
+        """Returns values as texts for a command line; {} if one is missing. ValueError: outside the space."""
         if self.parameters.keys() - values.keys():
             return {}
         return {key: _written(key, of, values[key]) for key, of in self.parameters.items()}
@@ -74,8 +74,8 @@ class Space:
         return {key: str(of) for key, of in self.parameters.items()}
 
     def check(self) -> PretrainConfig:
-        """Composes the config of a combination. ValueError for a value that no combination can have."""
-        extremes = {}  # the values with which every mistake shows
+        """Returns the config of a combination. Raises ValueError for a value that is never valid."""
+        extremes = {}  # a range is valid if both ends are
         for key, of in self.parameters.items():
             values = of.choices if isinstance(of, CategoricalDistribution) else (of.low, of.high)
             extremes[key] = [_written(key, of, value) for value in values]
@@ -116,9 +116,9 @@ def _written(key: str, of: BaseDistribution, value: Any) -> str:
 
 
 def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
-    """Reads the command line: what is search.py's own, the space, and the config of one run of it.
+    """Reads the command line of search.py: its own config, the space, and the config of a run in the space.
 
-    Returns None where help was asked for. ValueError, one line, for a mistake.
+    Returns None after --help and --cfg job, which only print. Raises ValueError, one line, for a mistake.
     """
     asked = split_command_line(SearchConfig)
     if asked is None:
@@ -136,7 +136,7 @@ def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
 
 
 def read_space(argv: Sequence[str]) -> Space:
-    """Reads the overrides of a search. ValueError, one line, for a mistake, and where nothing is searched."""
+    """Reads the space from key=value words. ValueError, one line, also where no key has several values."""
     parameters, fixed = {}, []
     overrides = parse_overrides(PretrainConfig, argv)
     for override in overrides:
@@ -174,14 +174,14 @@ def _distribution(override: Override) -> BaseDistribution:
     try:
         kind = IntDistribution if isinstance(low, int) else FloatDistribution
         return kind(low, high, step=step, log="log" in tags)
-    except ValueError as error:  # the ends do not fit each other, or a logarithm
+    except ValueError as error:  # low > high, or a log scale from 0
         raise ValueError(f"config: {word}: {error}") from None
 
 
 def _ends(sweep: RangeSweep, word: str) -> tuple[float, float, float]:
-    """Returns the lowest and the highest value of a range, and the distance of two."""
+    """Returns (lowest value, highest value, step) of a range."""
     start, stop, step = (Decimal(str(number)) for number in (sweep.start, sweep.stop, sweep.step))
-    count = math.ceil((stop - start) / step) if step else 0  # exact, where floats would be one too many
+    count = math.ceil((stop - start) / step) if step else 0  # Decimal: floats could count one too many
     if count < 1:
         raise ValueError(f"config: {word} has no values")
     number = int if all(isinstance(each, int) for each in (sweep.start, sweep.step)) else float
@@ -190,9 +190,9 @@ def _ends(sweep: RangeSweep, word: str) -> tuple[float, float, float]:
 
 
 def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
-    """Writes overrides of pretrain.py as a file of config/experiment that means the same.
+    """Returns key=value words of pretrain.py as the text of an equivalent file for config/experiment.
 
-    comment: its first lines, which say what it is.
+    comment: the first lines of the file.
     """
     values, experiments, groups = OmegaConf.create(), [], {}
     for override in parse_overrides(PretrainConfig, overrides):

@@ -1,4 +1,4 @@
-"""The study: Optuna's record of all trials, in SQLite, by which a search goes on after any end."""
+"""The study: Optuna's record of all trials in SQLite, from which an interrupted search continues."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ _CONFIG, _SEARCH = "config", "search"
 
 
 class Study:
-    """The trials of a search. ValueError where the storage cannot be read, or holds another search.
+    """The trials of a search, stored by Optuna in the SQLite file `path`.
 
-    path: of the storage. run: the config of one combination of the space.
+    run: the config of a run in the space. Raises ValueError where the file is unreadable, or holds another
+    search of the same name.
     """
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
         self.name, self.space, self._config = config.study, space, config
         self._grid = space.combinations() if config.sampler == "grid" else []
         self.num_trials = len(self._grid) or config.trials
-        # Of a trial; none is pruned at its last evaluation.
+        # Evaluations in a whole trial, over all its seeds.
         self.num_evaluations = config.seeds * _count_evaluations(run)
         self.selection = Selection(run.keep_best, has_validation=run.validation_fraction > 0)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -54,7 +55,7 @@ class Study:
         self._claim(path, run, known)
 
     def _claim(self, path: Path, run: PretrainConfig, known: dict[str, Any]) -> None:
-        """Records what is searched, or compares it with the record. known: the attributes of the study."""
+        """Stores the settings of the search, or compares them. known: attributes stored earlier."""
         now: dict[str, Any] = {
             "metric": self.selection.metric,
             "chosen by": self.selection.selected_by,
@@ -87,18 +88,18 @@ class Study:
         return sum(trial.state in states for trial in self.trials)
 
     def unfinished(self) -> list[int]:
-        """Lists the trials that a search has begun and not ended."""
+        """Returns the numbers of the trials that have begun and not ended."""
         return [trial.number for trial in self.trials if not trial.state.is_finished()]
 
     def num_ended(self) -> int:
         return len(self.trials) - len(self.unfinished())
 
     def num_left(self) -> int:
-        """Counts the trials that are still to begin."""
+        """Returns how many trials are still to begin."""
         return max(self.num_trials - len(self.trials), 0)
 
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
-        """Begins a trial, or goes on with the unfinished one of that number; returns its parameters too."""
+        """Begins a trial, or continues number `number`; returns Optuna's trial and its parameters."""
         trial_number = len(self.trials) if number is None else number
         seed = int(np.random.SeedSequence([self._config.sampler_seed, trial_number]).generate_state(1)[0])
         self.optuna.sampler = optuna.samplers.TPESampler(
@@ -117,7 +118,7 @@ class Study:
         return trial, self.parameters(self.trials[trial.number])
 
     def report(self, trial: Trial, values: list[float]) -> bool:
-        """Records the values of all evaluations of a trial so far; returns whether to prune it."""
+        """Stores new evaluations of a trial; returns whether to prune. values: all evaluations so far."""
         known = self.trials[trial.number].intermediate_values
         new = [number for number in range(1, len(values) + 1) if number not in known]
         for number in new:
@@ -125,7 +126,7 @@ class Study:
         return bool(new) and len(values) < self.num_evaluations and trial.should_prune()
 
     def best(self) -> FrozenTrial | None:
-        """Returns the best complete trial, the first of equal ones."""
+        """Returns the best complete trial, the earliest of equal ones; None: there is none."""
         choose = min if self.selection.lowest_is_best else max
         return choose(self._complete(), key=lambda trial: trial.value, default=None)
 
@@ -133,12 +134,12 @@ class Study:
         return [trial for trial in self.trials if trial.state == TrialState.COMPLETE]
 
     def describe_counts(self) -> str:
-        """Says how many trials came to what."""
+        """Returns the numbers of complete, pruned and failed trials as text."""
         states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
         return ", ".join(f"{self.count(state)} {name}" for name, state in states.items())
 
     def describe_best(self) -> str:
-        """Says, for the head of an experiment's file, where the best trial is from and what it measured."""
+        """Returns the comment of best.yaml: trial and study, the command, and the measured value."""
         config, selection, best = self._config, self.selection, self.best()
         finished = self.count(TrialState.COMPLETE, TrialState.PRUNED)
         seeds = f", mean of {config.seeds} seeds" if config.seeds > 1 else ""
@@ -151,13 +152,13 @@ class Study:
         )
 
     def find_complete(self, values: dict[str, str]) -> FrozenTrial | None:
-        """Finds a complete trial with these parameters."""
+        """Returns a complete trial with these parameters; None: there is none."""
         return next((trial for trial in self._complete() if self.parameters(trial) == values), None)
 
     def parameters(self, trial: FrozenTrial) -> dict[str, str]:
-        """Returns the parameters of a trial as on a command line; {} before they are drawn.
+        """Returns {key: text for a command line} of a trial; {} before all parameters are drawn.
 
-        ValueError where one is not of the space: somebody else has written it.
+        Raises ValueError for a value outside the space, which another program must have stored.
         """
         try:
             return self.space.written(trial.params)
@@ -177,7 +178,7 @@ class Study:
 
 
 def _count_evaluations(run: PretrainConfig) -> int:
-    """Counts the evaluations of a whole run."""
+    """Returns the number of evaluations in a whole run."""
     stages = [(stage.epochs, stage.eval_interval) for stage in run.curriculum if stage.epochs]
     steps = (run.train_steps, run.eval_steps)
     stages.append(steps if run.train_steps else (run.epochs, run.eval_interval))
@@ -185,12 +186,12 @@ def _count_evaluations(run: PretrainConfig) -> int:
 
 
 def folder_of(config: SearchConfig) -> Path:
-    """Returns the folder of a search."""
+    """Returns the folder with the trials of a search; search/<study> by default."""
     return Path(config.folder) if config.folder else Path("search") / config.study
 
 
 def open_folder(config: SearchConfig) -> Path:
-    """Makes the folder of the search, which is then this process's until it ends."""
+    """Creates the folder of a search, and locks it until this process ends. ValueError where this fails."""
     folder = folder_of(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -201,7 +202,7 @@ def open_folder(config: SearchConfig) -> Path:
 
 
 def storage_of(config: SearchConfig) -> Path:
-    """Returns the SQLite file of a study. ValueError where the storage is no file."""
+    """Returns the path of the SQLite file. Raises ValueError where `storage` is a URL."""
     if config.storage and "://" in config.storage:
         raise ValueError(f"config: storage={config.storage} is an address: give the path of a SQLite file")
     return Path(config.storage) if config.storage else folder_of(config) / "study.db"
@@ -211,6 +212,6 @@ def storage_of(config: SearchConfig) -> Path:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # Optuna takes for granted what it has not written itself
+    except Exception as error:  # Optuna raises almost anything for a file that it did not write
         reason = (str(getattr(error, "orig", None) or error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{path} is no storage of studies ({reason}): choose another storage") from None

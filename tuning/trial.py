@@ -1,4 +1,4 @@
-"""One trial: its runs of pretrain.py, each in a folder from which it goes on, and what their logs say."""
+"""One trial of a search: runs of pretrain.py, one for each seed, and the metrics in their logs."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from training.run_folder import has_ended, is_in_use
 OUTPUT_FILE = "output.log"
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 120  # from asking a run to stop to killing it
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
+_PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Trial:
-    """The runs of one trial, one after the other, as processes of this one.
+    """The runs of one trial, one after the other, each a child process.
 
-    drawn: the trial as Optuna has it. commands: the folder of each run, and the command that starts it and
-    goes on with it. selection: what the runs are measured by. max_steps: where they end. cores: of this
-    machine, to run on; None: all. is_stopped: set to ask the run to save and to end, which takes it seconds.
+    drawn: Optuna's trial. commands: {run folder: command that starts or continues the run}. selection: the
+    metric that measures a run. max_steps: of each run. cores: the CPU cores to run on; None: all.
+    is_stopped: set it to ask the current run to save and end, which takes seconds.
     """
 
     is_stopped = is_pruned = False
@@ -55,13 +55,13 @@ class Trial:
         self._logs: dict[Path, tuple[object, dict[int, float]]] = {}
 
     async def run(self, on_poll: Callable[[Trial], None]) -> None:
-        """Runs all to their ends, or until it is to stop. on_poll: called again and again meanwhile.
+        """Runs all commands to their ends, or until `is_stopped`. on_poll: called five times a second.
 
-        ValueError, one line, where a run ended early without a newer checkpoint.
+        Restarts a run that ended early, if it has saved a newer checkpoint; else raises ValueError, one line.
         """
         for folder, command in self._commands.items():
             while not (self.is_stopped or self._has_ended(folder)):
-                if folder.is_dir() and is_in_use(folder):  # a killed search may have left its run behind
+                if folder.is_dir() and is_in_use(folder):  # the run of a killed search may still be ending
                     on_poll(self)
                     await asyncio.sleep(_POLL_SECONDS)
                     continue
@@ -72,7 +72,7 @@ class Trial:
                     raise ValueError(_last_words(folder / OUTPUT_FILE, status))
 
     async def _run_once(self, folder: Path, command: Sequence[str], on_poll: Callable[[Trial], None]) -> int:
-        """Runs a command to its end, and returns its status; the process is never left running."""
+        """Runs a command to its end; returns its exit status. On an exception it is asked to stop."""
         stop_signal, asked_at = _stop_signal(command), None
         folder.mkdir(parents=True, exist_ok=True)
         with open_to_append(folder / OUTPUT_FILE) as output:
@@ -81,7 +81,7 @@ class Trial:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for the search alone, which then stops its trials
+                start_new_session=True,  # Ctrl-C reaches the search alone, which then stops its trials
                 preexec_fn=_leash(self._cores, stop_signal),
             )
         try:
@@ -104,11 +104,11 @@ class Trial:
         return all(map(self._has_ended, self._commands))
 
     def values(self) -> list[float]:
-        """Returns the values of all evaluations so far, run after run."""
+        """Returns the values of all evaluations so far, of all runs in order."""
         return [value for folder in self._commands for value in self._evaluations(folder).values()]
 
     def score(self) -> float:
-        """Returns the value of the best checkpoint, mean over the runs. ValueError where there is none."""
+        """Returns the best value of each run, as the mean over runs. ValueError for a run without values."""
         best = []
         for folder in self._commands:
             values = self._evaluations(folder)
@@ -118,7 +118,7 @@ class Trial:
         return math.fsum(best) / len(best)
 
     def _evaluations(self, folder: Path) -> dict[int, float]:
-        """Returns the values by step; the log is read again only if it has changed."""
+        """Returns {step: value} of a run; reads the log again only if it has changed."""
         with contextlib.suppress(FileNotFoundError):
             stat = (folder / METRICS_FILE).stat()
             version = (stat.st_size, stat.st_mtime_ns)
@@ -130,12 +130,12 @@ class Trial:
 
 
 def _stop_signal(command: Sequence[str]) -> signal.Signals:
-    """Returns the signal that lets a run save: Slurm's srun kills at SIGTERM, and hands SIGUSR1 on."""
+    """Returns the signal after which a run saves and ends. Slurm's srun forwards SIGUSR1, but not SIGTERM."""
     return signal.SIGUSR1 if Path(command[0]).name == "srun" else signal.SIGTERM
 
 
 def _leash(cores: Sequence[int] | None, stop_signal: signal.Signals) -> Callable[[], None]:
-    """Makes what a new process does first: keep to its cores, and be asked to stop when the search dies."""
+    """Returns a preexec_fn: the child keeps to `cores`, and gets `stop_signal` when the search dies."""
 
     def hold() -> None:
         if cores is not None:
@@ -147,7 +147,7 @@ def _leash(cores: Sequence[int] | None, stop_signal: signal.Signals) -> Callable
 
 
 def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
-    """Returns the cores of one of several trials at a time; None where it may have all."""
+    """Returns the CPU cores for one of `num_slots` trials at a time; None: no restriction."""
     if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
         return None
     cores = sorted(os.sched_getaffinity(0))
@@ -161,7 +161,7 @@ def _saved_step(folder: Path) -> int:
 
 
 def _last_words(path: Path, status: int) -> str:
-    """Says why a run failed: its last error, else its last line."""
+    """Returns why a run failed: its last error line, or else its last line."""
     lines = [line.strip() for line in read_lines(path) if line.strip()]
     errors = [line for line in lines if line.startswith("error")]
     last = (errors or lines or ["it said nothing"])[-1]
