@@ -1,7 +1,7 @@
-"""The messages between ranks, and what is built of them alone: sums over ranks, and the proof of equality.
+"""Collectives among ranks, metric sums over ranks, and the check that ranks hold equal tensors.
 
-All work without a process group too, as a world of one. Every function in which ranks talk must be called by
-all of them, in the same order, with tensors of equal dtype (and equal shape, except in `..._rows`).
+Without a process group everything works as for one rank. All ranks must call each collective, in the same
+order, with tensors of equal dtype and (except in `..._rows`) equal shape.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ def has_group() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """A group of ranks as this member sees it, with the messages among its members.
+    """A group of ranks that this rank is a member of, with the collectives among the members.
 
-    index: of this rank among the members, from 0. size: number of members; one alone sends nothing. group: of
-    torch.distributed; None: all ranks.
+    index: of this rank among the members, from 0. size: number of members; a group of 1 sends nothing. group:
+    of torch.distributed; None: the default group of all ranks.
     """
 
     index: int = 0
@@ -36,14 +36,14 @@ class Ranks:
 
     @property
     def talks(self) -> bool:
-        """Returns whether there is anybody to send to."""
+        """Returns whether collectives send messages: several members, and an open process group."""
         return self.size > 1 and has_group()
 
     def barrier(self) -> None:
         self.all_reduce_sum_(torch.zeros(1))
 
     def broadcast_(self, tensors: list[Tensor], *, source: int = 0) -> None:
-        """Overwrites the tensors with the tensors of the member `source`, in one message for each dtype."""
+        """Overwrites the tensors with those of member `source`, in one message for each dtype."""
         if not self.talks:
             return
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
@@ -59,13 +59,13 @@ class Ranks:
         return tensor
 
     def reduce_sum_(self, tensor: Tensor) -> Tensor:
-        """Sums onto member 0; on the others the tensor is then undefined."""
+        """Sums the tensor in place on member 0; on other members its values are undefined afterwards."""
         if self.talks:
             dist.reduce(tensor, group_dst=0, group=self.group)
         return tensor
 
     def all_gather_counts(self, *counts: int, device: torch.device) -> list[list[int]]:
-        """Gathers, for each count, the values of all members in their order."""
+        """Returns for each of `counts` the list of all members' values."""
         if not self.talks:
             return [[count] for count in counts]
         own = torch.tensor(counts, device=device)
@@ -74,9 +74,9 @@ class Ranks:
         return torch.stack(parts, dim=1).tolist()
 
     def all_gather_rows(self, rows: Tensor, counts: list[int] | None = None) -> Tensor:
-        """Concatenates [n_r, ...] of all members in their order; n_r may differ, also be 0.
+        """Returns the rows [n_r, ...] of all members r, concatenated; n_r may differ, and may be 0.
 
-        counts: every n_r, where all members know them already.
+        counts: every n_r, if all members know them already; None: an extra message gathers them.
         """
         if not self.talks:
             return rows
@@ -93,11 +93,10 @@ class Ranks:
     def all_gather_numbered_rows(
         self, numbers: Tensor, rows: Tensor, counts: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Concatenates numbers [n_r], integers, and rows [n_r, k] of all members, in one message.
+        """Returns the integers `numbers` [n_r] and the `rows` [n_r, k] of all members, both concatenated.
 
-        Each row travels behind its number, in the bits of an integer as wide as an element of the rows.
-
-        counts: every n_r.
+        counts: every n_r. Sends one message; numbers must fit into an integer as wide as an element of
+        `rows`.
         """
         if not self.talks:
             return numbers, rows
@@ -107,9 +106,9 @@ class Ranks:
         return gathered[:, 0].to(numbers.dtype), gathered[:, 1:].view(rows.dtype)
 
     def all_to_all_rows(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
-        """Sends the first sent[0] of the rows [n, ...] to member 0, the next to member 1, ...
+        """Sends the first sent[0] of the rows [n, ...] to member 0, the next sent[1] to member 1, ...
 
-        Returns what arrives, in the order of members. received: how many rows each sends here.
+        Returns the rows that arrive here, received[r] from each member r, in the order of members.
         """
         if not self.talks:
             return rows
@@ -118,7 +117,7 @@ class Ranks:
         return arrived
 
     def gather(self, tensor: Tensor, *, goal: int) -> list[Tensor] | None:
-        """Gathers the tensors of all members, of one shape, on the member `goal`; None elsewhere."""
+        """Returns on member `goal` the tensors of all members, of equal shape; None on other members."""
         if not self.talks:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.size)] if self.index == goal else None
@@ -126,7 +125,10 @@ class Ranks:
         return gathered
 
     def scatter(self, tensors: list[Tensor] | None, *, like: Tensor, source: int) -> Tensor:
-        """Returns this member's of the tensors that the member `source` has for all, None elsewhere."""
+        """Returns on each member r the r-th of the tensors that member `source` gives.
+
+        tensors: None on other members. like: a tensor of the same shape and dtype.
+        """
         if not self.talks:
             return tensors[0]
         own = torch.empty_like(like)
@@ -134,10 +136,11 @@ class Ranks:
         return own
 
     def all_gather_ranges_(self, whole: Tensor, ranges: Sequence[slice]) -> None:
-        """Overwrites each range of `whole`, [n], with what its member has there.
+        """Overwrites each range of `whole`, [n], with the values of the member that the range belongs to.
 
-        ranges: one of each member, apart from each other; one message, where they follow each other, of one
-        length, if `whole` has room for that of the last ones too.
+        ranges: one for each member, disjoint. If the ranges are consecutive and of equal length (the last
+        ones may be shorter, if `whole` has room behind them), there is one message; otherwise one for each
+        range.
         """
         if not self.talks:
             return
@@ -164,13 +167,14 @@ ALONE = Ranks()
 
 
 class AllToAllPlan:
-    """The messages between this rank and the owners of some rows; all ranks build theirs together.
+    """The exchange of table rows between each rank that reads them and the ranks that own them.
 
-    Rank `identifier % size` owns a row, as its own row number `identifier // size`. The host learns how many
-    rows go where: on CUDA it waits for the device.
+    Row `identifier` of the table is row `identifier // size` on its owner, rank `identifier % size`. All
+    ranks build a plan together, and call its methods together. On CUDA, building waits for the device.
 
     identifiers: int64 [n], the rows that this rank reads.
-    own_rows: int64 [m], the rows of this rank that the ranks read, by their numbers here: rank 0's first.
+    own_rows: int64 [m], this rank's row numbers of the rows that any rank reads: first those that rank 0
+    reads.
     """
 
     def __init__(self, identifiers: Tensor, ranks: Ranks):
@@ -184,13 +188,13 @@ class AllToAllPlan:
         self.own_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
 
     def fetch(self, own: Tensor) -> Tensor:
-        """Returns the rows of `identifiers`, [n, ...]; own: the rows that live on this rank."""
+        """Returns the rows of `identifiers`, [n, ...], from their owners. own: all rows of this rank."""
         lent = own[self.own_rows]
         arrived = self._ranks.all_to_all_rows(lent, sent=self._num_lent, received=self._num_read)
         return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
 
     def send(self, rows: Tensor) -> Tensor:
-        """Sends a row for each of `identifiers`, [n, ...], to its owner; returns what `own_rows` get."""
+        """Sends rows [n, ...] of `identifiers` to the owners; returns the rows of `own_rows`, [m, ...]."""
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
 
@@ -211,9 +215,9 @@ def true_on_all_ranks(value: bool, *, device: torch.device) -> bool:
 
 
 def gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any] | None:
-    """Gathers the values of all members on the first, in their order; None elsewhere. ranks: None: all.
+    """Returns on member 0 the list of all members' values; None on other members. ranks: None: all ranks.
 
-    For small or rare things: it pickles.
+    For small values: pickles.
     """
     ranks = ranks or all_ranks()
     if not ranks.talks:
@@ -233,12 +237,12 @@ def broadcast_object(value: Any) -> Any:
 
 
 class RankSums:
-    """The running sums of named scalars of this rank; only sums over all ranks are divided, on one rank.
+    """The running sums of named scalars on this rank, to be summed over ranks when they are logged.
 
-    Adding never waits for the device.
+    Adding never waits for the device. Sums are float64 (float32 on mps).
 
-    names: of all scalars that may come; float64 sums (float32 on mps, which has no other). ranks: that share
-    the batch. steps: how many times something was added.
+    names: of all scalars that may be added. ranks: those that divide the batch. steps: number of calls of
+    `add` since the last reset.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, ranks: Ranks):
@@ -249,16 +253,16 @@ class RankSums:
         self.steps = 0
 
     def add(self, scalars: dict[str, Tensor]) -> None:
-        """Adds the scalars of a step; every rank has the same names, perhaps not all of them."""
+        """Adds the scalars of a step: the same names on every rank, all or some of `names`."""
         zero = self._sums.new_zeros(())
         self._sums += torch.stack([scalars.get(name, zero).to(self._sums.dtype) for name in self._names])
         self._present.update(scalars)
         self.steps += 1
 
     def reduce(self) -> dict[str, float]:
-        """Returns the sums over all ranks, on the first rank; elsewhere the values mean nothing.
+        """Returns the sums over all ranks, on member 0 (elsewhere the values are undefined); keeps the sums.
 
-        All ranks call it. Names that never came are left out. Changes nothing.
+        All ranks call it. Names that were never added are left out.
         """
         return self._by_name(self.ranks.reduce_sum_(self._sums.clone()))
 
@@ -272,10 +276,10 @@ class RankSums:
         return {**self._by_name(self._sums), "steps_summed": self.steps}
 
     def load_state(self, saved: Sequence[dict[str, float]]) -> None:
-        """Takes over what the ranks of a checkpoint had, in their order.
+        """Loads the `state` of each rank from a checkpoint.
 
-        The same number of ranks takes each its own, so that all is added up in the same order as without the
-        checkpoint, to the last bit; else the first rank takes everything.
+        With the same number of ranks, each rank takes its own sums, so that later sums over ranks are equal
+        to the last bit to those of an uninterrupted run; otherwise member 0 takes the sums of all.
         """
         takes_own = len(saved) == self.ranks.size
         own = [part for n, part in enumerate(saved) if self.ranks.index == (n if takes_own else 0)]
@@ -290,22 +294,22 @@ class RankSums:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Sums the tensor's bits read as integers: int64 scalar, modulo 2^64.
+    """Returns the sum of the tensor's elements, with their bits read as integers: int64 scalar, modulo 2^64.
 
-    One read of the tensor; any single changed bit changes it.
+    Any single changed bit changes the sum.
     """
     bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
     return bits.sum(dtype=torch.int64)
 
 
-Key = tuple[str, tuple]  # the name of a tensor, and which part of it
+Key = tuple[str, tuple]  # (name of a tensor, which part of the tensor)
 
 
 def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], int] | None:
-    """Compares, by checksum, what ranks hold under the same key; not all need hold the same keys.
+    """Compares by checksum the tensors that ranks hold under equal keys; a rank may lack some of the keys.
 
-    Returns the name of the first tensor that differs, the ranks that have another one than the first rank
-    that holds it, and this rank. None where all are equal. All ranks call it; all get the same answer.
+    Returns (name of the first tensor that differs, ranks that differ from the first rank with that key, this
+    first rank), or None where all are equal. All ranks call it, and get the same answer.
     """
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
     gathered = gather_objects(dict(zip(tensors, sums, strict=True)))

@@ -1,7 +1,7 @@
-"""The dense parameters side by side in memory.
+"""The dense parameters in flat buffers, so that one message or one kernel processes many parameters at once.
 
-`FlatParameters` decides the order once; whatever belongs to a parameter (weight, gradient, moments, average)
-is in the same range of a buffer of its own. So one message, or one kernel, takes many parameters at once.
+`FlatParameters` decides the order. Weights, gradients, moments and averages have a buffer each, and a
+parameter has the same range in all of them.
 """
 
 import contextlib
@@ -17,46 +17,47 @@ from parallel.shards import Shard, Span, Tensors, tensor_of
 from parallel.shared_memory import SharedTensors, open_shared_tensors
 from parallel.tensor import Cut
 
-_ALIGNMENT = 16  # elements: every parameter starts on a boundary that vectorised kernels like
-# Elements: kernels that end there round as if they went on (the rest of a vector does not).
+_ALIGNMENT = 16  # elements: every parameter starts at a multiple, for vectorised kernels
+# Elements: shares start at a multiple. Kernels round differently behind the last full vector of a range, so
+# that a cut elsewhere would change results.
 _SHARE_ALIGNMENT = 1024
-_FIRST_BUCKET_BYTES = 2**20  # small, so that the first message leaves early
+_FIRST_BUCKET_BYTES = 2**20  # small, so that the first message is sent early
 
 
 class Scalars:
-    """Named numbers of each rank that all ranks come to know: [names, ranks], in the memory of a message.
+    """Named numbers of each rank, [names, ranks], that are sent to all ranks behind the gradients.
 
-    A rank adds to its own column alone, so that the sum over ranks has the numbers of all. is_closed: whether
-    it is too late to add, as the message may have left.
+    Each rank adds to its own column only, so that the sum over ranks has the columns of all. is_closed:
+    whether adding is too late, because the message may be sent already.
     """
 
     def __init__(self, names: Sequence[str], values: Tensor, ranks: Ranks):
         self._names, self.values, self._ranks, self.is_closed = tuple(names), values, ranks, False
 
     def add(self, **numbers: float | Tensor) -> None:
-        """Adds to the numbers of this rank; exact where 8 significant bits are enough (bfloat16)."""
+        """Adds to the numbers of this rank. Messages may be bfloat16, which keeps 8 significant bits."""
         assert not self.is_closed, f"{', '.join(numbers)}: the message that carries the scalars may have left"
         for name, number in numbers.items():
             self.values[self._names.index(name), self._ranks.index] += number
 
     def pop(self) -> dict[str, Tensor]:
-        """Returns the numbers of all ranks by name, [ranks] each, after the message; all begin anew."""
+        """Returns {name: numbers of all ranks, [ranks]}, after the sum over ranks; resets them to 0."""
         values = self.values.clone()
         self.values.zero_()
         return dict(zip(self._names, values, strict=True))
 
 
 class Pieces:
-    """Memory for some ranges of the flat buffers alone.
+    """Memory for some ranges of a flat buffer, such as the moments of what this rank updates.
 
-    ranges: rising, apart from each other. buffers: [length of the range] each.
+    ranges: rising and disjoint. buffers: one for each range, [length of the range].
     """
 
     def __init__(self, ranges: Sequence[slice], buffers: Sequence[Tensor]):
         self.ranges, self.buffers = tuple(ranges), tuple(buffers)
 
     def at(self, part: slice) -> Tensor:
-        """Returns the memory of a part of one of the ranges."""
+        """Returns the memory of `part`, which must lie within one of the ranges."""
         for each, buffer in zip(self.ranges, self.buffers, strict=True):
             if each.start <= part.start and part.stop <= each.stop:
                 return buffer[part.start - each.start : part.stop - each.start]
@@ -64,36 +65,35 @@ class Pieces:
 
 
 class FlatParameters:
-    """The owner of the order of parameters in memory, and of the buffers for weights and gradients.
+    """The flat buffers of some parameters: fixes the parameters' order, and owns weights and gradients.
 
-    The order is the reverse of registration, about the order in which a backward pass completes gradients,
-    but what has no weight decay is behind all others, from a multiple of 1024 on.
-    Every parameter starts at a multiple of 16 and of the number of ranks. The gaps hold zeros; only kernels
-    that take whole ranges write there, and these make zeros of zeros.
+    The order is the reverse of registration, which is about the order in which a backward pass completes
+    gradients; parameters without weight decay come last, from a multiple of 1024 on. Every parameter starts
+    at a multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
 
-    The update may be shared (ZeRO-1, arXiv 1910.02054): each sharer updates a range, and gets the other
-    weights from the others. And what is updated may be wider than what the forward pass reads (mixed
-    precision, arXiv 1710.03740): float32 masters exist for this rank's share alone, and 2 bytes of each
-    weight travel. Weights outside of `spread` then stay float32, and every rank updates all of them.
+    Ranks may divide the update (ZeRO-1, arXiv 1910.02054): each sharer updates the range `share`, and an
+    all-gather follows. The forward pass may read a narrower dtype than is updated (mixed precision, arXiv
+    1710.03740): float32 masters then exist only for the share, and the all-gather sends 2 bytes a weight.
+    Parameters outside of `spread` then stay float32, and every rank updates all of them.
 
-    parameters: by name, in the order of the buffers; of one dtype and on one device.
-    weights: [size] in `compute_dtype`; the data of each spread parameter is a view of it from here on.
-    masters: what this rank updates; a view of `weights` where the dtypes are equal.
-    gradients: [size], zeros at first; [0] where the parameters need no gradient.
-    scalars: right behind the gradients, in the last message of these.
-    message: the memory of gradients and scalars.
-    messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks, in memory that the ranks share
-    (`message` also where those of each node share it);
-    None without `in_shared_memory`, which is equal on all ranks, or where the system has no such memory.
-    shares: the range of each sharer; the last ones may be short or empty. share: this rank's.
-    kept: the ranges that this rank updates: its share, and all that is not spread.
+    parameters: by name, in the order of the buffers; all of one dtype and on one device.
+    weights: [size] in `compute_dtype`; every spread parameter's data is a view of this buffer.
+    masters: the values that this rank updates; a view of `weights` where the dtypes are equal.
+    gradients: [size], initially zeros; [0] where the parameters need no gradient.
+    message: the memory of `gradients`, and behind them of `scalars`.
+    messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks in shared memory (`message` also
+    where only the ranks of one node share memory); None without `in_shared_memory`, or where the system
+    lacks it.
+    shares: the range of each sharer; the last ones may be short or empty. share: the range of this rank.
+    kept: the ranges that this rank updates: `share`, and all parameters that are not spread.
 
-    ranks: that sum the gradients of these parameters. sharers: those among them that share the update; None:
-    all, if there is memory that the ranks share, else every rank updates everything. scalar_names: of
-    `scalars`. undecayed: names of parameters without weight decay; not all need be here. unsplit: names of
-    matrices that one rank updates as a whole. spread: names of parameters that are kept in compute_dtype,
-    where that is another one; all, where it is not. is_part: whether other ranks have other parameters of the
-    model, so that these are shards of its state. cuts: of parameters that are parts of weights of the model.
+    ranks: those that sum the gradients. sharers: those of `ranks` that divide the update; None: all of them
+    if they have shared memory, otherwise none, and every rank updates everything. scalar_names: of `scalars`.
+    undecayed: names of parameters without weight decay, perhaps of others too. unsplit: names of matrices
+    that
+    one rank must update as a whole. spread: names of parameters in `compute_dtype` that sharers divide; if
+    compute_dtype is the parameters' own, all are. is_part: whether other ranks have other parameters of the
+    model (pipeline or tensor parallel). cuts: {name: which part of the model's weight a parameter is}.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class FlatParameters:
         self.owned = self._take_over()
 
     def _take_over(self) -> Tensors:
-        """Moves the parameters into the buffers; returns by name what this rank updates, as `owned`."""
+        """Moves the parameters into the buffers; returns {name: tensor or shard that this rank updates}."""
         for name, parameter in self.parameters.items():
             value, start = parameter.detach(), self._ranges[name].start
             for each, master in zip(self.masters.ranges, self.masters.buffers, strict=True):
@@ -190,9 +190,9 @@ class FlatParameters:
         return owned
 
     def attach_gradients(self) -> dict[str, Tensor]:
-        """Makes every parameter's `grad` its part of `gradients`; returns these by name.
+        """Sets every parameter's `grad` to a view of `gradients`; returns these views by name.
 
-        Where the dtypes differ it is so in `gradients_attached` alone.
+        Parameters in another dtype than the gradients have a `grad` only within `gradients_attached`.
         """
         views = self.views(self.gradients)
         for name in views.keys() - self._cast:
@@ -201,9 +201,10 @@ class FlatParameters:
 
     @contextlib.contextmanager
     def gradients_attached(self, views: dict[str, Tensor]) -> Iterator[None]:
-        """Surrounds a backward pass. At other times torch's compiler would meet gradients of another dtype.
+        """Sets `grad` of parameters in another dtype during the block, which runs a backward pass.
 
-        views: of `attach_gradients`.
+        Outside of the block they have none: torch's compiler does not expect a `grad` of another dtype.
+        views: as `attach_gradients` returns them.
         """
         cast = views.keys() & self._cast
         for name in cast:
@@ -214,17 +215,17 @@ class FlatParameters:
             self.parameters[name].grad = None
 
     def check_gradients(self, views: dict[str, Tensor]) -> None:
-        """Asserts that nobody has given a parameter another `grad` than what was attached."""
+        """Asserts that every parameter still has the `grad` that was attached."""
         for name, view in views.items():
             assert self.parameters[name].grad is (None if name in self._cast else view)
 
     @property
     def _cast(self) -> set[str]:
-        """Returns the names of the parameters that are in another dtype than their gradients."""
+        """Returns the names of parameters in another dtype than the gradients."""
         return self._spread if self.is_mixed else set()
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Returns each parameter's part, by name and in its shape, of a buffer like these, if not empty."""
+        """Returns {name: view of `buffer` in the parameter's shape}; {} for an empty buffer."""
         return {
             name: buffer[own.start :][: parameter.numel()].view(parameter.shape)
             for (name, parameter), own in zip(self.parameters.items(), self._ranges.values(), strict=True)
@@ -232,12 +233,13 @@ class FlatParameters:
         }
 
     def shards(self, pieces: Pieces, share: slice, names: Collection[str] | None = None) -> Tensors:
-        """Returns what memory that is laid out `around` a share has of the parameters, or of `names` alone.
+        """Returns {name: tensor or shard} of the parameters, or of `names`, in memory for a share.
 
-        Of a spread parameter it is what the share has, maybe nothing; any other is there as a whole.
+        pieces: memory for the ranges `around(share)`. Of a spread parameter, `pieces` has only the part in
+        the share, perhaps nothing; any other parameter is whole.
         """
         shards: Tensors = {}
-        # In a small buffer a share may be all of it: what a part is called has to be the same on all ranks.
+        # All ranks must decide alike whether tensors are whole: the share of one may happen to be everything.
         is_whole = (self.sharers if share is self.share else self.ranks).size == 1 and not self.is_part
         for name in self.parameters if names is None else names:
             part, begin = self._part(name, share), self._ranges[name].start
@@ -254,7 +256,7 @@ class FlatParameters:
         return shards
 
     def _part(self, name: str, share: slice) -> slice:
-        """Returns the range of a parameter without the gap behind it, or of its part in a share."""
+        """Returns the range of a parameter, without the gap behind; of a spread one, the part in `share`."""
         begin = self._ranges[name].start
         end = begin + self.parameters[name].numel()
         if name not in self._spread:
@@ -262,9 +264,9 @@ class FlatParameters:
         return slice(*(min(max(each, begin), end) for each in (share.start, share.stop)))
 
     def around(self, share: slice) -> list[slice]:
-        """Returns the fewest ranges, rising, that hold a share and all that is not spread.
+        """Returns rising ranges, as few as possible, with `share` and all parameters that are not spread.
 
-        These begin and end at multiples of 1024, as kernels round by where in a range a number is.
+        They begin and end at multiples of 1024, because kernels round by the position within a range.
         """
         rest, unit = self.ranges(self.parameters.keys() - self._spread), _SHARE_ALIGNMENT
         rest = [
@@ -279,7 +281,7 @@ class FlatParameters:
         return merged
 
     def zeros(self, ranges: Sequence[slice]) -> Pieces:
-        """Returns memory for these ranges in the gradients' dtype."""
+        """Returns zeros for these ranges, in the gradients' dtype."""
         return Pieces(ranges, [self.message.new_zeros(each.stop - each.start) for each in ranges])
 
     def kept_of(self, names: Collection[str]) -> list[slice]:
@@ -289,9 +291,9 @@ class FlatParameters:
         return [each for each in common if each.start < each.stop]
 
     def gather_(self) -> None:
-        """Makes of the masters of all sharers the weights that the forward pass reads.
+        """Copies the updated masters into `weights`, and all-gathers the shares. All ranks call it.
 
-        All ranks call it, after every update.
+        To be called after every update, before the next forward pass.
         """
         if self.is_mixed and self.share.start < self.share.stop:
             self.weights[self.share] = self.masters.at(self.share)
@@ -303,15 +305,15 @@ class FlatParameters:
             self.sharers.all_gather_ranges_(self._padded, self.shares)
 
     def average_shares(self) -> list[slice]:
-        """Returns a range for each rank, all of them apart, that it has the newest weights of."""
+        """Returns a range for each rank, disjoint, in which this rank has updated weights: for averages."""
         shares = self.shares if self.is_mixed else [slice(0, self.size)]
         number = self.ranks.size // len(shares)
         return [_cut_evenly(share, number)[copy] for copy in range(number) for share in shares]
 
     def all_gather_views(self, pieces: Pieces, shares: Sequence[slice]) -> dict[str, Tensor]:
-        """Joins what each rank has `around` its own of some shares, as the forward pass reads it, by name.
+        """All-gathers values such as averages; returns {name: whole tensor} as the forward pass reads it.
 
-        All ranks call it.
+        All ranks call it. shares: a range for each rank. pieces: this rank's values, `around` its range.
         """
         whole, own = torch.zeros_like(self._padded), shares[self.ranks.index]
         if own.start < own.stop:
@@ -321,9 +323,9 @@ class FlatParameters:
         return self.views(whole) | rest
 
     def _cut(self) -> list[slice]:
-        """Cuts the buffers into a range for each sharer, as even as `unsplit` parameters allow.
+        """Returns a range for each sharer, as equal in length as possible without cutting `unsplit` matrices.
 
-        Parameters between two of these are not cut either, and are rounded as without ranges.
+        With `unsplit` matrices, a range also never cuts the parameters between two of them.
         """
         if not self.unsplit or self.sharers.size == 1:
             return _cut_evenly(slice(0, self.size), self.sharers.size)
@@ -334,9 +336,9 @@ class FlatParameters:
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
-        """Finds the fewest ranges of the buffers that hold these parameters and no others.
+        """Returns the ranges of these parameters in the buffers, gaps included.
 
-        joins: False is one for each parameter.
+        joins: whether adjacent ranges become one.
         """
         ranges: list[slice] = []
         for name, own in self._ranges.items():
@@ -349,7 +351,7 @@ class FlatParameters:
         return ranges
 
     def buckets(self, num_bytes: float) -> list[slice]:
-        """Cuts `message` into ranges of about `num_bytes`; the first is smaller, the last has the scalars."""
+        """Cuts `message` into ranges of about `num_bytes`: the first smaller, the last with the scalars."""
         element_bytes = self.message.element_size()
         buckets: list[slice] = []
         begin = 0
@@ -363,7 +365,7 @@ class FlatParameters:
 
 
 def _cut_evenly(whole: slice, number: int) -> list[slice]:
-    """Cuts a range into ranges of equal lengths, multiples of 1024; the last ones may be short or empty."""
+    """Cuts a range into `number` ranges of one length, a multiple of 1024; the last may be short or empty."""
     length = -(-(whole.stop - whole.start) // (_SHARE_ALIGNMENT * number)) * _SHARE_ALIGNMENT
     ends = [min(whole.start + each * length, whole.stop) for each in range(number + 1)]
     return [slice(*pair) for pair in itertools.pairwise(ends)]

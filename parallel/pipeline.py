@@ -1,11 +1,12 @@
-"""A circular pipeline: each rank has a part of every level's blocks, and slots of its own.
+"""A circular pipeline: each rank holds a part of every level's blocks, and has slots of its own.
 
-Of P ranks, rank k is stage k of every level and the home of its own slots. A call of a level sends the slots
-of each home to stage 0, through all stages, and from the last one back home. Stage k works on the slots of
-homes 0, 1, ..., P - 1 in turn, k turns behind stage 0, and its own come home in the very turn in which it has
-served all. So the next call begins without a gap: the ring fills and drains once a step, however many calls a
-recurrence makes. The backward pass is the same in reverse. Embedding, heads, loss, carry and halting stay at
-home, as in data parallel, and do not know of it. docs/parallel.md has the share of time that ranks are idle.
+A level is a stack of blocks that a network calls many times a step. Of P ranks, rank k runs stage k of every
+level, and is the home of its slots. A call of a level sends the slots of every home to stage 0, through all
+stages, and from the last stage back home. Stage k works on the slots of homes 0, 1, ..., P - 1 in turn, k
+turns later than stage 0. The slots of home k come back just when stage k has finished with all homes, so that
+the next call starts without a gap: the pipeline fills and drains once a step, not once a call. The backward
+pass is the same in reverse. Embedding, heads, loss, carry and halting run at home, as in data parallelism.
+docs/parallel.md has the share of time that ranks are idle.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,21 +18,21 @@ from torch import Tensor
 
 from parallel.collectives import Ranks
 
-RunBlocks = Callable[[Tensor], Tensor]  # applies this stage's blocks to the slots of one home
+RunBlocks = Callable[[Tensor], Tensor]  # applies the blocks of this stage to the slots of one home
 
 
 class Level(Protocol):
-    """What a pipeline needs of a level: who runs its blocks."""
+    """The interface that a pipeline needs of `models.blocks.Level`: `pipe` runs the blocks of a call."""
 
     pipe: Callable[[Tensor, RunBlocks], Tensor] | None
 
 
 class Ring:
-    """The messages of a pipeline; all its ranks build theirs together, and make the same calls of levels.
+    """The messages among the ranks of a pipeline. All of them build a `Ring`, and call levels, together.
 
-    stages: its ranks, who send to the next stage. homes: the same ranks, in another group, for what leaves
-    home and comes back: on NCCL messages of two ranks in one group wait for each other, so that the two kinds
-    could wait for each other forever.
+    stages: the ranks, for messages from stage to stage. homes: the same ranks in a second group, for messages
+    that leave home or return: with NCCL, messages between two ranks in one group wait for each other, and the
+    two kinds could deadlock.
     """
 
     def __init__(self, stages: Ranks, homes: Ranks):
@@ -39,12 +40,15 @@ class Ring:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, tensor: Tensor, goal: int, *, home: bool) -> None:
-        """Begins to send to another stage; `finish_sends` waits."""
+        """Starts sending to rank `goal`; `finish_sends` waits. home: whether to use the group `homes`."""
         tensor = tensor.contiguous()
         self._sent.append((dist.isend(tensor, group_dst=goal, group=self._groups[home]), tensor))
 
     def receive(self, like: Tensor, source: int, *, home: bool) -> Callable[[], Tensor]:
-        """Begins to receive from another stage a tensor like another one; returns what waits for it."""
+        """Starts receiving a tensor shaped like `like` from rank `source`; returns a function that waits.
+
+        The function returns the tensor. home: as in `send`.
+        """
         tensor = torch.empty_like(like, memory_format=torch.contiguous_format)
         work = dist.irecv(tensor, group_src=source, group=self._groups[home])
 
@@ -61,10 +65,10 @@ class Ring:
 
 
 def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *, forward: bool) -> Tensor:
-    """Sends what each home has through all stages and back; returns what comes back to this one.
+    """Sends the tensor `own` of each home through all stages and back; returns the result for this home.
 
-    work: what this stage makes of what the home with this number has sent. forward: from stage 0 to the last,
-    else the other way round.
+    work: computes this stage's output from (number of the home, input). forward: from stage 0 to the last;
+    otherwise in reverse.
     """
     step, homes = (1, range(ring.size)) if forward else (-1, range(ring.size)[::-1])
     first, last, result = homes[0], homes[-1], None
@@ -95,7 +99,7 @@ def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *,
 
 
 class _Call(torch.autograd.Function):
-    """A call of a level with gradient: each stage keeps its part of the graph of every home's slots."""
+    """The autograd function of a level's call; each stage keeps a piece of the graph for each home."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, _anchor: Tensor, ring: Ring, run: RunBlocks) -> Tensor:
@@ -120,14 +124,14 @@ class _Call(torch.autograd.Function):
 
 
 def call(ring: Ring, h: Tensor, run: RunBlocks) -> Tensor:
-    """Calls a level with this rank's slots, [slots, ...], of one shape on all ranks, which all call it."""
+    """Calls a level on this rank's slots, [slots, ...], of equal shape on all ranks; all ranks call it."""
     if not torch.is_grad_enabled():
         return circulate(ring, h, lambda _, received: run(received), forward=True)
-    # Weights need a gradient even where the slots do not.
+    # The extra input makes autograd call `backward`, for the weights, even where `h` needs no gradient.
     return _Call.apply(h, h.new_zeros((), requires_grad=True), ring, run)
 
 
 def pipe_levels(levels: Iterable[Level], ring: Ring) -> None:
-    """Makes the ring run the blocks of each level, of which this rank has its stage's alone."""
+    """Makes calls of these levels go through the ring; this rank must hold only its stage's blocks."""
     for level in levels:
         level.pipe = lambda h, run: call(ring, h, run)

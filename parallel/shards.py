@@ -1,4 +1,4 @@
-"""Sharded tensors: which part of a tensor each rank keeps."""
+"""Shards: descriptions of the part of a tensor that this rank holds."""
 
 import math
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from parallel.collectives import Ranks
 
 
 class Span(NamedTuple):
-    """Pieces of a tensor as it lies in memory: `count` of `length` elements each, `stride` apart."""
+    """A regular set of pieces of a flattened tensor: `count` pieces of `length` elements, `stride` apart."""
 
     start: int
     length: int
@@ -22,12 +22,13 @@ Spans = tuple[Span, ...]
 
 
 class Shard(NamedTuple):
-    """The part of a tensor that this rank keeps.
+    """The part of a tensor that this rank holds.
 
-    tensor: its elements, in the order of `spans`. spans: of the whole, disjoint and rising; () where this
-    rank keeps nothing. shape: of the whole. is_own: whether the whole is [ranks, ...], with row r kept by
-    rank r alone; another number of ranks takes the mean of the rows. is_copy: whether a rank before this one
-    keeps the same, and writes it.
+    tensor: the elements of the part, in the order of `spans`. spans: where these elements are in the
+    flattened whole, disjoint and rising; () where this rank holds nothing. shape: of the whole. is_own:
+    whether the whole is [ranks, ...], with row r held by rank r only; on loading, another number of ranks
+    takes the mean of the rows. is_copy: whether an earlier rank holds the same part, and writes it to
+    checkpoints.
     """
 
     tensor: Tensor
@@ -37,16 +38,16 @@ class Shard(NamedTuple):
     is_copy: bool = False
 
 
-Tensors = dict[str, Tensor | Shard]  # by name, as a part of a run's state gives them
+Tensors = dict[str, Tensor | Shard]  # tensors of a run's state by name; a Tensor is whole on this rank
 
 
 def as_shard(tensor: Tensor, spans: Spans, shape: tuple[int, ...], ranks: Ranks) -> Tensor | Shard:
-    """Returns a shard; in a group of one, which keeps the whole, the tensor in the whole's shape."""
+    """Returns the shard; for a single rank, which holds the whole, the tensor itself, in shape `shape`."""
     return Shard(tensor, spans, shape) if ranks.size > 1 else tensor.view(shape)
 
 
 def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> Tensor | Shard:
-    """Returns the rows [n, ...] of a tensor [num_rows, ...] as a shard of it."""
+    """Returns rows [n, ...] as a shard of a tensor [num_rows, ...]. rows: the numbers of these rows."""
     shape = (num_rows, *tensor.shape[1:])
     length = math.prod(shape[1:])
     if not rows or not length:
@@ -59,13 +60,13 @@ def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> T
 
 
 def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
-    """Returns a tensor that every rank has of its own as this rank's row of one [ranks, ...]."""
+    """Returns this rank's own tensor as a shard: row `ranks.index` of a tensor [ranks, ...]."""
     span = Span(ranks.index * tensor.numel(), tensor.numel())
     return Shard(tensor[None], (span,), (ranks.size, *tensor.shape), is_own=True)
 
 
 def part_of_whole(whole: Tensor, shard: Shard) -> Tensor:
-    """Returns the elements of a whole that are a shard's: [n]."""
+    """Returns the elements of `whole` that the shard describes, flattened: [n]."""
     flat = whole.reshape(-1)
     pieces = [
         flat.as_strided((each.count, each.length), (each.stride, 1), each.start) for each in shard.spans
@@ -74,12 +75,12 @@ def part_of_whole(whole: Tensor, shard: Shard) -> Tensor:
 
 
 def tensor_of(kept: Tensor | Shard) -> Tensor:
-    """Returns what this rank keeps of a tensor, all of it or its part."""
+    """Returns the memory of this rank: the tensor, or the elements of the shard."""
     return kept.tensor if isinstance(kept, Shard) else kept
 
 
 def slots_of(ranks: Ranks, num_slots: int) -> range:
-    """Returns the slots of a global batch that this rank works on; none are left for some of many ranks."""
+    """Returns the range of this rank's slots in a global batch; the last ranks may have fewer, or none."""
     share = -(-num_slots // ranks.size)
     first, end = (min(number * share, num_slots) for number in (ranks.index, ranks.index + 1))
     return range(first, end)

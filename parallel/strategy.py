@@ -1,4 +1,4 @@
-"""How ranks that each hold a share of the batch act as one: in every step, or after some steps of their own.
+"""How ranks that divide the batch train one model: by summing gradients in every step, or by local steps.
 
 A step calls `all_reduce_counts`, `start_step`, then `micro_batch` around each forward and backward pass,
 `reduce_gradients`, and after the update `synchronize`. `DenseWeights` and `PuzzleRows` are Protocols, because
@@ -18,13 +18,13 @@ from parallel.flat import FlatParameters, Scalars
 from parallel.shards import Tensors, shard_of_own
 from parallel.sync import GradientSync, build_gradient_sync
 
-# Of each rank, in the message of the gradients or of the changes of weights: the sum of its losses, its own
-# gradient norm, how many distinct puzzle rows its slots read (0: not counted), whether it was asked to stop.
+# Numbers of each rank, sent with the gradients or the changes of weights: sum of losses, gradient norm (with
+# local steps), number of distinct puzzle rows that the slots read (0: not counted), request to stop (0 or 1).
 SCALARS = ("loss", "grad_norm", "num_distinct", "stop")
 
 
 class DenseWeights(Protocol):
-    """What a strategy needs of the dense weights."""
+    """The interface that a strategy needs of `optimizers.weights.Weights`."""
 
     flats: tuple[FlatParameters, ...]
     scalars: Scalars
@@ -34,7 +34,7 @@ class DenseWeights(Protocol):
 
 
 class PuzzleRows(Protocol):
-    """What a strategy needs of the puzzle table."""
+    """The interface that a strategy needs of a puzzle table (`optimizers.puzzle_table`)."""
 
     num_distinct: int
 
@@ -44,11 +44,12 @@ class PuzzleRows(Protocol):
 
 
 class StepResult(NamedTuple):
-    """What a step, or all steps since the last merge, came to: on the device, equal on all ranks.
+    """The result of the steps since the last synchronisation: scalars on the device, equal on all ranks.
 
-    merged_steps: all since the last synchronisation, this step included; empty, and the other fields None,
-    where this step did not synchronise. loss: mean over these steps and the global batch. grad_norm: of the
-    summed gradients, or the mean of the ranks' own. stop_requests: number of ranks that were asked to stop.
+    merged_steps: these steps, up to this one. With local steps, a step that does not synchronise has an empty
+    range, and None in the other fields. loss: mean over these steps and the global batch. grad_norm: norm of
+    the summed gradients, or with local steps the mean of the ranks' norms. stop_requests: number of ranks
+    that a signal has asked to stop.
     """
 
     merged_steps: range
@@ -58,12 +59,12 @@ class StepResult(NamedTuple):
 
 
 class Strategy:
-    """A way for ranks to act as one; here what all ways share. All ranks call its methods together.
+    """The base of `EveryStep` and `LocalSteps`. All ranks call the methods together.
 
     model: the module to call in the forward pass. name: of the gradient sync, for records.
 
-    syncs: one for each flat buffer of the weights. batch_size: number of slots that an update comes from, on
-    all ranks or on one.
+    syncs: one for each of `weights.flats`. batch_size: number of slots whose losses an update adds up: those
+    of all ranks, or with local steps of one rank.
     """
 
     def __init__(
@@ -74,22 +75,23 @@ class Strategy:
         self.name, self.model, self._batch_size = syncs[0].name, syncs[0].model, batch_size
 
     def all_reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Returns what losses are divided by: `counts` and `slots`, of all ranks that add up gradients.
+        """Returns the divisors of the losses: `counts` summed over ranks (not with local steps), and "slots".
 
-        No message where `counts` is empty.
+        counts: this rank's `Network.counts`; if empty, no message is sent.
         """
         return {"slots": self._batch_size, **counts}
 
     def start_step(self) -> None:
-        """Zeroes the gradients. Scalars may be added from here to the end of the last micro-batch."""
+        """Zeroes the gradients. From now until the last backward pass, scalars may be added."""
         for sync in self._syncs:
             sync.zero()
         self._weights.scalars.add(num_distinct=self._table.num_distinct)
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Surrounds forward and backward pass of a micro-batch; messages leave in the last one.
+        """Surrounds forward and backward pass of a micro-batch; only the last one may send messages.
 
-        With several syncs they leave in `finish` alone: blocks that stages run get gradients in many parts.
+        With several syncs (a mesh), only `finish` sends: pipeline stages add to gradients of blocks many
+        times.
         """
         if len(self._syncs) == 1:
             return self._syncs[0].micro_batch(is_last=is_last)
@@ -99,34 +101,34 @@ class Strategy:
         return stack
 
     def backward(self, loss: Tensor) -> None:
-        """Runs the backward pass of a micro-batch."""
+        """Runs the backward pass of a micro-batch, which adds to the flat gradients."""
         with contextlib.ExitStack() as stack:
             for sync in self._syncs:
                 stack.enter_context(sync.attached())
             loss.backward()
 
     def reduce_gradients(self, *, step: int) -> None:
-        """Completes the gradients that the update of this rank takes, of weights and of puzzle rows."""
+        """Sums gradients of weights and puzzle rows over ranks; with local steps, each rank keeps its own."""
         raise NotImplementedError
 
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
-        """Makes the weights of all ranks equal after the update, now or after a later step."""
+        """Makes the weights of all ranks equal, after the update; local steps do so after some steps only."""
         raise NotImplementedError
 
     def restart(self) -> None:
-        """Makes the present weights, equal on all ranks, the ones of the last synchronisation."""
+        """Starts from weights that were just loaded, equal on all ranks, as after a synchronisation."""
 
     def moments(self) -> Tensors:
-        """Returns the moments of the weights, as <moment>.<weight>."""
+        """Returns the optimizers' moments, named <moment>.<weight>, for a checkpoint."""
         return self._weights.moments()
 
     def tensors(self) -> Tensors:
-        """Returns what the strategy itself keeps beside weights and moments, by the weights' names."""
+        """Returns the strategy's own state (outer momentum), by the weights' names, for a checkpoint."""
         return {}
 
 
 class EveryStep(Strategy):
-    """The sum of gradients over ranks in every step; each rank updates everything, or its share."""
+    """A strategy that sums gradients over ranks in every step; each rank updates all weights or a shard."""
 
     def all_reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, float | Tensor]:
         if counts:
@@ -145,17 +147,17 @@ class EveryStep(Strategy):
 
 
 class LocalSteps(Strategy):
-    """Local steps: every rank updates alone, and every `local_steps` all merge weights and puzzle rows.
+    """A strategy in which each rank updates alone, and every `local_steps` steps the ranks merge the weights.
 
-    change = mean over ranks of (anchor - weights)
+    change = mean over ranks of (anchor - weights), where anchor = weights after the last merge
     momentum = outer_momentum * momentum + change
     weights = anchor - outer_lr * (change + outer_momentum * momentum)
 
-    With outer_lr 1 and outer_momentum 0 it is the mean of the weights (LocalSGD, arXiv 1805.09767); DiLoCo
-    (arXiv 2311.08105) has 0.7 and 0.9. The moments of the inner optimizers stay each rank's own.
+    outer_lr 1 and outer_momentum 0 give the mean of the weights (LocalSGD, arXiv 1805.09767); DiLoCo (arXiv
+    2311.08105) uses 0.7 and 0.9. A merge leaves the moments of the inner optimizers as they are.
 
-    batch_size: of this rank's slots. total_steps: of the run, which ends with a synchronisation; None: not
-    known.
+    batch_size: number of this rank's slots. total_steps: of the run: the last step always merges; None:
+    unknown.
     """
 
     def __init__(
@@ -209,7 +211,7 @@ class LocalSteps(Strategy):
 
     @property
     def _masters(self) -> Tensor:
-        """Returns the weights, [size] as they are updated: here every rank updates all."""
+        """Returns the flat weights that the optimizer updates, [size]: each rank updates all of them."""
         (weights,) = self._sync.flat.masters.buffers
         return weights
 
@@ -232,7 +234,7 @@ def build_strategy(
     outer_momentum: float,
     **options: Any,
 ) -> Strategy:
-    """Builds the strategy of the config's keys. batch_size: global. options: of `build_gradient_sync`."""
+    """Builds the strategy that the config asks for. batch_size: global. options: of `build_gradient_sync`."""
     syncs = [build_gradient_sync(model, flat, **options) for flat in weights.flats]
     if local_steps == 1:
         return EveryStep(syncs, weights, table, batch_size=batch_size)
@@ -244,9 +246,9 @@ def build_strategy(
 
 
 def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:
-    """Returns the steps that a synchronisation after `step` brings together; none where there is none.
+    """Returns the steps that the synchronisation after `step` merges; an empty range where none is due.
 
-    There is one every `local_steps`, and after the last step of the run.
+    A synchronisation is due every `local_steps` steps, and after the last step of the run.
     """
     first = (step - 1) // local_steps * local_steps + 1
     is_synced = step % local_steps == 0 or step == total_steps
@@ -254,5 +256,5 @@ def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> ran
 
 
 def next_sync(step: int, *, local_steps: int, total_steps: int) -> int:
-    """Returns the first step at or after `step` that a synchronisation follows."""
+    """Returns the first step, at or after `step`, with a synchronisation."""
     return min(-(-step // local_steps) * local_steps, total_steps)

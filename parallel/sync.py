@@ -1,18 +1,18 @@
-"""Gradients that are summed over all ranks: in memory that these share, or in messages.
+"""Sums gradients over all ranks: in shared memory, by messages, or by torch's DistributedDataParallel.
 
 A step, on all ranks:
 
     sync.zero()
     for ...:                                          # micro-batches
-        with sync.micro_batch(is_last=...):           # a message may leave within the last one alone
+        with sync.micro_batch(is_last=...):           # only the last one may send messages
             loss = loss_of(sync.model(...))
-            flat.scalars.add(loss=loss.detach())      # before the backward pass, in which they may leave
+            flat.scalars.add(loss=loss.detach())      # before the backward pass, which may send scalars
             with sync.attached():
                 loss.backward()
     scalars = sync.finish()                           # flat.gradients is the sum over ranks, and every p.grad
 
-The loss is scaled by 1 / global batch beforehand: gradients are summed, never averaged, so that the result
-does not depend on how the batch was split.
+The loss is divided by the global batch size before: gradients are summed over ranks, not averaged, so that
+the result does not depend on how the batch is divided.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 
 
 class GradientSync:
-    """The sum over ranks of the gradients in `flat.gradients` and of the scalars behind them.
+    """The base of the ways to sum `flat.gradients` and `flat.scalars` over ranks.
 
-    model: what to call in the forward pass. name: of this way, as records have it.
+    model: the module to call in the forward pass. name: of the way, for logs and records.
     """
 
     name: ClassVar[str]
@@ -45,40 +45,40 @@ class GradientSync:
         self.model, self.flat = model, flat
 
     def zero(self) -> None:
-        """Zeroes the gradients, before the first backward pass of a step; from here on scalars are added."""
+        """Zeroes the gradients, before the first backward pass of a step; then scalars may be added."""
         self.flat.gradients.zero_()
         self.flat.scalars.is_closed = False
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Surrounds forward and backward pass of a micro-batch; after the last it is too late for scalars."""
+        """Surrounds forward and backward pass of a micro-batch; after the last, no scalars may be added."""
         with contextlib.nullcontext() if is_last else self._no_sync():
             yield
         if is_last:
             self.flat.scalars.is_closed = True
 
     def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a backward pass, which adds to `flat.gradients`."""
+        """Surrounds a backward pass, so that the pass adds to `flat.gradients`."""
         return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:
-        """Waits until every gradient is the sum over ranks; all ranks call it after the backward passes.
+        """Completes the sum of gradients over ranks; returns {name: scalars of all ranks, [ranks]}.
 
-        Returns the scalars of all ranks by name, [ranks] each.
+        All ranks call it, after the last backward pass.
         """
         raise NotImplementedError
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds forward and backward passes in which no message may leave."""
+        """Prevents messages in the block, of forward and backward passes before the last micro-batch."""
         return contextlib.nullcontext()
 
 
 @dataclasses.dataclass
 class _Bucket:
-    """A range of the gradients that travels in one message.
+    """A range of the gradients that one message sums over ranks.
 
-    wire: what is sent; the same memory, or a copy in another dtype.
-    missing: how many gradients are not yet complete in this backward pass.
+    wire: the memory that is sent: that of `gradients`, or a copy in another dtype. missing: number of
+    parameters whose gradient this backward pass has not completed yet.
     """
 
     gradients: Tensor
@@ -89,11 +89,11 @@ class _Bucket:
 
 
 class FlatSync(GradientSync):
-    """Flat buckets that travel while the backward pass still runs.
+    """A sync that all-reduces buckets of gradients while the backward pass still runs.
 
-    Every `p.grad` is a view of `flat.gradients`, so that nothing is copied. Bucket k starts once it is
-    complete and 0 .. k-1 have started: all ranks issue the same collectives in one order, whatever order
-    their gradients come in. A parameter that a rank did not use adds zeros.
+    Every `p.grad` is a view of `flat.gradients`, so that nothing is copied. The message of bucket k starts
+    when its gradients are complete and buckets 0 to k - 1 have started: so all ranks issue the same
+    collectives in one order. A parameter that a rank does not use has a gradient of zeros there.
     """
 
     name = "flat"
@@ -162,11 +162,10 @@ class FlatSync(GradientSync):
 
 
 class SharedMemorySync(GradientSync):
-    """Gradients that each rank leaves where they are, for all ranks of the machine to add up at the end.
+    """A sync for CPUs: ranks of one machine add up each other's gradients in shared memory.
 
-    Of several machines, one rank each sends.
-
-    Nothing happens during the backward pass: processors that are busy with it have no time to give away.
+    Between machines, one rank of each sends the sum. All this happens after the backward pass, which keeps
+    the processors busy.
     """
 
     name = "shared memory"
@@ -182,7 +181,7 @@ class SharedMemorySync(GradientSync):
 
 
 class DDPSync(GradientSync):
-    """torch's DistributedDataParallel; its gradients are copied into `flat.gradients` at the end of a step.
+    """A sync by torch's DistributedDataParallel (DDP); `finish` copies the gradients to `flat.gradients`.
 
     Every rank must use every parameter. Needs a process group.
     """
@@ -209,7 +208,7 @@ class DDPSync(GradientSync):
     def zero(self) -> None:
         super().zero()
         for parameter in self.flat.parameters.values():
-            parameter.grad = None  # DDP hands out views of its own buckets
+            parameter.grad = None  # DDP will set it to a view of a DDP bucket
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
         return self.model.no_sync()
@@ -224,7 +223,7 @@ class DDPSync(GradientSync):
 
 
 def _sum_bucket(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sums a bucket over ranks, where DDP by itself would take the mean."""
+    """Sums a bucket over ranks; DDP's default is the mean."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -237,9 +236,10 @@ def build_gradient_sync(
     bucket_size_mb: float | str = "auto",
     sync_dtype: str = "float32",
 ) -> GradientSync:
-    """Builds the `sync` of the config; auto is in memory if the memory of `flat` is shared, else flat.
+    """Builds the sync of the config's keys `sync`, `bucket_size_mb` and `sync_dtype`. All ranks call it.
 
-    Without a process group it is flat. All ranks call it, inside the process group if there is one.
+    auto: `SharedMemorySync` if `flat` is in shared memory, otherwise `FlatSync`. Without a process group:
+    always `FlatSync`.
     """
     if flat.messages_of_ranks is not None:
         assert (sync, sync_dtype) == ("auto", "float32")

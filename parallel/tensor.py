@@ -1,8 +1,8 @@
 """Tensor parallelism (Megatron-LM, arXiv 1909.08053): each rank has some heads and features of every block.
 
-A layer that can be cut names its weights (`cuts`), and is then called between two functions: its input is the
-same on all ranks, so that gradients of it are summed; its output is a sum over the ranks. Weights stay plain
-tensors, fused matrices stay fused, and all that is not in the blocks is whole on every rank.
+A layer that can be divided has a method `cuts`, which names the weights. The layer's input is the same on all
+ranks: the backward pass sums gradients of the input over ranks. The forward pass sums the output over ranks.
+Weights stay plain tensors, fused matrices stay fused, and weights outside of blocks are whole on every rank.
 """
 
 import math
@@ -16,7 +16,7 @@ from parallel.shards import Span, Spans
 
 
 class _Copy(torch.autograd.Function):
-    """The same input for all ranks; its gradients are summed over them."""
+    """The identity in the forward pass, a sum over ranks in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -29,7 +29,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of what the ranks have; its gradient is the one of each."""
+    """A sum over ranks in the forward pass, the identity in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -41,9 +41,9 @@ class _Sum(torch.autograd.Function):
 
 
 class Cut(NamedTuple):
-    """A rank's part of a weight, which is from `begin` to `end` of the middle axis of [outer, middle, rest].
+    """A rank's part of a weight: [:, begin:end] of the whole weight, viewed as [outer, middle, rest].
 
-    shape: of the whole, which lies so in memory.
+    shape: of the whole weight.
     """
 
     outer: int
@@ -53,22 +53,22 @@ class Cut(NamedTuple):
     shape: tuple[int, ...]
 
     def take(self, whole: Tensor) -> Tensor:
-        """Returns a copy of this part of the whole."""
+        """Returns a copy of this part of the whole weight, with as many axes as the weight."""
         shape, axis = list(self.shape), int(self.outer == self.shape[0])
         shape[axis] = shape[axis] * (self.end - self.begin) // self.middle
         return whole.reshape(self.outer, self.middle, -1)[:, self.begin : self.end].reshape(shape).clone()
 
     def of(self, index: int, size: int) -> "Cut":
-        """Returns the cut of rank `index` of `size` ranks, of the same weight."""
+        """Returns the cut of the same weight for rank `index` of `size` ranks."""
         begin, end = (number * self.middle // size for number in (index, index + 1))
         return self._replace(begin=begin, end=end)
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Makes the whole of the parts of all ranks."""
+        """Returns the whole weight, from the parts of all ranks in order."""
         return torch.cat([each.reshape(self.outer, -1) for each in parts], dim=1).view(self.shape)
 
     def spans(self, part: slice) -> Spans:
-        """Returns where elements of this part, as it lies in memory, are in the whole."""
+        """Returns where the elements of a range of the flattened part are in the flattened whole weight."""
         rest = math.prod(self.shape) // (self.outer * self.middle)
         length, stride, start = (self.end - self.begin) * rest, self.middle * rest, self.begin * rest
         spans, first = [], part.start
@@ -82,9 +82,9 @@ class Cut(NamedTuple):
 
 
 def cut_tensors(network: nn.Module, ranks: Ranks) -> dict[str, Cut]:
-    """Leaves of every layer that names its `cuts` this rank's part; returns the cuts by the weights' names.
+    """Replaces the weights of every layer with `cuts` by this rank's parts; returns {name of weight: cut}.
 
-    The ranks must divide heads and inner features.
+    The number of ranks must divide the heads and the inner features.
     """
     cuts: dict[str, Cut] = {}
     for name, module in network.named_modules():
