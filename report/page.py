@@ -1,5 +1,6 @@
 """The report of a run: one self-contained HTML file with numbers, charts and solved puzzles."""
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -143,9 +144,11 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Raises ValueError where `path` cannot be written; called early, before a model is run for minutes."""
+    """Makes the folder of a page. ValueError where it cannot be written; before a model is run for minutes."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write {path}: give another file with --output, in a folder")
+        raise ValueError(f"cannot write {path}: give another file, in a folder")
 
 
 def write_page(path: Path, text: str) -> None:
@@ -154,7 +157,7 @@ def write_page(path: Path, text: str) -> None:
         write_text(path, text)
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"cannot write {path} ({reason}): give another file with --output") from None
+        raise ValueError(f"cannot write {path} ({reason}): give another file") from None
 
 
 # ------------------------------------------------------------------------------------------------------ words

@@ -12,7 +12,7 @@ from typing import Any
 from config.files import flatten
 from evaluation.intervals import difference_p, mean_interval, wilson_interval
 from report.charts import fraction
-from report.page import duration, short, write_page
+from report.page import check_output, duration, short, write_page
 from report.run import RunRecord, read_run
 
 NOTE = (
@@ -154,6 +154,7 @@ def write_table(folders: Sequence[Path], path: Path) -> None:
     formats = {".md": Table.to_markdown, ".tex": Table.to_latex, ".csv": Table.to_csv}
     if path.suffix not in formats:
         raise ValueError(f"--table {path}: give a name that ends in {', '.join(formats)}")
+    check_output(path)
     table = build_table(group_runs([read_run(folder) for folder in folders]))
     write_page(path, formats[path.suffix](table))
 

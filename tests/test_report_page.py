@@ -181,7 +181,7 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path
     assert table.rows[1][:3] == ["0.01", "1", "0.900 [0.826, 0.945]"]
 
     for name, part in {
-        "a.md": "| 0.01  | 1     | 0.900 [0.826, 0.945] |",
+        "new/folder/a.md": "| 0.01  | 1     | 0.900 [0.826, 0.945] |",
         "a.tex": "lr & seeds & solved & p & best",
         "a.csv": "lr,seeds,solved,low,high,p,best",
     }.items():
