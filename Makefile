@@ -61,7 +61,7 @@ test: setup ## all tests but test-system
 test-fast: setup ## the tests that take tenths of a second each, in about one minute
 	$(PYTEST) --ignore tests/system -m "not slow"
 
-test-system: setup .venv/system ## the tests that need a browser, root, Slurm, sshd or further packages; they skip, with the reason, without
+test-system: setup .venv/system ## the long tests, and those that need a browser, root, Slurm, sshd or packages; they skip, with the reason, without
 	$(BIN)/python -m pytest tests/system  # one after the other: emulated machines and clusters need both cores
 
 # What cannot be installed here is named, and its tests skip.

@@ -19,10 +19,8 @@ _ARCHS = {
         *("arch=trm", "arch.conv=instead", "arch.pos_encodings=none", "arch.puzzle_emb_ndim=0"),
         *("optimizer=muon", "arch.forward_dtype=bfloat16"),
     ),
-    "conv_beside": ("arch=trm", "arch.conv=beside", "optimizer=muon"),
     "fprm": ("arch=fprm", "arch.H_cycles=1", "arch.L_cycles=3", "arch.eval_halt_max_steps=5", "halting=act"),
     "gate": ("arch=trm", "arch.update=gate", "arch.forward_dtype=bfloat16"),
-    "urm": ("arch=urm", "arch.halt_exploration_prob=0.5", "optimizer=muon"),
 }
 
 

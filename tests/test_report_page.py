@@ -157,6 +157,7 @@ def test_missing_packages_are_named(reported, monkeypatch):
     assert "a report needs no_such_package: pip install no_such_package" in refusal(reported)
 
 
+@pytest.mark.slow
 def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path):
     shares = {"a0": 0.4, "a1": 0.6, "b0": 0.9}
     folders = []

@@ -1,4 +1,4 @@
-"""The commands of the README under the real torchrun and without, ranks that fail, and compilation."""
+"""Programs without torchrun, ranks that fail, and what compiled blocks compute. A real torchrun: system/."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_compiled_blocks_have_the_gradients_of_eager_ones():
 
     As close to those in float64 as eager ones come: the compiler rounds elsewhere, not more.
     """
-    weights = tiny_model().state_dict()
+    weights = tiny_model("trm").state_dict()
     compiled = _gradients(weights, "bfloat16", is_compiled=True, recomputes_blocks=True, num_steps=3)
     with float64():  # now that the compiler has been imported, with dtypes as they are
         exact = _gradients(weights, "float32", is_compiled=False)
@@ -100,7 +100,7 @@ def _gradients(
     from models.blocks import Level
     from models.compilation import compile_blocks
 
-    model = tiny_model(forward_dtype=forward_dtype).train()
+    model = tiny_model("trm", forward_dtype=forward_dtype).train()
     model.load_state_dict(weights)
     if recomputes_blocks:
         recompute_blocks(model)
