@@ -67,20 +67,6 @@ def test_a_dataset_of_hrms_tools_has_its_tasks_in_its_test_set(tmp_path):
     assert metrics_of(evaluator)["all"] == expected
 
 
-def test_views_of_one_input_vote_together(tmp_path):
-    """Most votes first; the views agree once their augmentation is undone."""
-    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})
-    votes = [Prediction("a", 0, C, 9.0), Prediction(TURNED, 0, B, -9.0), Prediction(MIRRORED, 0, B, -9.0)]
-    metrics, submission = evaluated(folder, ONE_TASK, votes)
-    assert passes(metrics) == [1.0] * 6
-    assert {name: metrics[f"arc/{name}"] for name in ("count", "test_inputs", "votes")} == {
-        "count": 1,
-        "test_inputs": 1,
-        "votes": 3,
-    }
-    assert submission == {"a": [attempts(B, C)]}
-
-
 @pytest.mark.parametrize(
     ("votes", "expected"),
     [
@@ -122,15 +108,6 @@ def test_what_nobody_answered_keeps_its_place(tmp_path):
     nothing = attempts([[0]], [[0]])
     assert submission == {"a": [nothing, attempts(D, D)], "b": [nothing], "c": [nothing] * 2}
     assert evaluated(folder, tasks, []) == ({}, {"a": [nothing] * 2, "b": [nothing], "c": [nothing] * 2})
-
-
-def test_the_same_grid_for_another_input_is_another_vote(tmp_path):
-    tasks: Tasks = {"a": [(A, B), (C, D)], "b": [(A, B)]}
-    folder = write_arc(tmp_path / "data", tasks, sets={"all": ["a", TURNED, "b"]})
-    votes = [Prediction("a", 0, D), Prediction(TURNED, 0, B), Prediction("a", 1, D), Prediction("b", 0, D)]
-    metrics, submission = evaluated(folder, tasks, [*votes, Prediction("a", 0, B)])
-    assert passes(metrics) == [0.5] * 6
-    assert submission == {"a": [attempts(B, D), attempts(D, D)], "b": [attempts(D, D)]}
 
 
 def test_equal_inputs_share_their_votes(tmp_path):
