@@ -1,8 +1,8 @@
-"""Augmentations: families of transforms that turn a puzzle into another one that is as good.
+"""Augmentations: families of transforms that make another valid puzzle of a puzzle and its answer.
 
-A dataset may hold every variant of its puzzles, as the public tools write it, or the originals once and, for
-each puzzle, the few bytes of its transform; then the variants are made while they are read, a whole batch at
-a time. The four families have the names that `dataset.json` has for them (`AUGMENTATIONS`).
+A dataset may hold every variant of its puzzles, as the public tools write it. Or it holds the originals once
+and, for each puzzle, the few bytes of a transform; then variants are made on reading, a whole batch at a
+time. `AUGMENTATIONS` has the four families under their names in `dataset.json`.
 
 Invariant: a transform is a bijection on grids, the same for the input and the label of an example.
 """
@@ -16,24 +16,25 @@ import numpy as np
 
 NUM_DIHEDRAL = 8
 DIHEDRAL_INVERSES = (0, 3, 2, 1, 4, 5, 6, 7)
-# The cell (i, j) of the transformed grid shows (row, column) of the original, of h x w cells. By number:
-# whether i and j are exchanged, whether the row is counted from the end, whether the column is.
+# Where in the original the cell (i, j) of a transformed grid comes from. By dihedral number: whether i and j
+# are exchanged, whether rows are counted from the end, whether columns are.
 DIHEDRAL_FLAGS = np.array(
     [(0, 0, 0), (1, 0, 1), (0, 1, 1), (1, 1, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)], bool
 )
 
-PAD, END, FIRST_SYMBOL = 0, 1, 2  # tokens of fields, see below
+PAD, END, FIRST_SYMBOL = 0, 1, 2  # tokens of "fields", explained below
 
 
 class Augmentation(NamedTuple):
     """A family of transforms.
 
-    num_bytes  of a transform, from seq_len and vocab_size
-    is_valid   transforms [n, num_bytes], seq_len -> bool [n]
-    apply      tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2] or None
-               -> tokens uint8 [n, seq_len]
-    may_turn   whether the turned and mirrored images of a whole field are among them
-    may_permute whether all exchanges of values are
+    num_bytes         (seq_len, vocab_size) -> bytes of a transform
+    is_valid          (transforms [n, num_bytes], seq_len) -> bool [n]
+    apply             (tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2]
+                      or None) -> tokens uint8 [n, seq_len]
+    has_translations  whether each example also has a translation, which moves its grid in the field
+    may_turn          whether turning and mirroring a whole puzzle are among the transforms
+    may_permute       whether all permutations of the symbols are
     """
 
     num_bytes: Callable[[int, int], int]
@@ -57,7 +58,7 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
 
 
 def _look_up(tables: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Looks indices [n, m] up in tables [n, k]: a faster take_along_axis."""
+    """Returns tables[i, indices[i, j]], for tables [n, k] and indices [n, m]: a faster take_along_axis."""
     return tables.ravel()[indices + (np.arange(len(tables)) * tables.shape[1])[:, None]]
 
 
@@ -75,21 +76,21 @@ def _apply_to_squares(
 
 @functools.cache
 def _dihedral_cells(size: int) -> np.ndarray:
-    """Returns the cell of the original that each cell shows: int64 [8, size * size]."""
+    """Returns, by dihedral number, the index of the original cell of each cell: int64 [8, size * size]."""
     cells = np.arange(size * size).reshape(size, size)
     return np.stack([dihedral(cells, number).ravel() for number in range(NUM_DIHEDRAL)])
 
 
 # ---------------------------------------------------------------------------------------------------- Sudokus
 #
-# Transforms keep valid grids valid, and the number of solutions of a question: digits are relabelled, bands
-# and stacks permuted, and the rows and columns inside them; a grid of square boxes may also be transposed. A
-# transform of an n x n grid is 1 + 3 n bytes: whether the grid is transposed, the orders of its rows and its
-# columns, what the digits 1 .. n become.
+# A transform relabels the digits, permutes bands and stacks, and permutes the rows and columns inside them;
+# a grid of square boxes may also be transposed. Valid grids stay valid, and a question keeps its number of
+# solutions. The 1 + 3 n bytes of an n x n grid: whether the grid is transposed, the order of its rows, the
+# order of its columns, the new digits of 1 .. n.
 
 
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
-    """Splits off views of the four parts of transforms [count, 1 + 3 n]."""
+    """Splits transforms [count, 1 + 3 n] into views: is transposed, row order, column order, new digits."""
     size = (transforms.shape[1] - 1) // 3
     return np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
 
@@ -100,7 +101,7 @@ def _apply_to_sudokus(
     size = math.isqrt(tokens.shape[1])
     transposes, row_order, column_order, digits = sudoku_parts(transforms)
     swaps = transposes.astype(bool)
-    # Separable: row and column of the transformed grid each add their part to the cell of the original.
+    # The index of an original cell is a sum: a term of the new cell's row, and a term of its column.
     rows, columns = row_order.astype(np.intp) * size, column_order.astype(np.intp)
     down, across = np.where(swaps, columns, rows), np.where(swaps, rows, columns)
     cells = (down[:, :, None] + across[:, None, :]).reshape(tokens.shape)
@@ -120,19 +121,19 @@ def _are_sudoku_transforms(transforms: np.ndarray, seq_len: int) -> np.ndarray:
 
 # ----------------------------------------------------------------------------------------------------- fields
 #
-# Grids of any size, each somewhere in a field of fixed size with its end marked, as ARC has them. Tokens:
-# 0 = pad, 1 = end, 2 and up = symbols. END fills the row below a grid and the column right of it, where the
-# field has room for them; a model's answer shows its size by it. A transform is 1 + symbols bytes: the number
-# of a dihedral transform, then what each symbol becomes, counted from 0.
+# A field is a token array of fixed size in which a grid of any size lies, as in ARC. Tokens: 0 = pad,
+# 1 = end, 2 and up = symbols. END fills the row below a grid and the column right of it, where the field has
+# room, so that a model's answer also shows its size. A transform has 1 + (number of symbols) bytes: a
+# dihedral number, then the new symbol of each symbol, counted from 0.
 
 
 def _apply_to_fields(
     tokens: np.ndarray, transforms: np.ndarray, translations: np.ndarray | None
 ) -> np.ndarray:
-    """Applies transforms to grids, each in the top left corner of its field.
+    """Applies transforms to grids in the top left corner of their fields.
 
-    translations: how far down and right each lies in the result. A field that is no square keeps its grids
-    as they lie.
+    translations: how far the results are moved, rows down and columns right. In a field that is no square,
+    only the symbols change.
     """
     size = math.isqrt(tokens.shape[1])
     if size**2 == tokens.shape[1] and (translations is not None or transforms[:, 0].any()):
@@ -145,7 +146,7 @@ def _apply_to_fields(
 def _move(
     tokens: np.ndarray, numbers: np.ndarray, translations: np.ndarray | None, *, size: int
 ) -> np.ndarray:
-    """Turns or mirrors each grid by its dihedral number, and moves it."""
+    """Turns or mirrors each grid by its dihedral number, then moves the result by its translation."""
     num = len(tokens)
     is_cell = tokens.reshape(num, size, size) >= FIRST_SYMBOL
     height, width = is_cell[:, :, 0].sum(axis=1), is_cell[:, 0, :].sum(axis=1)
@@ -154,7 +155,7 @@ def _move(
     down = np.arange(size) - offsets[:, :1]  # row of the transformed grid at each row of the result
     right = np.arange(size) - offsets[:, 1:]
 
-    # Row and column of the original that go with each row and column of the result; outside beyond the end.
+    # The terms of each row and each column of the result in the index of the original cell.
     along_rows, along_columns = np.where(swaps, right, down), np.where(swaps, down, right)
     outside = tokens.shape[1]
     rows = _line(along_rows, height[:, None], rows_from_end, step=size, outside=outside)
@@ -162,7 +163,7 @@ def _move(
     first, second = np.where(swaps, columns, rows), np.where(swaps, rows, columns)
     cells = np.minimum(first[:, :, None] + second[:, None, :], outside).reshape(tokens.shape)
 
-    # The token after the last is the padding that cells outside show.
+    # Cells of the result without an original read PAD, at the index `outside`.
     padded = np.full((num, outside + 1), PAD, np.uint8)
     padded[:, :-1] = tokens
     result = _look_up(padded, cells).reshape(num, size, size)
@@ -178,7 +179,7 @@ def _move(
 def _line(
     positions: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
 ) -> np.ndarray:
-    """Computes what a row or column adds to the number of a cell; `outside` where there is none."""
+    """Returns what each row or column adds to the index of an original cell; `outside` where no cell is."""
     is_inside = (positions >= 0) & (positions < length)
     return np.where(is_inside, np.where(from_end, length - 1 - positions, positions) * step, outside)
 

@@ -1,4 +1,4 @@
-"""The description of a dataset, by which its puzzles are read and drawn; each checkpoint keeps a copy."""
+"""The description of a dataset: all that is needed to read and draw its puzzles. Checkpoints keep a copy."""
 
 import dataclasses
 import functools
@@ -23,9 +23,9 @@ _CHUNK_PUZZLES = 1 << 14
 
 @dataclasses.dataclass(frozen=True)
 class DatasetInfo:
-    """The description of a dataset, or of a mixture.
+    """The description of a dataset or of a mixture.
 
-    builder: its builder's name, None where no manifest says so, or where a mixture has several.
+    builder: the builder's name in the manifest; None where it is missing, or a mixture has several.
     """
 
     metadata: Metadata
@@ -37,14 +37,14 @@ class DatasetInfo:
 
     @property
     def style(self) -> Style:
-        """The style of its grids; numbers for tokens where it is of no kind."""
+        """The style of the dataset's grids; a dataset of no known kind shows tokens as numbers."""
         if self.vocabulary is not None:
             return self.vocabulary.style
         return self.kind.style if self.kind else Style()
 
     @functools.cached_property
     def vocabulary(self) -> "Vocabulary | None":
-        """The symbols that the dataset brings, None where its kind has them."""
+        """The symbols in the dataset's metadata; None where the kind of puzzle defines them."""
         return Vocabulary.of(self.metadata)
 
     def to_json(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class DatasetInfo:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], *, where: str) -> "DatasetInfo":
-        """Reads what a checkpoint says of its data. ValueError, which begins with `where`, for a mistake."""
+        """Reverses `to_json`. ValueError, which begins with `where`, for malformed values."""
         try:
             info = pydantic.TypeAdapter(cls).validate_python(values)
         except pydantic.ValidationError as error:
@@ -70,7 +70,7 @@ def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
 
 
 def with_candidates(data: Dataset) -> Dataset:
-    """Returns the dataset with what `Metadata` finds in the training data; reads all original puzzles."""
+    """Sets `candidates`, `may_turn` and `may_permute` in the training metadata; reads all originals."""
     metadata, found = data.metadata, set()
     for each in data.splits["train"].sets.values():
         puzzles = np.asarray(each.group_indices[:-1], np.int64)
@@ -88,7 +88,7 @@ def with_candidates(data: Dataset) -> Dataset:
 
 
 def read_names(folder: Path) -> list[str]:
-    """Reads the name of each puzzle identifier; empty where the dataset has none."""
+    """Reads the names of the puzzle identifiers, in order; an empty list where the dataset has none."""
     try:
         names = read_json(folder / IDENTIFIERS, most=_MOST_NAME_BYTES)
     except MissingFileError:
@@ -107,14 +107,15 @@ def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------- own symbols
 #
-# Symbols of somebody's own puzzles. A grid is a list of rows, a row a list of symbols, a symbol a text of a
-# character or more; a sequence is a grid of one row. In a text the rows are lines; symbols of one character
-# stand side by side, longer ones are parted by spaces. Grids are laid into fields (`augmentations`).
+# Symbols that a dataset defines for its own puzzles. A grid is a list of rows, a row a list of symbols, and a
+# symbol a text of one character or more; a sequence is a grid of one row. In a text the rows are lines.
+# Spaces separate the symbols of a row, unless all symbols have one character. A grid lies in a field, a token
+# array of fixed size (`augmentations`).
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The symbols of the tokens 2 and up, and the field that grids are laid into."""
+    """The symbols of the tokens 2 and up, and the size of the field in which grids lie."""
 
     symbols: tuple[str, ...]
     num_rows: int
@@ -122,20 +123,21 @@ class Vocabulary:
 
     @staticmethod
     def of(metadata: Metadata) -> "Vocabulary | None":
-        """Returns the vocabulary that a dataset names, None where it names none."""
+        """Returns the vocabulary in a dataset's metadata; None where there is none."""
         if metadata.symbols is None:
             return None
         return Vocabulary(metadata.symbols, metadata.seq_len // metadata.num_columns, metadata.num_columns)
 
     @property
     def parts_by_spaces(self) -> bool:
-        """Whether spaces part the cells of a row."""
+        """Whether spaces separate the cells of a row."""
         return any(len(symbol) > 1 for symbol in self.symbols)
 
     def parse(self, text: str) -> list[list[str]]:
-        """Parses a text into a grid. Where no symbol has a space, spaces part the rows of a single line too.
+        """Parses a text into a grid, each line into a row of symbols.
 
-        ValueError where it does not fit: an unknown symbol, rows of unequal length, more than the field.
+        If all symbols are single characters other than space, spaces may also separate rows. ValueError for
+        an unknown symbol, rows of unequal length, or a grid larger than the field.
         """
         lines = text.strip("\r\n").splitlines()
         if not self.parts_by_spaces and " " not in self.symbols:
@@ -145,12 +147,12 @@ class Vocabulary:
         return grid
 
     def read_puzzle(self, text: str) -> "FieldPuzzle":
-        """Reads a puzzle. ValueError as `parse`."""
+        """Reads a puzzle. ValueError as in `parse`."""
         tokens = self.tokens_of(self.parse(text))
         return FieldPuzzle(tokens, FIRST_SYMBOL + len(self.symbols), vocabulary=self)
 
     def tokens_of(self, grid: Grid) -> np.ndarray:
-        """Lays a grid into the field: tokens, uint8 [seq_len]. ValueError as `parse`."""
+        """Lays a grid into the field: tokens, uint8 [seq_len]. ValueError as in `parse`."""
         rows, columns = size_of(grid, "the grid")
         if rows > self.num_rows or columns > self.num_columns:
             most = f"the dataset has at most {self.num_rows}x{self.num_columns}"
@@ -162,9 +164,10 @@ class Vocabulary:
         return lay_out(cells, num_rows=self.num_rows, num_columns=self.num_columns)
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the cells that make the grid in the top left corner of a field, tokens [seq_len].
+        """Returns which cells of a field, tokens [seq_len], make its grid: indices, int64 [rows, columns].
 
-        int64 [rows, columns], as far as its first row and column go; a field without any is an empty grid.
+        The grid is at the top left, as wide as the symbols of the first row and as high as the first
+        column's.
         """
         field = to_grid(np.asarray(tokens), num_columns=self.num_columns)
         lines = (field[:, 0] >= FIRST_SYMBOL, field[0] >= FIRST_SYMBOL)
@@ -172,7 +175,7 @@ class Vocabulary:
         return np.arange(field.size).reshape(field.shape)[:num_rows, :num_columns]
 
     def list_symbols(self, most: int = 40) -> str:
-        """Lists the symbols for people, the first `most` of them."""
+        """Lists the first `most` symbols in one text for people."""
         names = ["space" if symbol == " " else symbol for symbol in self.symbols]
         more = [f"and {len(names) - most} more"] if len(names) > most else []
         return " ".join(names[:most] + more)
@@ -192,17 +195,17 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class FieldPuzzle(Puzzle):
-    """A puzzle in symbols of a dataset's own. vocabulary: the dataset's."""
+    """A puzzle in a dataset's own symbols. vocabulary: the dataset's."""
 
     vocabulary: Vocabulary | None = None
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the cells of the answer's grid, which is as large as its end says."""
+        """Returns which cells of an answer make its grid, as `Vocabulary.cells_of` does."""
         return self.vocabulary.cells_of(tokens)
 
 
 def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
-    """Returns the rows and columns of a grid. ValueError, which begins with its name, where it is none."""
+    """Returns the numbers of rows and columns. ValueError, with `name`, for an empty or ragged grid."""
     lengths = [len(row) for row in rows]
     if not lengths or not lengths[0]:
         raise ValueError(f"{name} is empty")
@@ -213,7 +216,7 @@ def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
 
 
 def lay_out(grid: np.ndarray, *, num_rows: int, num_columns: int) -> np.ndarray:
-    """Lays a grid of symbols, counted from 0, in the top left corner of a field: tokens, uint8 [cells]."""
+    """Lays a grid of symbols, counted from 0, into the top left corner of a field: tokens, uint8 [cells]."""
     rows, columns = grid.shape
     tokens = np.full((num_rows, num_columns), PAD, np.uint8)
     tokens[: rows + 1, :columns] = END

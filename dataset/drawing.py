@@ -1,7 +1,7 @@
 """A grid of cells, drawn for a terminal (text with ANSI codes) or for a page (SVG).
 
-Colours of an SVG are the variables of theme.css, light and dark as the reader's system is. An SVG file brings
-its ground with it, so that it can be read on any page.
+Colours in an SVG are the variables of theme.css, light or dark as the reader's system is. An SVG file has a
+background of its own, so that any page may show it.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = None) -> np.ndarray:
-    """Returns the indices in tokens [seq_len] of the cells that are drawn: int64 [rows, columns].
+    """Returns the indices in tokens [seq_len] of the cells to draw: int64 [rows, columns].
 
-    frame: tokens [seq_len] of another grid, with its end; only what lies within that grid is drawn.
+    frame: tokens [seq_len] of another grid, such as the label's; draws that grid's cells and end marks.
     """
     cells = to_grid(np.arange(len(tokens)), num_columns=style.num_columns)
     if style.first_of_field is None:
@@ -38,13 +38,13 @@ def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = Non
 
 
 def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
-    """Returns the symbol of each token, of any shape, as an array of texts."""
+    """Returns the symbol of each token: an array of texts in the shape of `tokens`."""
     texts = [style.symbol(token) for token in tokens.ravel().tolist()]
     return np.array(texts, np.str_).reshape(tokens.shape)
 
 
 def page_style(style: Style, metadata: Metadata) -> dict[str, Any]:
-    """Returns what grid.js must know: symbols (empty: blank) and colours by token, lines between cells."""
+    """Returns what grid.js needs to draw grids on a page, as JSON values; a blank token has the symbol ""."""
     tokens = range(metadata.vocab_size)
     is_blank = [style.is_blank(token) or token == metadata.pad_id for token in tokens]
     return {
@@ -69,10 +69,10 @@ def draw(
     is_new: np.ndarray | None = None,
     is_wrong: np.ndarray | None = None,
 ) -> list[str]:
-    """Draws tokens [seq_len] as a grid: its title, then its lines, as wide with ANSI codes as without.
+    """Draws tokens [seq_len] as a grid: a title, then lines; ANSI codes do not change the visible width.
 
-    frame: as of `cells_of`. is_new, is_wrong: bool [seq_len]; a new cell is green where the style wants it,
-    an x follows a wrong one.
+    frame: as in `cells_of`. is_new, is_wrong: bool [seq_len]. New cells are green where `style.marks_new`; an
+    x follows a wrong cell.
     """
     cells = cells_of(style, tokens, frame=frame)
 
@@ -97,9 +97,9 @@ def draw_cells(
     color: bool,
     marks: np.ndarray | None = None,
 ) -> list[str]:
-    """Draws a grid of texts [rows, columns] in columns of one width: its title, then its lines.
+    """Draws texts [rows, columns] as a grid with columns of equal width: a title, then lines.
 
-    styles: ANSI codes of each cell. marks: what follows each text, in its codes.
+    styles: ANSI codes of each cell. gap: between cells. marks: behind each text, in the same codes.
     """
     width = max(map(len, texts.flat), default=0)
     marks = np.full(texts.shape, "") if marks is None else marks
@@ -119,7 +119,7 @@ def without_codes(text: str) -> str:
 
 
 def side_by_side(drawings: Sequence[list[str]]) -> str:
-    """Joins drawings line by line."""
+    """Puts drawings, each a list of lines, side by side in one text."""
     widths = [max(len(without_codes(line)) for line in lines) + 3 for lines in drawings]
     rows = []
     for lines in itertools.zip_longest(*drawings, fillvalue=""):
@@ -132,7 +132,7 @@ def side_by_side(drawings: Sequence[list[str]]) -> str:
 
 # -------------------------------------------------------------------------------------------------------- SVG
 
-TINT = 0.75  # opacity of a cell that is nothing but doubt
+TINT = 0.75  # opacity of the background of a cell with doubt 1
 SVG_STYLE = """text{text-anchor:middle;dominant-baseline:central}
 .left{text-anchor:start;dominant-baseline:auto}
 .clue{fill:var(--ink);font-weight:650}
@@ -144,7 +144,7 @@ _COLOR = re.compile(r"--([\w-]+): light-dark\((#\w+), (#\w+)\);")
 
 
 class Paint(NamedTuple):
-    """How a cell looks on a page: colour and opacity of its ground, its text and the CSS class of that."""
+    """The look of a cell on a page: colour and opacity of its background, its text, the text's CSS class."""
 
     ground: str = ""
     opacity: float = 0
@@ -153,7 +153,7 @@ class Paint(NamedTuple):
 
 
 def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
-    """Chooses how a cell looks. is_clue: whether the puzzle gives it. doubt: from 0 to 1."""
+    """Chooses the look of a cell. is_clue: whether the puzzle gives the cell. doubt: from 0 to 1."""
     if token in style.colors:
         return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))
     ground = ("var(--clue)", 1) if is_clue else ("var(--ring)", round(TINT * doubt, 3))
@@ -163,7 +163,7 @@ def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """Where a grid lies in an SVG: its top left corner, and the size of a cell."""
+    """A grid in an SVG: its size in cells, its top left corner, and the side of a cell in SVG units."""
 
     rows: int
     columns: int
@@ -173,7 +173,7 @@ class Board:
 
     @property
     def frame(self) -> str:
-        """The attributes of a rectangle around all cells."""
+        """The SVG attributes of a rectangle around all cells."""
         width, height = self.columns * self.size, self.rows * self.size
         return f'x="{self.left:.4g}" y="{self.top:.4g}" width="{width:.4g}" height="{height:.4g}"'
 
@@ -182,7 +182,7 @@ class Board:
         return self.left + column * self.size, self.top + row * self.size
 
     def ground(self, row: int, column: int, paint: Paint) -> str:
-        """Draws the ground of a cell."""
+        """Draws the background of a cell."""
         x, y = self.corner(row, column)
         square = f'x="{x:.4g}" y="{y:.4g}" width="{self.size:.4g}" height="{self.size:.4g}"'
         return f'<rect {square} fill="{paint.ground}" fill-opacity="{paint.opacity:g}"/>'
@@ -203,7 +203,7 @@ class Board:
         )
 
     def lines(self, box: tuple[int, int] | None) -> Iterator[str]:
-        """Draws the lines between cells, heavier ones between boxes (rows, columns), and the frame."""
+        """Yields the lines between cells, heavy ones between boxes, and the frame. box: (rows, columns)."""
         thin, heavy = [], []
         of_box = box or (self.rows, self.columns)
         for row in range(1, self.rows):
@@ -219,9 +219,9 @@ class Board:
 
 
 def svg_file(content: str, *, width: float, height: float, title: str, style: str = "") -> str:
-    """Returns the text of a file: the content on a ground of `width` x `height` with round corners.
+    """Returns the text of an SVG file: the content on a background of `width` x `height` with round corners.
 
-    Colours in the content and in `style` are the variables of theme.css, such as var(--ink).
+    style: CSS. Colours in it and in the content are the variables of theme.css, such as var(--ink).
     """
     colors = _COLOR.findall(THEME.read_text())
     light = "".join(f"--{name}:{color};" for name, color, _ in colors)

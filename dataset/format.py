@@ -1,12 +1,11 @@
-"""The dataset folder: its vocabulary, and reading it with every check.
+"""The format of a dataset folder: names of files, metadata, and `open_dataset`, which reads and checks all.
 
-`<folder>/{train,test}/dataset.json` holds the metadata, and `<set>__<field>.npy` beside it the arrays of each
-set (`sets`). The layout is the one of the public HRM and TRM tools, so folders go both ways, unless
-their variants are made when they are read.
+`<folder>/{train,test}/dataset.json` holds the metadata of a split; `<set>__<field>.npy` beside it hold the
+arrays of each set (`sets`). The public HRM and TRM tools read and write the same layout, unless a dataset
+holds transforms in place of written-out variants.
 
-Invariant: what `open_split` returns is consistent (shapes, dtypes, offsets, identifiers), so nobody
-downstream checks again. Sets cannot name a file outside their folder; the files themselves may be links, to
-wherever their owner keeps the data.
+Invariant: what `open_split` returns is consistent (shapes, dtypes, offsets, identifiers), so that no caller
+checks again. A set cannot name a file outside its folder; the files themselves may be links.
 """
 
 import dataclasses
@@ -36,8 +35,8 @@ _MOST = (1 << 31) - 1  # batches are int32
 _CHUNK_ROWS = 1 << 16
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Size = Annotated[int, Field(ge=1, le=_MOST)]
-_Length = Annotated[int, Field(ge=1, le=1 << 20)]  # of what the memory for one puzzle grows with
-# Sizes of data that is not here; the vocabulary is some thousands of many millions of weights.
+_Length = Annotated[int, Field(ge=1, le=1 << 20)]  # bounded: the memory for one puzzle grows with it
+# Assumed where no dataset is at hand: token weights are only thousands of many millions of weights.
 USUAL_SIZES = {"vocab_size": 12, "seq_len": 900, "num_puzzle_identifiers": 1}
 _SIZE_OF_ID = {"pad_id": "vocab_size", "blank_identifier_id": "num_puzzle_identifiers"}
 _SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -45,7 +44,7 @@ _SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """A split's properties, as `dataset.json` has them. Token and identifier ids are integers >= 0."""
+    """The properties of a split, as in its `dataset.json`. Token and identifier ids are integers >= 0."""
 
     pad_id: _Number
     ignore_label_id: Annotated[int, Field(ge=IGNORE_LABEL_ID, le=_MOST)] | None
@@ -57,17 +56,17 @@ class Metadata:
     mean_puzzle_examples: Annotated[float, Field(ge=0, le=_MOST)]
     sets: Annotated[tuple[_SetName, ...], Field(min_length=1)]
     total_puzzles: _Number | None = None  # only the TRM tools write it
-    augmentation: str | None = None  # ours: the family of the transforms that make the variants (sets)
-    symbols: tuple[str, ...] | None = None  # ours: the text of the tokens 2 and up (description)
-    num_columns: _Length | None = None  # ours: of the field that the cells fill; given with the symbols
-    # Found in the training data, in no file (`with_candidates`): token * vocab_size + label of each pair that
-    # a cell has, rising; what the kind's augmentation may do to a whole puzzle.
+    augmentation: str | None = None  # ours: the name of the transforms, in `AUGMENTATIONS`
+    symbols: tuple[str, ...] | None = None  # ours: the texts of the tokens 2 and up
+    num_columns: _Length | None = None  # ours: of the grid of cells; given with the symbols
+    # In no file, set by `with_candidates`: token * vocab_size + label of each (input token, label) that some
+    # training cell has, rising; and two properties of the kind's `Augmentation`.
     candidates: tuple[int, ...] | None = None
     may_turn: bool | None = None
     may_permute: bool | None = None
 
     def mistakes(self) -> Iterator[str]:
-        """Yields what does not fit together."""
+        """Yields a message for each contradiction between the fields."""
         symbols, num_columns = self.symbols, self.num_columns
         for id_field, size_field in _SIZE_OF_ID.items():
             number, size = getattr(self, id_field), getattr(self, size_field)
@@ -94,9 +93,9 @@ _OF_ONE_SPLIT = ("total_groups", "mean_puzzle_examples", "sets", "total_puzzles"
 
 
 def columns_of(metadata: Metadata, *, needed_by: str) -> int:
-    """Returns the number of columns of the field that the cells fill: a square's where the data say nothing.
+    """Returns the number of columns of a dataset's grids: `num_columns`, or else the side of a square.
 
-    ValueError where the cells are no square either. needed_by: the key for which they must be one.
+    ValueError where seq_len is no square either. needed_by: the config key that needs a grid.
     """
     if metadata.num_columns is not None:
         return metadata.num_columns
@@ -116,15 +115,16 @@ class Split:
 
 
 def usual_metadata(*, vocab_size: int, seq_len: int, num_puzzle_identifiers: int, **others: Any) -> Metadata:
-    """Makes the metadata of a split of one set, "all", as our builders write it: token 0 is padding, counted
-    nowhere, and identifier 0 blank.
+    """Makes the metadata of a split with one set, "all", as our builders write it.
+
+    Token 0 is padding, without loss or metrics; identifier 0 is the blank one. others: fields of `Metadata`.
     """
     usual = {"total_groups": 1, "mean_puzzle_examples": 1.0, "sets": ("all",), **others}
     return Metadata(0, 0, 0, vocab_size, seq_len, num_puzzle_identifiers, **usual)
 
 
 def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, **others: Any) -> Split:
-    """Makes a split of one set with the `usual_metadata`."""
+    """Makes a split of one set, "all", with the `usual_metadata`. others: fields of `Metadata`."""
     num_puzzles = len(puzzles.puzzle_identifiers)
     metadata = usual_metadata(
         vocab_size=vocab_size,
@@ -140,7 +140,7 @@ def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, 
 
 
 class Origin(NamedTuple):
-    """The origin of a test set: its folder, its name there, and the first of the folder's identifiers."""
+    """The origin of a test set: its folder, its name there, and the offset of the folder's identifiers."""
 
     folder: Path
     set_name: str
@@ -149,24 +149,24 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """One dataset folder, or a mixture of several (`mixture`) with the origins of its test sets."""
+    """The data of one dataset folder, or of several mixed ones. origins: by test set, of a mixture alone."""
 
     folders: tuple[Path, ...]
     splits: dict[str, Split]
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def origin(self, set_name: str) -> Origin:
-        """Finds where a test set of this dataset is from."""
+        """Returns the `Origin` of a test set of this dataset."""
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
-        """Returns the name in this dataset of a test set of one of its folders."""
+        """Returns the name that this dataset gives to the test set `set_name` of one of its folders."""
         names = (name for name, origin in self.origins.items() if origin[:2] == (folder, set_name))
         return next(names, set_name)
 
     @property
     def metadata(self) -> Metadata:
-        """The metadata of the first opened split; in what all splits must share it holds for all."""
+        """The metadata of the first opened split; what concerns tokens and identifiers is equal in all."""
         return next(iter(self.splits.values())).metadata
 
 
@@ -175,9 +175,9 @@ def array_path(folder: Path, split: str, set_name: str, field: str) -> Path:
 
 
 def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everything: bool) -> Dataset:
-    """Opens and checks the splits, which must agree on tokens and identifiers; read_everything: tokens too.
+    """Opens and checks the splits of a folder, which must agree on tokens and identifiers.
 
-    Raises ValueError, one line naming the file, what is wrong with it and what to do.
+    read_everything: also reads and checks every token. ValueError, one line: file, mistake and remedy.
     """
     opened = {split: open_split(folder, split) for split in splits}
     first = opened[splits[0]].metadata
@@ -193,7 +193,7 @@ def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everyth
 
 
 def open_split(folder: Path, split: str) -> Split:
-    """Memory-maps one split and checks everything but the tokens (`check_tokens` reads those)."""
+    """Memory-maps one split and checks everything except the tokens, which `check_tokens` reads."""
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
         raise ValueError(f"data folder {folder} {problem}: build it (docs/data.md), or set data_path")
@@ -202,7 +202,7 @@ def open_split(folder: Path, split: str) -> Split:
 
 
 def read_builder(folder: Path) -> dict[str, Any] | None:
-    """Reads from the manifest what made a dataset: `name` and `arguments`; None where it does not say."""
+    """Reads the builder's `name` and `arguments` from the manifest; None where these are missing."""
     try:
         builder = read_json(folder / MANIFEST)["builder"]
         return {"name": str(builder["name"]), "arguments": dict(builder["arguments"])}
@@ -254,7 +254,7 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
         expect(array.shape == shape, field, f"shape is {list(array.shape)}, expected {list(shape)}")
         expect(num > 0, field, "empty, but a set has at least one group, puzzle and example")
     expect(len(labels) == len(inputs), "labels", f"{len(labels)} examples, but {len(inputs)} in the inputs")
-    # Without the variants written out, only the offsets say how many rows there are.
+    # Where variants are made on reading, only the offsets say how many examples there are.
     num_rows, num_puzzles = len(inputs) if family is None else int(puzzle_indices[-1]), len(identifiers)
     counts = (("puzzle_indices", num_rows, "examples"), ("group_indices", num_puzzles, "puzzles"))
     for field, num_entries, things in counts:
@@ -292,8 +292,10 @@ def _open_array(path: Path) -> np.ndarray:
 
 
 def check_tokens(folder: Path, split: str, data: Split) -> None:
-    """Reads every token once (about 1 GB/s), and every transform: inputs in [0, vocab_size), labels likewise
-    or `ignore_label_id`. Raises ValueError naming the file, the row and the token.
+    """Reads every token and transform of a split once (about 1 GB/s), and checks their ranges.
+
+    Inputs are in [0, vocab_size); labels too, or `ignore_label_id`. ValueError names the file, the row and
+    the token, or says that a training split has no label at all.
     """
     vocab_size, ignored = data.metadata.vocab_size, data.metadata.ignore_label_id
     has_labels = split != "train"

@@ -1,7 +1,7 @@
-"""Files of the Hugging Face Hub by their address, through the Hub's own client and into its own cache.
+"""Downloads from the Hugging Face Hub by address, with the Hub's own client and cache.
 
-An address is hf://[datasets/]OWNER/NAME[@REVISION]. The client is imported where one is given and nowhere
-else. Takes no torch.
+An address is hf://[datasets/]OWNER/NAME[@REVISION]. The client is imported only where an address is used.
+This file does not need torch.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Literal
 
 Say = Callable[[str], None]
 
-_SCHEME = re.compile(r"hf:/+")  # of hf://a/b a Path makes hf:/a/b
+_SCHEME = re.compile(r"hf:/+")  # pathlib.Path turns hf://a/b into hf:/a/b
 _CHUNK_BYTES = 1 << 20
 
 
@@ -35,7 +35,7 @@ class Address:
 
     @property
     def url(self) -> str:
-        """The page of the repository. Needs the client, which knows the Hub's own address (HF_ENDPOINT)."""
+        """The web page of the repository. Imports the client, which knows the Hub's server (HF_ENDPOINT)."""
         from huggingface_hub import constants
 
         return f"{constants.ENDPOINT}/{self._path}"
@@ -50,7 +50,7 @@ def is_address(location: str | Path) -> bool:
 
 
 def parse_address(location: str | Path, *, kind: Literal["model", "dataset"]) -> Address:
-    """Reads an address; ValueError where it is none of such a repository, or the client is missing."""
+    """Parses an address. ValueError for another form, another kind of repository, or a missing client."""
     import_client()
     from huggingface_hub.utils import parse_hf_uri
 
@@ -78,15 +78,14 @@ def import_client() -> ModuleType:
 def download(
     address: Address, choose: Callable[[list[str]], Sequence[str]], *, by_hand: str, say: Say = print
 ) -> list[Path]:
-    """Downloads some files of a repository into a folder that is named after the commit.
+    """Downloads some files of a repository; returns their paths in a cache folder named after the commit.
 
-    Files that are in the cache are not downloaded again, and a connection that breaks is taken up where it
-    broke; what is downloaded is compared with the Hub's digests. Where the Hub cannot be reached, the cache
-    alone will do.
+    Files in the cache are not downloaded again, and an interrupted download continues. A new file is compared
+    with the Hub's digest. Where the Hub cannot be reached, the cache is used.
 
-    choose: the names of all files -> those that are needed, one at least; ValueError, with what it lacks,
-    where there are none. by_hand: what to do where neither the Hub nor the cache has them. say: takes the
-    line that says that a download begins. Raises ValueError, one line, for whatever fails.
+    choose: names of all files -> one or more that are needed; raises ValueError, with what is missing, where
+    there are none. by_hand: advice for people, where neither the Hub nor the cache has the files. say: prints
+    a line, such as that a download begins. ValueError, one line, for every failure.
     """
     with client_errors(address, by_hand=by_hand):
         pinned, sizes = _list_files(address, say=say)
@@ -104,9 +103,9 @@ def download(
 def download_file(
     pinned: Address, name: str, *, by_hand: str, num_bytes: int | None = None, say: Say = print
 ) -> Path:
-    """Downloads a file of a commit and compares it with its digest, unless the cache has it.
+    """Returns the path of one file of a commit; without a cached one downloads it and checks its digest.
 
-    ValueError as of `download`.
+    ValueError as in `download`.
     """
     client = import_client()
     file = {"repo_id": pinned.repo, "repo_type": pinned.kind, "revision": pinned.revision, "filename": name}
@@ -121,7 +120,7 @@ def download_file(
 
 
 def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int | None]]:
-    """Finds the commit, and the names and sizes of its files; out of reach those that the cache has."""
+    """Returns the address with its commit, and file sizes by name; without the Hub only cached files."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -141,9 +140,9 @@ def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int |
 
 
 def _check_digest(path: Path, *, where: str) -> None:
-    """Compares a file with its name among the cache's blobs, which is the digest that the Hub announced.
+    """Compares a cached file with the Hub's digest, which is the name of the blob behind the link `path`.
 
-    Removes it where it differs. The client itself compares sizes alone.
+    Removes a file that differs, with ValueError. The client itself compares only sizes.
     """
     expected = Path(os.readlink(path)).name if path.is_symlink() else ""  # no blobs without links
     new = {64: hashlib.sha256, 40: hashlib.sha1}.get(len(expected))
@@ -162,9 +161,9 @@ def _check_digest(path: Path, *, where: str) -> None:
 
 @contextlib.contextmanager
 def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
-    """Turns what the client raises into ValueError, one line, and keeps what it would print to itself.
+    """Turns the client's errors into ValueError, one line, and silences its log; bars are for terminals only.
 
-    Its progress bars are for terminals. by_hand: what to do where the Hub cannot be reached.
+    by_hand: what to do where the Hub cannot be reached.
     """
     from huggingface_hub import utils
 
@@ -186,7 +185,7 @@ def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
 
 
 def _explain(error: Exception, address: Address, *, by_hand: str) -> str | None:
-    """Returns what happened and what to do; None for an error that says so itself, or is ours."""
+    """Returns what happened and what to do; None for an error to raise unchanged."""
     from huggingface_hub import errors
 
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # of an upload
@@ -209,7 +208,7 @@ def _explain(error: Exception, address: Address, *, by_hand: str) -> str | None:
 
 
 def _is_out_of_reach(error: Exception) -> bool:
-    """Returns whether there is no way to the Hub now, or it is out of order."""
+    """Returns whether the Hub cannot be reached, or its server fails."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.HfHubHTTPError):
@@ -219,7 +218,7 @@ def _is_out_of_reach(error: Exception) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Shortens what an error of the client says."""
+    """Returns the cause of a client's error in a few words."""
     from huggingface_hub import errors
 
     if isinstance(error, (errors.RevisionResolutionError, errors.LocalEntryNotFoundError)):

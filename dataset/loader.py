@@ -1,4 +1,4 @@
-"""Puzzles as batches of tensors: this rank's slice of the global plan, read by a thread ahead of the step."""
+"""Puzzles as batches of tensors: this rank's slice of the plan's global batches, read ahead by a thread."""
 
 import contextlib
 import queue
@@ -20,7 +20,7 @@ _END_SECONDS = 5.0  # for the thread to finish what it reads
 
 
 class Batch(NamedTuple):
-    """One rank's share of a global batch, as tensors; the carry keeps the same for what its slots work on.
+    """One rank's share of a global batch, as tensors. A carry has one too: the examples in its slots.
 
     inputs              int32 [batch, seq_len]
     labels              int32 [batch, seq_len]: IGNORE_LABEL_ID where a cell counts nowhere
@@ -42,7 +42,7 @@ class Batch(NamedTuple):
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
     def select(self, slots: slice | torch.Tensor) -> "Batch":
-        """Returns some of the rows: a slice, int64 [n] or bool [batch]."""
+        """Returns some of the rows. slots: a slice, int64 [n] or bool [batch]."""
         return Batch(*(tensor[slots] for tensor in self))
 
     @staticmethod
@@ -52,12 +52,12 @@ class Batch(NamedTuple):
 
 
 class PuzzleDataset(IterableDataset):
-    """Yields (set name, Batch) for every global batch of the plan after `first_step`.
+    """The examples of one rank: yields (set name, Batch) for every global batch after `first_step`.
 
-    Rank r holds the rows [r * local, (r + 1) * local) of each global batch, local = ceil(global /
-    world_size), as far as there are so many. In an evaluation padding takes the place of the others: inputs
-    pad_id, labels IGNORE_LABEL_ID, identifier blank_identifier_id, row -1. One thread at a time may read: the
-    plan draws for it.
+    With local = ceil(global_batch_size / world_size), rank r has the rows [r * local, (r + 1) * local) of
+    each global batch. Where a batch is short, evaluation pads to `local` rows: inputs pad_id, labels
+    IGNORE_LABEL_ID, identifier blank_identifier_id, row -1. One thread at a time may iterate, as the plan's
+    generators have state.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PuzzleDataset(IterableDataset):
             yield batch.set_name, load_batch(*own, rows, puzzles, size=size)
 
     def distinct_identifiers(self) -> np.ndarray:
-        """Finds the puzzle identifiers in the batches of this rank, and of padding: int64 [n], rising."""
+        """Returns the distinct puzzle identifiers of this rank's batches and padding: int64 [n], rising."""
         data = self.data.splits[self.split]
         found = [np.array([data.metadata.blank_identifier_id])]
         for batch in self.plan.batches(self.first_step):
@@ -99,7 +99,7 @@ def load_batch(
     *,
     size: int,
 ) -> Batch:
-    """Reads the examples `rows` of a set, which belong to `puzzles`, padded to a batch of `size`."""
+    """Reads the examples `rows`, int64 [n], and their `puzzles`, int64 [n], padded to a batch of `size`."""
     inputs, labels = puzzle_set.read(rows, puzzles)
     columns = (
         (inputs, np.int32, metadata.pad_id),
@@ -117,10 +117,10 @@ def load_batch(
 
 @contextlib.contextmanager
 def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[Iterator[tuple[str, Batch]]]:
-    """Yields an iterator over the batches, in pinned memory for a CUDA device.
+    """Yields an iterator over the batches of `dataset`, in pinned memory for a CUDA device.
 
-    A thread reads some of them before they are asked for; what fails there is raised where its batch is due.
-    The thread ends with the block, where the file system answers it.
+    A thread reads up to 8 batches ahead; the iterator raises the thread's error after the batches read
+    before. The end of the block stops the thread, and waits at most 5 seconds for a read in progress.
     """
     batches: queue.SimpleQueue[tuple[str, Batch] | BaseException | None] = queue.SimpleQueue()
     room, is_over = threading.Semaphore(_BATCHES_AHEAD), threading.Event()
@@ -158,13 +158,13 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
 
 
 def choose_rows(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
-    """Chooses up to `count` of the examples that are no variants, evenly: int64, rising."""
+    """Chooses up to `count` examples of original puzzles, evenly spread: int64 rows, rising."""
     rows = original_rows(puzzle_set)
     return rows if len(rows) <= count else rows[np.arange(count) * len(rows) // count]
 
 
 def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
-    """Returns the examples of the first puzzle of each group: the others are its variants."""
+    """Returns the rows of each group's first puzzle, the original; the others are variants: int64 [n]."""
     return rows_of(puzzle_set.puzzle_indices, np.asarray(puzzle_set.group_indices[:-1], np.int64))
 
 
@@ -176,7 +176,7 @@ def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
 
 
 def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:
-    """Returns the name of each puzzle's identifier; an empty text where it is blank, or has none."""
+    """Returns the names of puzzle identifiers ("" for blank). set_names: the set of each identifier."""
     known = {folder: read_names(folder) for folder in data.folders}
     names = []
     for set_name, identifier in zip(set_names, identifiers.tolist(), strict=True):

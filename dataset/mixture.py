@@ -1,8 +1,8 @@
 """A mixture of several dataset folders: for a run that trains on all of them, or on one after the other.
 
-In training the sets of one name are concatenated, so that their groups are mixed in every epoch. Test sets
-stay apart, as `<folder>.<set>`. Each folder has a range of puzzle identifiers of its own, in the order of the
-folders; so what is trained with some of them does not move when others do. One folder alone is left as it is.
+Training sets of one name are concatenated, so that every epoch mixes their groups. Test sets stay apart, as
+`<folder>.<set>`. Each folder has its own range of puzzle identifiers, in the order of the folders, so that
+training on one folder does not change the puzzle embeddings of another. One folder alone stays as it is.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ def open_datasets(
 ) -> Dataset:
     """Opens and checks one folder or several, which must agree on their tokens.
 
-    Raises ValueError, one line naming the file, what is wrong with it and what to do.
+    read_everything: also reads and checks every token. ValueError, one line: file, mistake and remedy.
     """
     opened = [open_dataset(folder, splits=splits, read_everything=read_everything) for folder in folders]
     if len(opened) == 1:
@@ -70,7 +70,7 @@ def open_datasets(
 
 
 def check_same_tokens(first: Dataset, data: Dataset) -> None:
-    """Raises ValueError where one model cannot read both."""
+    """Raises ValueError where two datasets differ in their tokens, so that no model can read both."""
     for field in _SHARED:
         expected, own = getattr(first.metadata, field), getattr(data.metadata, field)
         if own != expected:
@@ -91,10 +91,10 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
 
 
 def fingerprint(folder: Path) -> str:
-    """Identifies the content of a dataset: a sha256 over the sha256 of every file that is read of its splits.
+    """Computes a sha256 that identifies the content of a dataset's splits, to detect changed data.
 
-    The manifest of our builders has the sums of files. A sum is computed (about 1 GB/s) where there is none,
-    or where the file has changed since: it is newer than the manifest or of another size.
+    The manifest of our builders has the sha256 of each file. Without a manifest, or where a file is newer
+    than the manifest or of another size, all files are read (about 1 GB/s).
     """
     paths = []
     for split in SPLITS:

@@ -1,12 +1,12 @@
-"""The plan of a run: the examples of every step, decided once for the global batch, equal on every rank.
+"""The plan of a run: the examples in the global batch of every step, the same on every rank.
 
-Everything here is a pure function of (seed, set, epoch), so no state of a generator is ever saved: any
-iteration is reached without the ones before it, and a step in it by counting the iteration's batches.
+The plan is a pure function of (seed, set, epoch), so that no state of a generator is ever saved. A resumed
+run reaches its iteration without drawing earlier ones, and its step by counting the iteration's batches.
 
-The order is the one of the public tools: an epoch visits the groups of a set in random order; of each group
-it takes one random puzzle, and of that as many random examples as still fit the batch. `eval_interval` epochs
-follow one another without a seam and are called an iteration; the last partial batch of an iteration is
-dropped, then comes an evaluation.
+The order is the one of the public tools. An epoch visits the groups of a set in random order; of each group
+it takes one random puzzle, and of this puzzle as many random examples as still fit into the batch. An
+iteration is `eval_interval` epochs, and batches cross the border between two epochs. The last, partial batch
+of an iteration is dropped; then comes an evaluation.
 """
 
 import dataclasses
@@ -18,16 +18,16 @@ import numpy as np
 from dataset.randomness import BitStream, random_bits, random_orders
 from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 
-_STREAMS = 1 << 16  # of random bits for each stage, more than there are sets
-_VALIDATION_STREAM = 1 << 62  # of those that choose the groups for validation
+_STREAMS = 1 << 16  # reserved for each stage: one for each set
+_VALIDATION_STREAM = 1 << 62  # of the bits that choose the groups for validation
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalBatch:
     """The examples of one step over all ranks.
 
-    rows     int64 [n]: examples of the set
-    puzzles  int64 [n]: the puzzle, not its identifier, that each belongs to
+    rows     int64 [n]: indices of examples in the set
+    puzzles  int64 [n]: index in the set (no identifier) of the puzzle that each example belongs to
     """
 
     set_name: str
@@ -36,11 +36,11 @@ class GlobalBatch:
 
 
 class _SetPlan:
-    """The order of one set in a stage. A batch is the shortest run of visits with at least
-    `global_batch_size` examples; the last visit is cut to fit.
+    """The order in which a stage visits one set.
 
-    groups: bool [num_groups], those to be visited. stream: of an epoch, for its groups, puzzles, examples.
-    steps_per_iteration: of each iteration of the stage.
+    A batch takes visits, a puzzle each, until it has `global_batch_size` examples, and cuts the last to fit.
+    groups: bool [num_groups], those to visit. stream: random bits; its index is the epoch.
+    steps_per_iteration: a number for each iteration of the stage.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class _SetPlan:
         self.global_batch_size, self.eval_interval = global_batch_size, eval_interval
         self.first_example = np.asarray(data.puzzle_indices[:-1], np.int64)
         sizes = np.diff(np.asarray(data.puzzle_indices, np.int64))
-        self.puzzle_sizes = sizes.astype(np.min_scalar_type(sizes.max()))  # read all over: small is fast
+        self.puzzle_sizes = sizes.astype(np.min_scalar_type(sizes.max()))  # small, for random reads
         group_indices = np.asarray(data.group_indices, np.int64)
         self.first_puzzle, self.group_sizes = group_indices[:-1][groups], np.diff(group_indices)[groups]
 
-        # The sizes of an epoch's visits take no draws where all puzzles have the same size.
+        # Where all puzzles have the same size, an epoch's steps are known without drawing its puzzles.
         sizes_of_all = self.puzzle_sizes[groups.repeat(np.diff(group_indices))]
         self.same_size = int(sizes_of_all[0]) if (sizes_of_all == sizes_of_all[0]).all() else None
         self.steps_per_iteration = self._count_steps(epochs // eval_interval)
@@ -72,8 +72,8 @@ class _SetPlan:
         return len(self.group_sizes)
 
     def _count_steps(self, num_iterations: int) -> list[int]:
-        """Counts the steps of each iteration; unless all puzzles have the same size, by going through every
-        epoch of the run: about 25 microseconds each with 1,000 groups.
+        """Counts the steps of each iteration. Unless all puzzles have the same size, this draws every epoch
+        of the run: about 25 microseconds each with 1,000 groups.
         """
         if self.same_size is not None:
             visits_per_batch = -(-self.global_batch_size // self.same_size)
@@ -90,21 +90,20 @@ class _SetPlan:
         return range(iteration * self.eval_interval, (iteration + 1) * self.eval_interval)
 
     def _visit_sizes(self, epoch: int) -> np.ndarray:
-        """Returns the examples of each visit of an epoch."""
+        """Returns the number of examples of each visit of an epoch: [num_groups]."""
         if self.same_size is not None:
             return np.full(self.num_groups, self.same_size)
         return self.puzzle_sizes[self._draw_puzzles(epoch)]
 
     def _batch_ends(self, visit_sizes: np.ndarray, open_examples: int) -> tuple[list[int], int]:
-        """Finds where the batches of an epoch end: (ends, examples in the batch that stays open).
+        """Finds where the batches of an epoch end: (ends, number of examples in the batch left unfinished).
 
-        An end is the number of the epoch's examples before it. `open_examples` are in the batch that is open
-        where the epoch begins.
+        An end counts the epoch's examples before it. open_examples: how many the previous epoch left.
         """
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
         is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
         is_end[visit_ends] = 1
-        marks = is_end.tobytes()  # its `find` is faster than a search in the visits
+        marks = is_end.tobytes()  # bytes.find is faster than a search in visit_ends
         ends, begin = [], -open_examples
         while (end := marks.find(1, begin + self.global_batch_size)) >= 0:
             ends.append(end)
@@ -112,14 +111,14 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_puzzles(self, epoch: int) -> np.ndarray:
-        """Draws the order of the groups, each once, and one puzzle of each."""
+        """Draws one puzzle of each group, in a random order of the groups: int64 [num_groups]."""
         self.stream.seek(epoch)
         groups = random_orders(self.stream.read(self.num_groups))
         fractions = (self.stream.read(len(groups)) >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
         return self.first_puzzle[groups] + (fractions * self.group_sizes[groups]).astype(np.int64)
 
     def _visits(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draws an epoch: (rows, puzzles, visit sizes), the examples of each visit shuffled."""
+        """Draws an epoch: (rows, puzzles, visit sizes). The examples of each visit are shuffled."""
         visited = self._draw_puzzles(epoch)
         sizes = self.puzzle_sizes[visited].astype(np.int64)
         puzzles = visited.repeat(sizes)
@@ -131,7 +130,7 @@ class _SetPlan:
 
     def batches(self, iteration: int, *, skip: int) -> Iterator[GlobalBatch]:
         """Yields the batches of an iteration; the first `skip` are only counted."""
-        batch = open_examples = 0  # the number of the batch that is open, and what is in it
+        batch = open_examples = 0  # number of the unfinished batch, and of its examples
         pieces = []
         for epoch in self._epochs(iteration):
             if batch < skip:
@@ -153,7 +152,7 @@ class _SetPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of a run. folders: those that it visits. cycles: by key, where not as in the architecture."""
+    """A stage of a run. folders: numbers of dataset folders. cycles: by key, where not the architecture's."""
 
     folders: tuple[int, ...]
     epochs: int
@@ -162,11 +161,12 @@ class Stage:
 
 
 class TrainPlan:
-    """The order of a whole training run: its stages (easier data, or fewer cycles, first), one after the
-    other. The order of the last stage, the main one, does not depend on the others.
+    """The order of a whole training run: stages of easier data or fewer cycles, then the main stage.
 
-    total_steps      updates in the run, counted exactly
-    iteration_ends   the steps (counted from 1) after which an evaluation is due; the last is `total_steps`
+    The order of the main stage does not depend on the others.
+
+    total_steps      number of training steps in the run, exact
+    iteration_ends   the steps (from 1) after which an evaluation is due; the last is `total_steps`
     """
 
     def __init__(
@@ -181,12 +181,12 @@ class TrainPlan:
         train_steps: int | None = None,
         eval_steps: int | None = None,
     ):
-        """parts: stages that are each only a share of the main one's steps, from its beginning; they have its
-        data, and cycles of their own. held_out: of each set, bool [num_groups]: groups that no stage visits.
-        train_steps: of the main stage, whose epochs are then one iteration, as long as needed, and cut.
-        eval_steps: of the main stage, between evaluations; None: one at its end.
+        """parts: (share, stage) pairs: from the first step of the main stage on, each takes its share of the
+        steps, with the same data and other cycles. held_out: for each set bool [num_groups], the groups that
+        no stage visits. train_steps: steps of the main stage, which then is one iteration of as many epochs
+        as needed. eval_steps: steps between evaluations in the main stage; None: one at its end.
 
-        ValueError where a stage does not fill one batch.
+        ValueError where an iteration does not fill one batch.
         """
         self._sets, self._seed, self._held_out = sets, seed, held_out or {}
         self.global_batch_size = global_batch_size
@@ -226,7 +226,7 @@ class TrainPlan:
         self._stages = [*stages[:-1], *(stage for _, stage in parts), self.main]
 
     def _plan_sets(self, stage: Stage, stream: int) -> list[_SetPlan]:
-        """Plans the sets that a stage visits. stream: of the random bits of the first set."""
+        """Plans the sets that a stage visits. stream: of the first set; later sets have the next ones."""
         plans = []
         for number, (name, data) in enumerate(self._sets.items()):
             groups = np.isin(data.folder_of_group, stage.folders)
@@ -238,11 +238,11 @@ class TrainPlan:
         return plans
 
     def stage_of(self, step: int) -> Stage:
-        """Finds the stage that update `step`, counted from 1, belongs to."""
+        """Returns the stage that training step `step`, counted from 1, belongs to."""
         return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
     def num_steps(self, last: int) -> list[tuple[Stage, int]]:
-        """Counts how many of the first `last` updates belong to each stage."""
+        """Counts how many of the first `last` training steps belong to each stage."""
         ends = [min(last, each) for each in (0, *self._last_steps)]
         return [(stage, b - a) for stage, (a, b) in zip(self._stages, itertools.pairwise(ends), strict=True)]
 
@@ -260,8 +260,9 @@ class TrainPlan:
 def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: float) -> np.ndarray:
     """Chooses the groups of a training set that are held out for validation: bool [num_groups].
 
-    All variants of a puzzle are one group, and so on one side. Pure in (seed, groups of each folder): the
-    fraction, rounded down, of the groups of every folder; a smaller fraction's are among a larger one's.
+    Of the groups of each dataset folder, the fraction is chosen, rounded down; a larger fraction adds groups
+    to the choice of a smaller one. A group has all variants of a puzzle, so that no variant of a validation
+    puzzle is trained on. The choice depends on the seed and on the number of groups of each folder alone.
     """
     held_out = np.zeros(len(data.folder_of_group), bool)
     for folder in np.unique(data.folder_of_group):
@@ -274,8 +275,8 @@ def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: f
 class EvaluationPlan:
     """The order of an evaluation: every example of every set once; the last batch of a set may be short.
 
-    only_first_batches: only the first batch of each set. puzzles: the evaluated puzzles of each set, int64,
-    rising; None: all.
+    only_first_batches: evaluates one batch of each set. puzzles: for each set the indices of the puzzles to
+    evaluate, int64, rising; None: all.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """Random bits and orders that are the same on every machine and with every numpy version.
 
-numpy promises the raw bits of its counter-based generator Philox for ever, but not what its Generator makes
-of them. So everything random in this folder comes from 64-bit integers at a (seed, stream, index) of their
-own: orders by sorting them, coins from their highest bit.
+numpy guarantees the raw bits of its counter-based generator Philox for all versions, but not what
+`numpy.random.Generator` makes of them. So everything random in this folder is made of raw 64-bit integers:
+orders by sorting, coins from the highest bit. The integers are a function of (seed, stream, index); each use
+has a number of its own as its stream.
 """
 
 import numpy as np
@@ -19,8 +20,8 @@ def random_bits(seed: int, *, stream: int, index: int, count: int) -> np.ndarray
 def random_orders(bits: np.ndarray) -> np.ndarray:
     """Makes one permutation of 0 .. k - 1 for each row of the last axis, int64. bits: uint64 [..., k].
 
-    They are sorted by their high bits, the low ones hold the position: so all differ, every sorting
-    algorithm gives the same, and it takes a third of the time of a stable argsort.
+    The integers are sorted after the position has replaced their lowest bits. So no two are equal, every
+    sorting algorithm gives the same order, and sorting takes a third of the time of a stable argsort.
     """
     length = bits.shape[-1]
     low = np.uint64((1 << (length - 1).bit_length()) - 1)
@@ -32,15 +33,15 @@ def random_orders(bits: np.ndarray) -> np.ndarray:
 
 
 def random_below(bits: np.ndarray, bounds: int | np.ndarray) -> np.ndarray:
-    """Turns random bits, uint64, into numbers from 0 to below their bounds, int64, uniform up to 2**-32."""
+    """Turns random bits, uint64, into int64 from 0 to bound - 1, uniform up to 2**-32; shapes broadcast."""
     return ((bits >> np.uint64(32)) * np.asarray(bounds, np.uint64) >> np.uint64(32)).astype(np.int64)
 
 
 class BitStream:
-    """The random bits of one (seed, stream), read on from the beginning of any index.
+    """A reader of the random bits of one (seed, stream): `seek` an index, then `read` from there.
 
-    `seek` is ten times as fast as making a new generator, which counts when a run counts all its epochs. It
-    shares no counter with `random_bits`.
+    `seek` takes a tenth of the time of a new generator, which matters where a plan draws every epoch of a
+    run. At index 0 `random_bits` draws the same bits, so do not share a stream with that function.
     """
 
     def __init__(self, seed: int, *, stream: int):

@@ -1,9 +1,8 @@
-"""Sets of a split: puzzles as arrays, materialized or as originals with transforms; and several as one.
+"""Sets of puzzles as arrays: `PuzzleSet` of one folder, `ConcatenatedSet` of several.
 
-Materialized, every variant is written out, as the public tools have it. Else inputs and labels are the
-originals, once, and every variant of them is made by its transform when it is read (`augmentations`).
-Everything else, identifiers, offsets, the order of the rows, is the same in both ways, so that a plan made
-for the one holds for the other.
+A materialized set holds every variant, as the public tools write it. Otherwise inputs and labels hold the
+originals once, and each variant is made by its transform on reading (`augmentations`). Identifiers, offsets
+and the order of rows are the same in both forms, so that a plan made for one form holds for the other.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ _CHUNK_ROWS = 1 << 14
 
 
 def fields_of(augmentation: str | None) -> tuple[str, ...]:
-    """Returns the names of a set's arrays: without augmentation the public tools' names."""
+    """Returns the names of a set's arrays; without augmentation, the same as in the public tools."""
     if augmentation is None:
         return FIELDS
     moves = AUGMENTATIONS[augmentation].has_translations
@@ -33,11 +32,11 @@ class PuzzleSet:
     inputs, labels      any integer dtype [num_examples, seq_len]; with augmentation uint8 [num_originals,
                         seq_len]: the examples of one puzzle of each group, group after group
     puzzle_identifiers  [num_puzzles]
-    puzzle_indices      [num_puzzles + 1]: puzzle p owns the examples from puzzle_indices[p] to below [p + 1]
-    group_indices       [num_groups + 1]: group g owns the puzzles from group_indices[g] to below [g + 1]
+    puzzle_indices      [num_puzzles + 1]: puzzle p has the examples puzzle_indices[p] to [p + 1] - 1
+    group_indices       [num_groups + 1]: group g has the puzzles group_indices[g] to [g + 1] - 1
     augmentation        name of a family of transforms, or None: materialized
-    transforms          uint8 [num_puzzles, bytes], what makes each puzzle of the group's originals
-    translations        uint8 [num_examples, 2], of ARC grids (down, right)
+    transforms          uint8 [num_puzzles, bytes]: what makes each puzzle of its group's original
+    translations        uint8 [num_examples, 2]: rows down and columns right that an ARC grid is moved
     """
 
     inputs: np.ndarray
@@ -55,11 +54,11 @@ class PuzzleSet:
 
     @property
     def folder_of_group(self) -> np.ndarray:
-        """Zeros, int64 [num_groups]: a set of one folder, unlike a `ConcatenatedSet`."""
+        """The number of each group's dataset folder: int64 [num_groups], zeros, as there is only one."""
         return np.zeros(len(self.group_indices) - 1, np.int64)
 
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads (inputs, labels) [n, seq_len] of the examples `rows` of `puzzles`; both are int64 [n]."""
+        """Reads inputs and labels, [n, seq_len] each, of the examples `rows` of `puzzles`, both int64 [n]."""
         if self.augmentation is None:
             return self.inputs[rows], self.labels[rows]
         originals = self._first_original[puzzles] + rows - self.puzzle_indices[puzzles]
@@ -96,7 +95,7 @@ class PuzzleSet:
 class ConcatenatedSet:
     """Puzzle sets one after the other, read as one set; the arrays are as in `PuzzleSet`.
 
-    folder_of_group: int64 [num_groups], which of the folders each group is from.
+    folder_of_group: int64 [num_groups], the number of the dataset folder that each group is from.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class ConcatenatedSet:
 
 
 def rows_of(puzzle_indices: np.ndarray, puzzles: np.ndarray) -> np.ndarray:
-    """Returns the examples of puzzles, int64, puzzle after puzzle."""
+    """Returns the indices of all examples of `puzzles` (indices too), puzzle after puzzle: int64."""
     indices = np.asarray(puzzle_indices, np.int64)
     sizes = indices[puzzles + 1] - indices[puzzles]
     begins = sizes.cumsum() - sizes

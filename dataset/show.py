@@ -87,7 +87,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], str]:
-    """Reads the saved outputs of an evaluation on one set, [rows, seq_len] each, and describes them."""
+    """Reads an evaluation's outputs on a set, [rows, seq_len] each, and a line on its accuracy."""
     try:
         saved = read_arrays(folder / f"{set_name}__outputs.npz", _NEEDED)
         arrays = dict(zip(_NEEDED, saved, strict=True))
@@ -104,7 +104,7 @@ def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], s
 
 
 def _describe(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str]) -> str:
-    """Says which example it is. All numbers count from 0."""
+    """Returns two lines that identify an example. All numbers count from 0."""
     group = int(puzzle_set.group_indices.searchsorted(puzzle, side="right")) - 1
     identifier = int(puzzle_set.puzzle_identifiers[puzzle])
     name = names[identifier] if identifier < len(names) else "without a name"
