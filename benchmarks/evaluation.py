@@ -1,9 +1,9 @@
-"""Measures what halting saves in an evaluation: slots that stop when the Q head says so, against all steps.
+"""Times an evaluation in which the Q head halts slots (halting=act), against one with all steps (max).
 
     python -m benchmarks.evaluation [--checkpoint PATH]
 
-Without a checkpoint the demo's model is trained first; evaluated with 16 steps, as published models, not 4.
-Both ways evaluate the same test puzzles in turn, in one process.
+Without --checkpoint it first trains the demo's model, and evaluates it with 16 thinking steps instead of 4.
+Both ways evaluate the same test puzzles, in turns, in one process.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _train(folder: Path, *, is_quick: bool) -> Path:
-    """Trains a model and returns its run folder, beside its data."""
+    """Builds data and trains a model in `folder`; returns the run folder."""
     count = "200" if is_quick else "20000"
     run_program(
         "-m", "dataset.build", "sudoku", "--output-dir", folder / "data", "--box", "2x2", "--generate", count

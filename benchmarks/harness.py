@@ -1,4 +1,4 @@
-"""What benchmarks share: a command line, a table with a last line of JSON, programs that they start."""
+"""Helpers of all benchmarks: command line, statistics, a report with a last line of JSON, subprocesses."""
 
 from parallel.environment import num_cores
 
@@ -21,34 +21,34 @@ from torch.utils.benchmark import Measurement, TaskSpec
 from parallel import log
 from parallel.launch import REPOSITORY
 
-BUSY_CORES = 0.1  # more than this of others, and a time is not the machine's own
-_USAGE_STATUS = 2  # argparse's
+BUSY_CORES = 0.1  # if other programs keep more cores busy, times are only estimates
+_USAGE_STATUS = 2  # as argparse
 _QUICK_ROUNDS = 2
 
 
 # ---------------------------------------------------------------------------------------------- command line
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that says what is wrong in one line."""
+    """An argparse parser with errors of one line, without the usage text."""
 
     def error(self, message: str) -> NoReturn:
         fail(f"{message} (--help lists the options)", status=_USAGE_STATUS)
 
 
 def fail(reason: object, *, status: int = 1) -> NoReturn:
-    """Ends this program with one line."""
+    """Prints the reason as one line, and exits with the status."""
     log.error(reason)
     sys.exit(status)
 
 
 def positive(text: str) -> int:
-    """Reads the value of an option: an integer from 1."""
+    """Parses an option's value, an integer from 1; a `type` for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer from 1, not {text!r}")
     return int(text)
 
 
 def benchmark_parser(name: str, *, description: str, rounds: int, threads: str = "auto") -> Parser:
-    """Returns a parser with the options of every benchmark; rounds, threads: defaults."""
+    """Returns a parser with the options that all benchmarks have. rounds, threads: their defaults."""
     parser = Parser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help="default: %(default)s")
@@ -61,7 +61,7 @@ def benchmark_parser(name: str, *, description: str, rounds: int, threads: str =
 
 
 def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the options of a benchmark, with the load of the machine from now on."""
+    """Parses and checks the options; `load` of the result measures other programs from now on."""
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.rounds = min(arguments.rounds, _QUICK_ROUNDS)
@@ -74,30 +74,30 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measurement(seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
-    """Makes a measurement of the seconds that so many repeats took, each time."""
+    """Returns a torch Measurement. seconds: of each round. repeats: calls in a round."""
     return Measurement(repeats, list(seconds), TaskSpec(stmt="", setup=""))
 
 
 def ratio(first: Measurement, second: Measurement) -> float:
-    """Divides the first time by the second, round by round; returns the median."""
+    """Returns the median over rounds of first time / second time."""
     return float(np.median(np.divide(first.times, second.times)))
 
 
 def cells(found: Measurement, *, unit: float = 1e-3, digits: int = 1) -> list[str]:
-    """Returns two cells of a table: the median, and the 10th to the 90th percentile. unit: in seconds."""
+    """Returns two table cells: the median, and the 10th - 90th percentile. unit: in seconds; 1e-3: ms."""
     low, high = np.percentile(found.times, (10, 90))
     return [f"{found.median / unit:.{digits}f}", f"{low / unit:.{digits}f} - {high / unit:.{digits}f}"]
 
 
 # ---------------------------------------------------------------------------------------------------- report
 class Load:
-    """How many cores others keep busy, from the making of this object on."""
+    """A measurement of the cores that other programs keep busy, from the creation of this object on."""
 
     def __init__(self) -> None:
         self._began, self._cpu = time.perf_counter(), cpu_seconds()
 
     def other_cores(self) -> float | None:
-        """Returns their mean number, once our processes have ended; None where the system does not say."""
+        """Returns the mean number of these cores; None outside Linux. All our processes must have ended."""
         now = cpu_seconds()
         if now is None or self._cpu is None:
             return None
@@ -106,7 +106,7 @@ class Load:
 
 
 def cpu_seconds() -> tuple[float, float] | None:
-    """Returns CPU seconds of the whole machine, other guests of its host included, and of our processes."""
+    """Returns CPU seconds (of the whole machine with steal time, of this process and ended children)."""
     try:
         with open("/proc/stat") as file:
             user, nice, system, _, _, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
@@ -126,9 +126,9 @@ def print_report(
     result: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> None:
-    """Prints a table, where and on what it was measured, notes, and a last line of JSON with the result.
+    """Prints a table, notes, machine and versions, and a last line of JSON with `result`.
 
-    Called once all worlds have ended: then their CPU time is known to be ours.
+    Call it after all processes of the benchmark have ended: only then does their CPU time count as ours.
     """
     print(name + (" --quick: these times mean nothing" * options.quick))
     print(*table([header, *rows]), *notes, sep="\n")
@@ -144,7 +144,7 @@ def print_report(
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lays out the first column to the left, numbers to the right, a rule below the header."""
+    """Returns lines of text: first column left-aligned, others right-aligned, a rule below the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
@@ -167,9 +167,9 @@ def cpu_name() -> str:
 
 
 def commit() -> str:
-    """Returns the short name, with -dirty where code differs; `unknown` where this is no git checkout.
+    """Returns the short commit hash, with -dirty for changed code; `unknown` outside a git checkout.
 
-    Pages and records do not count: one measurement writes them, and the next follows it.
+    Changes of docs/, *.md and files of records do not count, as measurements themselves write them.
     """
     git = ["git", "-C", str(REPOSITORY)]
     code = [".", *(f":(exclude){what}" for what in ("records/*/*", "docs", "*.md"))]
@@ -184,7 +184,7 @@ def commit() -> str:
 
 # -------------------------------------------------------------------------------------------------- programs
 def program(*words: object, processes: int = 1) -> list[str]:
-    """Returns the command of a program of the repository, under torchrun where it is several processes."""
+    """Returns the command line of a program of the repository; with several processes, by torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes > 1 else []
     return [sys.executable, *map(str, [*torchrun, *words])]
 
@@ -194,7 +194,7 @@ def program_environment(threads: int = 1) -> dict[str, str]:
 
 
 def run_program(*words: object, processes: int = 1, threads: int = 1) -> None:
-    """Runs a program of the repository to its end; ends this one with its last line where it fails."""
+    """Runs a program of the repository to its end; if it fails, exits with the last line of its output."""
     finished = subprocess.run(
         program(*words, processes=processes),
         cwd=REPOSITORY,

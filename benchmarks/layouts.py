@@ -1,6 +1,6 @@
-"""A layout of the ranks: the bytes that they keep and send, counted in a training step and by the formulas.
+"""The question `layout` of benchmarks.parallel: bytes that ranks keep and send, counted against formulas.
 
-On CUDA the messages of a pipeline go first: nobody has seen yet that they end on NCCL.
+The messages of a pipeline are tried first, with a time limit: no run on NCCL has shown yet that they end.
 """
 
 import argparse
@@ -28,8 +28,8 @@ from training.state import TrainState
 
 _WORDS = ("arch.q_target=exact", "arch.forward_dtype=bfloat16", "ema=0.999", "sync=flat")
 _TINY = (*TINY, "arch.H_layers=2", "arch.L_layers=2")
-_RING_SECONDS = 60  # with the time in which NCCL opens its connections
-# Which argument of a function of torch.distributed is the message, and how often each of n ranks sends it.
+_RING_SECONDS = 60  # includes the time in which NCCL opens its connections
+# {function of torch.distributed: (which argument is the message, how often each of n ranks sends it)}.
 _COLLECTIVES = {
     "all_reduce": (0, lambda n: 2 * (n - 1) / n),
     "isend": (0, lambda n: 1),
@@ -51,7 +51,10 @@ _PURPOSES = {
 
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, Sent]]:
-    """Counts what this rank sends within, by purpose, as `Needs.sent`; blocks must compute in bfloat16."""
+    """Counts what this rank sends in the block, {purpose: messages and bytes}, as `Needs.sent` computes it.
+
+    The model must compute in bfloat16: by the dtype, sums of features are told from sums of gradients.
+    """
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 
     def counted(name: str, function: Any) -> Any:
@@ -78,7 +81,7 @@ def counting() -> Iterator[dict[str, Sent]]:
 
 
 def kept(state: TrainState) -> dict[str, int]:
-    """Counts the bytes that this rank keeps between steps, by part, as `Needs.memory`; each byte once."""
+    """Counts what this rank keeps between steps, {part: bytes}, as `Needs.memory` computes it."""
     weights = list(state.model.network.parameters())
     gradients = [each for flat in state.weights.flats for each in flat.views(flat.gradients).values()]
     parts = {
@@ -95,7 +98,7 @@ def kept(state: TrainState) -> dict[str, int]:
 
 
 def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, float], dict[str, Sent]]:
-    """Computes what a rank keeps and sends, on as many ranks as there are."""
+    """Computes by formulas what a rank keeps and sends, for the current number of ranks."""
     with torch.device("meta"):
         model = build_model(config.arch, metadata)
     needs = Needs(config, model.network, layout_of(config, world_size()))
@@ -103,7 +106,7 @@ def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, floa
 
 
 def _covered(tensors: Iterable[Tensor]) -> int:
-    """Counts the bytes of memory that contiguous tensors cover together."""
+    """Returns the bytes of memory that contiguous tensors cover; overlaps count once."""
     total, end = 0, 0
     for begin, length in sorted((each.data_ptr(), each.nbytes) for each in tensors):
         total += max(0, begin + length - max(begin, end))
@@ -112,14 +115,14 @@ def _covered(tensors: Iterable[Tensor]) -> int:
 
 
 class _Ring:
-    """The messages of a pipeline over all ranks, in the order of a step, with groups as of a run."""
+    """A pipeline over all ranks without a model: only its messages, in the order of a training step."""
 
     def __init__(self, device: torch.device):
         mesh = Mesh(sizes_of(world_size(), pipeline=world_size()))
         self._ring, self._own = Ring(mesh.pipeline, mesh.homes), torch.ones(1024, 1024, device=device)
 
     def run(self) -> float:
-        """Calls a level three times forward, and twice back; returns a number that has made all the way."""
+        """Sends a tensor through all ranks 5 times; each rank adds 1 each time. Returns an element."""
         own = self._own
         for is_forward in (True, True, True, False, False):
             own = circulate(self._ring, own, lambda _, received: received + 1, forward=is_forward)
@@ -127,14 +130,14 @@ class _Ring:
 
 
 class _Layout:
-    """A model in a layout of the ranks."""
+    """The contender: a model in training, with the layout of --layout."""
 
     def __init__(self, device: torch.device, options: argparse.Namespace):
         words = (*(_TINY if options.quick else ()), *_WORDS, *options.layout)
         self._trainer = Trainer(device, *words, puzzles=options.puzzles)
 
     def count(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns bytes by what they are for, counted and computed."""
+        """Returns {purpose: bytes} twice: counted in a training step, and computed by formulas."""
         trainer = self._trainer
         with counting() as sent:
             trainer.step()
@@ -144,7 +147,7 @@ class _Layout:
 
 
 def measure_layout(options: argparse.Namespace) -> None:
-    """Prints what the ranks of a layout keep and send; before that, on CUDA, whether a pipeline ends."""
+    """Prints whether the messages of a pipeline end, and then what the ranks of a layout keep and send."""
     (processes,) = options.processes or [2]
     with World(options, _Ring, processes=processes) as world:
         print(f"the messages of a pipeline of {processes} begin", flush=True)

@@ -2,11 +2,11 @@
 
     python -m benchmarks.optimizers
 
-Contenders: AdamATan2 and the average against the loop over parameters, op by op, that public code has where
-it has no kernel; torch's fused AdamW; and the traffic: one in-place op that reads and writes as many bytes,
-as fast as any update can be. (A copy is slower on a CPU, which first reads what it is about to overwrite.)
-On CUDA a turn is 20 updates, so that the launch is hidden as in training. Before they are timed, all must
-give the same result.
+Contenders for AdamATan2 and the moving average: ours, for AdamATan2 also uncompiled (`eager`); `loop`, op by
+op over parameters, as the public code without its CUDA kernel; torch's fused AdamW; and `traffic`, an
+in-place op that reads and writes as many bytes, the lower limit of any update. (A copy would be slower on a
+CPU, which reads memory before it overwrites it.) On CUDA 20 updates are timed together, so that launches
+overlap as in training. First all ways to compute AdamATan2 must give the same weights.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from benchmarks.harness import benchmark_parser, cells, measurement, parse, prin
 from benchmarks.worlds import TINY, Trainer, World, take_turns
 
 _EMA_RATE = 0.999
-_UPDATES = {"cpu": 1, "cuda": 20}  # in a turn
-_NUMBERS_MOVED = {"adam_atan2": 7, "average": 3}  # read or written, for each weight
+_UPDATES = {"cpu": 1, "cuda": 20}  # timed together
+_NUMBERS_MOVED = {"adam_atan2": 7, "average": 3}  # numbers read or written for each weight
 _CONTENDERS = (
     *("adam_atan2 ours", "adam_atan2 eager", "adam_atan2 loop", "adam_atan2 traffic", "adam_atan2 adamw"),
     *("average ours", "average loop", "average traffic"),
@@ -54,10 +54,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Updates:
-    """Every way to update the weights, each on a model of its own with the same weights and gradients."""
+    """All contenders, with the same weights and gradients; each updates a copy of its own."""
 
     def __init__(self, device: torch.device, options: argparse.Namespace):
-        # In float32 there is no gather behind the update, which the other ways do not have either.
+        # In float32 our update moves the parameters; in bfloat16 masters, which a gather casts later.
         words = (*(TINY if options.quick else ()), f"ema={_EMA_RATE}", "lr_warmup_steps=1", "lr=1e-3")
         words += ("arch.forward_dtype=float32",)
         trainers = [Trainer(device, *words, puzzles=1, compiles=compiles) for compiles in (True, False)]
@@ -95,7 +95,7 @@ class _Updates:
         return self.num_weights
 
     def _loop(self, weights: list[Tensor], gradients: list[Tensor]) -> Callable[[], None]:
-        """Takes the ops of adam-atan2-pytorch with the published formula, nothing fused, tensor by tensor."""
+        """Returns an update with the ops of adam-atan2-pytorch, unfused, and the published formula."""
         config, step = self._config, itertools.count(1)
         first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
 
@@ -116,7 +116,7 @@ class _Updates:
         return torch.optim.AdamW(weights, lr=self._config.lr, fused=True).step
 
     def _average_loop(self, parameters: list[Tensor]) -> Callable[[], None]:
-        """Makes a new average for each parameter."""
+        """Returns an update of the moving average that makes a new tensor for each parameter."""
         averages = [parameter.detach().clone() for parameter in parameters]
 
         @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What it costs that several processes train one model: four questions, all or some of them.
+"""Measures what training one model on several processes costs; answers all of four questions, or some.
 
     python -m benchmarks.parallel                                # exchange scaling memory layout
     python -m benchmarks.parallel scaling --processes 1 2 4
@@ -6,15 +6,16 @@
     python -m benchmarks.parallel layout --device cuda --layout pipeline_parallel_degree=2
     torchrun ... -m benchmarks.parallel --at-least 0.85          # on the machines of a run
 
-exchange: a training step by what its ranks exchange, and the same step without an exchange, in the same
-processes. `default` is what a run does; the others make the whole update on every rank. per_parameter: the
-textbook loop, one blocking all-reduce for each parameter. copy: of all gradients, on all ranks at once, the
-limit of an exchange in memory.
-scaling: weak (every process has --puzzles) and strong (all share them), over one process; apart: the same on
-processes that exchange nothing, which is what memory and caches of this machine allow.
-Under torchrun: a step of its ranks over the same step without an exchange; status 1 below --at-least.
-memory: what each rank keeps, and the peak of its process, with what grows with the world divided or not.
-layout: whether a pipeline's messages end; bytes that ranks keep and send, beside docs/parallel.md's formulas.
+exchange: times a training step with each way to sum gradients, against `alone`, the step without messages.
+default: as a run does. shared, flat, ddp, bfloat16: values of sync and sync_dtype, with the whole update on
+every rank. per_parameter: a blocking all-reduce for each parameter. copy: each rank copies all gradients in
+memory, the lower limit of `shared`.
+scaling: efficiency against one process; weak: --puzzles in every process, strong: --puzzles over all. apart:
+the same processes without messages, the limit that memory and caches of this machine set.
+memory: MiB that each rank keeps and its peak, with weights, moments or puzzle rows divided over ranks or not.
+layout: whether the messages of a pipeline end; bytes that ranks keep and send, against the formulas of
+docs/parallel.md.
+Under torchrun: the time of a step without messages over that of a step; exit status 1 below --at-least.
 """
 
 from parallel.environment import num_cores
@@ -57,7 +58,7 @@ from training.clock import peak_memory_bytes
 
 _MIB = 2**20
 _WHOLE_UPDATE = "data_parallel_shard_degree=1"
-_NEVER = 10**5  # steps between exchanges
+_NEVER = 10**5  # local steps between synchronisations: none in the benchmark
 _EXCHANGES: dict[str, tuple[str, ...]] = {
     "alone": (f"local_steps={_NEVER}", "sync_dtype=bfloat16"),
     "default": (),
@@ -108,13 +109,13 @@ def _parser() -> Parser:
 
 
 def _sizes(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns overrides: HRM with 27 M parameters, or a tiny one."""
+    """Returns overrides for the size: none, HRM with 27 M parameters, or with --quick a tiny model."""
     return TINY if options.quick else ()
 
 
 # -------------------------------------------------------------------------------------------------- exchange
 class _Exchange:
-    """A model a way to exchange, all in the same processes."""
+    """The contenders of `exchange`: a model in training for each way to sum gradients."""
 
     def __init__(self, device: torch.device, options: argparse.Namespace, ways: Sequence[str]):
         trainers = {
@@ -134,7 +135,7 @@ class _Exchange:
         self.turns["copy"] = lambda: flat[0].copy_(flat[1])
 
     def _exchange(self) -> None:
-        """Makes the last of many local steps, which ends with the exchange."""
+        """Makes the last of _NEVER local steps, which ends with a synchronisation."""
         self._alone.state.step = _NEVER - 1
         self._alone.step()
         self._alone.state.step = 0
@@ -187,7 +188,7 @@ def measure_exchange(options: argparse.Namespace) -> None:
 
 
 def measure_cluster(options: argparse.Namespace) -> None:
-    """Measures on the ranks of this torchrun, all of which call it; rank 0 prints."""
+    """Measures the efficiency of the ranks that torchrun started. All ranks call it; rank 0 prints."""
     set_cpu_threads(options.threads)
     device, seconds = choose_device(options.device), {"alone": [], "default": []}
     with process_group(device):
@@ -198,7 +199,7 @@ def measure_cluster(options: argparse.Namespace) -> None:
             for way, found in seconds.items():
                 own = torch.tensor([timed(ranks, way, 0)], dtype=torch.float64)
                 found += all_ranks().all_gather_rows(own).max()[None].tolist()[: number >= 2]
-        del trainers, ranks  # nothing but garbage holds the group (`close_group`)
+        del trainers, ranks  # before the group closes, nothing may refer to it
         times = {way: measurement(found) for way, found in seconds.items()}
         efficiency = ratio(times["alone"], times["default"])
         if is_main():
@@ -215,7 +216,7 @@ def measure_cluster(options: argparse.Namespace) -> None:
 
 
 def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitStack) -> list[str]:
-    """Emulates machines on the asked line; returns their network namespaces."""
+    """Emulates machines with the bandwidth and delay of --line; returns their network namespaces."""
     from tests.system.machines import emulate, why_not
 
     rate, milliseconds = options.line
@@ -272,18 +273,18 @@ def measure_scaling(options: argparse.Namespace) -> None:
 
 # ---------------------------------------------------------------------------------------------------- memory
 class _Memory:
-    """A model after a training step, with a large table and an average."""
+    """A model after a training step, with a large table of puzzle embeddings and a moving average."""
 
     def __init__(self, device: torch.device, options: argparse.Namespace, overrides: Sequence[str]):
         words = (*_sizes(options), "ema=0.999", *overrides)
         rows = 1000 if options.quick else options.rows
         trainer = Trainer(device, *words, puzzles=options.puzzles, rows=rows)
-        trainer.state.model.network.puzzle_emb.weights.fill_(0.5)  # memory that nobody wrote is not there
+        trainer.state.model.network.puzzle_emb.weights.fill_(0.5)  # unwritten pages would take no memory
         trainer.step()
         self._trainer, self._device = trainer, device
 
     def kept(self) -> dict[str, int]:
-        """Returns the bytes that this rank keeps, by part of a checkpoint, and the peak of its process."""
+        """Returns {part of a checkpoint: bytes that this rank keeps}, and `peak`: the most of its process."""
         parts = {
             part: sum(each.nbytes for each in tensors.values())
             for part, tensors in self._trainer.parts().items()

@@ -1,15 +1,15 @@
-"""The training step of the public code of HRM and TRM, which ours is measured against.
+"""The training step of the public code of HRM and TRM, as the baseline of speed benchmarks.
 
-A transcription of both papers' mathematics in the public code's way of computing: float32 weights are cast
-where they are used, rotary positions are concatenated halves, the target of q_continue is a second call of
-the whole network with its logits, stablemax is in float64, every parameter is updated by itself, gradients
-are dropped, and the host reads the metrics in every step. Attention is torch's scaled_dot_product_attention,
-which TRM's code calls, and which on CUDA is what HRM's code calls from the flash-attn package. Without that
-package, as on a CPU, HRM's code of commit 23cb8793 takes plain products, faster there for short sequences.
+A rewrite that computes as the public code does: float32 weights are cast in every use; rotary positions
+rotate concatenated halves; the target of q_continue takes a second call of the whole network; stablemax is in
+float64; each parameter is updated by itself; gradients are freed; and the host reads the metrics in every
+step. Attention is torch's scaled_dot_product_attention, as in TRM's code, and on CUDA equal to the flash-attn
+call of HRM's code. Without flash-attn, as on a CPU, HRM's code (commit 23cb8793) uses plain matrix products,
+which are faster there for short sequences.
 
-What differs from the public code: on CUDA its dense optimizer is one fused kernel, and its model is compiled
-as a whole (`compile_whole`). Invariant: the step of `training.step`, held by tests/test_published.py, without
-rows that have no labels and without the random numbers of exploration. Weights have the published names.
+The public code differs on CUDA: its dense optimizer is one fused kernel, and its model is compiled as a whole
+(`compile_whole`). Invariant, checked by tests/test_published.py: the same step as `training.step`, apart from
+puzzles without labels and the random numbers of exploration. Weights have the published names.
 """
 
 import math
@@ -40,7 +40,7 @@ def _rms_norm(x: Tensor, *, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [batch, length, heads, head_dim]; cos and sin, float32 [length, head_dim]."""
+    """Applies rotary positions. x: [batch, length, heads, head_dim]. cos, sin: float32 [length, head_dim]."""
     wide = x.to(cos.dtype)
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -81,7 +81,7 @@ class _Block(nn.Module):
 
 
 class Network(nn.Module):
-    """HRM's or TRM's network, with rotary positions, attention and the published part with gradient."""
+    """The network of HRM or TRM, with attention and rotary positions; gradients flow as published."""
 
     def __init__(self, arch: Any, metadata: Metadata, *, batch_size: int, flash_attention: bool):
         super().__init__()
@@ -89,7 +89,7 @@ class Network(nn.Module):
         hidden, positions = arch.hidden_size, arch.num_puzzle_positions
         self.embed_tokens, self.puzzle_emb = nn.Module(), nn.Module()
         self.embed_tokens.embedding_weight = nn.Parameter(torch.empty(metadata.vocab_size, hidden))
-        # The table, and the rows of this step's slots, copied into a leaf that collects their gradient.
+        # The table of puzzle embeddings, and a leaf with copies of this step's rows, for their gradient.
         shapes = {"weights": metadata.num_puzzle_identifiers, "rows": batch_size}
         for name, num_rows in shapes.items():
             rows = torch.zeros(num_rows, arch.puzzle_emb_ndim, requires_grad=name == "rows")
@@ -114,7 +114,7 @@ class Network(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, z_H: Tensor, z_L: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Returns the new z_H and z_L, detached; logits; q_halt; q_continue."""
+        """Returns (new z_H, new z_L, logits, q_halt, q_continue), the states detached."""
         e = self._embed(data["inputs"], data["puzzle_identifiers"])
         reason = self._reason_as_hrm if self.arch.name == "hrm" else self._reason_as_trm
         z_H, z_L = reason(z_H, z_L, e)
@@ -170,7 +170,7 @@ class Carry(NamedTuple):
 
 
 class _ModelWithLoss(nn.Module):
-    """One step of all slots: the new carry, the loss as a sum over slots, and the sums of the metrics."""
+    """A thinking step of all slots; returns the new carry, and loss and metrics summed over slots."""
 
     def __init__(self, network: Network):
         super().__init__()
@@ -248,10 +248,10 @@ def _loss_and_sums(
 
 # ------------------------------------------------------------------------------------------------ the trainer
 class PublishedTrainer:
-    """One process that trains, beginning with `weights`: the state dict of one of our networks.
+    """The training of the public code, on one process. weights: the first weights, of one of our networks.
 
-    config: of pretrain.py. compile_whole: as the public code on CUDA. flash_attention: torch's attention also
-    where HRM's code has plain products.
+    config: of pretrain.py. compile_whole: compiles the model as the public code does on CUDA.
+    flash_attention: uses torch's attention also where HRM's code has plain matrix products.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class PublishedTrainer:
         self.carry = self._initial_carry(metadata)
 
     def step(self, batch: dict[str, Tensor]) -> dict[str, float]:
-        """Makes one step on a batch that lies on the device; returns the sums of the metrics, waited for."""
+        """Makes a training step on a batch on the device; returns the sums of the metrics, on the host."""
         self.num_steps += 1
         self.carry, loss, sums = self.model(self.carry, batch)
         (1 / self.config.global_batch_size * loss).backward()
@@ -297,7 +297,7 @@ class PublishedTrainer:
 
     @torch.no_grad()
     def _update_weights_(self, lr: float) -> None:
-        """Makes an update of AdamATan2, one parameter after the other."""
+        """Updates the dense weights by AdamATan2, one parameter after the other."""
         beta1, beta2 = self.config.beta1, self.config.beta2
         for parameter, first, second in self._moments:
             parameter.mul_(1 - lr * self.config.weight_decay)
@@ -309,7 +309,7 @@ class PublishedTrainer:
 
     @torch.no_grad()
     def _update_table_(self, lr: float) -> None:
-        """Makes an update of sign-SGD on the rows of this step's puzzles."""
+        """Updates the puzzle embeddings of this step's puzzles by sign-SGD."""
         embedding = self.network.puzzle_emb
         gradient = embedding.rows.grad
         identifiers, index = self.network.identifiers.unique(return_inverse=True)

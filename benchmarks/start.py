@@ -1,13 +1,12 @@
-"""Times what a person waits for: --help, the first training step of the demo, and the steps after it.
+"""Times what a user waits for: --help, the first training step of the demo, and later steps.
 
     python -m benchmarks.start
-    python -m benchmarks.start --beside ../other       # another checkout, in turns: a ratio of old and new
+    python -m benchmarks.start --beside ../other       # compares with another checkout, in turns
 
-Whole programs are timed from outside, in turns. The first step is done when its line is in metrics.jsonl;
-before it come the imports, the reading of the data, and the evaluation of one batch, as in every run. With
-one process it is started by python, with several by torchrun as `make demo` does; each has one thread, and
-nothing is compiled. The data is there already, and a first round, in which files come from the disk, does not
-count. step: the median of the log, from the second half of the steps.
+Whole programs are timed from outside. first step: seconds until its row is in metrics.jsonl, with imports,
+reading of data, and the evaluation of one batch. step: median seconds of a step, from the second half of the
+log. One process is started by python, several by torchrun; each has one thread, and nothing is compiled. The
+data is built before; a first round, in which files are read from disk, does not count.
 """
 
 import argparse
@@ -83,7 +82,7 @@ def _seconds_of_help(tree: Path) -> float:
 def _seconds_of_run(
     run: Path, tree: Path, processes: int, options: argparse.Namespace
 ) -> tuple[float, float]:
-    """Runs some steps, beside the data; returns seconds until the first one, and of the later ones."""
+    """Trains for --steps steps; returns (seconds until the first step is done, seconds of a later step)."""
     words = (
         "pretrain.py",
         "experiment=demo",

@@ -1,19 +1,19 @@
-"""Times the training step of HRM and TRM beside the public code's (`benchmarks.published`), others' alone.
+"""Times the training step: of HRM and TRM against the public code (`benchmarks.published`), of others alone.
 
     python -m benchmarks.step --dtype bfloat16
     python -m benchmarks.step --arch trm trm_gate ldt
     python -m benchmarks.step --device cuda --published-sizes
 
-published: eager. published_flash, of HRM: with torch's attention also on a CPU. published_compiled: compiled
-as a whole, as the public code is on CUDA. exact, deferred: `training.step` as a run makes it, with that
-`q_target`; no other model has q_continue, so that their one way is called exact. _compiled: with compiled
-blocks and optimizer. trm_gate: with `update=gate`. ldt: as in the last stage of `sudoku_extreme_search`.
+Contenders: published: eager. published_flash (HRM): with torch's attention also on a CPU. published_compiled:
+compiled as a whole, as the public code is on CUDA. exact, deferred: our step, with that value of `q_target`;
+models without q_continue only have `exact`. exact_compiled, deferred_compiled: the same with compiled blocks
+and optimizer. --arch trm_gate: TRM with `update=gate`. --arch ldt: the last stage of `sudoku_extreme_search`.
 
-Each contender is a process of its own, and all begin with the same weights and batches, with slots at every
-step of their puzzles. They take turns, two steps each; the second counts. A speedup is the median over
-rounds of the first contender's time over the other's in the same round. To compile is the first step less
-the second, with an empty cache for the first that compiles; MiB is the most that the process had. Of peak:
-the operations of a step (`models.flops`) over those a second of the best plain matrix product.
+Each contender is a process of its own. All start with the same weights and batches, with slots at different
+thinking steps. They take turns of two steps; the second is timed. speedup: time of the first contender over
+this one's, median over rounds. compile: first step minus second; the first compiling contender has an empty
+cache. MiB: peak memory of the process. of peak: operations of a step (`models.flops`) in a second, as a share
+of the best matrix product's.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from training.metrics import FiniteCheck
 
 _PUBLISHED = ("published", "published_flash", "published_compiled")
 _OURS = ("exact", "exact_compiled", "deferred", "deferred_compiled")
-# Prefixes of the contenders that a model does not have.
+# {--arch: prefixes of contenders that do not exist for it}.
 _WITHOUT: dict[str, tuple[str, ...]] = {"hrm": (), "trm": ("deferred", "published_f")}
 _WITHOUT |= dict.fromkeys(("trm_gate", "ldt"), ("deferred", "published"))
 _SIZES = {"hidden": 128, "heads": 4, "layers": 2, "batch": 32}
@@ -45,12 +45,12 @@ _PUBLISHED_SIZES = {
     "heads": 8,
     "layers": None,
     "batch": 768,
-}  # 4 layers of HRM's levels and of LDT, 2 of TRM's
+}  # None: 4 layers in each level of HRM and in LDT, 2 in TRM
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 class Contender:
-    """One way to train, in this process; `options` has the sizes of the model."""
+    """One way to train, in this process. options: the command line, with the sizes of the model."""
 
     def __init__(self, device: torch.device, name: str, arch: str, dtype: str, options: argparse.Namespace):
         self._device, self._options = device, options
@@ -87,7 +87,7 @@ class Contender:
         self._trainer.step({name: column.to(self._device) for name, column in columns if name != "rows"})
 
     def begin(self) -> dict[str, float]:
-        """Makes the first steps; returns the seconds of compiling and the most memory so far."""
+        """Makes two steps; returns `compile`, seconds of the first minus the second, and peak `memory`."""
         seconds = []
         for _ in range(2):
             began = timer()
@@ -96,12 +96,12 @@ class Contender:
         return {"compile": max(0.0, seconds[0] - seconds[1]), "memory": peak_memory_bytes(self._device)}
 
     def count_operations(self) -> float:
-        """Counts the operations of a step's matrix products."""
+        """Returns the operations of the matrix products in a training step."""
         model, sizes = self._model, {"seq_len": self._options.length}
         return self._options.batch * model.network.step_flops(model.reasoning, trains=True, **sizes)
 
     def product_rate(self) -> float:
-        """Measures operations a second, the best of two products: one as large as the model's, one square."""
+        """Measures operations a second of matrix products: the better of a model-sized and a square one."""
         options, dtype = self._options, self._dtype()
         square = {"cpu": 2048, "cuda": 8192}[self._device.type] // (8 if options.quick else 1)
         rates = []
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
-    """Lets the contenders of a model take turns; returns rows of the table, and what the last line says."""
+    """Times the contenders of a model in turns; returns rows of the table, and values for the JSON."""
     label, rows, result = f"{arch}_{_DTYPES[dtype]}", [], {}
     names = [each for each in options.contenders if not each.startswith(_WITHOUT[arch])]
     if not names:

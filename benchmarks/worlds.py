@@ -1,7 +1,7 @@
-"""Worlds of processes that measure together, in turns; and the model in training that most of them measure.
+"""Groups of processes (`World`) that run the contenders of a benchmark in turns, and a model in training.
 
-A machine is uneven over minutes. So contenders live at the same time and take turns (A B C, A B C, ...): a
-ratio compares what ran within seconds. The slowest rank of a world counts.
+The speed of a machine drifts over minutes. So all contenders are alive at the same time and take turns:
+A B C, A B C, ... A ratio compares times within seconds. The time of a world is its slowest rank's.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo  # torch's optimizers import it: once here, instead of in each process
+import torch._dynamo  # imported before the fork: torch's optimizers need it
 from torch.utils.benchmark import Measurement, timer
 
 from benchmarks.harness import fail, measurement
@@ -39,10 +39,11 @@ _CLONE_NEWNET = 0x40000000  # of Linux's sched.h
 
 
 class World:
-    """Processes that measure together: each calls the methods of its contender, an object, at the same time.
+    """A group of child processes; each holds a contender, an object with methods to call in all of them.
 
-    build: called in each process with its device and the arguments, and returns its contender. apart: each
-    process is a world of its own. namespaces: of the network, one a process (emulated machines).
+    build: called in each process with its device and `arguments`; returns the contender. options: `threads`
+    and `device` are read. apart: each process is a process group of its own. namespaces: a network namespace
+    for each process, for emulated machines.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class World:
         self._workers = []
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        context = multiprocessing.get_context("fork")  # quick; this process has computed nothing before
+        context = multiprocessing.get_context("fork")  # quick; this process has computed nothing yet
         for number in range(processes):
             environment = {
                 **{"RANK": "0" if apart else str(number), "WORLD_SIZE": "1" if apart else str(processes)},
@@ -80,7 +81,7 @@ class World:
         self.receive()  # all are built
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of every contender; returns what each returned."""
+        """Calls a method of every contender; returns the results, one for each process."""
         self.send(method, *arguments)
         return self.receive()
 
@@ -89,9 +90,9 @@ class World:
             connection.send((method, arguments))
 
     def receive(self, *, timeout: float | None = None) -> list[Any]:
-        """Returns the answers of all processes; ends this program where one has ended, or says nothing.
+        """Returns the answers of all processes. Exits where a process has ended or does not answer.
 
-        timeout: seconds, in which one more must answer; None: any.
+        timeout: seconds to wait for the next answer; None: no limit.
         """
         waiting, answers = {connection: place for place, (_, connection) in enumerate(self._workers)}, {}
         while waiting:
@@ -118,9 +119,9 @@ class World:
 
 
 def _serve(connection, environment, namespace, options, build, arguments) -> None:
-    """Builds a contender, and calls the methods that the connection brings, until it brings None."""
+    """Runs in each process: builds the contender, then calls the requested methods until it receives None."""
     parent = os.getppid()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C only the first process has something to say
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C only the parent prints something
     os.environ.update(environment)
     if namespace:
         with open(f"/run/netns/{namespace}") as entry:
@@ -140,15 +141,15 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
             method, values = asked
             is_turn = method == "time"
             connection.send(timed(contender, *values) if is_turn else getattr(contender, method)(*values))
-        del contender  # nothing but garbage holds the group (`close_group`)
+        del contender  # before the group closes, nothing may refer to it
 
 
 def timed(contender: Any, turn: str, warm_calls: int) -> float:
-    """Returns the seconds of one of the contender's `turns`; all ranks of the world begin together."""
+    """Returns the seconds of a call of `contender.turns[turn]`. All ranks of the world call it together."""
     for _ in range(warm_calls):
         contender.turns[turn]()
     barrier()
-    begin = timer()  # when the device has done all that it was given
+    begin = timer()  # `timer` first waits for the device
     contender.turns[turn]()
     return timer() - begin
 
@@ -156,10 +157,10 @@ def timed(contender: Any, turn: str, warm_calls: int) -> float:
 def take_turns(
     turns: Mapping[str, tuple[World, str]], *, rounds: int, warmup_rounds: int = 1, warm_calls: int = 0
 ) -> dict[str, Measurement]:
-    """Times turns of contenders, by name, a round after the other.
+    """Times contenders in turns, round by round; returns {name: measurement}.
 
-    turns: of each name the world, and which of its contender's turns. warm_calls: calls before each timed
-    one, so that caches and memory are as in a run again.
+    turns: {name: (world, key in the `turns` of its contenders)}. warm_calls: untimed calls before each timed
+    one, so that caches and memory are in the state of a run.
     """
     seconds = {name: [] for name in turns}
     for _ in range(warmup_rounds + rounds):
@@ -169,10 +170,10 @@ def take_turns(
 
 
 class Trainer:
-    """A model in training on random tokens, as a run trains it. All ranks build it together, and call `step`.
+    """A model in training on random tokens, as in a run. All ranks build it and call `step` together.
 
-    overrides: of pretrain.py. puzzles: of each process. Each slot is at another step of its puzzle, as in a
-    run: in each step equally many stop.
+    overrides: key=value words of pretrain.py. puzzles: slots of each process. rows: puzzle embeddings. Slots
+    start at different thinking steps, as in a run, so that about equally many halt in each step.
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class Trainer:
         return train_step(self.state, batch, config=self.config, rates=rates, clock=self._clock)
 
     def update_weights(self) -> None:
-        """Updates all dense weights, with the gradients that are there."""
+        """Updates all dense weights with the current gradients."""
         self.state.step += 1
         self.state.weights.update_(self.config.lr, step=self.state.step)
 
@@ -214,20 +215,20 @@ class Trainer:
         self.state.average.update(range(self.state.step, self.state.step + 1))
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns the tensors of a checkpoint that this rank has, by part and name."""
+        """Returns {part of a checkpoint: {name: tensor}} of this rank."""
         parts = self.state.files()
         return {part: {name: tensor_of(t) for name, t in each.items()} for part, each in parts.items()}
 
 
 def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:
-    """Describes 9x9 Sudoku, or puzzles of another length, with so many rows of the puzzle table."""
+    """Returns the metadata of a made-up dataset like 9x9 Sudoku. rows: number of puzzle identifiers."""
     sizes = {"vocab_size": 11, "seq_len": seq_len, "num_puzzle_identifiers": rows, "total_groups": 1}
     ids = {"pad_id": 0, "ignore_label_id": None, "blank_identifier_id": 0}
     return Metadata(**sizes, **ids, mean_puzzle_examples=1.0, sets=("all",))
 
 
 def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
-    """Draws tokens, labels and identifiers; in pinned memory where there is a CUDA device."""
+    """Draws a batch of `size` random puzzles, in pinned memory where there is a CUDA device."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int, *shape: int) -> torch.Tensor:
@@ -239,7 +240,7 @@ def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
 
 
 def spread_slots_(carry: Any, *, halt_max_steps: int) -> None:
-    """Puts the slots at every step of their puzzles."""
+    """Spreads the slots evenly over the thinking steps of their puzzles, in place."""
     slots = torch.arange(carry.steps.shape[-1], dtype=torch.int32)
     carry.halted.fill_(False)
     carry.steps.copy_(slots * halt_max_steps // len(slots))
