@@ -1,4 +1,4 @@
-"""A program of this repository as a child of a Python session, such as a notebook."""
+"""Runs a program of this repository as a child process of a Python session, such as a notebook."""
 
 import os
 import re
@@ -10,16 +10,16 @@ from parallel.launch import REPOSITORY
 
 _PROGRESS_SECONDS = 10  # between two lines of progress
 _ERROR = re.compile(r"error(?: \(rank \d+(?: \(.*?\))?\))?: (.*)")
-# Linux's PR_SET_PDEATHSIG with SIGTERM: the program is asked to stop when the session dies, however it does.
+# Linux's PR_SET_PDEATHSIG: when the session dies, in whatever way, the program receives a SIGTERM, and stops.
 _LEASH = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 def run_child(program: str, words: Sequence[str], *, processes: int = 1) -> None:
-    """Runs a program such as pretrain.py to its end, and prints what it says on this process's stdout.
+    """Runs a program such as pretrain.py to its end, and prints the program's output on stdout.
 
-    processes: more than 1 are started by torchrun. What ends the wait, such as Ctrl-C, asks the program to
-    stop, which saves, and is raised again when it has. Raises ValueError with the program's own line where it
-    fails; neither its signals nor its exit reach this process.
+    processes: more than 1 are started by torchrun. An exception during the wait, such as Ctrl-C, asks the
+    program to stop; the program saves, and then the exception is raised again. Raises ValueError with the
+    program's error message if it fails.
     """
     if processes < 1:
         raise ValueError(f"processes={processes}: give 1 or more")
@@ -33,7 +33,7 @@ def run_child(program: str, words: Sequence[str], *, processes: int = 1) -> None
         stderr=subprocess.STDOUT,
         encoding="utf-8",
         errors="replace",
-        start_new_session=True,  # Ctrl-C is for this process, which asks once
+        start_new_session=True,  # so that Ctrl-C reaches only this process, which then sends one SIGTERM
     )
     said = []
     with child:

@@ -1,9 +1,9 @@
-"""What libraries read when they load. Every program imports this module first, before torch.
+"""Sets environment variables that libraries read when they load: programs import this module before torch.
 
-Threads of OpenMP that wait for others spin for a moment and then sleep, unless the user has said how they
-wait: those that spin on take the cores of whatever runs beside them. A step of the demo on two threads beside
-two busy processes takes 2300 ms with OMP_WAIT_POLICY=ACTIVE, and 140 ms so; alone, 49 ms either way, and 80
-ms with PASSIVE.
+OpenMP's waiting threads shall spin only for a moment and then sleep, unless the user has chosen otherwise:
+spinning threads take the cores from other processes. With two busy processes beside it, a step of the demo
+on two threads takes 140 ms with these settings, and 2300 ms with OMP_WAIT_POLICY=ACTIVE. Alone on the machine
+a step takes 49 ms with either, and 80 ms with PASSIVE.
 """
 
 import os
@@ -15,14 +15,14 @@ open_closed_streams()
 
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 if not _WAITING & os.environ.keys():
-    os.environ["GOMP_SPINCOUNT"] = "10000"  # GNU's OpenMP, of torch on Linux: a fraction of a millisecond
-    os.environ["KMP_BLOCKTIME"] = "1"  # LLVM's and Intel's: milliseconds
+    os.environ["GOMP_SPINCOUNT"] = "10000"  # for GNU OpenMP (torch on Linux): a fraction of a millisecond
+    os.environ["KMP_BLOCKTIME"] = "1"  # for LLVM's and Intel's OpenMP: milliseconds
 
 
 def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Returns how many cores this process may use: by its affinity, and by the quotas of its control groups.
+    """Returns the number of cores that this process may use, by CPU affinity and cgroup quotas (v1 or v2).
 
-    cgroups, own: where Linux shows the groups, version 1 or 2, and which of them are this process's.
+    cgroups: the mount point of cgroups. own: the file that lists the cgroups of this process.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -42,12 +42,12 @@ def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
 
 
 def _quota(group: Path) -> int | None:
-    """Returns how many whole cores a group may use, at least one; None where it has no quota."""
+    """Returns the number of whole cores, at least 1, of a cgroup's quota; None without a quota."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()
         else:
             quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return max(1, int(quota) // int(period)) if int(quota) > 0 else None
-    except (OSError, ValueError):  # "max" is none
+    except (OSError, ValueError):  # ValueError: the quota is "max"
         return None

@@ -1,6 +1,6 @@
-"""One outcome for all ranks: what fails on one of them ends all, with one line.
+"""Ends all ranks together, with one message, when one of them fails.
 
-Without this, eight ranks print eight tracebacks, or seven of them wait forever for the one that failed.
+Otherwise eight ranks would print eight tracebacks, or seven would wait forever for the one that failed.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ EXIT_FAILURE = 1
 
 @contextlib.contextmanager
 def collective_errors() -> Iterator[None]:
-    """Runs a block that may fail on some ranks only: then all ranks go on, or all end.
+    """Ends all ranks with status 1 if the block has failed on any; otherwise all continue.
 
-    A ValueError is a person's mistake: rank 0 prints the message of the lowest failing rank, one line.
-    Anything else is a mistake of ours: the failing rank prints its traceback. All ranks enter; the block
-    itself must not communicate.
+    All ranks enter; the block itself must not communicate. For a ValueError (a user's mistake), rank 0 prints
+    the message of the lowest failing rank in one line. For any other exception (a bug), the failing rank
+    also prints a traceback.
     """
     failure = None
     try:
@@ -43,7 +43,10 @@ def collective_errors() -> Iterator[None]:
 
 
 def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
-    """Ends all ranks with status 1, and one line; all ranks call it, for a reason that all of them know."""
+    """Ends all ranks with status 1, after rank 0 has printed the message. All ranks must call it.
+
+    failed_rank: the rank that the message is about.
+    """
     if is_main():
         log.error(message, failed_rank=failed_rank)
     all_gather_objects(
@@ -54,7 +57,10 @@ def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
 
 @contextlib.contextmanager
 def local_errors() -> Iterator[None]:
-    """Ends this rank with one line for a ValueError, before there is a group; torchrun ends the others."""
+    """Turns a ValueError of the block into a one-line message and the end of this rank, with status 1.
+
+    For use before the process group exists: torchrun then ends the other ranks.
+    """
     try:
         yield
     except ValueError as error:
@@ -64,9 +70,10 @@ def local_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]:
-    """Ends this rank with one line where another one is gone; the traceback is in the file of the rank.
+    """Turns a lost connection to another rank into a one-line message and the end of this rank.
 
-    is_already_reported: returns whether this rank says already that all must end: then this is a consequence.
+    The traceback goes to this rank's log file. is_already_reported: returns whether the watchdog is about to
+    end all ranks; then the exception is only a consequence, and is raised again.
     """
     try:
         yield
@@ -83,9 +90,9 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
 
 @contextlib.contextmanager
 def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
-    """Ends this rank with one line, and advice, where memory is at an end; the traceback is in its file.
+    """Turns an out-of-memory error into a one-line message with advice, and the end of this rank.
 
-    folder: for the snapshot of a CUDA device's memory.
+    The traceback goes to this rank's log file. folder: for a snapshot of a CUDA device's memory.
     """
     try:
         yield
@@ -99,7 +106,7 @@ def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
 
 
 def _lack_of_memory(error: BaseException) -> str | None:
-    """Returns how much memory could not be had, in one sentence; None for any other error."""
+    """Returns a phrase if the error is a lack of memory, with the size that was asked for; None otherwise."""
     text = str(error)
     is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if not is_known and getattr(error, "errno", None) != errno.ENOMEM and "can't allocate memory" not in text:
@@ -109,7 +116,7 @@ def _lack_of_memory(error: BaseException) -> str | None:
 
 
 def _write_snapshot(folder: Path | None) -> str:
-    """Writes what fills a CUDA device's memory into a folder; returns where, as the end of a sentence."""
+    """Writes a snapshot of a CUDA device's memory into a folder; returns a phrase with the path, or ""."""
     if folder is None or not torch.cuda.is_initialized():
         return ""
     path = folder / f"memory_{rank()}.pickle"
@@ -121,7 +128,7 @@ def _write_snapshot(folder: Path | None) -> str:
 
 
 def restart_advice() -> str:
-    """Returns what a person may do when ranks are gone, in one sentence."""
+    """Returns a sentence of advice for the case that processes of other ranks have ended."""
     advice = "with --max-restarts torchrun starts all ranks again"
     if is_elastic():
         return f"{advice}, on the nodes that are there"
@@ -134,9 +141,9 @@ def restart_advice() -> str:
 
 
 def lost_connection(error: BaseException) -> str | None:
-    """Returns what gloo, NCCL or the store say of a peer that is gone; None for any other error."""
+    """Returns the reason if gloo, NCCL or the store has lost the connection to a rank; None otherwise."""
     text = str(error)
-    if "gloo/transport" in text:  # [its file:line] what. What that typically means.
+    if "gloo/transport" in text:  # "[file:line] reason. Typical causes."
         text = text.partition("] ")[2].partition(". ")[0]
     elif not isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return None

@@ -1,7 +1,7 @@
-"""Starts a program on all ranks: from a command line on each to a run that can begin.
+"""Launches a program on all ranks: config, device, process group and watchdog.
 
-Rank 0 alone reads the command line. What nodes must have in common is compared here too: the code, the run
-folder, the dataset.
+Only rank 0 reads the command line. This module also checks that all nodes have the same code, run folder and
+dataset.
 """
 
 from parallel.environment import num_cores
@@ -51,8 +51,7 @@ NOT_RUN = {"tests", "benchmarks", "records", "launch"}
 _OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 _MAX_NAMED = 3  # files in one warning
 
-# Of glibc's heap.
-_LARGEST_KEPT = 2**25  # bytes: the most that every glibc takes
+_LARGEST_KEPT = 2**25  # bytes: the largest threshold that every version of glibc accepts
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 Config = TypeVar("Config")  # a pydantic model with the keys of the machine
@@ -60,7 +59,7 @@ Config = TypeVar("Config")  # a pydantic model with the keys of the machine
 
 @dataclasses.dataclass(frozen=True)
 class Run(Generic[Config]):
-    """A launched program on this rank; the config is the same on all ranks."""
+    """The config, device and watchdog of a launched program on this rank. All ranks have the same config."""
 
     config: Config
     device: torch.device
@@ -69,10 +68,11 @@ class Run(Generic[Config]):
 
 @contextlib.contextmanager
 def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterator[Run[Config]]:
-    """Opens everything that a program needs around it, and closes it whatever ends the block.
+    """Sets up a program on all ranks, and yields the `Run`; closes everything after the block.
 
-    All ranks enter. Rank 0 composes the config, for all; None means that there is nothing to run, since help
-    was asked for: then all ranks end with status 0. A ValueError is one line, and ends all with status 1.
+    All ranks enter. compose: called on rank 0, returns the config for all ranks, or None to end all ranks
+    with status 0 (after printing help). A ValueError is printed as one line, and ends all ranks with status
+    1.
     """
     log.capture_library_warnings()
     with local_errors():
@@ -94,18 +94,18 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
 
 
 def _broadcast_config(compose: Callable[[], Any]) -> str:
-    """Composes the config on rank 0, before there is a process group; returns it as JSON on every rank."""
+    """Calls `compose` on rank 0; returns the config as JSON on every rank. Needs no process group."""
     if is_main():
         text, status = None, EXIT_FAILURE
         try:
             config = compose()
             if config is not None:
-                choose_backend(config.backend, choose_device(config.device))  # a mistake of all is one line
+                choose_backend(config.backend, choose_device(config.device))  # so that only rank 0 prints
                 text = config.model_dump_json()
             status = 0
         except ValueError as error:
             log.error(error)
-        except SystemExit as error:  # whoever raised it has printed why
+        except SystemExit as error:  # the reason is printed already
             status = error.code if isinstance(error.code, int) else EXIT_FAILURE
         finally:
             if world_size() > 1:
@@ -120,10 +120,10 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
 
 
 def wait_for_all_ranks(*, timeout_seconds: float) -> None:
-    """Waits until all ranks have started; rank 0 warns of nodes with another code, torch or setting.
+    """Waits until all ranks have started; rank 0 warns of nodes with other code or another torch.
 
-    All ranks call it, before there is a process group. A rank that does not come within the timeout is named,
-    and the others end with status 1.
+    All ranks call it, before the process group exists. If a rank does not start within the timeout, an error
+    names this rank, and all others end with status 1.
     """
     if world_size() == 1:
         _warn_of_restarts([socket.gethostname()] if agent_serves_store() else [])
@@ -133,7 +133,7 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
     start = {"host": socket.gethostname(), "code": _code(), "has_agent_store": agent_serves_store()}
     store.set(keys[rank()], json.dumps(start))
     if is_main():
-        with contextlib.suppress(RuntimeError):  # the timeout: the error below names who is missing
+        with contextlib.suppress(RuntimeError):  # timeout: the error below names the missing ranks
             store.wait(keys, timeout)
         missing = [number for number, key in enumerate(keys) if not store.check([key])]
         if missing:
@@ -149,7 +149,7 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
         store.set("missing", json.dumps(missing))
     else:
         try:
-            store.wait(["missing"], 2 * timeout)  # rank 0 says first who is missing
+            store.wait(["missing"], 2 * timeout)  # twice: rank 0 itself waits for one timeout
         except RuntimeError:
             log.error(f"rank 0 did not answer within {2 * timeout_seconds:g} seconds", failed_rank=rank())
             raise SystemExit(EXIT_FAILURE) from None
@@ -160,21 +160,21 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
 
 
 def code_files() -> list[Path]:
-    """Returns the files that a run may execute or compose its config from."""
+    """Returns the Python and YAML files that a run may use."""
     folders = [path.parent for path in REPOSITORY.glob("*/__init__.py") if path.parent.name not in NOT_RUN]
     paths = [*REPOSITORY.glob("*.py"), *(path for folder in folders for path in folder.rglob("*"))]
     return [path for path in paths if path.suffix in (".py", ".yaml")]
 
 
 def _code() -> dict[str, str]:
-    """Returns the hash of each of these files by its path; torch's version is one more name among them."""
+    """Returns {path of a code file: hash}, and one more key with torch's version, to compare nodes."""
     names = {path.relative_to(REPOSITORY).as_posix(): path for path in code_files()}
     hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in names.items()}
     return {f"torch {torch.__version__}": ""} | hashes
 
 
 def _warn_of_threads(threads: int) -> None:
-    """Prints one warning where the processes of rank 0's node have many more threads than there are cores."""
+    """Warns if the processes of rank 0's node have more than twice as many threads as there are cores."""
     count = local_world_size()
     if is_main() and threads > 1 and threads * count > 2 * num_cores():
         log.warning(
@@ -184,7 +184,7 @@ def _warn_of_threads(threads: int) -> None:
 
 
 def _warn_of_other_code(starts: list[dict]) -> None:
-    """Prints one warning for each host and difference from rank 0, of the host and code of each rank."""
+    """Warns, once for each host, of code that differs from rank 0's. starts: host and code of each rank."""
     first, ranks = starts[0]["code"], defaultdict(list)
     for number, start in enumerate(starts):
         code = start["code"]
@@ -200,12 +200,10 @@ def _warn_of_other_code(starts: list[dict]) -> None:
 
 
 def _warn_of_restarts(hosts: list[str]) -> None:
-    """Prints one warning where torchrun is to start all again, but cannot when a node is lost.
+    """Warns if torchrun's options ask for restarts that would fail when a node is lost.
 
-    With torch 2.13 rank 0's agent, where it serves the workers' store, announces no meeting point for the
-    next round; nodes that stay meet there all the same, one that comes back waits in vain.
-
-    hosts: whose agents would serve that store.
+    With torch 2.13, if rank 0's agent serves the workers' store, a node that comes back after a loss does not
+    find the others. hosts: the nodes on which the agent would serve the store.
     """
     has_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     if is_elastic() and not has_restarts:
@@ -219,10 +217,10 @@ def _warn_of_restarts(hosts: list[str]) -> None:
 
 
 def check_folder_is_shared(folder: Path) -> None:
-    """Checks that all ranks see rank 0's folder, into which each of them is to write its part."""
+    """Ends all ranks with a message unless all see rank 0's run folder, to write there. All ranks call it."""
     if num_nodes() == 1:
         return
-    token = folder / f".start_{secrets.token_hex(8)}"  # a name that no node has asked for before
+    token = folder / f".start_{secrets.token_hex(8)}"  # a new name, which no node's cache has as missing
     with collective_errors():
         if is_main():
             try:
@@ -239,9 +237,10 @@ def check_folder_is_shared(folder: Path) -> None:
 
 
 def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
-    """Checks that the nodes have one dataset.
+    """Ends all ranks with a message if nodes have different datasets. All ranks call it.
 
-    fingerprint: of its content; empty on ranks that leave it to another of their node. names: of its folders.
+    fingerprint: hash of the dataset; "" on ranks where another rank of the node has computed it. names: of
+    the dataset's folders, for the message.
     """
     is_same = fingerprint in ("", broadcast_object(fingerprint))
     advice = "copy it to all nodes, or share the folder"
@@ -258,9 +257,9 @@ def _check_all(is_good: bool, what: str, advice: str) -> None:
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Makes glibc keep freed blocks of up to 32 MiB for later tensors: 3 to 20 % of a training step.
+    """Makes glibc keep freed memory blocks of up to 32 MiB for later tensors: saves 3 to 20 % of a step.
 
-    Only where `device` is a CPU and the C library is glibc.
+    Does nothing unless `device` is a CPU and the C library is glibc.
     """
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return

@@ -1,13 +1,14 @@
-"""Messages of a run to a person, through the standard library's logging: `from parallel import log`.
+"""Messages of a run on the console and in a log file of each rank: `from parallel import log`.
 
-    info               rank 0: stdout, as it is           every rank: <run>/logs/rank_<r>.log
-    note               rank 0: stderr, as it is           its file
-    warning            every rank: stderr, a text once    every rank: its file, each time
-    error, exception   the rank that calls it: stderr     its file
+    function           console                                    file <run>/logs/rank_<r>.log
+    info               stdout of rank 0                           of every rank
+    note               stderr of rank 0                           of every rank
+    warning            stderr of every rank, each text once       of every rank, each time
+    error, exception   stderr of the calling rank                 of the calling rank
 
-Warnings of libraries (those they log, and Python's `warnings`) go the same way as ours. On stderr a message
-is one line, which names the rank where there are several; the file adds time and rank, and has the
-tracebacks. What C++ code prints by itself does not pass here.
+Warnings and errors are one line on stderr, with the rank where there are several; the file adds time, rank
+and tracebacks. Warnings of libraries, by logging or by Python's `warnings`, appear like our own. Output of
+C++ code does not pass through this module.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ _MAX_NAMED = 8  # ranks in one sentence
 
 
 class _Console(logging.Handler):
-    """Handler that shows a record on stdout or stderr, and a warning only once."""
+    """A handler that prints records on stdout or stderr, and each warning only once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,11 +65,11 @@ class _Console(logging.Handler):
 
 
 class _RankFile(logging.StreamHandler):
-    """Handler that appends to a file; a full disk is one warning on the console."""
+    """A handler that appends records to a file; a full disk causes one warning on the console."""
 
     def __init__(self, path: Path):
-        # Unbuffered: a message is one write, so that a forked process and faulthandler can write into the
-        # same file, and what a full disk refuses is not tried again when the process ends.
+        # Unbuffered, each message in one write: so a forked process and faulthandler can write into the same
+        # file, and after a full disk nothing is left to write when the process ends.
         raw, encoding = open_to_append(path), {"encoding": "utf-8", "errors": "backslashreplace"}
         super().__init__(io.TextIOWrapper(raw, write_through=True, **encoding))
         self.path = path
@@ -80,14 +81,14 @@ class _RankFile(logging.StreamHandler):
 
 
 class _Printable(logging.Formatter):
-    """Formatter that lets nothing through that a terminal would take for a command."""
+    """A formatter that escapes control characters, which a terminal would execute."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 class _Forward(logging.Handler):
-    """Handler that hands the warnings of a library on to the console and the file."""
+    """A handler that forwards warnings of libraries to the console and the file."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _logger.handle(record)
@@ -103,18 +104,18 @@ _logger.addHandler(_console)
 
 
 def info(message: str) -> None:
-    """Prints on stdout, from rank 0 for all; the message may have several lines."""
+    """Prints a message, of one line or several, on stdout of rank 0."""
     _logger.info(message)
 
 
 def warning(message: str) -> None:
-    """Prints one line on stderr, with the rank where there are several; each text once."""
+    """Prints a warning as one line on stderr, with the rank if there are several; each text only once."""
     _logger.warning(message)
 
 
 @contextlib.contextmanager
 def warn_once(name: str) -> Iterator[None]:
-    """Lets the run go on where the block fails: a warning, which the console shows once for each `name`."""
+    """Turns an exception of the block into a warning, which the console shows once for each `name`."""
     try:
         yield
     except Exception as failure:
@@ -123,25 +124,22 @@ def warn_once(name: str) -> Iterator[None]:
 
 
 def note(message: str, *, colored: str | None = None) -> None:
-    """Prints how far the work is on stderr, from rank 0 for all.
+    """Prints a message about the progress of the work on stderr of rank 0.
 
-    colored: the same with ANSI codes, for a terminal; whatever else is in it must be `printable`.
+    colored: the same text with ANSI codes, for a terminal; any other text in it must have passed `printable`.
     """
     _logger.info(message, extra={"is_note": True, "colored": colored})
 
 
 def error(message: object, *, failed_rank: int = 0) -> None:
-    """Prints one line on stderr.
-
-    failed_rank: the rank that failed, if that is not rank 0, which speaks for all.
-    """
+    """Prints an error as one line on stderr. failed_rank: the rank that failed, named unless it is 0."""
     where = f" ({name_ranks([failed_rank])})" if failed_rank else ""
     _logger.error(str(message), extra={"where": where})
     leave_last_words(f"error{where}: {message}")
 
 
 def exception(raised: BaseException, *, on_console: bool = True) -> None:
-    """Writes a traceback to stderr and into the file of this rank."""
+    """Writes a traceback into the file of this rank, and with `on_console` to stderr."""
     if on_console:
         sys.stderr.write(printable("".join(traceback.format_exception(raised))))
         leave_last_words(f"{type(raised).__name__}: {raised}")
@@ -151,7 +149,7 @@ def exception(raised: BaseException, *, on_console: bool = True) -> None:
 
 
 def leave_last_words(text: str) -> None:
-    """Writes why this process ends where torchrun finds it, which prints it last; the first reason stays."""
+    """Writes why this process ends into torchrun's error file, unless it exists; torchrun prints the file."""
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
     if not path.exists():
         reason = {
@@ -163,9 +161,9 @@ def leave_last_words(text: str) -> None:
 
 
 def capture_library_warnings() -> None:
-    """Leads the warnings of the libraries that are loaded by now to the console and the file.
+    """Redirects warnings of all libraries loaded so far to the console and the file of this module.
 
-    Some libraries keep their loggers apart, such as torch.
+    Includes libraries such as torch, whose loggers do not propagate to the root logger.
     """
     logging.captureWarnings(True)
     logging.getLogger().addHandler(_forward)
@@ -180,9 +178,9 @@ def capture_library_warnings() -> None:
 
 
 def open_rank_file(folder: Path) -> None:
-    """Opens `folder`/logs/rank_<r>.log for the messages of this rank and the exception that ends it.
+    """Opens `folder`/logs/rank_<r>.log for messages of this rank and for an exception that ends the process.
 
-    Every rank calls it, once the folder is known. Where the file cannot be written, one warning says so.
+    Every rank calls it, once the folder is known. If the file cannot be written, there is only a warning.
     """
     global _file
     path = folder / "logs" / f"rank_{rank()}.log"
@@ -201,26 +199,23 @@ def open_rank_file(folder: Path) -> None:
 
 
 def rank_file() -> TextIO | None:
-    """Returns the open file of this rank, unbuffered, for the watchdog, which writes without logging.
-
-    None before `open_rank_file`, and where that failed.
-    """
+    """Returns the open log file of this rank, for writing without logging; None if no file is open."""
     return None if _file is None else _file.stream
 
 
 def rank_folder() -> Path | None:
-    """Returns the folder of the file of this rank; None where that has none."""
+    """Returns the folder of this rank's log file; None if no file is open."""
     return None if _file is None else _file.path.parent
 
 
 def locate_ranks(position: Callable[[int], str]) -> None:
-    """Lets sentences that name a rank say where in the mesh it is, which `position` describes."""
+    """Makes `name_ranks` add the position in the mesh. position: returns a text for a rank's number."""
     global _position
     _position = position
 
 
 def name_ranks(numbers: Sequence[int]) -> str:
-    """Names ranks in a sentence: "rank 3", or "ranks 3, 5"; in a mesh "rank 3 (stage 1, shard 1)"."""
+    """Returns ranks as a text: "rank 3", or "ranks 3, 5"; in a mesh "rank 3 (stage 1, shard 1)"."""
     chosen = numbers[:_MAX_NAMED]
     named = ", ".join(f"{number} ({_position(number)})" if _position else str(number) for number in chosen)
     more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""
@@ -228,7 +223,7 @@ def name_ranks(numbers: Sequence[int]) -> str:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    # In one write, and not into the line of a progress bar, which can only be there if tqdm has been loaded.
+    # In one write, after clearing a progress bar; there can be a bar only if tqdm is imported.
     tqdm, output = sys.modules.get("tqdm"), Patient(stream)
     with tqdm.tqdm.external_write_mode(stream, nolock=True) if tqdm else contextlib.nullcontext():
         output.write(f"{text}\n")

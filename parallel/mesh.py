@@ -1,7 +1,7 @@
-"""The layout of the ranks: pipeline x replicate x shard x tensor, and the groups along these axes.
+"""The mesh of the ranks: the axes pipeline x replicate x shard x tensor, and the groups along these axes.
 
-Weights of the blocks are spread over the mesh, and the rest is on every rank. Neighbours in the tensor axis
-are neighbours in the world, so that they are on one node; then come shards, replicas, stages.
+Ranks divide the weights of the blocks; all other weights are on every rank. The tensor axis is the innermost:
+its neighbours have consecutive ranks, and so are on one node. Then come shards, replicas and stages.
 """
 
 import math
@@ -23,9 +23,10 @@ AXES = {
 def sizes_of(
     world_size: int, *, pipeline: int = 1, shard: int | str = "auto", tensor: int = 1
 ) -> dict[str, int]:
-    """Returns the number of ranks along each axis; replicas are the rest.
+    """Returns {axis: number of ranks}; the axis "replicate" gets all ranks that the others leave.
 
-    shard: -1: all that are left; auto: 1, or as the caller finds. ValueError where the ranks do not divide.
+    shard: -1: all ranks that pipeline and tensor leave; "auto": 1. Raises ValueError if the sizes do not
+    divide `world_size`.
     """
     for key, size in (("pipeline_parallel_degree", pipeline), ("tensor_parallel_degree", tensor)):
         if world_size % size:
@@ -45,7 +46,7 @@ def sizes_of(
 
 
 def position_of(number: int, sizes: dict[str, int]) -> dict[str, int]:
-    """Returns where in a mesh a rank of the world is, by axis."""
+    """Returns {axis: position} of rank `number` in a mesh of these sizes."""
     found = {}
     for axis in reversed(sizes):
         number, found[axis] = divmod(number, sizes[axis])
@@ -53,18 +54,18 @@ def position_of(number: int, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def describe_position(number: int, sizes: dict[str, int]) -> str:
-    """Says where in a mesh a rank of the world is: "stage 1, shard 0"."""
+    """Returns the position of rank `number` in a mesh as a text, such as "stage 1, shard 0"."""
     position = position_of(number, sizes)
     return ", ".join(f"{name} {position[axis]}" for axis, name in AXES.items() if sizes[axis] > 1)
 
 
 class Mesh:
-    """The groups of this rank; all ranks make theirs together.
+    """The process groups of this rank along the axes of the mesh. All ranks build a mesh together.
 
-    data: all that have slots of their own. replicas: all that have the same weights of the blocks, whose
-    gradients they sum; sharers: those of them that share the update. pipeline and homes: the stages of the
-    same weights, twice (`parallel.pipeline.Ring`). tensor: that have the same slots. holders: that have all
-    weights of the blocks together.
+    data: ranks with different slots. replicas: ranks with the same weights of blocks, which sum the gradients
+    of these. sharers: those of `replicas` that divide the update of the weights. pipeline, homes: the stages
+    of one model, in two groups (`parallel.pipeline.Ring`). tensor: ranks with the same slots, which divide
+    the weights. holders: ranks that together hold every weight of the blocks once.
     """
 
     def __init__(self, sizes: dict[str, int]):
@@ -79,18 +80,18 @@ class Mesh:
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether every rank has weights of all blocks, whole."""
+        """Returns whether the mesh has no pipeline or tensor parallelism: each rank holds whole weights."""
         return self.sizes["pipeline"] == self.sizes["tensor"] == 1
 
     def describe(self, number: int) -> str:
-        """Says where in the mesh a rank of the world is: "stage 1, shard 0"."""
+        """Returns the position of rank `number` in this mesh as a text, such as "stage 1, shard 0"."""
         return describe_position(number, self.sizes)
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
 
     def _along(self, axes: Collection[str]) -> Ranks:
-        """Returns the ranks that differ from this one along these axes alone."""
+        """Returns the group of ranks whose positions differ from this rank's along these axes only."""
         lines: dict[tuple[int, ...], list[int]] = {}
         for number in range(world_size()):
             position = position_of(number, self.sizes)

@@ -1,4 +1,4 @@
-"""Which process this is, on which device, and the group of all of them; without torchrun a world of one."""
+"""Rank, device, key-value store and process group of this process. Without torchrun, there is one rank."""
 
 from parallel.environment import num_cores
 
@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 _STORE_TIMEOUT = timedelta(minutes=10)
-_NAME_SECONDS = 30  # for the name of rank 0's node to resolve
-_FAREWELL = timedelta(minutes=1)  # ranks of one start are that far apart at most, and mostly seconds
-# What says how many processes a launcher has started, where that is not WORLD_SIZE.
+_NAME_SECONDS = 30  # until the host name of rank 0 must resolve
+_FAREWELL = timedelta(minutes=1)  # how long rank 0 waits for others to read the store before it ends
+# Variables of launchers that do not set WORLD_SIZE: the number of processes that were started.
 _LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 _store_lock = threading.Lock()
-# While one rank evaluates or saves, the others wait in a collective, where torch would end them after 10
-# minutes (NCCL) or 30 (gloo). To end a hung rank is the watchdog's work: it knows what each of them is at.
+# While one rank evaluates or saves, the others wait in a collective, which torch by default ends after 10
+# minutes (NCCL) or 30 (gloo). Here the watchdog ends hung ranks: it knows what each rank is doing.
 _GROUP_TIMEOUT = timedelta(days=1)
 
 
@@ -46,12 +46,12 @@ def local_world_size() -> int:
 
 
 def num_nodes() -> int:
-    """Returns on how many nodes torchrun has started processes."""
+    """Returns the number of nodes on which torchrun has started processes."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
 def is_elastic() -> bool:
-    """Returns whether torchrun goes on when nodes leave and join (`--nnodes MIN:MAX`), as Linux shows it."""
+    """Returns whether torchrun may continue with other nodes (`--nnodes MIN:MAX`); False without /proc."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").replace("\0", " ")
         nodes = re.search(r"--nnodes[= ](\d+):(\d+) ", command)
@@ -60,7 +60,7 @@ def is_elastic() -> bool:
 
 
 def check_launcher() -> None:
-    """Raises ValueError where this is one of several processes, but not told which, or where they meet."""
+    """Raises ValueError if a launcher has started several processes, but not set the variables of a rank."""
     if "WORLD_SIZE" not in os.environ:
         for variable, launcher in _LAUNCHERS.items():
             if (count := os.environ.get(variable, "1")) != "1":
@@ -75,7 +75,10 @@ def check_launcher() -> None:
 
 
 def count_nodes(hosts: list[str]) -> None:
-    """Sets what torchrun says of nodes, and another launcher may not. hosts: of all ranks, in their order."""
+    """Sets LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE where the launcher has not.
+
+    hosts: the host name of each rank, in order.
+    """
     if "LOCAL_WORLD_SIZE" not in os.environ:
         before = [number for number, host in enumerate(hosts) if host == hosts[rank()]]
         os.environ["LOCAL_WORLD_SIZE"] = str(len(before))
@@ -88,11 +91,12 @@ def is_main() -> bool:
 
 
 def rendezvous_store() -> dist.Store:
-    """Returns the key-value store that is there before and beside the process group: torchrun's, or rank 0's.
+    """Returns the key-value store of all ranks, which also works without a process group.
 
-    Only for a world of several; every rank may call it at any time, from any thread.
+    torchrun's agent or rank 0 serves the store. Needs several ranks; any rank and thread may call at any
+    time.
     """
-    with _store_lock:  # or two threads would both serve it
+    with _store_lock:  # so that not two threads start a server
         return _rendezvous_store()
 
 
@@ -102,13 +106,13 @@ def _rendezvous_store() -> dist.Store:
 
 
 def connect_store() -> dist.Store:
-    """Connects once more to that store: a connection that waits for a key makes others wait for it."""
-    rendezvous_store()  # where no agent serves it, rank 0 does
+    """Returns a new connection to the store of all ranks: a connection handles one call at a time."""
+    rendezvous_store()  # starts the server where rank 0 serves the store
     return _open_store(is_server=False)
 
 
 def agent_serves_store() -> bool:
-    """Returns whether torchrun's agent serves the store, as far as this node's torchrun knows."""
+    """Returns whether torchrun's agent, and not rank 0, serves the store, according to the environment."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -125,15 +129,15 @@ def _open_store(*, is_server: bool) -> dist.Store:
     if is_main():
         store.set("agent_serves", str(agent_serves_store()))
     if store.get("agent_serves") == b"False":
-        return store  # a new one in every attempt
-    # The agent's store outlives its workers, and a restarted attempt must not meet the addresses of the dead
-    # one (pytorch#135712). Each agent counts the attempts by itself, so that this is for the agents of one
-    # node, or of nodes that all live.
+        return store  # rank 0's store is new after every restart
+    # The agent's store outlives a restart of the workers, who must not find addresses of the ended processes
+    # (pytorch#135712): so each attempt has a prefix. Every agent counts attempts by itself; the counts agree
+    # on one node, or on nodes that all have lived since the first attempt.
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _wait_for_name(host: str) -> None:
-    """Waits until a name resolves, as that of a pod may only after a while. ValueError where it does not."""
+    """Waits until a host name resolves, at most 30 s; then raises ValueError. A new pod's name takes time."""
     deadline = time.monotonic() + _NAME_SECONDS
     while True:
         try:
@@ -149,9 +153,9 @@ def _wait_for_name(host: str) -> None:
 
 
 def leave_store(ranks: Iterable[int]) -> None:
-    """Waits, where rank 0 serves the store, until these ranks have read what they need; all of them call it.
+    """Makes rank 0, if it serves the store, wait until `ranks` have read the store. All of `ranks` call it.
 
-    For a program that ends before there is a process group: the store ends with rank 0.
+    For a program that ends before a process group exists.
     """
     if world_size() == 1:
         return
@@ -159,7 +163,7 @@ def leave_store(ranks: Iterable[int]) -> None:
     if not is_main():
         store.set(f"left/{rank()}", "")
     elif not agent_serves_store():
-        with contextlib.suppress(RuntimeError):  # one that is gone needs nothing
+        with contextlib.suppress(RuntimeError):  # timeout: a rank has ended
             store.wait([f"left/{number}" for number in ranks if number != rank()], _FAREWELL)
 
 
@@ -167,9 +171,9 @@ def leave_store(ranks: Iterable[int]) -> None:
 def process_group(
     device: torch.device, backend: str = "auto", *, timeout: timedelta = _GROUP_TIMEOUT
 ) -> Iterator[None]:
-    """Opens the group of all ranks, and closes it whatever ends the block. All ranks enter together.
+    """Opens the process group of all ranks for the block. All ranks enter together; one rank opens none.
 
-    backend: the config's name, as `choose_backend` takes it.
+    backend: "auto", "nccl" or "gloo" (`choose_backend`).
     """
     if world_size() == 1:
         yield
@@ -183,9 +187,9 @@ def process_group(
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gathers the values of all ranks of a group in their order, pickled.
+    """Returns on every rank the list of the values of all ranks, pickled. All ranks of the group call it.
 
-    group: None: of all ranks. Before there is a process group, returns [value].
+    group: None: all ranks. Without a process group, returns [value].
     """
     if not dist.is_initialized():
         return [value]
@@ -195,10 +199,11 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
 
 
 def open_group(backend: str, **options: object) -> None:
-    """Opens a group as dist.init_process_group, so that its threads end with `close_group`.
+    """Calls dist.init_process_group, such that `close_group` can end all threads of the group.
 
-    Functions of torch.distributed.nn hold the group in which they are imported. Threads of gloo that live on
-    while Python leaves end the process by SIGABRT now and then. ValueError where gloo's interface is missing.
+    torch.distributed.nn is imported before, because its functions keep a reference to the group that is open
+    when they are imported; threads of gloo that live while Python exits sometimes abort the process. Raises
+    ValueError if GLOO_SOCKET_IFNAME names a missing interface.
     """
     import torch.distributed.nn.functional  # noqa: F401
 
@@ -211,20 +216,21 @@ def open_group(backend: str, **options: object) -> None:
 
 
 def close_group() -> None:
-    """Closes the group as dist.destroy_process_group, after the garbage that holds it.
+    """Collects garbage, and calls dist.destroy_process_group.
 
-    As the last to hold a group, torch's DistributedDataParallel, a cycle, would wait for gloo's threads with
-    Python's lock taken, for which one of them may wait.
+    DistributedDataParallel is a reference cycle that holds the group. If the group ended with that garbage,
+    it would wait for gloo's threads while holding Python's lock, which one of these threads may need: a
+    deadlock.
     """
     gc.collect()
     dist.destroy_process_group()
 
 
 def choose_backend(name: str, device: torch.device) -> str:
-    """Chooses what dist.init_process_group opens for the config's name: auto, nccl or gloo.
+    """Returns the backend for dist.init_process_group. name: auto, nccl or gloo.
 
-    NCCL carries what lives on CUDA devices, and gloo the rest (also the small objects of a GPU run).
-    ValueError where this torch or this device does not go with it.
+    NCCL sends tensors on CUDA devices, gloo everything else (in a GPU run too). Raises ValueError if this
+    torch or this device does not support the backend.
     """
     is_cuda = device.type == "cuda"
     if name == "auto":
@@ -252,9 +258,9 @@ def has_backend(name: str) -> bool:
 
 
 def choose_device(name: str) -> torch.device:
-    """Chooses the device of this process; `auto` takes CUDA, else mps, else the CPU.
+    """Returns the device of this process, and selects it in torch if it is CUDA. ValueError if it is missing.
 
-    ValueError where there is no such device.
+    name: auto (CUDA, else mps for a single process, else cpu), cuda, mps or cpu.
     """
     has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if name == "auto":
@@ -278,16 +284,16 @@ def choose_device(name: str) -> torch.device:
 
 
 def use_deterministic_algorithms() -> None:
-    """Makes torch take deterministic algorithms; it warns where an operator of the device has none."""
+    """Makes torch use deterministic algorithms; torch warns about an operator that has none."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its first product
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def set_cpu_threads(threads: int | str) -> int:
-    """Sets torch's threads of this process and returns their number.
+    """Sets the number of torch's CPU threads in this process, and returns this number.
 
-    `auto`: the user's OMP_NUM_THREADS if set, else the cores of the node over its processes.
+    threads: "auto": the user's OMP_NUM_THREADS if set, else the node's cores / the node's processes.
     """
     if threads == "auto":
         threads = omp_threads_of_the_user() or max(1, num_cores() // local_world_size())
@@ -296,7 +302,10 @@ def set_cpu_threads(threads: int | str) -> int:
 
 
 def omp_threads_of_the_user() -> int | None:
-    """Returns OMP_NUM_THREADS of the user, from torchrun's environment: it sets 1 for its children."""
+    """Returns OMP_NUM_THREADS as the user has set it, else None.
+
+    torchrun sets the variable to 1 for its children; so a 1 counts only if torchrun itself has it.
+    """
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
         try:

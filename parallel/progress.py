@@ -1,6 +1,6 @@
-"""What a person sees of long work: a bar on a terminal, elsewhere a plain line a minute.
+"""The progress display of long work: a bar on a terminal, elsewhere a plain line once a minute.
 
-PROGRESS_SECONDS in the environment is another time between plain lines.
+The environment variable PROGRESS_SECONDS changes the time between plain lines.
 """
 
 import io
@@ -19,9 +19,9 @@ _LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left{p
 
 
 class Progress(tqdm):
-    """A progress bar of rank 0, without a thread. A line for want of a terminal is in the rank's file too.
+    """A tqdm progress bar on rank 0, without tqdm's thread; plain lines also go to the rank's log file.
 
-    shown: returns what stands behind the bar, and is called when the bar is drawn. options: of tqdm.
+    shown: called whenever the bar is drawn; returns the text behind the bar. options: of tqdm.
     """
 
     monitor_interval = 0

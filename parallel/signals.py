@@ -1,10 +1,9 @@
-"""Stops all ranks after the same step when a signal asks: Ctrl-C, the end of the terminal
-(SIGHUP), or a scheduler's SIGTERM or SIGUSR1.
+"""Stops all ranks after the same step when one receives a signal: Ctrl-C, SIGHUP, SIGTERM or SIGUSR1.
 
-A signal may reach one rank or all, at any moment, also in the middle of a collective. So the handler only
-sets a flag, which travels with the gradients of the step: a signal that comes too late for that stops all
-ranks after the next one. A thread ends a rank that does not come to ask because it waits for another one that
-is gone.
+A signal may reach one rank or all, at any moment, also during a collective. So the handler only sets a flag,
+which the ranks sum up together with the gradients; a flag that is set too late for one step stops all ranks
+after the next. A thread ends a rank that does not come to the end of a step any more, perhaps because it
+waits for a rank that has ended.
 """
 
 import contextlib
@@ -25,26 +24,26 @@ from parallel.collectives import all_ranks, barrier
 from parallel.process_group import is_elastic, local_rank, num_nodes, world_size
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-EXIT_STUCK = 125  # the exit status of a rank that was asked to stop, and could not
-EXIT_AGAIN = 123  # of one that has stopped, and that an elastic torchrun is to start again
-_GRACE_SECONDS = 20  # from the signal, and from a question, to the next; torchrun kills after 30
+EXIT_STUCK = 125  # exit status of a rank that was asked to stop, but did not come to the end of a step
+EXIT_AGAIN = 123  # exit status of a rank that has stopped, so that an elastic torchrun starts it again
+_GRACE_SECONDS = 20  # between a signal, and each exchange of flags, and the next one; torchrun kills after 30
 _TICK_SECONDS = 0.5
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Returns the signals that ask for a stop: SIGHUP does not where it is ignored, as under nohup."""
+    """Returns the signals that ask for a stop: `SIGNALS`, without a SIGHUP that is ignored (nohup)."""
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in SIGNALS if not (is_ignored and number == signal.SIGHUP)]
 
 
 def end_torchrun() -> int:
-    """Ends torchrun on every node, once all ranks have stopped because a signal came; all of them call it.
+    """Ends torchrun on every node after a signal has stopped all ranks; returns the status to exit with.
 
-    A torchrun that got no signal would take the end of its processes for success, and wait five minutes for
-    the other nodes at its exit barrier. An elastic one lives on, and starts its processes again on the nodes
-    that are there, for the status that is returned.
+    All ranks call it. A torchrun that received no signal would see its processes end with success, and wait
+    five minutes for other nodes. An elastic torchrun is not ended: the status EXIT_AGAIN makes it start the
+    processes again, on the nodes that are left.
     """
-    barrier()  # until rank 0 has said everything
+    barrier()  # until rank 0 has printed everything
     if is_elastic():
         return EXIT_AGAIN
     if num_nodes() > 1 and local_rank() == 0 and os.getppid() > 1:
@@ -53,7 +52,7 @@ def end_torchrun() -> int:
 
 
 class Interruption:
-    """Context in which the signals ask for a stop instead of ending the process."""
+    """A context in which signals ask the ranks to stop after a step, instead of ending the process."""
 
     def __init__(self) -> None:
         self._is_requested = False
@@ -62,18 +61,18 @@ class Interruption:
         self._last_requests: tuple[Tensor, torch.cuda.Event] | None = None
 
     def is_requested(self) -> bool:
-        """Returns whether this rank was asked to stop."""
+        """Returns whether a signal has asked this rank to stop."""
         return self._is_requested
 
     def is_agreed(self) -> bool:
-        """Returns whether all ranks know that one was asked to stop, the same on all; sends no message."""
+        """Returns whether all ranks know that one was asked to stop; equal on all ranks, sends nothing."""
         return self._all_stop.is_set()
 
     def record_requests(self, requests: Tensor | None) -> None:
-        """Records how many ranks were asked to stop, as all know after a step; all of them call it.
+        """Records the number of ranks that were asked to stop, after a step. All ranks call it.
 
-        None: the ranks exchanged nothing in this step. On CUDA the host would have to wait for the number: it
-        reads the one of the step before.
+        requests: scalar on the device, equal on all ranks; None: nothing was exchanged in this step. On CUDA
+        this reads the number of the last step instead, so that the host does not wait.
         """
         self._asked_at = time.monotonic()
         if requests is None:
@@ -90,7 +89,7 @@ class Interruption:
             self._all_stop.set()
 
     def all_reduce_request(self) -> bool:
-        """Returns on all ranks whether any was asked to stop; all of them call it where they do no steps."""
+        """Returns whether any rank was asked to stop. All ranks call it, while no steps run (evaluation)."""
         self._asked_at = time.monotonic()
         if all_ranks().all_reduce_sum_(torch.tensor(int(self._is_requested))):
             self._all_stop.set()
@@ -105,8 +104,8 @@ class Interruption:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
-        # Torchrun's own signal then comes late, and need not end what ends by itself: once all have stopped,
-        # or by an error, which is told behind this block.
+        # If this rank is about to end anyway, because all stop or after an error, ignore signals from now on:
+        # torchrun's own signal may still come.
         ends = (self._all_stop.is_set() or error is not None) and world_size() > 1
         self._all_stop.set()
         for number, handler in self._handlers_before.items():
@@ -118,8 +117,8 @@ class Interruption:
         self._is_requested = True
 
     def _listen(self) -> None:
-        # Python writes the number of a signal into the pipe at once; its handlers run only when the main
-        # thread comes back from C++ code, which may be never.
+        # Python writes the number of a signal into the socket at once. Signal handlers run only when the main
+        # thread returns from C++ code, perhaps never.
         with contextlib.closing(self._reader):
             while received := self._reader.recv(1):
                 if received[0] not in SIGNALS:

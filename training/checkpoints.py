@@ -212,7 +212,7 @@ class CheckpointManager:
 
         Without a checkpoint the run begins at step 0, with the weights of `init_from` if given. Rows of the
         log after the step are dropped. Returns whether the log has the row of that step (True at step 0); if
-        not, the metric sums of that row are in the state. Raises ValueError if the step is beyond
+        not, the metric sums of that row are in the state. Ends all ranks with a message if the step is beyond
         `total_steps`.
         """
         chosen, content = None, {}
