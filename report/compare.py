@@ -45,7 +45,8 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
     formats = {"Markdown": table.to_markdown(), "LaTeX": table.to_latex(), "CSV": table.to_csv()}
     differs = "data_path" in groups[0].settings
     other_data = ", and the data differ: their accuracies do not compare" if differs else ""
-    count = f"{len(runs)} runs" + (f" in {len(groups)} groups" if len(groups) < len(runs) else "")
+    grouped = f" in {len(groups)} groups" if len(groups) > 1 else " in one group"
+    count = f"{len(runs)} runs" + (grouped if len(groups) < len(runs) else "")
     return render(
         "comparison.html.jinja",
         title="Runs side by side",

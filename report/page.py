@@ -144,7 +144,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Makes the folder of a page. ValueError where it cannot be written; before a model is run for minutes."""
+    """Makes the folder of a page, before a model runs for minutes. ValueError where it cannot be written."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):

@@ -80,7 +80,7 @@ _VALUES: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | N
     "training steps": ("{:,.0f}".format, lambda run: run.last_step),
     "training time": (duration, lambda run: run.seconds().get(run.last_step)),
     "training PF": ("{:.3g}".format, lambda run: run.petaflops),
-    "examples a second": (short, lambda run: fmean(run.curve("train/examples_per_second")[1] or [0]) or None),
+    "examples/s": (short, lambda run: fmean(run.curve("train/examples_per_second")[1] or [0]) or None),
 }
 
 
