@@ -1,8 +1,7 @@
-"""Memory that all ranks of one machine have in common, in which they add up tensors without sending them.
+"""Tensors in memory that all ranks of one machine share, to sum or gather them without messages.
 
-Each rank makes a piece of anonymous memory (`memfd_create`), which the others map from its list of open
-files in /proc. It has no name in any file system: it is gone with the last process that maps it, however
-that ended.
+Each rank creates anonymous memory (`memfd_create`), which the other ranks map through /proc/<process>/fd. The
+memory has no name in a file system: the system frees it with the last process, however that process ends.
 """
 
 import os
@@ -16,15 +15,16 @@ from torch import Tensor
 from parallel.collectives import Ranks
 from parallel.process_group import all_gather_objects, num_nodes, rank, world_size
 
-_CHUNK = 2**16  # elements that are added up at a time: their sum is in the cache when it is written to all
-_ALIGNMENT = 1024  # elements: where a rank's slice may begin
+_CHUNK = 2**16  # elements to add up at a time: their sum is still in the cache when it is copied
+_ALIGNMENT = 1024  # elements: a rank's slice begins at a multiple
 
 
 class SharedTensors:
-    """One tensor of each rank, of equal sizes, which all ranks of the machine can read and write.
+    """The tensors of all ranks of one machine, one for each rank, which all these ranks can read and write.
 
-    of_ranks: [size] each, in the order of `ranks`, which are of this machine. own: this rank's.
-    leaders: the first rank of each machine, where there are several and this is one; else None.
+    of_ranks: [size] each, in the order of `ranks` (of this machine). own: the tensor of this rank. leaders:
+    the group of the first ranks of all machines, if there are several machines and this rank is a first one;
+    otherwise None.
     """
 
     def __init__(self, of_ranks: list[Tensor], ranks: Ranks, leaders: Ranks | None = None):
@@ -32,11 +32,11 @@ class SharedTensors:
         self._leaders, self.spans_nodes = leaders, ranks.size < world_size()
 
     def all_reduce_sum_(self) -> None:
-        """Overwrites the tensor of every rank with the sum of all; all ranks call it.
+        """Overwrites the tensor of every rank with the sum of all tensors. All ranks call it.
 
-        Each rank adds up a slice, in the order of ranks, so that all hold the same bits, and every run does.
-        Of several machines, the first rank of each then sends the sum of its own.
-        A rank may write its own tensor before it calls, and again after the call returns.
+        Each rank sums a slice, in the order of ranks, so that results are equal to the bit on all ranks and
+        in every run. Then the first ranks of several machines sum over machines. A rank may write to its
+        tensor before the call and after the call returns.
         """
         self._ranks.barrier()
         share = -(-len(self.own) // (_ALIGNMENT * self._ranks.size)) * _ALIGNMENT
@@ -55,9 +55,9 @@ class SharedTensors:
             self._ranks.barrier()
 
     def all_gather_(self, own_range: slice) -> None:
-        """Overwrites the tensors of all other ranks in a range where only this one has changed its own.
+        """Copies this rank's values in `own_range` into the tensors of all other ranks. All ranks call it.
 
-        All ranks call it, each with another range; none reads there between its change and its return.
+        The ranges of different ranks must be disjoint. A rank may read the new values after its call returns.
         """
         for number, other in enumerate(self.of_ranks):
             if number != self._ranks.index:
@@ -68,11 +68,12 @@ class SharedTensors:
 def open_shared_tensors(
     size: int, dtype: torch.dtype, ranks: Ranks, *, spans_nodes: bool = False
 ) -> SharedTensors | None:
-    """Makes a tensor of zeros [size] for each rank; all ranks call it.
+    """Creates a shared tensor of zeros, [size], for each rank. All ranks call it.
 
-    None on all ranks where they are not several of one node, or the system does not let one process map the
-    memory of another (as outside of Linux, or for processes in containers of their own).
-    spans_nodes: whether sums over all ranks of several nodes will do, where these have several ranks.
+    Returns None on all ranks if these are not several ranks of one node, or if the system does not let a
+    process map another's memory (not Linux, separate containers). spans_nodes: whether to accept several
+    nodes with several ranks each; then `all_reduce_sum_` sums over nodes too, and `all_gather_` cannot be
+    used.
     """
     everyone, leaders, nodes = ranks.group, None, num_nodes()
     if ranks.size <= nodes or (nodes > 1 and not (spans_nodes and ranks.size == world_size())):
@@ -83,7 +84,7 @@ def open_shared_tensors(
     file = _create(name, size * dtype.itemsize)
     names = all_gather_objects((os.getpid(), file, name), ranks.group)
     of_ranks = [_map(*each, size=size, dtype=dtype) for each in names]
-    # From here on nobody needs the files.
+    # All ranks have mapped the files, or none will: they can be closed.
     are_mapped = all(all_gather_objects(None not in of_ranks, everyone))
     if file is not None:
         os.close(file)
@@ -91,7 +92,7 @@ def open_shared_tensors(
 
 
 def _split_by_node() -> tuple[Ranks, Ranks | None]:
-    """Opens a group of the ranks of each node, and one of the first rank of each, if this is one of these."""
+    """Returns the group of this node's ranks, and on the first rank of a node the group of first ranks."""
     members: dict[str, list[int]] = {}
     for number, host in enumerate(all_gather_objects(socket.gethostname())):
         members.setdefault(host, []).append(number)
@@ -104,7 +105,7 @@ def _split_by_node() -> tuple[Ranks, Ranks | None]:
 
 
 def _create(name: str, num_bytes: int) -> int | None:
-    """Makes memory, and returns the file that it is; None where the system cannot."""
+    """Creates anonymous memory of this size; returns the file descriptor, or None if the system cannot."""
     try:
         file = os.memfd_create(name)
     except (AttributeError, OSError):
@@ -118,10 +119,13 @@ def _create(name: str, num_bytes: int) -> int | None:
 
 
 def _map(process: int, file: int | None, name: str, *, size: int, dtype: torch.dtype) -> Tensor | None:
-    """Maps the memory that is a file of a process of this name; None where this cannot be done."""
+    """Maps memory that another process has created. None if this fails.
+
+    file: descriptor in that process. name: as given to `_create`.
+    """
     path = f"/proc/{process}/fd/{file}"
     try:
-        # The name is random: what another machine, or another container, calls the same is never opened.
+        # The name is random, so that a process with the same number in another container is noticed.
         if not os.readlink(path).startswith(f"/memfd:{name} "):
             return None
         return torch.from_file(path, shared=True, size=size, dtype=dtype)

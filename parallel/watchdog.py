@@ -1,11 +1,13 @@
-"""No rank waits forever for another that stopped responding: all end, and say which one it was, and where.
+"""The watchdog: ends all ranks when one hangs or is lost, and reports which rank, and where in the code.
 
-Every rank writes a heartbeat into the store at every tick. Rank 0 reads all heartbeats and the others
-rank 0's, so that the store has little to do. A rank that misses another, or makes no progress itself,
-sets the alarm in the store; then all read the heartbeats of all for a moment, report, and end.
+Every rank writes a heartbeat into the key-value store at every tick. Rank 0 reads the heartbeats of all
+ranks, and the others only rank 0's, to keep the load of the store low. A rank that misses a heartbeat, or
+makes no progress itself, sets the alarm in the store. Then all ranks read all heartbeats for a moment,
+report, and end.
 
-There are two threads, because no call to a store returns while the process that serves it is stopped,
-whatever the timeout of the call: one exchanges heartbeats, the other watches the clock and never waits.
+There are two threads: one exchanges heartbeats, the other watches the clock and never waits. The second is
+needed because a call to the store does not return, whatever its timeout, while the process that serves the
+store is stopped.
 """
 
 import contextlib
@@ -30,15 +32,15 @@ from parallel import log
 from parallel.errors import restart_advice
 from parallel.process_group import connect_store, is_main, num_nodes, rank, world_size
 
-EXIT_HANG = 124  # the exit status of a rank that the watchdog ends; the same as of the command `timeout`
+EXIT_HANG = 124  # exit status of a rank that the watchdog ends, as of the command `timeout`
 
 _TICK_SECONDS = 0.5
-# In ticks; together a rank ends about 7 seconds after the timeout.
-_SILENCE_TICKS = 5  # a rank without a heartbeat for so long does not respond
-_ANSWER_TICKS = 7  # from the alarm to the report: until every rank that can has written where it is
-_EXIT_TICKS = 3  # from the report to the end: torchrun ends all ranks as soon as the first one goes
-_CLOCK_SECONDS = 5.0  # by which clocks may differ, before a warning
-_BACKSTOP_TICKS = 16  # from the timeout to the end of a process in which no Python thread runs any more
+# In ticks. A rank ends about 7 seconds after the timeout.
+_SILENCE_TICKS = 5  # without a heartbeat for that long, the report calls a rank "not responding"
+_ANSWER_TICKS = 7  # from the alarm to the report: time for all ranks to write heartbeats
+_EXIT_TICKS = 3  # from the report to the exit: torchrun ends all ranks when the first one exits
+_CLOCK_SECONDS = 5.0  # difference of clocks that causes a warning
+_BACKSTOP_TICKS = 16  # from the timeout to the end of a process in which Python threads cannot run
 
 _REPOSITORY = str(Path(__file__).resolve().parent.parent) + os.sep
 _MAX_GROUPS = 8  # of ranks, in one line
@@ -46,10 +48,11 @@ _MAX_GROUPS = 8  # of ranks, in one line
 
 @dataclasses.dataclass(frozen=True)
 class _Heartbeat:
-    """What a rank writes about itself.
+    """The heartbeat of a rank.
 
-    time: wall clock; step: how many are done, None before the first; state: step and line of code, as text;
-    is_paused: this rank is, or it is rank 0 and knows of a rank that is; has_left: silence is no failure.
+    time: wall clock, in seconds. step: number of steps done; None before the first is done. state: step and
+    line of code, as text. is_paused: whether this rank is paused, or, on rank 0, any rank. has_left: whether
+    the rank has left the watchdog's block, so that missing heartbeats are no failure.
     """
 
     time: float
@@ -60,22 +63,25 @@ class _Heartbeat:
 
 
 class FailureRecord:
-    """A file by which a start knows that the one before it has failed, and when. Rank 0 alone has one.
+    """A file on rank 0 that tells a start of a run whether and when the previous start has failed.
 
-    It is there while steps are done, and stays where they end by an error or not at all, whatever becomes of
-    processes and machines. A failure to write it is never in the way of a run.
+    The file exists while steps run. A normal end removes the file; after an error or a kill the file stays,
+    with the time of the last sign of life. If the file cannot be written, the run continues.
     """
 
     def __init__(self, path: Path):
         self._path = path
         self._failure: tuple[float, int] | None = None  # of an earlier start: when, and at which step
         self._recovery_seconds: float | None = None
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # none, or not readable any more
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # no file, or a damaged one
             record = read_json(path)
             self._failure = float(record["time"]), int(record["step"])
 
     def record_recovery(self, step: int) -> None:
-        """Prints, after the first step, how long ago an earlier start failed, and removes its file."""
+        """Prints how long ago an earlier start failed, and removes the file of that start.
+
+        To be called after each step; only the first call after a failure does anything.
+        """
         if self._failure is None:
             return
         (failed_at, step_then), self._failure = self._failure, None
@@ -87,12 +93,12 @@ class FailureRecord:
         )
 
     def pop_recovery(self) -> dict[str, float]:
-        """Returns `recovery_seconds`, once after a failure, else nothing."""
+        """Returns the metric `recovery_seconds`, once after a recovery; otherwise {}."""
         seconds, self._recovery_seconds = self._recovery_seconds, None
         return {} if seconds is None else {"recovery_seconds": seconds}
 
     def write(self, step: int, *, silent_seconds: float) -> None:
-        """Writes the file, whole or not at all. silent_seconds: since the last sign of life of all ranks."""
+        """Writes the file atomically. silent_seconds: the age of the oldest among all ranks' heartbeats."""
         with contextlib.suppress(OSError):
             write_json(self._path, {"time": time.time() - silent_seconds, "step": step}, indent=None)
 
@@ -102,16 +108,15 @@ class FailureRecord:
 
 
 class Watchdog:
-    """Watch over a block in which ranks wait for each other. In a world of one it does nothing.
+    """A watchdog for a block in which ranks wait for each other. With one rank it does nothing.
 
-    Until its first step is done, a rank may be silent or without progress for init_timeout_seconds, later for
-    step_timeout_seconds. While a rank is `paused`, nobody needs to make progress, but all must have
-    heartbeats. Otherwise every rank that still runs writes one line and the stacks of all its threads to
-    stderr and to its log file, and ends with status EXIT_HANG.
+    A rank may be without a heartbeat or without progress for init_timeout_seconds until its first step is
+    done, and for step_timeout_seconds after that. While any rank is `paused`, no rank needs to make progress,
+    but heartbeats must continue. When a limit is exceeded, every rank that still runs writes one line and the
+    stacks of all threads to stderr and to the log file, and exits with status EXIT_HANG.
 
-    The time in which this process itself was stopped (SIGSTOP) counts neither against it nor against others,
-    unless it is longer than the timeout and _BACKSTOP_TICKS: the timer of faulthandler knows only the wall
-    clock.
+    Time in which this process was stopped (SIGSTOP) does not count, unless it exceeds the limit by
+    _BACKSTOP_TICKS: then the timer of faulthandler, which knows only wall time, ends the process.
     """
 
     def __init__(self, *, init_timeout_seconds: float, step_timeout_seconds: float):
@@ -121,42 +126,42 @@ class Watchdog:
         self._pauses = self._progress = 0
         self._end = ""  # how the block was left
         self._record: FailureRecord | None = None
-        # Written by the thread that exchanges heartbeats; of each rank the newest, and since when it is that.
+        # Written by the thread that exchanges heartbeats. {rank: (newest heartbeat, when it was first read)}.
         self._heard: dict[int, tuple[_Heartbeat, float]] = {}
         self._answered_at, self._store_error = 0.0, ""
-        self._waiting_since: float | None = None  # for an answer of the store
-        self._asked_at = 0.0  # for heartbeats, as time.monotonic has it
-        self._alarm = ""  # why all must end, as the store has it
-        # Written by the thread that watches the clock; in seconds in which this process was running.
+        self._waiting_since: float | None = None  # since when a call to the store has not returned
+        self._asked_at = 0.0  # when heartbeats were last read, of time.monotonic
+        self._alarm = ""  # why all must end, read from the store
+        # Written by the thread that watches the clock; in seconds in which this process was not stopped.
         self._now = self._progressed_at = 0.0
-        self._found = ""  # why all must end, as this rank has found it
+        self._found = ""  # why all must end, as this rank has found out
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def keep_record(self, path: Path) -> None:
-        """Keeps a `FailureRecord` at `path`. Rank 0 calls it, before the first step."""
+        """Starts a `FailureRecord` in the file `path`. Rank 0 calls it, before the first step."""
         self._record = FailureRecord(path)
 
     def step_done(self, step: int) -> None:
-        """Records progress, after every training step. step: the number of steps done."""
+        """Records progress; to be called after every training step. step: the number of steps done."""
         if self._record:
             self._record.record_recovery(step)
-            if self._threads and self._step is None:  # the next tick may be too late
+            if self._threads and self._step is None:  # now, as the process may fail before the next tick
                 self._record.write(step, silent_seconds=0)
         self._step = step
         self._progress += 1
 
     def is_alarmed(self) -> bool:
-        """Returns whether all ranks are to end, and this one is about to say why."""
+        """Returns whether the alarm is set: this rank is about to report and to end."""
         return bool(self._alarm or self._found)
 
     def pop_recovery(self) -> dict[str, float]:
-        """Returns `recovery_seconds` of rank 0, once after a failure, else nothing."""
+        """Returns the metric `recovery_seconds` on rank 0, once after a recovery; otherwise {}."""
         return self._record.pop_recovery() if self._record else {}
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Allows any time, for evaluation, saving, and whatever else some ranks do while others wait."""
+        """Allows all ranks any time without progress during the block, as for an evaluation or a save."""
         self._pauses += 1
         try:
             yield
@@ -167,8 +172,8 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if world_size() > 1:
             self._watched_thread = threading.get_ident()
-            # A child that is forked while the timer runs would wait at its end for the timer's thread, which
-            # it does not have. The next tick sets the timer again.
+            # Cancel faulthandler's timer before a fork: the child would wait at its end for the timer's
+            # thread, which only the parent has. The next tick sets the timer again.
             os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
             for task in (self._exchange, self._watch):
                 self._threads.append(threading.Thread(target=task, daemon=True))
@@ -177,7 +182,7 @@ class Watchdog:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         self._end = f"ended with {error_type.__name__}" if error_type else "ended"
-        # After an alarm an error is but a consequence: the report, which has begun, ends this process.
+        # An error after an alarm is only a consequence: wait for the report, which ends this process.
         must_report = error_type is not None and self.is_alarmed()
         if not must_report:
             self._stop.set()
@@ -187,7 +192,7 @@ class Watchdog:
             self._record.remove()
 
     def _give_up(self) -> None:
-        # An error of the watchdog's own ends the watch, not the run; the last heartbeat says so.
+        # An exception in a watchdog thread ends the watch, not the run; the last heartbeat says so.
         traceback.print_exc()
         log.warning("the watchdog has failed: the run goes on without it")
         self._end = "not watched any more"
@@ -204,13 +209,13 @@ class Watchdog:
                 store = store or self._ask(connect_store)
                 self._exchange_once(store, has_left=is_last)
                 self._store_error = ""
-            except RuntimeError as error:  # a lost connection is made anew; if it cannot be, time will tell
+            except RuntimeError as error:  # connection lost: try again until the time limit
                 store, self._store_error = None, f" ({str(error).partition(chr(10))[0]})"
             except Exception:
                 self._give_up()
 
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        # Only the wait for an answer is silence of the store, not what a busy machine takes between calls.
+        # Counts only the time within a call: between calls, the machine may just be busy.
         if self._waiting_since is None:
             self._waiting_since = self._now
         answer = call(*arguments)
@@ -221,7 +226,8 @@ class Watchdog:
         is_paused = self._pauses > 0 or (is_main() and self._others_are_paused())
         heartbeat = _Heartbeat(time.time(), self._step, self._state(), is_paused, has_left)
         self._ask(store.set, _key(rank()), json.dumps(dataclasses.asdict(heartbeat)))
-        # Sets the alarm unless one is set, and reads it; other than `get` it does not wait for the key.
+        # Sets the alarm if this rank has found a reason and none is set, and reads it. `get` would wait for
+        # the key.
         self._alarm = self._ask(store.compare_set, "alarm", "", self._found).decode()
         ranks = range(world_size()) if is_main() or self._alarm else (0, rank())
         asked_at, self._asked_at = self._asked_at, time.monotonic()
@@ -235,7 +241,7 @@ class Watchdog:
             self._record.write(self._step, silent_seconds=silence)
 
     def _read_heartbeats(self, store: Store, ranks: list[int]) -> dict[int, _Heartbeat]:
-        """Returns the newest heartbeat of each rank that has one."""
+        """Returns {rank: newest heartbeat} of those of `ranks` that have written one."""
         if not self._ask(store.check, [_key(number) for number in ranks]):
             ranks = [number for number in ranks if self._ask(store.check, [_key(number)])]
         texts = self._ask(store.multi_get, [_key(number) for number in ranks]) if ranks else []
@@ -254,7 +260,7 @@ class Watchdog:
         try:
             while not self._stop.wait(_TICK_SECONDS):
                 now = time.monotonic()
-                self._now += min(now - last, 2 * _TICK_SECONDS)  # if it was longer, this process was stopped
+                self._now += min(now - last, 2 * _TICK_SECONDS)  # more: this process was stopped meanwhile
                 last = now
                 limit, _ = self._limit(self._step, self._pauses > 0)
                 faulthandler.dump_traceback_later(limit + _BACKSTOP_TICKS * _TICK_SECONDS, exit=True)
@@ -271,7 +277,7 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _limit(self, step: int | None, is_paused: bool) -> tuple[float, str]:
-        """Returns how long a rank may be silent or without progress, in seconds and as text."""
+        """Returns the limit for a rank without heartbeat or progress, in seconds and as text."""
         is_starting = step is None and not is_paused
         name = "init_timeout_seconds" if is_starting else "step_timeout_seconds"
         limit = self._init_timeout if is_starting else self._step_timeout
@@ -281,7 +287,7 @@ class Watchdog:
         return any(heard.is_paused for number, (heard, _) in self._heard.copy().items() if number != rank())
 
     def _find_reason_to_end(self) -> str:
-        """Returns a sentence, empty where all is well."""
+        """Returns why all ranks must end, as a sentence; "" while all is well."""
         limit, limit_text = self._limit(self._step, self._pauses > 0)
         if self._waiting_since is not None and self._now - self._waiting_since > limit:
             advice = f"; {restart_advice()}" if num_nodes() > 1 else ""
@@ -290,7 +296,7 @@ class Watchdog:
         for number in range(world_size()) if is_main() else (0,):
             heard, since = self._heard.get(number, (None, 0.0))
             silence, silence_text = self._limit(*((heard.step, heard.is_paused) if heard else (None, False)))
-            # Measured to the store's last answer: a store that is gone is no silence of a rank.
+            # Measured up to the store's last answer: without the store no heartbeat can be read.
             if self._answered_at - since > silence and not (heard and heard.has_left):
                 return f"no sign of life of rank {number} for {silence_text}"
         if self._now - self._progressed_at > limit:
@@ -298,24 +304,27 @@ class Watchdog:
         return ""
 
     def _report_and_exit(self) -> None:
-        # The end comes even if what is printed goes into a full pipe that nobody reads.
+        # Ends the process even if printing blocks, on a full pipe that nobody reads.
         end = threading.Timer(_EXIT_TICKS * _TICK_SECONDS, os._exit, (EXIT_HANG,))
         end.start()
-        # On a line of its own, also where there is a progress bar.
+        # "\n" first, because a progress bar may be on the line.
         line = (
             f"\nerror ({log.name_ranks([rank()])}): {self._alarm or self._found}. {self._describe_ranks()}\n"
         )
         log.leave_last_words(line)
         for file in filter(None, (sys.stderr, log.rank_file())):
             with contextlib.suppress(OSError, ValueError):  # a full disk, a closed file
-                os.write(file.fileno(), line.encode())  # past the locks of `file`, which others may hold
+                os.write(file.fileno(), line.encode())  # not file.write: a hung thread may hold its lock
                 faulthandler.dump_traceback(file)
         _write_flight_record()
         end.join()
 
     def _describe_ranks(self) -> str:
-        """Describes who does not respond, then who is where, the smallest group first: often the culprit."""
-        if self._now - self._answered_at >= _SILENCE_TICKS * _TICK_SECONDS:  # all heartbeats are as old
+        """Returns where each rank is, as text: first ranks that do not respond, then the smallest groups.
+
+        A group has all ranks at the same line of code; the smallest one often is the cause.
+        """
+        if self._now - self._answered_at >= _SILENCE_TICKS * _TICK_SECONDS:  # no recent heartbeats
             return f"{log.name_ranks([rank()])}: {self._state()}"
         groups: dict[tuple[bool, str], list[int]] = {}
         for number in range(world_size()):
@@ -333,9 +342,9 @@ class Watchdog:
 
 
 def _write_flight_record() -> None:
-    """Writes torch's record of the last messages between ranks beside the log file: for `torchfrtrace`."""
+    """Writes torch's record of the last collectives, for `torchfrtrace`, into the folder of the log file."""
     folder = log.rank_folder()
-    with contextlib.suppress(Exception):  # older versions of torch have none, and a disk may be full
+    with contextlib.suppress(Exception):  # older versions of torch lack the function; the disk may be full
         if folder is not None:
             (folder / f"flight_record_{rank()}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
 
@@ -345,7 +354,10 @@ def _key(number: int) -> str:
 
 
 def _warn_of_clock(number: int, written_at: float, most_seconds: float) -> None:
-    """Warns where a rank's clock differs from rank 0's; its heartbeat is `most_seconds` old at most."""
+    """Warns if a rank's clock differs from rank 0's by more than 5 s.
+
+    written_at: time in the heartbeat, by that rank's clock. most_seconds: the greatest possible age of it.
+    """
     age = time.time() - written_at
     difference = age if age < 0 else max(0.0, age - most_seconds)
     if abs(difference) > _CLOCK_SECONDS:
@@ -357,7 +369,7 @@ def _warn_of_clock(number: int, written_at: float, most_seconds: float) -> None:
 
 
 def _location(thread: int) -> str:
-    """Returns the line of our code where a thread is; if that is in `parallel`, also the line that called."""
+    """Returns the line of our code that a thread executes; if in `parallel`, also the line that calls it."""
     frame = sys._current_frames().get(thread)
     lines: list[str] = []
     while frame is not None:
