@@ -1,4 +1,4 @@
-"""Solves one puzzle, and shows every step of the model that does.
+"""Solves one puzzle with a trained model, and shows the answer after each thinking step.
 
     python solve.py checkpoint=PATH puzzle="1..4 .... ...3 4..1" [key=value ...]
 
@@ -78,7 +78,7 @@ def load(
     raw: bool = False,
     device: str = "auto",
 ) -> "Solver":
-    """Loads a trained model to solve puzzles. The arguments are keys of solve.py. ValueError: a mistake."""
+    """Loads a model to solve puzzles. The arguments are keys of solve.py. ValueError for a mistake."""
     given = [data_path] if isinstance(data_path, str | Path) else data_path
     folders = None if given is None else [Path(each) for each in given]
     return Solver(find_checkpoint(checkpoint), folders, raw=raw, device=choose_device(device))

@@ -79,7 +79,7 @@ def _quietly(kind: str, argv: list[str]) -> None:
 
 
 def _read(folder: Path, rounds: int, device: torch.device, *, num_batches: int) -> list[float]:
-    """Returns the mean seconds for a batch in each round; a first round is a warm-up."""
+    """Returns, for each round, the mean seconds of reading a batch; an extra first round is a warm-up."""
     data = open_dataset(folder, splits=("train",), read_everything=False)
     sets = data.splits["train"].sets
     plan = TrainPlan(sets, [Stage((0,), _EPOCHS, _EPOCHS)], seed=0, global_batch_size=_BATCH_SIZE)

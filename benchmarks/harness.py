@@ -61,7 +61,7 @@ def benchmark_parser(name: str, *, description: str, rounds: int, threads: str =
 
 
 def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and checks the options; `load` of the result measures other programs from now on."""
+    """Parses and checks the options; their attribute `load` measures other programs from now on."""
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.rounds = min(arguments.rounds, _QUICK_ROUNDS)
@@ -74,7 +74,7 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measurement(seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
-    """Returns a torch Measurement. seconds: of each round. repeats: calls in a round."""
+    """Returns a torch Measurement. seconds: the time of each round. repeats: calls in a round."""
     return Measurement(repeats, list(seconds), TaskSpec(stmt="", setup=""))
 
 
@@ -106,7 +106,7 @@ class Load:
 
 
 def cpu_seconds() -> tuple[float, float] | None:
-    """Returns CPU seconds (of the whole machine with steal time, of this process and ended children)."""
+    """Returns CPU seconds (of the whole machine, of this process and ended children); None outside Linux."""
     try:
         with open("/proc/stat") as file:
             user, nice, system, _, _, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])

@@ -1,6 +1,6 @@
 """The question `layout` of benchmarks.parallel: bytes that ranks keep and send, counted against formulas.
 
-The messages of a pipeline are tried first, with a time limit: no run on NCCL has shown yet that they end.
+The messages of a pipeline are tried first, with a time limit, as they might deadlock on NCCL (untested).
 """
 
 import argparse
@@ -51,9 +51,9 @@ _PURPOSES = {
 
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, Sent]]:
-    """Counts what this rank sends in the block, {purpose: messages and bytes}, as `Needs.sent` computes it.
+    """Counts what this rank sends in the block; yields {purpose: Sent}, purposes as of `Needs.sent`.
 
-    The model must compute in bfloat16: by the dtype, sums of features are told from sums of gradients.
+    The model must compute in bfloat16: an all-reduce in bfloat16 counts as a sum of features.
     """
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 
@@ -81,7 +81,7 @@ def counting() -> Iterator[dict[str, Sent]]:
 
 
 def kept(state: TrainState) -> dict[str, int]:
-    """Counts what this rank keeps between steps, {part: bytes}, as `Needs.memory` computes it."""
+    """Returns {part: bytes} of what this rank keeps between steps, with the parts of `Needs.memory`."""
     weights = list(state.model.network.parameters())
     gradients = [each for flat in state.weights.flats for each in flat.views(flat.gradients).values()]
     parts = {
@@ -98,7 +98,7 @@ def kept(state: TrainState) -> dict[str, int]:
 
 
 def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, float], dict[str, Sent]]:
-    """Computes by formulas what a rank keeps and sends, for the current number of ranks."""
+    """Returns what a rank keeps and sends by the formulas of `Needs`, for the current number of ranks."""
     with torch.device("meta"):
         model = build_model(config.arch, metadata)
     needs = Needs(config, model.network, layout_of(config, world_size()))
@@ -122,7 +122,7 @@ class _Ring:
         self._ring, self._own = Ring(mesh.pipeline, mesh.homes), torch.ones(1024, 1024, device=device)
 
     def run(self) -> float:
-        """Sends a tensor through all ranks 5 times; each rank adds 1 each time. Returns an element."""
+        """Sends a tensor through all ranks 5 times; each rank adds 1 each time. Returns an entry."""
         own = self._own
         for is_forward in (True, True, True, False, False):
             own = circulate(self._ring, own, lambda _, received: received + 1, forward=is_forward)
@@ -147,7 +147,7 @@ class _Layout:
 
 
 def measure_layout(options: argparse.Namespace) -> None:
-    """Prints whether the messages of a pipeline end, and then what the ranks of a layout keep and send."""
+    """Checks that a pipeline's messages do not deadlock; prints what ranks of a layout keep and send."""
     (processes,) = options.processes or [2]
     with World(options, _Ring, processes=processes) as world:
         print(f"the messages of a pipeline of {processes} begin", flush=True)

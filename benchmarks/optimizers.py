@@ -1,4 +1,4 @@
-"""Times one update of all dense weights of HRM with 27 M parameters, and one of their average.
+"""Times one update of all dense weights of HRM with 27 M parameters, and one of their moving average.
 
     python -m benchmarks.optimizers
 

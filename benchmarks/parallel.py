@@ -1,4 +1,4 @@
-"""Measures what training one model on several processes costs; answers all of four questions, or some.
+"""Measures the cost of training one model on several processes, by four questions; all, or those given.
 
     python -m benchmarks.parallel                                # exchange scaling memory layout
     python -m benchmarks.parallel scaling --processes 1 2 4
@@ -58,7 +58,7 @@ from training.clock import peak_memory_bytes
 
 _MIB = 2**20
 _WHOLE_UPDATE = "data_parallel_shard_degree=1"
-_NEVER = 10**5  # local steps between synchronisations: none in the benchmark
+_NEVER = 10**5  # local_steps, so many that no step of the benchmark synchronises
 _EXCHANGES: dict[str, tuple[str, ...]] = {
     "alone": (f"local_steps={_NEVER}", "sync_dtype=bfloat16"),
     "default": (),

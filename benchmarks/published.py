@@ -81,7 +81,7 @@ class _Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The network of HRM or TRM, with attention and rotary positions; gradients flow as published."""
+    """The network of HRM or TRM, with attention, rotary positions, and gradients in the last calls alone."""
 
     def __init__(self, arch: Any, metadata: Metadata, *, batch_size: int, flash_attention: bool):
         super().__init__()

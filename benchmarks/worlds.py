@@ -1,4 +1,4 @@
-"""Groups of processes (`World`) that run the contenders of a benchmark in turns, and a model in training.
+"""Groups of processes (`World`) that time contenders, the compared ways, in turns; and a model in training.
 
 The speed of a machine drifts over minutes. So all contenders are alive at the same time and take turns:
 A B C, A B C, ... A ratio compares times within seconds. The time of a world is its slowest rank's.
@@ -39,7 +39,7 @@ _CLONE_NEWNET = 0x40000000  # of Linux's sched.h
 
 
 class World:
-    """A group of child processes; each holds a contender, an object with methods to call in all of them.
+    """A group of child processes. Each has a contender, an object with methods; all call them together.
 
     build: called in each process with its device and `arguments`; returns the contender. options: `threads`
     and `device` are read. apart: each process is a process group of its own. namespaces: a network namespace

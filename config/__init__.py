@@ -1,1 +1,1 @@
-"""What a run is asked to do: YAML composed by Hydra, checked by the typed schema."""
+"""Configs of all programs: YAML files, which Hydra composes, and the schemas that check them."""

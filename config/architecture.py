@@ -26,7 +26,7 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class Strict(pydantic.BaseModel):
-    """The base class of all configs: immutable, without unknown keys, and without conversion of types."""
+    """The base class of all configs: immutable; unknown keys and values of another type are errors."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
     VERBATIM: ClassVar[tuple[str, ...]] = ()  # text keys taken literally: never a path, a list or null
@@ -43,7 +43,7 @@ class Strict(pydantic.BaseModel):
 
 
 class LossConfig(Strict):
-    """The keys of the training loss: its form on label tokens, and the weights of halting loss and steps."""
+    """The keys of the training loss: on label tokens, and the weights of halting loss and thinking steps."""
 
     loss_type: Literal["stablemax_cross_entropy", "softmax_cross_entropy"]
     label_smoothing: Annotated[float, Field(ge=0, lt=1)]

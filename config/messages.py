@@ -175,7 +175,7 @@ def help_text(program: str, topic: str = "") -> str:
     """Returns the text of --help: the keys of a program, in the groups of its YAML file.
 
     topic: the word after --help. Empty: the most used keys of pretrain, all keys of other programs. all,
-    experiment, experiment=NAME, arch=NAME, or a key: only that; another key=value has no effect. Raises
+    experiment, experiment=NAME, arch=NAME, or a key: only that; any other key=value is ignored. Raises
     ValueError for an unknown key.
     """
     path, (kind, _, name) = FOLDER / f"{program}.yaml", topic.partition("=")

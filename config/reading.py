@@ -33,7 +33,7 @@ class MissingFileError(ValueError):
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a regular file to read bytes. Raises ValueError for a missing file, a folder, or a read error."""
+    """Opens a regular file to read bytes. ValueError: it is missing, a folder, or unreadable in the block."""
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer; the check below refuses it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -100,7 +100,8 @@ def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
 def parse_json(text: str | bytes, *, where: str) -> Any:
     """Parses JSON from a text, or from UTF-8 bytes.
 
-    Raises ValueError, beginning with `where`, for invalid JSON, a repeated key, or more than 40 levels.
+    Raises ValueError, which begins with `where`, for invalid JSON, a repeated key, more than 40 levels, or an
+    integer of more than 64 bits.
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text

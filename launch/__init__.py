@@ -1,1 +1,1 @@
-"""What starts a run on one machine or many, and what checks these before."""
+"""Scripts that start a run on one machine or many, and a check of the machines before a run."""

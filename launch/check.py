@@ -136,7 +136,7 @@ def check_ranks(options: argparse.Namespace) -> None:
             estimate = functools.partial(_estimate_steps, options.overrides, *costs)
             lines, *_ = _on_all_ranks("estimate a step", lambda: estimate() if is_main() else None)
             log.info(_table(*lines))
-        dist.barrier()  # rank 0 may serve the store: it leaves last
+        dist.barrier()  # rank 0 may serve the store, and must not leave first
 
 
 def _read_layout(overrides: Sequence[str]) -> tuple[dict[str, int], list[str]]:
@@ -213,7 +213,7 @@ def _end_all(reason: str) -> NoReturn:
     if is_main():
         log.error(reason)
         store.set("printed", "")
-    with contextlib.suppress(RuntimeError):  # rank 0 may serve the store, and end before the wait does
+    with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, has ended
         store.wait(["printed"])
     raise SystemExit(1)
 
@@ -273,7 +273,7 @@ def _estimate_steps(overrides: Sequence[str], latency: float, seconds_a_byte: fl
         if not keys:
             what = ", ".join(f"{each.bytes / 2**20:.2f} MiB of {name}" for name, each in sent.items())
             log.info(f"\n{' '.join(overrides)}: in a step a process sends {what}; by the all-reduces above")
-        # Measured was an all-reduce: for a byte of the message a rank sends 2 (size - 1) / size bytes.
+        # The measured all-reduce sends 2 (size - 1) / size bytes for each byte of the message.
         of_byte = seconds_a_byte * size / (2 * (size - 1))
         seconds = sum(latency * each.messages + of_byte * each.bytes for each in sent.values())
         lines.append((" ".join(keys) or "as it is", f"{seconds:.3g} s a step"))

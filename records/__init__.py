@@ -1,1 +1,1 @@
-"""Records: the rungs of a ladder, run by the real programs over several seeds, written down, and shown."""
+"""The ladder of records: benchmark tasks (rungs), the programs that run them, their records and pages."""

@@ -20,7 +20,7 @@ class Rung:
     also       arguments for a second dataset {more_data}; empty: none
     trainings  arguments of pretrain.py, for one training after the other; the last model is evaluated.
                {name}, {seed}, {data}, {more_data} and {before}, the previous run folder, are filled in
-    goal       the mean of `metric` over seeds has to be higher
+    goal       lower bound for the mean of `metric` over seeds
     seconds    limit for each seed, from building the data to the end of the final evaluation
     judge      arguments of evaluate.py for the accuracy that counts, within the seconds; empty: the final
                evaluation of the training counts; {data} and {more_data} are filled in

@@ -243,7 +243,7 @@ class Clock:
         return self
 
     def tick(self) -> None:
-        """Updates the seconds, notes new rows of the log, and saves once a second; called all the time."""
+        """Updates the seconds, notes new rows of the log, and saves if the last save is a second ago."""
         self.seconds = self._before + time.perf_counter() - self._began
         if self._log_size() > self._read:
             with self._log.open("rb") as log:

@@ -1,1 +1,1 @@
-"""The report of a run: one page that shows how it learned and how its model thinks; and runs side by side."""
+"""Reports as HTML pages: of a run, of several runs compared, and of a hyper-parameter search."""

@@ -1,4 +1,4 @@
-"""Writes the report of a run: one page that shows how it learned, and how its model thinks.
+"""Writes the report of a run as an HTML page: learning curves, results, and puzzles solved step by step.
 
 python -m report checkpoints/demo
 python -m report RUN RUN ... [--output FILE] [--table FILE.md]      compares runs

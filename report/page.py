@@ -51,7 +51,7 @@ def write_report(
 ) -> Path:
     """Writes the report of a run to `output`, else to report.html in the run folder; returns the path.
 
-    A missing checkpoint or dataset leaves its part of the report out: a note there, and `warn`, say so.
+    Without a checkpoint or its data the page has no solved puzzles; a note there, and `warn`, say so.
     traced: the answers of the model, if it was run already. evaluation: the evaluation's folder; None: the
     newest. Raises ValueError, one line, where there is no run, or the page cannot be written.
     """

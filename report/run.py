@@ -63,6 +63,7 @@ class RunRecord:
     starts      the rows of starts.jsonl, a dict for each start: command, git_commit, hardware, ...
     evaluation  {set: {metric: value}} of the newest evaluation by evaluate.py, else of the last in the log
     scaling     the newest scaling.json (accuracy over test-time compute), if any
+    fingerprint of the training data, from the newest checkpoint
     warnings    a sentence for each problem, such as a missing log
     """
 
@@ -162,7 +163,7 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
 
 
 def _broken_lines(log: Path) -> list[str]:
-    """Returns a warning for broken lines of the log; the last line may be unfinished without a warning."""
+    """Returns a warning about broken lines of the log, if any; the last line may be unfinished."""
     if not log.exists():
         return [f"{log} is missing: there are no learning curves"]
     lines, whole = [*map(str.rstrip, read_lines(log))], {text for _, text in read_rows(log.parent)}
@@ -195,8 +196,8 @@ def _read_evaluation(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
     """Returns the content of metrics.json and scaling.json. evaluation: their folder.
 
-    None: the newest in the run folder, metrics of an evaluation with default options alone, and scaling.json
-    only on the run's own data. Appends to `warnings`.
+    None: the newest in the run folder: metrics.json of an evaluation with default options, scaling.json of an
+    evaluation on the run's own data. Appends to `warnings`.
     """
     files = [evaluation / EVALUATION_FILE] if evaluation else folder.glob(f"evaluation/*/{EVALUATION_FILE}")
     results, scaling = {}, None

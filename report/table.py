@@ -20,7 +20,7 @@ NOTE = (
     "(Wilson)]; p: two-sided t-test against the first row"
 )
 _OF_ONE_RUN = ("seed", "run_name", "project_name", "checkpoint_path", "wandb_group")
-_MOST_DIFFERENCES = 6  # more differing keys than this get no columns, and are not in a label
+_MOST_DIFFERENCES = 6  # only so many differing keys become columns, or a label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float
 
 
 def write_table(folders: Sequence[Path], path: Path) -> None:
-    """Writes the table as .md, .tex or .csv. Raises ValueError for other endings, and without a run."""
+    """Writes the table as .md, .tex or .csv. ValueError for another ending, or a folder without a run."""
     formats = {".md": Table.to_markdown, ".tex": Table.to_latex, ".csv": Table.to_csv}
     if path.suffix not in formats:
         raise ValueError(f"--table {path}: give a name that ends in {', '.join(formats)}")

@@ -1,1 +1,1 @@
-"""Shows a model to the world: a card and files on the Hugging Face Hub, ONNX, and a page for a browser."""
+"""Sharing of trained models: on the Hugging Face Hub, in weights/, as ONNX, and as a web page."""

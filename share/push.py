@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def push(options: argparse.Namespace) -> None:
-    """Writes the files, and uploads them unless --dry-run is given. Raises ValueError, one line."""
+    """Writes the files, and uploads them unless --dry-run is given. ValueError, one line, for a mistake."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise ValueError(f"{options.repo!r} is no repository: give OWNER/NAME; its main branch gets a commit")
     if not re.fullmatch(r"[a-z0-9.-]+", options.license):

@@ -1,1 +1,1 @@
-"""Searches hyper-parameters, for search.py: the space, a trial, the study, the loop."""
+"""The parts of search.py, the hyper-parameter search: space, trial, study and main loop."""

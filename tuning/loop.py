@@ -95,8 +95,8 @@ def _begin(
 ) -> Trial | None:
     """Prepares a new trial, or with `number` an unfinished one.
 
-    slot: from 0, which of the trials at a time this is. Returns None where a complete trial had the same
-    parameters: Optuna then gets that value, and nothing is run.
+    slot: 0 ... parallel - 1, different for trials that run at the same time. Returns None where a complete
+    trial had the same parameters: Optuna then gets that trial's value, and nothing is run.
     """
     drawn, values = study.begin(number)
     log.info(f"trial {drawn.number}: {format_values(values)}")

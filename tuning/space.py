@@ -75,7 +75,7 @@ class Space:
 
     def check(self) -> PretrainConfig:
         """Returns the config of a combination. Raises ValueError for a value that is never valid."""
-        extremes = {}  # a range is valid if both ends are
+        extremes = {}  # of a range only the ends are checked
         for key, of in self.parameters.items():
             values = of.choices if isinstance(of, CategoricalDistribution) else (of.low, of.high)
             extremes[key] = [_written(key, of, value) for value in values]

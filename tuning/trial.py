@@ -130,7 +130,7 @@ class Trial:
 
 
 def _stop_signal(command: Sequence[str]) -> signal.Signals:
-    """Returns the signal after which a run saves and ends. Slurm's srun forwards SIGUSR1, but not SIGTERM."""
+    """Returns the signal after which a run saves and ends. Slurm's srun kills on SIGTERM, so SIGUSR1."""
     return signal.SIGUSR1 if Path(command[0]).name == "srun" else signal.SIGTERM
 
 
