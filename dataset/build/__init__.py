@@ -1,5 +1,5 @@
-"""Builders of datasets. Each module in `BUILDERS` has add_options(parser), check_options(options) and
-build(options); its first line describes it.
+"""Builders of datasets: the modules in `BUILDERS`, each with add_options(parser), check_options(options) and
+build(options). --help prints the first line of a builder's docstring.
 """
 
 import importlib

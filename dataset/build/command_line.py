@@ -1,4 +1,4 @@
-"""Command lines in this folder: a mistake is one line on stderr, and a builder has written nothing."""
+"""Command lines: option parsers and types, and one line on stderr for a person's mistake."""
 
 import argparse
 import contextlib
@@ -13,7 +13,7 @@ from config.writing import Patient, open_closed_streams
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Ends the program with one line where a person, or the machine, is at fault."""
+    """Ends the program with one line on stderr for ValueError, OSError and MemoryError in the block."""
     open_closed_streams()
     try:
         with contextlib.redirect_stdout(Patient(sys.stdout)):
@@ -29,7 +29,7 @@ def warn(program: str, text: str) -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser of the options of a module for which a mistake is a ValueError, one line without the usage."""
+    """A parser of a module's options that raises ValueError, one line without the usage, for a mistake."""
 
     def __init__(self, module: str, *, description: str):
         super().__init__(prog=f"python -m {module}", description=description, allow_abbrev=False)
@@ -39,19 +39,21 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
-    """Raises ValueError where one of the options `names` was given, which are for `other`."""
+    """Raises ValueError where one of the options `names` was given. other: what they are for, in words."""
     for name in names:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for {other}: drop it")
 
 
 def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options for a manifest: without output_dir, and with the values of `instead`."""
+    """Returns the options as a manifest has them: without output_dir, and with the values of `instead`."""
     return {name: value for name, value in vars(options).items() if name != "output_dir"} | dict(instead)
 
 
 def matching(pattern: str, form: str, convert: Callable[..., Any]) -> Callable[[str], Any]:
-    """Makes the type of an option. convert: groups of the pattern -> value; None where that is none."""
+    """Makes an argparse `type`: a text that matches `pattern` -> convert(*groups), None to refuse. form: in
+    words.
+    """
 
     def parse(text: str) -> Any:
         found = re.fullmatch(pattern, text, re.ASCII)
@@ -63,11 +65,11 @@ def matching(pattern: str, form: str, convert: Callable[..., Any]) -> Callable[[
 
 
 def integer(*, at_least: int, at_most: int = (1 << 64) - 1) -> Callable[[str], int]:
-    """Makes the type of an option that is an integer, such as a seed of Philox."""
+    """Makes an argparse `type` for integers in a range, by default up to the largest seed."""
     form = f"an integer from {at_least} to {'2**64 - 1' if at_most == (1 << 64) - 1 else at_most}"
     return matching(r"(\d+)", form, lambda text: int(text) if at_least <= int(text) <= at_most else None)
 
 
 def number(text: str) -> int | float:
-    """Converts a decimal number; an integer stays one."""
+    """Converts a decimal number to float, or to int where it has no point."""
     return float(text) if "." in text else int(text)

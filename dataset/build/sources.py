@@ -24,7 +24,7 @@ _KNOWN = {  # other names of a column
     "rating": ("difficulty",),
 }
 
-# Options that builders add among their own, as the manifest lists all in their order.
+# Options that builders add themselves, since the manifest lists all options in the order of adding.
 _KEEP = "keep K training puzzles of the source, at random"
 SUBSAMPLE_SIZE = {"type": integer(at_least=1), "metavar": "K", "help": _KEEP}
 _WRITE_OUT = "write all variants out, as the public tools do; else they are made when they are read"
@@ -50,10 +50,10 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
 def find_source_files(
     source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str, output_dir: Path
 ) -> list[Path]:
-    """Finds the file that --source names, or the files of a folder, after a download where it is on the Hub.
+    """Returns the files that --source means: a file, files of a folder, or files downloaded from the Hub.
 
-    choose: the names of a folder's files -> the needed ones, training first; ValueError, with what the folder
-    lacks, where there are none. needed: the same for people. ValueError, one line, for whatever is wrong.
+    choose: names of a folder's files -> the needed ones, training first; raises ValueError, with what is
+    missing. needed: the needed files, in words. ValueError, one line, for every mistake.
     """
     if is_address(source):
         address = parse_address(source, kind="dataset")
@@ -64,7 +64,7 @@ def find_source_files(
     if source.is_dir():
         try:
             names = [path.name + "/" * path.is_dir() for path in source.iterdir()]
-            names = [name for name in names if not name.startswith("._")]  # which a Mac leaves
+            names = [name for name in names if not name.startswith("._")]  # files of macOS
             names = _choose_and_tell(names, choose)
         except ValueError as error:
             raise ValueError(f"{source} {error}") from None
@@ -74,7 +74,7 @@ def find_source_files(
 
 
 def check_source(source: Path, *files: Path, output_dir: Path) -> None:
-    """Raises ValueError where there is no such source, or where one of its files would be replaced."""
+    """Raises ValueError where the source is missing, or one of its files lies in `output_dir`."""
     if not source.exists():
         raise ValueError(f"--source {source} does not exist")
     if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
@@ -82,7 +82,7 @@ def check_source(source: Path, *files: Path, output_dir: Path) -> None:
 
 
 def _choose_and_tell(names: list[str], choose: Callable[[list[str]], Sequence[str]]) -> Sequence[str]:
-    """Chooses from the names of a folder's files, and tells of others that look like puzzles too."""
+    """Chooses among the names of a folder's files, and prints other names that look like puzzles."""
     chosen = choose([name for name in names if not name.endswith("/")])
     endings = {_ending_of(name) for name in chosen} | {".csv", ".jsonl", ".parquet"}
     others = sorted(set(names).difference(chosen))
@@ -96,7 +96,7 @@ def _ending_of(name: str) -> str:
 
 
 def choose_puzzle_files(names: list[str]) -> list[str]:
-    """Chooses the files of both splits, such as train.csv and test.csv.gz, or the one file that there is."""
+    """Chooses the files of both splits, such as train.csv and test.csv.gz, or the only puzzle file."""
     seen = [name for name in names if "/" not in name and not name.startswith(".")]
     endings = {name: Path(name.removesuffix(".gz")) for name in seen}
     found = {
@@ -117,7 +117,7 @@ def choose_puzzle_files(names: list[str]) -> list[str]:
 
 
 def is_table(path: Path) -> bool:
-    """Returns whether a file has columns; else it is a list of puzzles."""
+    """Returns whether a file has columns, unlike a plain list of puzzles."""
     return _ending_of(path.name) in _TABLES
 
 
@@ -130,11 +130,11 @@ def read_columns(
     optional: Sequence[str] = (),
     is_grid: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Reads a CSV file in chunks: line numbers of the rows, and the columns `names`, or all (read_others).
+    """Yields chunks of a CSV file: line numbers of the rows, and the columns `names`, or all (read_others).
 
-    The first line names the columns, by `_KNOWN` names too, unless it has grids already; commas, semicolons
-    or tabs part them. given: what --columns calls the first ones. optional: columns that may be missing.
-    ValueError, with file and line, for what is wrong.
+    Commas, semicolons or tabs separate columns. The first line names the columns, also by other usual names.
+    If it has grids already (is_grid), `names` are the columns with grids, in order. given: the value of
+    --columns, the file's own names. optional: columns that may be missing. ValueError with file and line.
     """
     optional = () if given and "," in given else optional
     content = read_lines(path)
@@ -184,7 +184,7 @@ def _find_columns(
 
 
 def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> None:
-    """Raises ValueError with the first line that is not good. good: bool [len(lines)]."""
+    """Raises ValueError, with file and line, for the first row that is not good. good: bool [len(lines)]."""
     if not good.all():
         raise ValueError(f"{path}:{lines[int(np.argmin(good))]}: {message}")
 
@@ -198,9 +198,10 @@ def parse_grids(
     largest: Sequence[int],
     remark: str = "",
 ) -> list[np.ndarray]:
-    """Looks up the characters of question and answer, the first two columns: uint8 [n, num_cells] of each.
+    """Turns question and answer, the first two columns, into tokens: uint8 [n, num_cells] of each.
 
-    check: `expect` for these lines. largest: the largest token in each column.
+    check: `expect` with path and lines. token_of: token by character. largest: the largest token of each
+    column; with one number only the question is parsed. remark: ends the message on a wrong length.
     """
     table, grids = np.full(256, 255, np.uint8), []
     table[list(map(ord, token_of))] = list(token_of.values())

@@ -1,9 +1,9 @@
-"""Writing a folder as a whole, such as a dataset: the goal is whole at every moment but one, nothing is lost.
+"""Replaces a folder, such as a dataset, as a whole: no kill leaves a half-written one.
 
-Everything is written and flushed in a scratch folder beside the goal, `<name>.unfinished`, locked as long as
-its attempt is alive. Then what was there before moves into the scratch folder, the new one takes its place,
-and the scratch folder goes, with the old one in it. Killed between the two moves, the goal is missing, but
-both are whole in the scratch folder: the next attempt puts the old one back before it does anything else.
+The new folder is written and flushed inside a scratch folder beside the goal, `<name>.unfinished`, locked
+while its process lives. Then the old folder is moved into the scratch folder, the new one to the goal, and
+the scratch folder is removed. A kill between the two moves leaves no goal, but both folders complete in the
+scratch folder; the next attempt first moves the old one back.
 """
 
 import contextlib
@@ -42,11 +42,10 @@ def write_dataset(
     builder: dict,
     extra_files: dict[str, Any] | None = None,
 ) -> None:
-    """Writes a dataset and its manifest, reads it back through every check, and puts it in place.
+    """Writes a dataset and its manifest, reads everything back through every check, and replaces the folder.
 
-    `builder` (name and arguments, JSON values, nothing of this machine) is recorded in the manifest; equal
-    arguments give equal bytes. extra_files: JSON values by the name of their file in the folder. ValueError
-    where `check_output_folder` refuses.
+    builder: name and arguments for the manifest, JSON values that do not depend on the machine; equal
+    arguments give equal bytes. extra_files: JSON values by file name. ValueError as in `check_output_folder`.
     """
     with replaced_folder(check_output_folder(folder, builder=builder.get("name"))) as new:
         _write(new, splits, identifiers=identifiers, builder=builder, extra_files=extra_files or {})
@@ -55,7 +54,7 @@ def write_dataset(
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder, which replaces `folder` when the block has ended well.
+    """Yields an empty folder, which replaces `folder` when the block ends without an error.
 
     folder: as `check_output_folder` returned it. ValueError where another process is writing it.
     """
@@ -80,11 +79,11 @@ def check_output_folder(
     maker: str = "a builder",
     key: str = "--output-dir",
 ) -> Path:
-    """Checks and returns the folder that will be written, links followed: call it before the work.
+    """Returns the folder to write, with links followed, if it may be replaced: to be called before the work.
 
-    builder: the name of the builder that asks; it replaces no other's dataset. mark: the file by which a
-    folder of the `maker` is known. key: what gives the folder. ValueError for a folder with other things, and
-    for one that cannot be replaced.
+    builder: the calling builder, which does not replace another's dataset. mark: the file that every folder
+    of `maker` has. key: the option that names the folder. ValueError where the folder has other content or
+    cannot be replaced.
     """
     goal, another = Path(os.path.realpath(folder)), f"choose another {key}"
     if goal.is_symlink():
@@ -119,12 +118,12 @@ def _write(
         write_json(folder / split / METADATA, values)
         assert load_metadata(folder, split) == data.metadata
         assert set(data.metadata.sets) == set(data.sets)
-        for name in data.metadata.sets:  # checked names: they stay in the folder
+        for name in data.metadata.sets:  # load_metadata has checked that no name leads elsewhere
             for field in fields_of(data.metadata.augmentation):
                 array = getattr(data.sets[name], field)
                 np.save(array_path(folder, split, name, field), array, allow_pickle=False)
     write_json(folder / IDENTIFIERS, identifiers)
-    for name, content in extra_files.items():  # thousands of numbers: one a line would be long
+    for name, content in extra_files.items():  # without a line for each of thousands of numbers
         write_json(folder / name, content, indent=None)
     counts = {
         split: {name: puzzle_set.num_examples for name, puzzle_set in data.sets.items()}
@@ -139,7 +138,7 @@ def _write(
 
 @contextlib.contextmanager
 def _scratch_folder(goal: Path) -> Iterator[Path]:
-    """Makes a folder beside the goal, of this attempt alone; clears up after it, and after one that died."""
+    """Yields a locked folder beside the goal; cleans up after itself and after a killed attempt."""
     scratch = goal.with_name(f"{goal.name}.unfinished")
     if scratch.exists() and any(scratch.iterdir()) and not (scratch / _LOCK).exists():
         raise ValueError(f"{scratch} is in the way: move it elsewhere")
@@ -147,7 +146,7 @@ def _scratch_folder(goal: Path) -> Iterator[Path]:
     with (scratch / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # another one: a file system without locks, where nobody else is known of
+        except OSError as error:  # other errors: without locks nobody else can be noticed
             if isinstance(error, BlockingIOError):
                 raise ValueError(f"{goal} is being written by another process: wait for its end") from None
         try:
@@ -159,7 +158,7 @@ def _scratch_folder(goal: Path) -> Iterator[Path]:
 
 
 def _clear_up(scratch: Path, goal: Path) -> None:
-    """Removes what an attempt left, but first puts back what it had moved away without a replacement."""
+    """Removes the new and the old folder of an attempt; first moves an old one back that was not replaced."""
     if (scratch / "old").exists() and (scratch / "new").exists() and not goal.exists():
         (scratch / "old").rename(goal)
     for name in ("new", "old"):

@@ -1,8 +1,8 @@
-"""A kind of puzzle: what it must offer, from its rules to how its grids are drawn.
+"""The interface of a kind of puzzle: how puzzles are read, checked, drawn and generated.
 
-A new kind is a new module or package in this folder that defines `KIND`; it is found by itself. Puzzles that
-need no rules of their own (accuracy is enough, variants are written out) need no kind at all. Everything here
-runs without torch.
+A new kind is a module or package in this folder that defines `KIND`; nothing else lists it. Puzzles without
+rules of their own, for which accuracy is enough and variants are written out, need no kind. Nothing here
+imports torch.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from config.writing import write_json
 from dataset.format import IGNORE_LABEL_ID, Metadata, Split
 from dataset.sets import PuzzleSet
 
-FAINT = "2"  # the ANSI code of what is not meant to be read
+FAINT = "2"  # the ANSI code of cells that a reader may ignore
 TASKS_FILE = "tasks.json"
 _MAX_COLUMNS = 32
 
@@ -32,15 +32,15 @@ Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class Style:
     """The style of a kind's grids, in a terminal and on a page.
 
-    symbols         of the tokens 0, 1, ...; a token beyond them shows as its number
+    symbols         by token; a token beyond the last one shows as its number
     ansi            ANSI codes by token
-    colors          #rrggbb by token: the ground of a cell on a page, which has more colours to choose from
-    boxes           by number of cells: the rows and columns of the boxes that heavier lines part on a page
-    gap             between the cells of a row
+    colors          #rrggbb by token: the background of a cell on a page
+    boxes           by number of cells: (rows, columns) of a box, between heavier lines on a page
+    gap             text between the cells of a row
     marks_new       whether a cell of the answer that differs from the puzzle is green
-    first_of_field  where a grid lies somewhere in a larger field, which is left out: the least token that
-                    belongs to the grid; the token before it marks the grid's end
-    num_columns     of the field; None: it is a square where it can be one
+    first_of_field  for grids in a larger field (a token array of fixed size): the lowest token of a grid's
+                    cells, one above the token that marks the end of a grid; only the grid is drawn
+    num_columns     of the field; None: as `to_grid` chooses
     """
 
     symbols: Sequence[str] = ()
@@ -54,15 +54,15 @@ class Style:
 
     @property
     def has_areas(self) -> bool:
-        """Whether its grids are areas of colour, without gaps."""
+        """Whether cells are drawn as areas of colour, without gaps."""
         return not self.gap
 
     def symbol(self, token: int) -> str:
-        """Returns what a cell with this token shows."""
+        """Returns the text of a cell with this token."""
         return self.symbols[token] if token < len(self.symbols) else str(token)
 
     def is_blank(self, token: int) -> bool:
-        """Returns whether a cell with this token shows nothing that is meant to be read."""
+        """Returns whether a cell with this token is empty to a reader."""
         is_space = token < len(self.symbols) and not self.symbols[token].strip()
         return is_space or self.ansi.get(token) == FAINT
 
@@ -72,9 +72,9 @@ class Puzzle:
     """A puzzle without its answer, as a person gives it.
 
     tokens      uint8 or int32 [seq_len]
-    vocab_size  of the datasets that have such puzzles
+    vocab_size  number of tokens in datasets of such puzzles
     rules       None where the kind has none
-    solution    tokens [seq_len], where the text has it
+    solution    tokens [seq_len]; None where the text has none
     """
 
     tokens: np.ndarray
@@ -82,46 +82,43 @@ class Puzzle:
     rules: Rules | None = None
     solution: np.ndarray | None = None
     has_own_rule: ClassVar[bool] = False
-    """Whether its rule is in demonstrations of its own, so that a model knows it by its puzzle embedding."""
+    """Whether demonstrations give the rule, as in ARC, so that a model needs its own puzzle embedding."""
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns which cells of an answer [seq_len] make its grid: int64 [rows, columns]."""
+        """Returns which cells of an answer [seq_len] make its grid: indices, int64 [rows, columns]."""
         return to_grid(np.arange(len(tokens)))
 
     def is_solution(self, tokens: np.ndarray) -> bool:
-        """Returns whether an answer, tokens [seq_len], is the solution: by the cells of their grids."""
+        """Returns whether the grid in an answer, tokens [seq_len], is the one in the solution."""
         cells, right = self.cells_of(tokens), self.cells_of(self.solution)
         return np.array_equal(cells, right) and bool((tokens[cells] == self.solution[right]).all())
 
     def laid_into(self, seq_len: int) -> "Puzzle":
-        """Returns the puzzle as datasets of so many cells have it: itself, unless it lies in a field.
+        """Returns the puzzle in a field of `seq_len` cells; unchanged if puzzles of its kind fill all cells.
 
-        ValueError where it is larger than the field.
+        ValueError where a grid is larger than the field.
         """
         return self
 
     @property
     def remark(self) -> str | None:
-        """Says what its asker should know of it, such as that it has several solutions.
+        """A remark for people, such as that the puzzle has several solutions; None: nothing to say.
 
-        ValueError where it cannot be solved.
+        ValueError where the puzzle has no solution.
         """
         return None
 
     def find_identifier(self, training: Split) -> int | None:
-        """Finds the puzzle identifier under which a model was trained on this puzzle's demonstrations.
-
-        None where it was not, or where the puzzle has none.
-        """
+        """Finds the puzzle identifier that was trained on this puzzle's demonstrations; None if none was."""
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet | None:
-        """Makes views of its demonstrations, each a puzzle of identifier 1; None where it has none."""
+        """Makes a set of `num_views` puzzles of identifier 1, each with all demonstrations; None without."""
         return None
 
 
 def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
-    """Reshapes [seq_len] to [rows, columns]; without a number of columns a square where it can be one."""
+    """Reshapes [seq_len] to [rows, columns]; by default a square or, if it is none, up to 32 columns."""
     if num_columns is not None:
         return cells.reshape(-1, num_columns)
     num_columns = math.isqrt(len(cells))
@@ -131,7 +128,7 @@ def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
 
 
 def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
-    """Keeps the rows and the columns from the first to the last that has a cell inside."""
+    """Cuts out the smallest rectangle of a grid with all cells where `is_inside`, bool [rows, columns]."""
     for axis in (0, 1):
         found = np.flatnonzero(is_inside.any(axis=1 - axis))
         grid = grid.take(range(found[0], found[-1] + 1) if len(found) else [], axis=axis)
@@ -139,10 +136,9 @@ def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
 
 
 def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[Puzzle]:
-    """Reads a puzzle of symbols: with spaces between them or, where each is one character, without.
+    """Reads a puzzle of symbols, separated by spaces or, where each is one character, side by side.
 
-    symbols: of the tokens 0, 1, ...; where there are none, a token is its number. ValueError where a symbol
-    is unknown.
+    symbols: by token; if empty, a token is its number. ValueError where a symbol is unknown.
     """
     names = list(symbols)[:vocab_size] or [str(token) for token in range(vocab_size)]
     token_of = {name: token for token, name in enumerate(names)}
@@ -156,7 +152,7 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
 
 
 class Answers(NamedTuple):
-    """A model's answers to one batch of examples: real rows only, no padding; there may be none.
+    """A model's answers to one batch of examples, without padding; n may be 0.
 
     inputs              int32 [n, seq_len]
     labels              int32 [n, seq_len]: IGNORE_LABEL_ID where a cell counts nowhere
@@ -173,13 +169,13 @@ class Answers(NamedTuple):
 
 
 class Evaluator(Protocol):
-    """The interface of what evaluates one dataset folder."""
+    """The interface of an evaluator: metrics of one kind of puzzle on one dataset folder."""
 
     samples_vote: bool
-    """Whether all answers to an example are wanted, where there are several; else only the selected one."""
+    """Whether `add` wants all sampled answers to an example, which vote, or only the selected one."""
 
     def add(self, set_name: str, answers: Answers) -> None:
-        """Takes the answers to one batch of a set."""
+        """Adds the answers to one batch of a set."""
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
         """Checks answers by the rules of the puzzles alone, without a label: bool [n].
@@ -188,21 +184,22 @@ class Evaluator(Protocol):
         """
 
     def partial(self) -> Any:
-        """Returns everything that was added here, in a form that can be pickled."""
+        """Returns what was added on this rank, in a form that can be pickled, for `metrics`."""
 
     def metrics(self, partials: Sequence[Any]) -> dict[str, dict[str, float]]:
-        """{set: {"<kind>/<metric>": value}} of everything in `partials`.
+        """Returns {set: {"<kind>/<metric>": value}}, from the `partial` of every rank.
 
-        Shares are fractions; `<kind>/count` is what they are shares of. A set without data is left out.
+        A share is a fraction of `<kind>/count`. A set without data is left out.
         """
 
     def write(self, folder: Path) -> None:
-        """Leaves the evaluator's files in the folder, if it has any; after `metrics`."""
+        """Writes the evaluator's files, if there are any, into the folder; to be called after `metrics`."""
 
 
 class RowEvaluator:
-    """An evaluator that checks every row by itself: whether its counted cells are as labelled (exact), and
-    what the rules of its kind say. A row without a counted cell counts nowhere.
+    """An evaluator that checks each example with a label by itself.
+
+    The check `exact` is that all labelled cells are right; a kind adds others, such as `valid`.
     """
 
     samples_vote = False
@@ -214,12 +211,12 @@ class RowEvaluator:
         *,
         tasks: Sequence[str] = (),
     ):
-        """check: inputs, preds -> {share: bool [n]}; the share `valid` is of right answers by the rules.
+        """check: (inputs, preds), tokens [n, seq_len] -> {check: bool [n]}; `valid` means right by the rules.
 
-        tasks: the names of the puzzle identifiers, where the shares of each are to be written.
+        tasks: the names of the puzzle identifiers, to write the shares of each; empty: one task.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
-        # Of each set and check the rows of each task that pass; all rows pass "count". Of this rank, of all.
+        # (set, check): examples of each task that pass, on this rank and on all; all pass "count".
         self._passed: dict[tuple[str, str], np.ndarray] = {}
         self._total: dict[tuple[str, str], np.ndarray] = {}
 
@@ -253,7 +250,7 @@ class RowEvaluator:
         return [set_name for (set_name, name), rows in self._total.items() if name == "count" and rows.any()]
 
     def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
-        """Returns the share of rows of one task or several that pass each check, and their number."""
+        """Returns the share of examples of one task or several that pass each check, and their number."""
         of_set = {
             name: int(rows[tasks].sum()) for (own, name), rows in self._total.items() if own == set_name
         }
@@ -261,7 +258,7 @@ class RowEvaluator:
         return {f"{name}_accuracy": number / count for name, number in of_set.items()} | {"count": count}
 
     def write(self, folder: Path) -> None:
-        """Writes `tasks.json`, {set: {task: {"exact_accuracy": share, "count": rows}}}, of several tasks."""
+        """Writes `tasks.json`, {set: {task: {"exact_accuracy": share, "count": rows}}}, for several tasks."""
         if len(self._tasks) < 2:
             return
         tasks = {
@@ -280,18 +277,17 @@ class Kind:
     """A kind of puzzle.
 
     name             of its module, its builder, its evaluator and its metrics
-    title            in headings, where that is not its name with a capital
+    title            the name in headings; empty: the name with a capital
     plural           what several puzzles are called
     mismatch         metadata -> why a dataset is not of this kind; None: it may be
-    build_evaluator  folder, metadata, the kind's options by keyword -> its evaluator. ValueError where the
-                     dataset cannot be evaluated
-    augmentation     the family of its transforms (`augmentations`)
+    build_evaluator  (folder, metadata, **options of the kind) -> evaluator. ValueError where the dataset
+                     cannot be evaluated
+    augmentation     the name of its transforms in `AUGMENTATIONS`
     style            of its grids
-    read_puzzles     text -> its puzzles, of any size; ValueError, one line, for a bad one. None: texts are
-                     read as symbols
-    make_up          metadata, count -> so many new puzzles of that size: inputs and answers, tokens [count,
-                     seq_len] each; None: nobody can
-    names_symbols    whether its datasets bring symbols of their own (`description.Vocabulary`)
+    read_puzzles     text -> puzzles of any size; ValueError, one line, for a bad one. None: texts are symbols
+    make_up          (metadata, count) -> new puzzles of the dataset's size: inputs and answers, tokens
+                     [count, seq_len] each; None: cannot be generated
+    names_symbols    whether its datasets define symbols of their own (`description.Vocabulary`)
     """
 
     name: str
@@ -306,7 +302,7 @@ class Kind:
     plural: str = "puzzles"
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
-        """Returns why a dataset is not of this kind, None where it may be."""
+        """Returns why a dataset is not of this kind; None where it may be."""
         if (metadata.symbols is not None) != self.names_symbols:
             return "tokens have no symbols of their own" if self.names_symbols else "symbols are its own"
         return self.mismatch(metadata)
@@ -328,10 +324,10 @@ def kinds_of(metadata: Metadata) -> list[Kind]:
 
 
 def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
-    """Finds the kind of a dataset, None where its metadata fits none.
+    """Finds the kind of a dataset; None where its metadata fits none.
 
-    builder: its name in the manifest, which decides between several kinds that fit; else the dataset's
-    augmentation does, else the first counts.
+    Of several that fit, the kind named `builder` (in the manifest) is chosen, else one with the dataset's
+    augmentation, else the first.
     """
     if builder in kind_names() and (kind := find_kind(builder)).mismatch_of(metadata) is None:
         return kind  # and the others need not be imported

@@ -1,8 +1,8 @@
 """Square mazes with one start and one goal.
 
-Tokens: 0 = pad, then '#', space, S, G and 'o' as 1 .. 5. A maze, unless it is a perfect one,
-has a great many shortest paths, and a label is one of them: the exact share tells how well a model copies the
-rule that chose it, the valid and the shortest share how well it solves mazes.
+Tokens: 0 = pad, then '#', space, S, G and 'o' (the path) as 1 .. 5. A maze with loops has a great many
+shortest paths, and its label is one of them. So the metric `exact` measures whether a model copies the rule
+that chose the label; `valid` and `shortest` measure whether it solves mazes.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from dataset.kinds.maze import rules
 TOKEN_OF = {character: token for token, character in enumerate(rules.CHARACTERS, rules.WALL)}
 TOKEN_OF |= dict.fromkeys("+-|", rules.WALL) | {".": rules.OPEN, "E": rules.GOAL, "X": rules.PATH}
 
-_MADE_UP = 4  # a stream of random bits: builders have those before it
+_MADE_UP = 4  # a stream of random bits; builders have the numbers below
 
 
 def _mismatch(metadata: Metadata) -> str | None:
@@ -29,8 +29,10 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 
 def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray]:
-    """valid: whether the answer is the maze with exactly one path from start to goal on it (`is_path`);
-    shortest: valid, and no path has fewer cells. Tokens [n, seq_len] -> bool [n].
+    """Checks answers by the rules: tokens [n, seq_len] -> {check: bool [n]}.
+
+    valid: the answer is the maze with exactly one path on it (`is_path`). shortest: and no path has fewer
+    cells.
     """
     is_valid = rules.is_path(inputs, preds)
     path_cells = np.isin(preds, (rules.START, rules.PATH, rules.GOAL)).sum(axis=1)
@@ -38,9 +40,9 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray
 
 
 def to_square(text: str) -> str:
-    """Returns the cells of a drawing of several lines, row by row; walls make a rectangle a square.
+    """Returns the cells of a maze drawn in several lines, row by row, with walls added to make a square.
 
-    Open cells at the end of a row may be missing, as editors drop spaces there.
+    Spaces at the end of a row, which editors drop, are restored as open cells.
     """
     rows = text.removesuffix("\n").replace("\r", "").split("\n")
     width = max(map(len, rows))

@@ -1,10 +1,10 @@
 """Builds a maze dataset, from the published CSV files or from mazes generated here.
 
-A CSV file has the columns question and answer, a maze row by row, which is a square, or in lines: '#' is a
-wall, a space an open cell, S the start, G the goal, and in the answer 'o' a cell of the path. With --aug a
-group of the training split is a maze and its 7 reflections and rotations, each a puzzle with one example.
-Invariant: every answer is one path from S to G, all mazes are of one size; no variant is a test maze: one
-that would be gives way to its original; the same command gives the same bytes on every machine.
+A CSV file has the columns question and answer: a square maze row by row, or in lines. '#' is a wall, a space
+an open cell, S the start, G the goal, and in the answer 'o' a cell of the path. With --aug a group of the
+training split is a maze and its 7 reflections and rotations, each a puzzle with one example. Invariant: every
+answer is one path from S to G; all mazes are of one size; no variant is a test maze (the original replaces
+it); the same command gives the same bytes on every machine.
 """
 
 import argparse
@@ -22,11 +22,11 @@ from dataset.build.splits import GENERATE, build_puzzles, draw_distinct
 from dataset.kinds.maze import TOKEN_OF, rules, to_square
 
 _SIZE = 30
-_MAX_BATCHES = 1000  # of random mazes without a new one to keep, before giving up: about 10 seconds
+_MAX_BATCHES = 1000  # in a row without a new maze, before giving up: about 10 seconds
 
 
 def build(options: argparse.Namespace) -> None:
-    """Builds what the options ask for."""
+    """Reads or generates the mazes, and writes the dataset."""
     numbers = np.arange(NUM_DIHEDRAL, dtype=np.uint8)[None, :, None]
     build_puzzles(
         options,
@@ -63,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Completes the options. ValueError where they do not go together."""
+    """Fills in defaults. ValueError where options contradict each other."""
     if options.generate is None:
         refuse_options(options, ("size", "min_path_cells", "perfect"), "--generate, not for --source")
     else:
@@ -79,7 +79,6 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def _generate(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
-    """Generates the training and the test mazes."""
     size, least = options.size, options.min_path_cells
     maze = {"size": size, "min_path_cells": least, "is_perfect": bool(options.perfect)}
     drawn = draw_distinct(
@@ -99,7 +98,7 @@ def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> np.ndarra
 
 
 def _read(files: Sequence[Path], *, given: str | None) -> list[np.ndarray]:
-    """Reads the pairs of each file; warns of labels that are right by another rule than the published."""
+    """Reads the pairs of each file; warns of answers other than the paths that the published rule chooses."""
     read, num_cells, num_others, names = [], 0, 0, ("question", "answer")
     for path in files:
         parts = []

@@ -1,10 +1,10 @@
-"""Mazes themselves: their rules, shortest paths, the labels of the published mazes, random mazes.
+"""The rules of mazes: shortest paths, the labels of the published mazes, random mazes.
 
 A maze is a square of cells, row by row; an answer is the maze with a path on it. Both are tokens, uint8
-[count, cells]. The length of a path is the number of its cells, start and goal included.
+[count, cells]. The length of a path is its number of cells, start and goal included.
 
-Many mazes are searched side by side: each cell has one bit for each maze, so that a step into all directions
-in eight mazes is a few operations on bytes. Invariant: everything random is a function of (seed, stream,
+Many mazes are searched side by side: each cell has one bit for each maze, so that a step in all directions in
+eight mazes takes a few operations on bytes. Invariant: everything random is a function of (seed, stream,
 index) (`randomness`).
 """
 
@@ -24,11 +24,10 @@ _BATCH_CELLS, _BATCH_MAZES = 1 << 20, 1 << 11  # at most; other numbers give oth
 
 
 def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Whether each answer is its maze with exactly one path from start to goal on it: bool [count].
+    """Returns whether each answer is its maze with exactly one path from start to goal on it: bool [count].
 
-    Walls, start and goal are where they were, every marked cell is on the path, and the path does not run
-    beside itself, as nobody could tell then in which order it goes. It need not be the shortest.
-    answers: any tokens of any integer dtype.
+    Walls, start and goal are unchanged, and every marked cell is on the path. The path need not be the
+    shortest, but must not touch itself, since the order of its cells would be unclear. answers: integers.
     """
     is_marked = (answers == PATH) | (answers == START) | (answers == GOAL)
     # With walls everywhere else, a shortest path visits every marked cell only if it is the only path.
@@ -51,17 +50,17 @@ def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
 
 
 def published_answers(mazes: np.ndarray) -> np.ndarray:
-    """Finds, of all shortest paths, mostly millions, the one that the published mazes are labelled with.
+    """Returns mazes with their labels as published: one of many shortest paths, uint8 [count, cells].
 
-    It is found breadth-first from the start, with neighbours in the order down, left, right, up; the first
-    cell to discover another is the one before it. Every maze must have a path.
+    The search is breadth-first from the start, with neighbours in the order down, left, right, up; the cell
+    that reaches another first comes before it on the path. Every maze must have a path.
     """
     return np.array([_published_answer(maze) for maze in mazes.tolist()], np.uint8)
 
 
 def _published_answer(maze: list[int]) -> list[int]:
     size = math.isqrt(len(maze))
-    width = size + 1  # a wall ends every row, and one is above and below: no step leaves the maze
+    width = size + 1  # walls after each row, above and below: no step leaves the maze
     tokens = [WALL] * width
     for first in range(0, len(maze), size):
         tokens += [*maze[first : first + size], WALL]
@@ -69,7 +68,7 @@ def _published_answer(maze: list[int]) -> list[int]:
     start, goal = tokens.index(START), tokens.index(GOAL)
     cell_before = {start: start}
     queue = [start]
-    for cell in queue:  # which grows meanwhile
+    for cell in queue:  # grows in the loop
         if goal in cell_before:
             break
         for other in (cell + width, cell - 1, cell + 1, cell - width):
@@ -87,8 +86,8 @@ def _published_answer(maze: list[int]) -> list[int]:
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
     """Yields the cells first reached after 0, 1, 2, ... steps, until no maze has more.
 
-    is_open, is_start: bool [cells, count]. Yields bits, uint8 [size, size, count / 8], which the step after
-    the next one overwrites.
+    is_open, is_start: bool [cells, count]. Yields bits, uint8 [size, size, count / 8]; each array is
+    overwritten two steps later.
     """
     front, next_front = _to_bits(is_start), _to_bits(is_start)
     unseen = _to_bits(is_open)[1:-1, 1:-1]
@@ -106,7 +105,7 @@ def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _to_bits(cells: np.ndarray) -> np.ndarray:
-    """Packs bool [size * size, count] into uint8 [size + 2, size + 2, count / 8]: bits of mazes, 0 around."""
+    """Packs bool [size * size, count] into bits, uint8 [size + 2, size + 2, count / 8]; the border is 0."""
     size, count = math.isqrt(len(cells)), cells.shape[1]
     bits = np.zeros((size + 2, size + 2, -(-count // 8)), np.uint8)
     bits[1:-1, 1:-1] = np.packbits(cells, axis=1).reshape(size, size, -1)
@@ -114,34 +113,34 @@ def _to_bits(cells: np.ndarray) -> np.ndarray:
 
 
 def _is_anywhere(bits: np.ndarray) -> np.ndarray:
-    """Whether each maze has a bit: bool [count, rounded up to 8]."""
+    """Returns whether each maze has a bit in any cell: bool [count, rounded up to 8]."""
     return np.unpackbits(np.bitwise_or.reduce(bits, axis=(0, 1))).astype(bool)
 
 
 def draw_mazes(
     seed: int, *, stream: int, index: int, size: int, min_path_cells: int, is_perfect: bool = False
 ) -> np.ndarray:
-    """Draws some random mazes with a shortest path of at least `min_path_cells`: uint8 [any number, cells].
+    """Draws random mazes with a shortest path of `min_path_cells` cells or more: uint8 [any number, cells].
 
-    Each cell is a wall with the same probability, which is drawn from 0.3 to 0.5 for each maze; start and
-    goal are any two open cells. is_perfect: there is one path between any two cells (`_dig_perfect_mazes`).
+    Each maze has a wall probability from 0.3 to 0.5, the same for all cells; start and goal are random open
+    cells. is_perfect: one path between any two cells instead (`_dig_perfect_mazes`).
 
-    Nearly all mazes with loops have too short a path (all but 1 in 50,000 with size 30 and 110 cells, the
-    published mazes). So the goal is drawn among the cells that are far enough from the start, and the maze
-    kept in proportion to their share of the open cells, which comes to the same. Only, a share of more than
-    120 / (size * size) counts no more than that: with size 30 it is 7 times as fast, and up to size 10 it
-    makes no difference.
+    Nearly all random mazes have too short a path (all but 1 in 50,000 at size 30 with 110 cells, as
+    published). So the goal is drawn among the cells far enough from the start, and the maze is kept with the
+    probability num_far / num_open, which gives the same distribution. Above size 10 the probability is
+    multiplied by size * size / 120, up to 1: 7 times as fast at size 30, but only nearly the same
+    distribution.
     """
     num_cells = size * size
     count = max(min(_BATCH_CELLS // num_cells, _BATCH_MAZES) // 8 * 8, 8)
     bits = random_bits(seed, stream=stream, index=index, count=3 * count + num_cells * count // 4)
     wall_bits, keep_bits, goal_bits = bits[: 3 * count].reshape(3, count)
-    # A height of 16 bits for each cell, of a word the lowest first on every machine; what is low is wall.
+    # A height of 16 bits for each cell, from little-endian words on every machine; low cells become walls.
     heights = bits[3 * count :].astype("<u8", copy=False).view("<u2").reshape(num_cells, count)
     wall_heights = 19_661 + (wall_bits >> np.uint64(48)) * np.uint64(13_107) // np.uint64(65_536)
     is_open = _dig_perfect_mazes(heights) if is_perfect else heights >= wall_heights.astype(np.uint16)
 
-    # The highest of the open cells is any of them, whichever they are. (Of two as high, the later one.)
+    # The start is the highest cell, which is a random open one. (Of two as high, the later one.)
     starts = np.zeros(count, np.int64)
     highest = np.flatnonzero(heights == heights.max(axis=0))
     starts[highest % count] = highest // count
@@ -169,11 +168,10 @@ def draw_mazes(
 
 
 def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
-    """Digs mazes without a loop: bool [cells, count].
+    """Digs mazes without loops by depth-first search, which makes long corridors: bool [cells, count].
 
-    A maze begins with its highest cell. The next one touches the cell that was dug last and no other dug
-    cell; the highest of several. Without one, the search goes back to the cell dug before, and so on: depth
-    first, which makes long corridors. heights: uint16 [cells, count].
+    The highest cell is dug first. The next is the highest cell that touches the last dug cell and no other
+    dug one. Where there is none, the search goes back to the cell dug before. heights: uint16 [cells, count].
     """
     size, count = math.isqrt(len(heights)), heights.shape[1]
     times = np.zeros((size + 2, size + 2, count), np.int32)  # when each cell was dug; 0: a wall
@@ -189,6 +187,6 @@ def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
         beside = (times[:-2, 1:-1], times[2:, 1:-1], times[1:-1, :-2], times[1:-1, 2:])
         num_dug = sum((each > 0).astype(np.int8) for each in beside)
         can_be_dug = ((num_dug == 1) & (inside == 0)).reshape(heights.shape)
-        since = sum(beside).reshape(heights.shape).astype(np.int64)  # of the one cell beside that is dug
+        since = sum(beside).reshape(heights.shape).astype(np.int64)  # when the one dug neighbour was dug
         keys = np.where(can_be_dug, since << 16 | heights, 0)
     return (inside > 0).reshape(heights.shape)

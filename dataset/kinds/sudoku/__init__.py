@@ -1,7 +1,7 @@
 """Sudoku, with boxes from 2x2 to 5x5 cells.
 
-Tokens: 0 = pad, 1 = empty, 2 .. n + 1 = the digits 1 .. n. A sound puzzle has one solution, so that a valid
-answer is the exact one; where the two shares differ, the puzzles have several.
+Tokens: 0 = pad, 1 = empty, 2 .. n + 1 = the digits 1 .. n. A proper puzzle has one solution, so that a valid
+answer is also exact; where the metric `valid` exceeds `exact`, some puzzles have several solutions.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from dataset.kinds.sudoku.texts import BOX_OF, EMPTY_CELLS, SYMBOLS, GridText, l
 
 _EMPTY, _DIGIT_1 = 1, 2  # tokens
 _MOST_SOLUTIONS = 1000  # that are counted
-_MADE_UP = 6  # a stream of random bits: the builder has those before it
+_MADE_UP = 6  # a stream of random bits; the builder has the numbers below
 
 
 def _mismatch(metadata: Metadata) -> str | None:
@@ -44,9 +44,9 @@ def _build_evaluator(folder: Path, metadata: Metadata) -> RowEvaluator:
 
 
 def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[str, np.ndarray]:
-    """valid: whether every row, column and box holds each digit once, and every clue of the input is kept.
+    """Checks answers, tokens [n, seq_len], by the rules: {"valid": bool [n]}.
 
-    inputs, preds: tokens [n, seq_len]. Returns {"valid": bool [n]}.
+    valid: every row, column and box holds each digit once, and every clue of the input is kept.
     """
     is_digit = (preds >= _DIGIT_1) & (preds < _DIGIT_1 + box[0] * box[1])
     digits = np.where(is_digit, preds - (_DIGIT_1 - 1), 0).astype(np.uint8)
@@ -74,7 +74,7 @@ class SudokuPuzzle(Puzzle):
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads Sudokus, one or a list (`texts`)."""
+    """Reads one Sudoku or a list of them (`texts`). ValueError for a bad one, with the line in a list."""
     grids, puzzles = read_grids(text), []
     for grid in grids:
         try:

@@ -1,10 +1,9 @@
 """Builds a Sudoku dataset, from CSV files, from lists of puzzles, or from puzzles generated here.
 
-A CSV file has the columns question and answer, n * n characters row by row, and a number, rating, where
+A CSV file has the columns question and answer, n * n characters row by row, and rating, a number, where
 --min-difficulty asks for it. A puzzle without an answer is solved. In the training split a group is a puzzle
-and its variants, each of them a puzzle with one example. Invariant: every row is a question and a valid
-answer that agrees with it; no variant is a test puzzle; the same command gives the same bytes on every
-machine.
+and its variants, each a puzzle with one example. Invariant: every answer is valid and agrees with its
+question; no variant is a test puzzle; the same command gives the same bytes on every machine.
 """
 
 import argparse
@@ -26,8 +25,8 @@ from dataset.kinds.sudoku import rules
 from dataset.kinds.sudoku.texts import EMPTY_CELLS, SYMBOLS, in_symbols, is_grid_of, read_grids
 from dataset.randomness import random_bits
 
-_AUGMENT, _EASIER = 4, 5  # streams of random bits: `dataset.build.splits` has those before them
-_MAX_REPEATS = 20_000  # generated puzzles in a row that were there already, before giving up
+_AUGMENT, _EASIER = 4, 5  # streams of random bits; `build.splits` has the numbers below
+_MAX_REPEATS = 20_000  # generated puzzles in a row that are not new, before giving up
 _CLUES = matching(
     r"(\d+)-(\d+)",
     "MIN-MAX, such as 32-40",
@@ -64,7 +63,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Completes the options. ValueError where they do not go together."""
+    """Fills in defaults. ValueError where options contradict each other."""
     if options.generate is not None:
         refuse_options(options, ("subsample_size", "min_difficulty"), "--source, not for --generate")
         options.num_test = options.num_test or max(options.generate // 10, 100)
@@ -79,7 +78,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Builds what the options ask for."""
+    """Reads or generates the puzzles, and writes the dataset."""
     box, seed, least, clues = rules.BOXES[options.box], options.seed, options.min_difficulty, options.easier
     num_examples = 2 if clues else 1
 
@@ -100,7 +99,6 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _generate(options: argparse.Namespace, *, box: rules.Box) -> tuple[np.ndarray, np.ndarray]:
-    """Generates the training and the test puzzles."""
     num_train, num_test, clues = options.generate, options.num_test, options.clues
     boxes = f"{box[0]}x{box[1]} boxes"
     if clues is None and num_train + num_test > rules.NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
@@ -128,7 +126,7 @@ def _draw(
 
 
 def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.ndarray:
-    """Returns the inputs of puzzles with more clues; an input that has more than wanted stays as it is."""
+    """Returns the inputs with clues added, up to a number in `clues`; an input with more stays as it is."""
     numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
     for index, pair in enumerate(train - 1):
         bits = random_bits(seed, stream=_EASIER, index=index, count=1 + train.shape[2])
@@ -140,11 +138,10 @@ def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.
 def _draw_transforms(
     num_groups: int, num_aug: int, *, num_examples: int, box: rules.Box, seed: int
 ) -> np.ndarray:
-    """Draws the transforms of every puzzle and its variants: uint8 [groups, 1 + num_aug, bytes]; none of the
-    variants is checked yet. num_examples: of each of them.
+    """Draws a transform for each puzzle of a group, the identity first: uint8 [groups, 1 + num_aug, bytes].
 
-    That a variant is a held-out puzzle is common with 2x2 boxes, where all minimal puzzles are variants of
-    36, and unheard of with 3x3.
+    A variant may still equal a test puzzle. This is common with 2x2 boxes, where all minimal puzzles are
+    variants of 36, and unheard of with 3x3. num_examples: of each puzzle.
     """
     check_count(num_groups, 1 + num_aug, num_examples)
     width, first = rules.bits_per_symmetry(box), rules.no_symmetry(box)
@@ -157,7 +154,7 @@ def _draw_transforms(
 
 
 def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndarray:
-    """Reads every puzzle of a file, checks, solves, then filters it: pairs of tokens."""
+    """Reads the puzzles of a file, checks, solves and filters them: pairs of tokens, uint8 [n, 2, cells]."""
     names, size = ["question", "answer"], box[0] * box[1]
     least, num_solved = options.min_difficulty, 0
     if least is not None:
@@ -197,7 +194,7 @@ def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndar
 def _tables(
     path: Path, names: Sequence[str], *, num_cells: int, given: str | None
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Yields line numbers and columns of a CSV file or of a list; without answers where these are missing."""
+    """Yields line numbers and columns of a CSV file or a list; the column answer may be missing."""
     if sources.is_table(path):
         is_grid = functools.partial(is_grid_of, num_cells=num_cells)
         tables = sources.read_columns(path, names, given=given, optional=["answer"], is_grid=is_grid)
@@ -220,7 +217,7 @@ def _tables(
 
 
 def _solve(question: list[int], *, box: rules.Box, where: str) -> list[int]:
-    """Finds the one solution. ValueError where there is none, or another."""
+    """Finds the only solution. ValueError where there is none, or more than one."""
     try:
         solutions = rules.find_solutions(question, box=box)
     except rules.TooHardError as error:

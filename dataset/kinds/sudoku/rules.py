@@ -20,8 +20,8 @@ from dataset.randomness import random_below, random_bits, random_orders
 
 Box = tuple[int, int]
 
-# Distinct minimal puzzles, counted once by trying all clues of all 4x4 grids; 36 up to symmetry. With larger
-# boxes nobody runs out of them.
+# The number of different minimal puzzles, from trying all clue sets of all 4x4 grids; 36 up to symmetry.
+# There are always enough with larger boxes.
 NUM_MINIMAL_PUZZLES = {(2, 2): 85_632}
 
 _SIDES = range(2, 6)
@@ -29,8 +29,8 @@ BOXES: dict[str, Box] = {
     f"{rows}x{columns}": (rows, columns) for rows in _SIDES for columns in _SIDES[rows - 2 :]
 }
 
-_MOST_GUESSES = 10_000  # of a search: seconds
-_LARGEST_MINIMAL = 9  # digits: larger grids keep the clues that so few guesses do not show to be superfluous
+_MOST_GUESSES = 10_000  # in one search: some seconds
+_LARGEST_MINIMAL = 9  # digits: puzzles of larger grids are not quite minimal (`generate_puzzle`)
 _GUESSES_A_CLUE = 10
 
 
@@ -49,7 +49,7 @@ def unit_cells(box: Box) -> np.ndarray:
 
 
 def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
-    """Whether every row, column and box holds each digit once. [count, n * n] to [count] bool."""
+    """Returns whether every row, column and box holds each digit once: [count, n * n] -> bool [count]."""
     units = unit_cells(box)
     digit_bits = np.left_shift(1, grids, dtype=np.uint32)
     held = np.zeros((len(grids), len(units)), np.uint32)
@@ -62,19 +62,19 @@ def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
 def find_solutions(
     question: Sequence[int], *, box: Box, limit: int = 2, most_guesses: int = _MOST_GUESSES
 ) -> list[list[int]]:
-    """Finds up to `limit` solutions: a second one is mostly all that matters. TooHardError: see the class."""
+    """Finds up to `limit` solutions; two suffice to see if there is only one. TooHardError: see the class."""
     found = _solutions(_candidates(question, box), box, guesses=iter(range(most_guesses)))
     return [_grid(solution) for solution in itertools.islice(found, limit)]
 
 
 def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int:
-    """Counts the solutions, up to `limit`. TooHardError: see the class."""
+    """Counts the solutions, up to `limit`. TooHardError after too many guesses."""
     return len(find_solutions(question, box=box, limit=limit))
 
 
 @functools.cache
 def _bitboards(box: Box) -> tuple[int, list[int], list[int]]:
-    """Returns the whole grid, each unit, and for each cell the cells that share a unit with it."""
+    """Returns bitboards: of all cells, of each unit, and of each cell's peers, the others in its units."""
     units = unit_cells(box).tolist()
     peers = [0] * len(units[0]) ** 2
     for unit in units:
@@ -84,7 +84,7 @@ def _bitboards(box: Box) -> tuple[int, list[int], list[int]]:
 
 
 def _candidates(question: Sequence[int], box: Box) -> list[int]:
-    """Lists for each digit the cells that it may stand in: its clues and the empty cells."""
+    """Returns a bitboard for each digit: the cells that may hold it, its clues and all empty cells."""
     clues = [0] * (box[0] * box[1] + 1)
     for cell, digit in enumerate(question):
         clues[digit] |= 1 << cell
@@ -105,12 +105,12 @@ def _solutions(
     unplaced: int | None = None,
     guesses: Iterator[int] | None = None,
 ) -> Iterator[list[int]]:
-    """Yields every solution within `candidates` (a bitboard for each digit, consumed), as bitboards too.
+    """Yields every solution within `candidates` (a bitboard for each digit, modified), as bitboards too.
 
-    Naked singles, then hidden singles, then a guess: in a cell with two digits if there is one, else of one
-    of two cells of a digit, unless `digit_orders`, the order of the digits in each cell, is given. `unplaced`
-    are the cells with a digit that their peers have not lost yet. Each guess takes one of `guesses`.
-    TooHardError where none is left.
+    Fills in naked singles, then hidden singles, then guesses the digit of a cell with two candidates or,
+    without such a cell, the cell of a digit with two candidates in a unit. digit_orders: the order in which
+    each cell tries digits; only cells are guessed then. unplaced: the cells with a digit still to be removed
+    from their peers. Each guess takes one of `guesses`; TooHardError where none is left.
     """
     whole, units, peers = _bitboards(box)
     unplaced = whole if unplaced is None else unplaced
@@ -168,14 +168,15 @@ def _solutions(
 def generate_puzzle(
     seed: int, *, stream: int, index: int, box: Box, clues: range | None = None
 ) -> tuple[list[int], list[int]] | None:
-    """Generates a minimal puzzle, question and answer: without any one clue it has several solutions.
+    """Generates a minimal puzzle, (question, answer): without any one clue it has several solutions.
 
-    A grid is filled at random; then every cell, in random order, loses its clue unless the puzzle would have
-    a solution with another digit there (the solver decides, so this is exact). One pass is enough: a clue
-    that is needed among many clues is needed among fewer. Grids larger than 9x9 have clues to spare: a clue
-    stays where a few guesses do not find it superfluous, or once only the least of `clues` are left.
+    A random full grid loses its clues in random order. A clue stays if the puzzle without it has a solution
+    with another digit in the cell; the solver decides this exactly. One pass is enough, since a clue that is
+    needed among many clues is needed among fewer. Grids larger than 9x9 need not become minimal: a clue also
+    stays where a few guesses do not decide, and once only the least number of `clues` is left.
 
-    clues: the numbers of clues wanted; None where the puzzle has more (`with_more_clues`).
+    clues: the wanted numbers of clues; more are added (`with_more_clues`). None where the puzzle has too
+    many.
     """
     whole, _, _ = _bitboards(box)
     num_cells, size = whole.bit_length(), box[0] * box[1]
@@ -208,9 +209,9 @@ def generate_puzzle(
 def with_more_clues(
     question: Sequence[int], grid: Sequence[int], *, clues: range, bits: np.ndarray
 ) -> list[int] | None:
-    """Adds clues of the grid in random cells, up to a number drawn from `clues`.
+    """Adds clues of `grid`, the answer, in random cells, up to a number drawn from `clues`.
 
-    Numbers below the question's own are not drawn; None where all are. bits: uint64 [1 + cells].
+    Numbers below the question's own are not drawn; returns None if all are. bits: uint64 [1 + cells].
     """
     num_clues = sum(digit > 0 for digit in question)
     fitting = [number for number in clues if number >= num_clues]
@@ -224,7 +225,7 @@ def with_more_clues(
 
 
 def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
-    """Draws transforms, uint8 [count, 1 + 3 n], of bits, uint64 [count, `bits_per_symmetry`(box)]."""
+    """Makes random transforms, uint8 [count, 1 + 3 n], of bits, uint64 [count, `bits_per_symmetry`(box)]."""
     rows, columns = box
     count, size = len(bits), rows * columns
     ends = np.cumsum([1, columns, rows, size, size])
@@ -251,7 +252,7 @@ def bits_per_symmetry(box: Box) -> int:
 
 
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Orders n lines: the blocks permuted, and the lines in each. in_blocks: [count, blocks, lines]."""
+    """Orders n rows or columns at random: the blocks, and the lines in each. Bits: [count, blocks, lines]."""
     count, num_blocks, num_lines = in_blocks.shape
     order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)
     return order.reshape(count, num_blocks * num_lines)

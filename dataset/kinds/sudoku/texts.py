@@ -1,7 +1,7 @@
 """Sudokus as people write them: rows of cells, drawings with frames, lists with a puzzle a line.
 
-A symbol is a digit, then a letter: 1 to 9 and A to G make a 16x16 grid, up to P a 25x25 one. Letters alone (A
-is 1), 0 to F and numbers parted by spaces are read too. An empty cell is one of `EMPTY_CELLS`.
+The symbols are digits, then letters: 1 to 9 and A to G for a 16x16 grid, up to P for a 25x25 one. Letters
+alone (A is 1), 0 to F, and numbers separated by spaces are read too. An empty cell is one of `EMPTY_CELLS`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ EMPTY_CELLS = ".0_-*"
 BOX_OF: dict[int, Box] = {(rows * columns) ** 2: (rows, columns) for rows, columns in BOXES.values()}
 
 _SIZES = {rows * columns for rows, columns in BOXES.values()}
-_LEAST_CELLS = 36  # of a grid known by its length: fewer may be a row
+_LEAST_CELLS = 36  # of a text that is a whole grid: fewer may be a row
 _FRAME = re.compile(r"[-+=|*\s]*")  # between the boxes of a drawing
 _BETWEEN = re.compile(r"[\s,;:|]+")
 _TITLE = re.compile(r"(?:grid|puzzle|sudoku|board|game|no)\W*\d*\W*", re.IGNORECASE)
@@ -27,7 +27,7 @@ _TITLE = re.compile(r"(?:grid|puzzle|sudoku|board|game|no)\W*\d*\W*", re.IGNOREC
 class GridText:
     """A puzzle as it stands in a text.
 
-    line    its first, from 1
+    line    number of its first line, from 1
     cells   `SYMBOLS`, and "." where one is empty, row by row
     answer  the same, without empty cells; None: not there
     """
@@ -38,7 +38,7 @@ class GridText:
 
 
 def in_symbols(*texts: str, num_cells: int) -> list[str]:
-    """Rewrites the cells of grids that belong together in `SYMBOLS`; what is no cell stays as it is."""
+    """Rewrites grids of one puzzle in `SYMBOLS`, and "." for empty cells; unknown characters stay."""
     grids = ["".join(_split_cells(text)).upper() for text in texts]
     used = set("".join(grids))
     others, first = used - set(EMPTY_CELLS), None
@@ -52,10 +52,10 @@ def in_symbols(*texts: str, num_cells: int) -> list[str]:
 
 
 def read_grids(text: str) -> list[GridText]:
-    """Reads the puzzles of a text. ValueError where there are none, with the line where there are several.
+    """Reads the puzzles of a text. ValueError for JSON, or where a line of a list has no puzzle.
 
-    A text is one grid, in any number of lines, or several, or has a puzzle in every line, with other things
-    such as its number beside it. A full grid behind a puzzle that agrees is its answer.
+    A text is one grid or several, each in lines, or a list with a puzzle in every line, perhaps beside its
+    number and the like. A full grid after a puzzle that agrees is the puzzle's answer.
     """
     if "{" in text:
         raise ValueError("it is no list of puzzles, with characters for cells")
@@ -82,8 +82,8 @@ def read_grids(text: str) -> list[GridText]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields the numbered lines with cells: no remarks behind #, no titles such as "Grid 01", of sections
-    [Puzzle] and a full [State].
+    """Yields (number, line) of lines with cells, without comments after # and titles such as "Grid 01". Of
+    sections it yields [Puzzle], and a [State] without empty cells.
     """
     section, state = "puzzle", []
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
@@ -99,7 +99,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _split_cells(text: str) -> Sequence[str]:
-    """Splits a text into its cells: its fields where these are single or numbers, else its characters."""
+    """Splits a text into cells: at separators, where this gives characters or numbers, else everywhere."""
     text = re.sub(r"[]|[]", " ", text)
     separator = next((each for each in "\t;," if each in text), None)
     fields, known = [field.strip() for field in text.split(separator)], _SIZES | BOX_OF.keys()
@@ -121,7 +121,7 @@ def _whole_grids(line: str) -> list[str]:
 
 
 def is_grid_of(text: str, *, num_cells: int) -> bool:
-    """Returns whether a text is cells of such a grid."""
+    """Returns whether a text is a grid of `num_cells` cells."""
     cells = "".join(_split_cells(text))
     return len(cells) == num_cells and _has_symbols(cells)
 
@@ -136,7 +136,7 @@ def _has_symbols(cells: str) -> bool:
 
 
 def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Drops what is drawn between the boxes, except rows of empty cells, written as -."""
+    """Drops the lines of a drawing's frames, but keeps rows in which - is an empty cell."""
     rows = [(number, line) for number, line in lines if not _FRAME.fullmatch(line)]
     if len(lines) in _SIZES and all(len(line) == len(lines) for _, line in lines):
         return lines
@@ -144,7 +144,7 @@ def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def _join(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Joins rows to grids: as many as there are of one length, else all of them are one."""
+    """Joins rows of equal length into square grids, else all rows into one grid."""
     lengths = {len(cells) for _, cells in rows}
     text = "".join(cells for _, cells in rows)
     if len(lengths) == 1:
