@@ -1,11 +1,11 @@
-"""The exponential moving average (EMA) of the dense weights: steadier weights, for evaluation.
+"""The exponential moving average (EMA) of the dense weights, which evaluations use.
 
-After every step: average = rate * average + (1 - rate) * value. It begins with the initial weights: their
-share after t steps is rate^t, and 0 with bias correction (Adam's, arXiv 1412.6980, section 3). The average of
-the puzzle table is its own (`optimizers.puzzle_table.RowAverage`).
+After every step: average = rate * average + (1 - rate) * weight. Initially the average is the initial weight,
+which has a share of rate^t after t steps, or 0 with bias correction (as Adam's, arXiv 1412.6980, section 3).
+Puzzle embeddings have another class of average (`optimizers.puzzle_table.RowAverage`).
 
-Every rank keeps its share of the averages, a range of the flat buffers that it has the newest weights of. So
-nothing is sent except where the averages are used, and hardly anything is computed twice.
+Every rank keeps the averages of a range of the flat buffers in which it has updated weights. So an update
+sends nothing, and hardly anything is computed twice; only the use of averages needs messages.
 """
 
 import contextlib
@@ -19,39 +19,42 @@ from parallel import log
 from parallel.flat import FlatParameters
 from parallel.shards import Tensors
 
-_FEW = 5  # times as many steps: then less than 0.01 of the initial weights are left
+_FEW = 5  # after 5 / (1 - rate) steps, less than 0.01 of the average are the initial weights
 
 
 class NoAverage:
-    """The absence of an average; and the interface of one."""
+    """The average of a run without EMA, which does nothing; also the interface of the other averages."""
 
     def restart(self) -> None:
-        """Begins anew with the weights as they are now, at step 0."""
+        """Resets the averages to the present weights, as at step 0."""
 
     def update(self, steps: range) -> None:
-        """Takes in the weights, which count for all of `steps`, from 1; there may be none."""
+        """Takes the present weights into the averages, once for each of `steps` (numbered from 1)."""
 
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Takes in rows of a puzzle table that step `step` (from 1) is about to change: int64 [n]."""
+        """Takes in the rows of a puzzle table before step `step` (from 1) changes them.
+
+        identifiers: of these rows, int64 [n].
+        """
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
-        """Replaces the weights by their averages after `step`; all ranks enter it together."""
+        """Replaces the weights by the averages after `step` during the block. All ranks enter it together."""
         yield
 
     def values(self, *, step: int) -> Tensors:
-        """Returns the averages after `step` that this rank keeps, by the weights' names."""
+        """Returns the averages after `step` that this rank keeps, by the names of the weights."""
         return {}
 
     def tensors(self) -> Tensors:
-        """Returns what this rank keeps, to be saved or overwritten."""
+        """Returns the stored state of this rank, for checkpoints; loading overwrites these tensors."""
         return {}
 
 
 class Average(NoAverage):
-    """The averages of flat parameters, float32 on their device.
+    """The averages of flat parameters: float32, on the device of the parameters.
 
-    rate: below 1, close to it. corrects_bias: whether the initial weights are left out.
+    rate: close to 1. corrects_bias: whether the initial weights get no share of the average.
     """
 
     def __init__(self, *flats: FlatParameters, rate: float, corrects_bias: bool = False):
@@ -76,7 +79,7 @@ class Average(NoAverage):
             averages.lerp_(weights, share)  # in one pass over memory
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the averages of each range, and the weights there."""
+        """Yields (averages, weights) of each range that this rank keeps."""
         for flat, pieces in zip(self._flats, self._averages, strict=True):
             for each, averages in zip(pieces.ranges, pieces.buffers, strict=True):
                 yield averages, flat.masters.at(each)
@@ -109,7 +112,7 @@ class Average(NoAverage):
 def build_average(
     config: PretrainConfig, flats: Sequence[FlatParameters], *, total_steps: int | None
 ) -> NoAverage | Average:
-    """Builds the average of the config's `ema`. total_steps: of the run; None: not known."""
+    """Builds the average for the config's `ema`. total_steps: number of steps of the run; None: unknown."""
     if config.ema is None:
         return NoAverage()
     if total_steps is not None:
@@ -119,7 +122,7 @@ def build_average(
 
 
 def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:
-    """Warns where an average spans 1 / (1 - rate) steps that are not few against num_steps of the run."""
+    """Warns if the span of the average, 1 / (1 - rate) steps, is too long for a run of `num_steps`."""
     if num_steps * (1 - rate) >= _FEW:
         return
     held = "" if corrects_bias else f", and {rate**num_steps:.2f} of it are the initial weights"

@@ -1,10 +1,10 @@
-"""The puzzle table: how its rows move, where they live on ranks, and their average.
+"""The table of puzzle embeddings: update of the rows, distribution over ranks, and average (EMA).
 
-Only the rows used in a step move, each by the sign of its gradient, summed over all ranks. `Replicated`:
-every rank has all rows. `RowsByOwner`: each rank has its own (`rows_of_rank`), and fetches before a step what
-it reads of others. `NoTable` stands where the model has none.
+A step updates only the rows that its slots use, each by the sign of its gradient, summed over all ranks.
+`Replicated`: every rank holds all rows. `RowsByOwner`: every row has one rank as owner (`rows_of_rank`), and
+before a step each rank fetches the rows that its slots read. `NoTable`: the model has no puzzle embeddings.
 
-Invariant: the average takes in the old value of a row before the row moves.
+Invariant: before a row changes, the average takes in the old value.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from optimizers.average import NoAverage
 from parallel.collectives import AllToAllPlan, Ranks, has_group
 from parallel.shards import Shard, Tensors, shard_of_rows, slots_of
 
-_SUM_LENGTH = 2  # of a float64 sum, in float32 rows
-_PIECE = 2**16  # rows that travel at once where there are many
+_SUM_LENGTH = 2  # size of a float64 sum, in float32 rows
+_PIECE = 2**16  # rows in one message, at most
 
 
 def sign_sgd_rows_(table: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, weight_decay: float) -> None:
     """Updates rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
 
-    rows: their numbers, [n], where equal ones have equal gradients; gradients: [n, ndim].
+    rows: row numbers, [n]. gradients: [n, ndim]; if a row number repeats, its gradients must be equal.
     """
     moved = table[rows].mul_(1 - lr * weight_decay)
     table[rows] = moved.sub_(gradients.sign().to(table.dtype), alpha=lr)
 
 
 def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the distinct identifiers [n], rising, and for each the sum of its rows, [n, ndim].
+    """Returns the distinct identifiers [m], rising, and for each the sum of its gradients, [m, ndim].
 
-    Sums are float64, so that their sign does not depend on the order of the rows (float32 on mps, which has
-    no other).
+    identifiers: [n], with repeats. gradients: [n, ndim]. Sums are float64 (float32 on mps), so that the sign
+    of a sum does not depend on the order.
     """
     wide = torch.float32 if gradients.device.type == "mps" else torch.float64
     distinct, index = torch.unique(identifiers, return_inverse=True)
@@ -47,12 +47,13 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
 
 
 def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns all identifiers [n], rising, and for each the sum of the rows of its equals: [n, ndim].
+    """Returns the sorted identifiers [n], with repeats, and for each the sum of its gradients, [n, ndim].
 
-    How many are distinct does not matter to any shape, so that a GPU is not waited for.
+    Sums are float64. Unlike in `sum_by_identifier`, no shape depends on the values: the host does not wait
+    for a GPU.
     """
     rising, order = identifiers.sort(stable=True)
-    index = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # which of the distinct ones it is
+    index = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # number among the distinct identifiers
     sums = torch.zeros(len(rising), gradients.shape[1], dtype=torch.float64, device=gradients.device)
     return rising, sums.index_add_(0, index, gradients[order].double())[index]
 
@@ -62,18 +63,18 @@ def _sum_rows(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_of_rank(num_rows: int, index: int, size: int) -> range:
-    """Returns the rows that rank `index` of `size` owns: identifiers equal to it modulo the number of ranks.
+    """Returns the identifiers whose rows rank `index` of `size` ranks owns: index, index + size, ...
 
-    Row i of the whole is row i // size of its owner's.
+    The row of identifier i is row number i // size on the owner.
     """
     return range(index, num_rows, size)
 
 
 class NoTable:
-    """The absence of a puzzle table; and the interface of the homes that a table may have.
+    """The table of a model without puzzle embeddings; also the interface of the other tables.
 
-    is_spread: whether a rank has but a part of the rows. num_distinct: how many rows the slots of this rank
-    use in a step, each counted once; 0: not counted. average: of the rows.
+    is_spread: whether each rank holds only a part of the rows. num_distinct: number of distinct rows that the
+    slots of this rank use in a step; 0: not counted. average: the average of the rows.
     """
 
     is_spread = False
@@ -81,42 +82,54 @@ class NoTable:
     average = NoAverage()
 
     def prefetch(self, identifiers: Tensor) -> None:
-        """Gets the rows that the slots of a step read, int [n] with repeats; all ranks call it."""
+        """Prepares the rows that the slots of a step read; fetches those of other owners. All ranks call it.
+
+        identifiers: int [n], with repeats, of this rank's slots.
+        """
 
     def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
-        """Sums over ranks, for `update_`, what the backward passes of `step` left; all ranks call it.
+        """Sums over ranks the gradients of the backward passes of `step`, for `update_`. All ranks call it.
 
         nums_distinct: `num_distinct` of all ranks, [ranks].
         """
 
     def keep_own(self, *, step: int) -> None:
-        """Takes for `update_` what this rank alone has; step: the first since the tables were equal."""
+        """Takes only this rank's gradients for `update_` (local steps), instead of `reduce`.
+
+        step: the first step after the last merge.
+        """
 
     def update_(self, lr: float) -> None:
-        """Moves the rows, after their average has caught up; no rank waits for another."""
+        """Brings the average of the used rows up to date, and updates these rows. Sends no message."""
 
     def merge(self, *, step: int) -> None:
-        """Makes the tables equal again after steps of each rank's own since `step`; all ranks call it."""
+        """Makes the tables of all ranks equal after local steps, the first one `step`. All ranks call it."""
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Gets the rows of an evaluation, int [n], instead of the step's; all ranks call it."""
+        """Fetches the rows that an evaluation reads, instead of those of a step. All ranks call it.
+
+        identifiers: int [n], of this rank's puzzles.
+        """
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """Overwrites sharded rows. weights: on rank 0 full copies, the whole table among them; else empty."""
+        """Overwrites the rows, if ranks hold different ones, with rank 0's table. All ranks call it.
+
+        weights: on rank 0 whole weights by name, the table among them; {} on other ranks.
+        """
 
     def rows(self) -> Tensors:
-        """Returns the rows of this rank, by the table's name among the weights."""
+        """Returns {the table's name among the weights: rows of this rank}, for checkpoints."""
         return {}
 
 
 class _Table(NoTable):
-    """What both homes share.
+    """The base of `Replicated` and `RowsByOwner`.
 
-    A home says what the identifiers of rows are (`_identifiers_of`), which rows this rank owns
-    (`owned_weights`, a view), and what the embedding reads of something [owned rows, ndim] of all ranks
-    (`all_gather_owned`).
+    A subclass has `_identifiers_of` (the identifiers of row numbers on this rank), `owned_weights` (a view of
+    the rows that this rank owns), and `all_gather_owned` (makes, of values [owned rows, ndim] on each rank,
+    what the embedding's weights are on this rank).
 
-    embedding: the model's, with weights [rows of this rank, ndim]. num_rows: of the whole table.
+    embedding: of the model, with weights [rows on this rank, ndim]. num_rows: of the whole table.
     """
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
@@ -133,9 +146,10 @@ class _Table(NoTable):
 
 
 class Replicated(_Table):
-    """The whole table on every rank, equal after each step, or each `merge`.
+    """A table of which every rank holds all rows.
 
-    slot_counts: how many slots each rank has.
+    Ranks hold equal rows after each step, or with local steps after each `merge`. slot_counts: the number of
+    slots of each rank.
     """
 
     def __init__(
@@ -152,20 +166,19 @@ class Replicated(_Table):
         self._moved: list[Tensor] = []  # identifiers of the rows that this rank alone has moved
 
     def prefetch(self, identifiers: Tensor) -> None:
-        """Counts the rows, rounded up to 8 significant bits, which a message of any dtype holds.
+        """Sets `num_distinct`, rounded up to 8 significant bits, which a message in bfloat16 can hold.
 
-        On CUDA they are not counted: the host would have to wait for the number, and does without.
+        On CUDA, sets 0 (not counted), because the host would have to wait for the number.
         """
         on_cuda = identifiers.device.type == "cuda"
         self.num_distinct = 0 if on_cuda else _round_up(len(torch.unique(identifiers)))
 
     @torch.no_grad()
     def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
-        """Sends one message: on each rank a row for each of its slots, or as many sums.
+        """Gathers the gradients of all ranks in one message, and sums them for each identifier.
 
-        Where identifiers repeat on the ranks, each travels once, with its sum; but a sum is float64, twice as
-        long as a row, so that rows travel as they are where that is less, and always on CUDA. The result is
-        the same.
+        Each rank sends either a float32 gradient for each slot, or a float64 sum for each distinct
+        identifier, if that is shorter; on CUDA always the former. The result is the same.
         """
         self._step, counts = step, list(self._slot_counts)
         identifiers, rows = self.embedding.pop_gradients()
@@ -186,7 +199,7 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def merge(self, *, step: int) -> None:
-        """Makes a row that several ranks have moved the mean of their rows, in float64."""
+        """Sets each row that local steps have updated to the mean over the ranks that have updated it."""
         weights, own = self.embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
         (counts,) = self.ranks.all_gather_counts(len(own), device=weights.device)
@@ -206,7 +219,7 @@ class Replicated(_Table):
         return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
     def all_gather_owned(self, own: Tensor) -> Tensor:
-        """Joins the rows of one rank after the other: it takes little more memory than the result."""
+        """Joins the values of all owners, one after the other, to need little more memory than the result."""
         if not has_group():
             return own
         whole = own.new_empty(self.num_rows, *own.shape[1:])
@@ -220,7 +233,7 @@ class Replicated(_Table):
 
 
 class RowsByOwner(_Table):
-    """The rows of each rank on that rank alone; others fetch what they read, and send back its gradients."""
+    """A table of which each rank holds only its own rows; others fetch rows and send back gradients."""
 
     is_spread = True
 
@@ -244,7 +257,7 @@ class RowsByOwner(_Table):
         self._gradients = _sum_rows(self._plan.own_rows, self._plan.send(sums))
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Gets the rows in pieces: they take little more memory than their own."""
+        """Fetches the rows in several messages, to need little more memory than the rows themselves."""
         distinct, own = torch.unique(identifiers.long()), self.embedding.weights
         rows = own.new_empty(len(distinct), own.shape[1])
         (counts,) = self.ranks.all_gather_counts(len(distinct), device=own.device)
@@ -283,20 +296,21 @@ PuzzleTable = NoTable | Replicated | RowsByOwner
 
 
 class RowAverage(NoAverage):
-    """The moving average of the rows that this rank owns, each as of a step of its own.
+    """The exponential moving average of the rows that this rank owns, updated lazily.
 
-    While a row stands still for n steps its average closes in on it by rate^n, at once, when the row next
-    moves or the average is read. Reading changes nothing, so that a run has the same bits however often it
-    was saved or evaluated.
+    A row does not change in most steps. Over n steps without a change, the difference between average and row
+    shrinks by rate^n: this is computed at once, when the row is about to change or the average is read.
+    Reading leaves the stored state as it is, so that results do not depend on when a run was saved or
+    evaluated.
 
-    rate: below 1, close to it. corrects_bias: whether the initial rows are left out.
+    rate: of the average, close to 1. corrects_bias: whether the initial rows get no share of the average.
     """
 
     def __init__(self, table: Replicated | RowsByOwner, *, rate: float, corrects_bias: bool):
         self._table, self._weights, self._ranks = table, table.owned_weights(), table.ranks
         self._rate, self._corrects_bias = rate, corrects_bias
         self._owned = rows_of_rank(table.num_rows, self._ranks.index, self._ranks.size)
-        # One more is for rows of other ranks: to leave these out, the host would have to wait for a GPU.
+        # The extra row takes writes for rows of other ranks: a selection would make the host wait for a GPU.
         num_kept = len(self._owned) + 1
         self._rows = self._weights.new_zeros(num_kept, self._weights.shape[1])  # row i after step _steps[i]
         self._steps = torch.zeros(num_kept, dtype=torch.int32, device=self._weights.device)
@@ -308,9 +322,9 @@ class RowAverage(NoAverage):
 
     @torch.no_grad()
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Catches up on the rows that step `step` (from 1) is about to change: int64 [n], repeats allowed.
+        """Brings the average up to date, to step - 1, for rows that step `step` (from 1) is about to change.
 
-        A second call for the same step changes nothing.
+        identifiers: int64 [n], with repeats. A second call for the same step changes nothing.
         """
         if not self._owned:
             return
@@ -338,25 +352,28 @@ class RowAverage(NoAverage):
         return {name: self._shard(tensor) for name, tensor in kept.items()}
 
     def _shard(self, tensor: Tensor) -> Tensor | Shard:
-        """Returns a tensor [owned rows, ...] as what this rank keeps of one of all rows."""
+        """Returns values [owned rows, ...] as this rank's shard of a tensor [all rows, ...]."""
         return shard_of_rows(tensor, self._owned, self._table.num_rows, self._ranks)
 
     @torch.no_grad()
     def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
-        """Returns the average of owned rows after `step`; none has moved since its step in `_steps`."""
+        """Returns the average of owned rows after `step`; no row may have changed since its stored step."""
         since = self._steps[rows].unsqueeze(1)
         now, remaining = self._weights[rows], self._rate ** (step - since)
         if self._corrects_bias and step:
             decay = math.log(self._rate)
             remaining *= torch.expm1(since * decay) / math.expm1(step * decay)
         caught_up = now + (self._rows[rows] - now) * remaining
-        return torch.where(since == step, self._rows[rows], caught_up)  # exact, however often it is asked
+        return torch.where(since == step, self._rows[rows], caught_up)  # the exact value for 0 steps
 
 
 def build_table(
     config: PretrainConfig, embedding: nn.Module | None, num_rows: int, ranks: Ranks
 ) -> PuzzleTable:
-    """Builds the home of a model's puzzle embedding, which has `num_local_rows` of `num_rows` rows."""
+    """Builds the table for a model's puzzle embedding, or `NoTable` for None.
+
+    embedding: with `num_local_rows` rows. num_rows: of the whole table. ranks: those that divide the batch.
+    """
     if embedding is None:
         return NoTable()
     decay = config.puzzle_emb_weight_decay
@@ -372,7 +389,7 @@ def build_table(
 
 
 def num_local_rows(config: PretrainConfig, num_rows: int, ranks: Ranks) -> int:
-    """Returns how many rows of the table the model of this rank has."""
+    """Returns the number of rows that the puzzle embedding of this rank must have."""
     return len(rows_of_rank(num_rows, ranks.index, ranks.size)) if _is_spread(config, ranks) else num_rows
 
 
@@ -381,13 +398,13 @@ def _is_spread(config: PretrainConfig, ranks: Ranks) -> bool:
 
 
 def _round_up(count: int) -> int:
-    """Returns the next number of at most 8 significant bits, less than 1 % above."""
+    """Rounds up to a number of at most 8 significant bits, by less than 1 %."""
     unit = 2 ** max(0, count.bit_length() - 8)
     return -(-count // unit) * unit
 
 
 def _pad(identifiers: Tensor, sums: Tensor, *, length: int) -> tuple[Tensor, Tensor]:
-    """Repeats the first identifier, with sums of 0, up to a length."""
+    """Pads to `length` entries: repeats the first identifier, with sums of 0."""
     missing = length - len(identifiers)
     padding = identifiers[:1].expand(missing), sums.new_zeros(missing, sums.shape[1])
     return torch.cat([identifiers, padding[0]]), torch.cat([sums, padding[1]])

@@ -1,4 +1,4 @@
-"""The learning rate of every update: linear warm-up, then a cosine down to a fraction of the peak."""
+"""The learning rate of every step: linear warm-up, then a cosine down to a fraction of the peak."""
 
 import math
 
@@ -6,9 +6,9 @@ from config.schema import PretrainConfig
 
 
 def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int, min_ratio: float) -> float:
-    """Returns the rate of update `step` = 1, 2, ..., total_steps.
+    """Returns the learning rate of step `step` = 1, 2, ..., total_steps, for the peak `base`.
 
-    At the last update it is base * min_ratio, unless all is warm-up.
+    The rate of the last step is base * min_ratio, unless the warm-up takes the whole run.
     """
     if step < warmup_steps:
         return base * step / warmup_steps
@@ -17,7 +17,7 @@ def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int,
 
 
 def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> dict[str, float]:
-    """Returns the rates of update `step`: of the dense weights and of the puzzle embeddings."""
+    """Returns the learning rates of step `step`, as {"lr": ..., "puzzle_emb_lr": ...}."""
     shape = {
         "warmup_steps": config.lr_warmup_steps,
         "total_steps": total_steps,
@@ -29,7 +29,7 @@ def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> di
 
 
 def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
-    """Returns the peaks of all learning rates, by their keys, scaled to the global batch as the config asks.
+    """Returns {key: peak of the learning rate}, scaled to the global batch size as `lr_scaling` asks.
 
     linear: arXiv 1706.02677; sqrt: the rule for Adam-like optimizers, arXiv 2205.10287.
     """

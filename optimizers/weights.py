@@ -1,4 +1,4 @@
-"""The dense weights: where they are in memory, which of them this rank updates, and what moves them."""
+"""The dense weights of a run: flat buffers, the part that this rank updates, and the optimizers."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,9 +20,9 @@ _MOMENTUM = 0.95  # of Muon
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW (arXiv 1711.05101), with moments and count of updates in `state` from the start.
+    """torch's fused AdamW (arXiv 1711.05101), with all of `state` created at the start, for checkpoints.
 
-    A parameter without a gradient stands still.
+    Does not change parameters without a gradient.
     """
 
     def __init__(
@@ -38,11 +38,10 @@ class AdamW(torch.optim.AdamW):
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, with its momentum in `state` from the start, where a checkpoint looks for it.
+    """torch's Muon, with the momentum in `state` from the start, for checkpoints.
 
-    Jordan et al. 2024 (kellerjordan.github.io/posts/muon): momentum, made orthogonal, for matrices.
-
-    Steps are scaled to the size of Adam's (arXiv 2502.16982), so that lr and weight decay mean the same.
+    Muon updates matrices by orthogonalized momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
+    Updates are scaled to the size of Adam's (arXiv 2502.16982), so that the same lr and weight decay fit.
     """
 
     def __init__(self, matrices: Iterable[Tensor], *, lr: float, weight_decay: float):
@@ -53,10 +52,12 @@ class Muon(torch.optim.Muon):
 
 
 class CutMuon(torch.optim.Optimizer):
-    """Muon for matrices that ranks have parts of: each is made orthogonal whole, in turn by one of them.
+    """Muon for matrices that tensor-parallel ranks divide among them.
 
-    Momentum is elementwise, and stays with the parts. ranks: that have the parts of the same matrices; they
-    step together. cuts: of the matrices, by name; a matrix may be empty on all ranks.
+    For each matrix, one rank gathers the parts, orthogonalizes the whole, and sends the parts back; ranks
+    take turns. The momentum is elementwise, and stays with the parts. matrices: this rank's parts, by name,
+    perhaps empty. cuts: {name: which part}. ranks: those with parts of the same matrices; they call `step`
+    together.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class CutMuon(torch.optim.Optimizer):
             matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
     def _change(self, update: Tensor, cut: Cut, *, lr: float, owner: int) -> Tensor:
-        """Returns this rank's part of what one rank makes of the whole update."""
+        """Returns this rank's part of the orthogonalized update, which rank `owner` computes."""
         parts = self._ranks.gather(update, goal=owner)
         if parts is None:
             return self._ranks.scatter(None, like=update, source=owner)
@@ -99,7 +100,7 @@ class CutMuon(torch.optim.Optimizer):
 
 
 class ParameterGroup(NamedTuple):
-    """Weights that one rule moves, with one weight decay, by name."""
+    """The weights, by name, that one optimizer updates with one weight decay."""
 
     names: tuple[str, ...]
     optimizer: torch.optim.Optimizer
@@ -107,12 +108,13 @@ class ParameterGroup(NamedTuple):
 
 
 class Weights:
-    """The dense weights of a run, and all that moves them.
+    """The dense weights of a run on this rank, with the optimizers.
 
-    flats: the flat buffers of the weights: of all; or where blocks are spread over ranks of the rest, and of
-    the blocks that are here. groups: one for each rule and decay. owned: what this rank updates, with the
-    gradient as `grad`. scalars: sent to all ranks in the last message of flats[0]. shapes: of all weights of
-    the model. holders: the ranks that have all blocks together. elsewhere: names of what other stages have.
+    flats: flat buffers, one for all weights, or in a mesh two: weights outside of blocks, and blocks of this
+    rank. groups: one for each optimizer and weight decay. owned: {name: tensor or shard that this rank
+    updates}, with the gradient as `grad`. scalars: numbers sent with the gradients of flats[0]. shapes: of
+    all weights of the model, by name. holders: ranks that together hold every block once. elsewhere: names of
+    weights that are on other pipeline stages only.
     """
 
     def __init__(
@@ -132,9 +134,9 @@ class Weights:
         self.elsewhere = tuple(self._absent)
 
     def clip_(self, limit: float | None) -> Tensor:
-        """Scales the gradients down to a norm of `limit`, where it is given; returns the norm before.
+        """Clips the norm of all gradients to `limit`; returns the norm before clipping. All ranks call it.
 
-        All ranks call it. Each weight counts once.
+        limit: None: no clipping. The norm is of the whole model, also where ranks divide the weights.
         """
         norms = [torch.linalg.vector_norm(flat.gradients) for flat in self.flats]
         norm = norms[0]
@@ -147,18 +149,18 @@ class Weights:
         return norm
 
     def update_(self, lr: float, *, step: int) -> None:
-        """Updates this rank's weights. step: the number of this update, from 1; AdamW keeps its own count."""
+        """Updates this rank's weights. step: number of this step, from 1; AdamW counts steps by itself."""
         for group in self.groups:
             group.optimizer.param_groups[0].update(lr=lr, step=step - 1)
             group.optimizer.step()
 
     def gather_(self) -> None:
-        """Makes what the forward pass reads of what all ranks have updated, or loaded; all ranks call it."""
+        """Gives all ranks the updated or loaded weights, for the next forward pass. All ranks call it."""
         for flat in self.flats:
             flat.gather_()
 
     def tensors(self) -> Tensors:
-        """Returns the weights by name, in the dtype in which they are updated."""
+        """Returns all weights of the model by name, tensors or shards, in the dtype of the update."""
         tensors = self.owned | self._absent
         for flat in self.flats:
             if not flat.is_mixed and not flat.is_part:
@@ -166,7 +168,10 @@ class Weights:
         return tensors
 
     def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
-        """Overwrites the shards of weights with rank 0's copies of the whole; all ranks call it."""
+        """Overwrites sharded weights from rank 0's whole weights. All ranks call it.
+
+        full_copies: on rank 0 the whole of each sharded weight by name; {} elsewhere. ranks: all ranks.
+        """
         for name, shard in sorted(self.tensors().items()):
             if isinstance(shard, Shard):
                 whole = full_copies.get(name, self.flats[0].message.new_empty(shard.shape))
@@ -174,7 +179,7 @@ class Weights:
                 shard.tensor.copy_(part_of_whole(whole, shard).view_as(shard.tensor))
 
     def moments(self) -> Tensors:
-        """Returns what the optimizers keep of the weights that this rank updates, as <moment>.<weight>."""
+        """Returns the optimizers' state for the weights that this rank updates, named <moment>.<weight>."""
         moments: Tensors = {}
         for group in self.groups:
             for name in group.names:
@@ -191,14 +196,17 @@ class Weights:
 def build_flats(
     config: PretrainConfig, network: nn.Module, mesh: Mesh, *, cuts: dict[str, Cut]
 ) -> tuple[FlatParameters, ...]:
-    """Moves a network's weights into flat memory: all together, or spread blocks apart; all ranks call it."""
+    """Moves a network's weights into flat buffers: one, or in a mesh two, the second for blocks.
+
+    All ranks call it. network: a `models.network.Network`. cuts: {name: part of the weight on this rank}.
+    """
     parameters, blocks = dict(network.named_parameters()), network.block_weights()
     matrices = [name for name in blocks if parameters[name].ndim == 2]
     of_blocks = {
         "sharers": mesh.sharers,
         "unsplit": matrices if config.optimizer == "muon" else (),
         "spread": blocks,
-        # DistributedDataParallel knows no dtype of a gradient.
+        # DistributedDataParallel needs gradients in the dtype of the parameters.
         "compute_dtype": None if config.sync == "ddp" else network.dtype,
         "undecayed": network.undecayed,
     }
@@ -209,7 +217,7 @@ def build_flats(
             FlatParameters(rest, SCALARS, ranks=mesh.data, undecayed=network.undecayed),
             FlatParameters(here, ranks=mesh.replicas, is_part=True, cuts=cuts, **of_blocks),
         )
-    # Sums in shared memory are of every step, of all weights, in float32.
+    # Shared memory only serves sums of every step, of all weights, in float32.
     sends_less = config.sync_dtype != "float32" or config.local_steps > 1 or config.train_only != "all"
     on_cpu = all(each.device.type == "cpu" for each in parameters.values())
     in_shared_memory = config.sync == "auto" and on_cpu and not sends_less
@@ -228,13 +236,13 @@ def build_weights(
     tensor: Ranks = ALONE,
     compiler_options: dict[str, Any] | None = None,
 ) -> Weights:
-    """Builds the optimizers of the dense weights, with moments of what this rank updates.
+    """Builds the optimizers for the weights that this rank updates.
 
-    Learning rates are set before every step. A checkpoint holds every tensor in an optimizer's `state`, so
-    that these must exist from the start. Muon moves the `unsplit` matrices, and AdamATan2 then the rest.
+    Muon is for the matrices of blocks; AdamATan2 then updates the rest. Optimizers must create all of `state`
+    at the start, because a checkpoint loads into these tensors.
 
-    shapes, holders: as in `Weights`; None: all weights are here. tensor: the ranks that have parts of the
-    same matrices. compiler_options: of AdamATan2; None: not compiled.
+    shapes, holders: as in `Weights`; by default all weights are on this rank. tensor: the ranks that divide
+    matrices among them. compiler_options: of AdamATan2; None: not compiled.
     """
     assert config.optimizer in ("adamw", "adam_atan2", "muon")
     groups = [group for flat in flats for group in _groups_of(config, flat, tensor, compiler_options)]
