@@ -86,7 +86,7 @@ def evaluate_checkpoint(
     # Model.
     batch_size = config.eval_batch_size or checkpoint.global_batch_size
     with collective_errors():
-        config.check_arch(checkpoint.arch)
+        checkpoint.arch.check_outputs(config.save_outputs)
         model = load_trained_model(checkpoint, data.metadata, raw=config.raw).to(device)
         reasoning, grid = set_up(model, config)
         evaluators.check_rules(grid.selects if grid else ())

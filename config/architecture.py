@@ -80,6 +80,11 @@ class ArchConfig(Strict):
         """Returns whether the same weights work for grids of any size."""
         return False
 
+    def check_outputs(self, names: list[str]) -> None:
+        """Raises ValueError where `save_outputs` names an output that the model does not have."""
+        if "q_continue_logits" in names and not self.has_q_continue:
+            raise ValueError(f"save_outputs: arch={self.name} has no q_continue_logits: leave them out")
+
 
 class NetworkConfig(ArchConfig):
     """The keys of models that are made of blocks and output a token for each cell."""

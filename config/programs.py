@@ -8,15 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-from config.architecture import (
-    Architecture,
-    Damping,
-    DecisionCell,
-    DecisionValue,
-    Fraction,
-    StandardDeviation,
-    Strict,
-)
+from config.architecture import Damping, DecisionCell, DecisionValue, Fraction, StandardDeviation, Strict
 from config.schema import (
     Auto,
     MachineConfig,
@@ -29,7 +21,6 @@ from config.schema import (
     Several,
     Text,
     Value,
-    check_outputs,
     check_votes,
 )
 
@@ -85,10 +76,6 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
             yield "arc_votes join one evaluation: give one checkpoint"
         if "rules" in self.select and not self.evaluators:
             yield "select=rules needs the rules of the puzzle: add evaluators=[KIND], such as [sudoku]"
-
-    def check_arch(self, arch: Architecture) -> None:
-        """Raises ValueError where a model of this architecture lacks an output of `save_outputs`."""
-        check_outputs(self.save_outputs, arch)
 
     @property
     def asks_for_grid(self) -> bool:

@@ -54,12 +54,6 @@ SavedOutput = Literal[
 ]
 
 
-def check_outputs(names: list[str], arch: Architecture) -> None:
-    """Raises ValueError where `save_outputs` names an output that the model does not have."""
-    if "q_continue_logits" in names and not arch.has_q_continue:
-        raise ValueError(f"save_outputs: arch={arch.name} has no q_continue_logits: leave them out")
-
-
 def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str]:
     """Yields a message with valid values where `eval_interval` does not divide `epochs`."""
     if epochs is not None and interval is not None and epochs % interval:
@@ -217,7 +211,7 @@ class PretrainConfig(MachineConfig):
             yield from self._nothing_for(_OF_DENSE_WEIGHTS, of="train_only=puzzle_embeddings")
         if self.ema_bias_correction and self.ema is None:
             yield "ema_bias_correction=true needs ema: without averages there is nothing to correct"
-        check_outputs(self.save_outputs, self.arch)
+        self.arch.check_outputs(self.save_outputs)
         check_votes(self.arc_votes, self.evaluators)
         if self.arch.confuses_symbols:
             yield (
