@@ -34,7 +34,7 @@ def evaluate(
     architecture, also in a stage that trains with others. only_first_batches: one batch of each set, no
     files.
     """
-    options: dict[str, Any] = {"only_first_batches": only_first_batches, "fetch_rows": state.fetch_rows}
+    options: dict[str, Any] = {"only_first_batches": only_first_batches, "fetch_rows": state.table.fetch}
     options |= {"ranks": state.ranks, "stages": state.mesh.pipeline}
     if interruption is not None:
         options["all_reduce_stop"] = interruption.all_reduce_request

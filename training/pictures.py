@@ -30,7 +30,7 @@ def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> Callabl
     """
     set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
     batch = read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
-    state.fetch_rows(batch.puzzle_identifiers.to(state.carry.steps.device))
+    state.table.fetch(batch.puzzle_identifiers.to(state.carry.steps.device))
     model, was_training = state.model, state.model.training
     model.eval()
     try:

@@ -119,13 +119,6 @@ class TrainState:
         with self.average.averaged(step=self.step), self.table.average.averaged(step=self.step):
             yield
 
-    def fetch_rows(self, identifiers: Tensor) -> None:
-        """Fetches the puzzle embeddings that an evaluation reads from other ranks. All ranks call it.
-
-        identifiers: int [n], of the puzzles that this rank evaluates.
-        """
-        self.table.fetch(identifiers)
-
     def broadcast_model_(self, spread: dict[str, Tensor] | None = None) -> None:
         """Overwrites the weights of all ranks with rank 0's, at step 0, and resets averages and strategy.
 
