@@ -22,7 +22,7 @@ from tests.checkpoints import FINGERPRINT, assert_equal, begin_training, do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import complete_program, run_ranks
 from tests.tiny import OVERRIDES, assert_same_row, logged_rows, random_batch, tiny_arch, tiny_config
-from training.checkpoints import CheckpointManager, load_content
+from training.checkpoints import CheckpointManager
 from training.data import open_data
 from training.pictures import think_of_puzzles
 from training.state import TrainState, build_first_state
@@ -97,10 +97,11 @@ def save_in_the_middle(folder: Path, runs: Runs) -> None:
 
 def go_on(folder: Path, starts: list[str], runs: Runs) -> None:
     """Does two steps of each run from what each of the others has saved."""
-    for start, (run, each) in itertools.product(starts, runs.items()):
-        state = begin_training(config := build_config(*each))
-        load_content(folder / start / "step_2", state, fingerprint=FINGERPRINT)
-        state.weights.gather_()
+    for start, (run, (name, layout, options)) in itertools.product(starts, runs.items()):
+        config = build_config(name, layout, options | {"resume": str(folder / start / "step_2")})
+        (folder / start / run).mkdir(exist_ok=True)
+        state = begin_training(config)
+        CheckpointManager(folder / start / run, config=config, fingerprint=FINGERPRINT).resume(state)
         do_steps(state, config, 2, folder / start / run)
     barrier()
 
