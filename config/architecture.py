@@ -63,7 +63,6 @@ class ArchConfig(Strict):
     has_q_continue: ClassVar[bool] = False  # True: the model has the output q_continue_logits
     finds_candidates: ClassVar[bool] = False  # True: the model needs `Metadata.candidates`, found in the data
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
-    no_stages: ClassVar[str] = ""  # why pipeline parallelism is impossible, if it is
     no_mesh: ClassVar[str] = ""  # why neither pipeline nor tensor parallelism is possible
 
     hidden_size: _AtLeastOne
@@ -219,7 +218,6 @@ class FPRMConfig(OneLevelConfig):
 
     title: ClassVar[str] = "FPRM"
     paper: ClassVar[tuple[str, str]] = "Fixed-Point Reasoning Model", "2606.18206"
-    no_stages: ClassVar[str] = "a stage cannot run its blocks for others"
 
     name: Literal["fprm"]
     mlp_t: Literal[False]

@@ -244,8 +244,6 @@ class PretrainConfig(MachineConfig):
             for name in ("H_layers", "L_layers", "num_layers"):
                 if getattr(arch, name, 0) % stages:
                     yield f"{key} does not divide arch.{name}={getattr(arch, name)}: stages have equal shares"
-            if arch.no_stages:
-                yield f"{key} is not for arch={arch.name}: {arch.no_stages}"
             if getattr(arch, "q_target", "exact") == "deferred" and not arch.no_ACT_continue:
                 yield f"{key} needs arch.q_target=exact: ranks would call the network unequally often"
         else:

@@ -107,7 +107,6 @@ class Level(nn.Module):
 
     build: draws the block of a number. take: says what is kept of it, before the next one takes memory.
     recomputes_blocks: whether the backward pass computes each block's activations anew; False at first.
-    pipe: what runs the blocks instead, given a function that runs those that are here; None: all are here.
     """
 
     def __init__(self, build: Callable[[int], nn.Module], num_blocks: int, *, take: Take = take_all):
@@ -116,16 +115,13 @@ class Level(nn.Module):
         for number in range(num_blocks):
             self.layers.append(take(build(number), number, num_blocks))
         self.recomputes_blocks = False
-        self.pipe: Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor] | None = None
 
     def forward(self, state: Tensor, injection: Tensor | int, *context: Any) -> Tensor:
         """Computes the new state, of the shape of `state`. context: what each block takes beside it."""
-        h = state + injection
-        if self.pipe is None:
-            return self._run_blocks(h, *context)
-        return self.pipe(h, lambda each: self._run_blocks(each, *context))
+        return self.run_blocks(state + injection, *context)
 
-    def _run_blocks(self, h: Tensor, *context: Any) -> Tensor:
+    def run_blocks(self, h: Tensor, *context: Any) -> Tensor:
+        """Applies the blocks; a pipeline replaces this by what sends h through all stages."""
         for layer in self.layers:
             if self.recomputes_blocks and torch.is_grad_enabled():
                 h = checkpoint(layer, h, *context, use_reentrant=False, preserve_rng_state=False)

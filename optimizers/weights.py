@@ -187,8 +187,10 @@ class Weights:
                 for moment, tensor in group.optimizer.state.get(tensor_of(part), {}).items():
                     if isinstance(part, Shard) and tensor.ndim:
                         tensor = part._replace(tensor=tensor)
-                    elif group.flat.is_part:  # a count is the same on all ranks that have the weight
-                        tensor = Shard(tensor, (Span(0, 1),), (), is_copy=group.flat.ranks.index > 0)
+                    elif group.flat.is_part:  # a count is the same on all ranks that have some of the weight
+                        cut = group.flat.cuts.get(name)
+                        is_copy = group.flat.ranks.index > 0 or (cut is not None and cut.begin > 0)
+                        tensor = Shard(tensor, (Span(0, 1),), (), is_copy=is_copy)
                     moments[f"{moment}.{name}"] = tensor
         return moments
 

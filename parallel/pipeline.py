@@ -9,6 +9,7 @@ pass is the same in reverse. Embedding, heads, loss, carry and halting run at ho
 docs/parallel.md has the share of time that ranks are idle.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -18,13 +19,13 @@ from torch import Tensor
 
 from parallel.collectives import Ranks
 
-RunBlocks = Callable[[Tensor], Tensor]  # applies the blocks of this stage to the slots of one home
+RunBlocks = Callable[..., Tensor]  # applies the blocks of this stage to the slots of one home, with the context
 
 
 class Level(Protocol):
-    """The interface that a pipeline needs of `models.blocks.Level`: `pipe` runs the blocks of a call."""
+    """The interface that a pipeline needs of `models.blocks.Level`."""
 
-    pipe: Callable[[Tensor, RunBlocks], Tensor] | None
+    run_blocks: RunBlocks
 
 
 class Ring:
@@ -99,16 +100,23 @@ def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *,
 
 
 class _Call(torch.autograd.Function):
-    """The autograd function of a level's call; each stage keeps a piece of the graph for each home."""
+    """The autograd function of a level's call; each stage keeps a piece of the graph for each home.
+
+    Tensors of the context get a gradient of the slots of all homes.
+    """
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor, _anchor: Tensor, ring: Ring, run: RunBlocks) -> Tensor:
+    def forward(ctx: Any, ring: Ring, run: RunBlocks, _anchor: Tensor, h: Tensor, *context: Any) -> Tensor:
         ctx.ring, ctx.pieces = ring, {}
+        ctx.context = [
+            each.detach().requires_grad_(each.requires_grad) if torch.is_tensor(each) else each
+            for each in context
+        ]
 
         def work(home: int, received: Tensor) -> Tensor:
             with torch.enable_grad():
                 x = received.detach().requires_grad_()
-                ctx.pieces[home] = x, run(x)
+                ctx.pieces[home] = x, run(x, *ctx.context)
             return ctx.pieces[home][1].detach()
 
         return circulate(ring, h, work, forward=True)
@@ -120,18 +128,22 @@ class _Call(torch.autograd.Function):
             torch.autograd.backward(y, received)  # adds to the gradients of this stage's weights
             return x.grad
 
-        return circulate(ctx.ring, gradient.contiguous(), work, forward=False), None, None, None
+        of_slots = circulate(ctx.ring, gradient.contiguous(), work, forward=False)
+        return None, None, None, of_slots, *(getattr(each, "grad", None) for each in ctx.context)
 
 
-def call(ring: Ring, h: Tensor, run: RunBlocks) -> Tensor:
-    """Calls a level on this rank's slots, [slots, ...], of equal shape on all ranks; all ranks call it."""
+def call(ring: Ring, run: RunBlocks, h: Tensor, *context: Any) -> Tensor:
+    """Calls a level on this rank's slots, [slots, ...], of equal shape on all ranks; all ranks call it.
+
+    context: what each block takes beside the slots, equal on all ranks.
+    """
     if not torch.is_grad_enabled():
-        return circulate(ring, h, lambda _, received: run(received), forward=True)
+        return circulate(ring, h, lambda _, received: run(received, *context), forward=True)
     # The extra input makes autograd call `backward`, for the weights, even where `h` needs no gradient.
-    return _Call.apply(h, h.new_zeros((), requires_grad=True), ring, run)
+    return _Call.apply(ring, run, h.new_zeros((), requires_grad=True), h, *context)
 
 
 def pipe_levels(levels: Iterable[Level], ring: Ring) -> None:
     """Makes calls of these levels go through the ring; this rank must hold only its stage's blocks."""
     for level in levels:
-        level.pipe = lambda h, run: call(ring, h, run)
+        level.run_blocks = functools.partial(call, ring, level.run_blocks)

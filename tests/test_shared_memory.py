@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from parallel import shared_memory
 from parallel.collectives import all_ranks, barrier
+from parallel.flat import FlatParameters
 from parallel.process_group import rank, world_size
 from parallel.shared_memory import SharedTensors, open_shared_tensors
 from tests.float64 import assert_close
@@ -62,6 +64,9 @@ def _sums_on_nodes(size: int) -> tuple[torch.Tensor, bool]:
     os.environ["GROUP_WORLD_SIZE"] = "3"
     shared_memory.socket.gethostname = lambda: f"node{rank() % 3}"
     assert open_shared_tensors(size, torch.float64, all_ranks()) is None
+    flat = FlatParameters([("w", nn.Parameter(torch.zeros(size)))], ranks=all_ranks(), in_shared_memory=True)
+    assert flat.messages_of_ranks.spans_nodes
+    assert flat.weights_of_ranks is None, "what is no sum stays in a node"
     shared = open_shared_tensors(size, torch.float64, all_ranks(), spans_nodes=True)
     for mine in _drawn(size, rank=rank()):
         shared.own.mul_(0.5 + rank()).add_(mine)

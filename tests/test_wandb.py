@@ -187,9 +187,13 @@ def test_dashboard_is_shown_without_a_network(capsys, monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("unanswered", ["ArtifactType", "CreateArtifact"])
 def test_no_row_is_lost_because_an_artifact_fails(tmp_path, sudoku_folder, unanswered):
-    """Without an answer to ArtifactType log_artifact raises; without CreateArtifact's the client ends."""
+    """Without an answer to ArtifactType log_artifact raises; without CreateArtifact's the client ends.
+
+    The stages of a pipeline think of the puzzles in the pictures together.
+    """
     with WandbServer(unanswered=[unanswered]) as server:
-        options = ("max_steps=12", "wandb_log_checkpoints=all", "wandb_log_puzzles=0")
+        options = ("max_steps=12", "wandb_log_checkpoints=all", "pipeline_parallel_degree=2")
+        options += ("arch.q_target=exact", "arch.H_layers=2", "arch.L_layers=2")
         finished = _train(tmp_path, sudoku_folder, *options, server=server, world_size=2)
         assert finished.statuses == [0, 0], finished.stderr
         (run,) = server.runs.values()
@@ -198,8 +202,9 @@ def test_no_row_is_lost_because_an_artifact_fails(tmp_path, sudoku_folder, unans
         assert not server.versions("code")
         told = _unexpected(finished)
         if unanswered == "ArtifactType":
+            assert any(PICTURES in row for row in run.history)
             assert [line.partition(" is not there, but every row is")[0] for line in told] == [
-                f"warning (rank 0): W&B's copy of {what}" for what in ("the code", "run/step_12")
+                f"warning (rank 0 (stage 0)): W&B's copy of {what}" for what in ("the code", "run/step_12")
             ]
         else:
             assert len(told) == 1

@@ -15,6 +15,7 @@ from tests.test_layouts import (
     assert_equal_to_one,
     assert_files_close,
     assert_programs_agree,
+    begin,
     build_config,
     do_steps,
     go_on,
@@ -26,10 +27,9 @@ from training.checkpoints import CheckpointManager
 _SIZES = (1, 2, 4)
 
 
-def _layouts(name: str, size: int | None = None) -> list[str]:
-    """Returns the layouts of a model, on so many ranks or on any number."""
-    allowed = [layout for layout in LAYOUTS if not (name == "fprm" and "pp2" in layout)]
-    return [layout for layout in allowed if size in (None, LAYOUTS[layout][0])]
+def _layouts(size: int) -> list[str]:
+    """Returns the layouts on so many ranks."""
+    return [layout for layout, (number, _) in LAYOUTS.items() if number == size]
 
 
 @pytest.mark.parametrize("optimizer", ["adam_atan2", "muon", "adamw"])
@@ -37,7 +37,7 @@ def _layouts(name: str, size: int | None = None) -> list[str]:
 def test_every_layout_is_one_process(name, optimizer, tmp_path):
     """With AdamW also accumulation and recomputation."""
     options = {"optimizer": optimizer} | (ACCUMULATION if optimizer == "adamw" else {})
-    runs = {layout: (name, layout, options) for layout in _layouts(name) if layout != "one"}
+    runs = {layout: (name, layout, options) for layout in LAYOUTS if layout != "one"}
     assert_equal_to_one(tmp_path, runs)
 
 
@@ -45,12 +45,12 @@ def test_every_layout_is_one_process(name, optimizer, tmp_path):
 @pytest.mark.parametrize("name", ARCHS)
 def test_every_layout_that_is_resumed_in_itself_has_the_same_bits(name, size, tmp_path):
     options = {"arch": {"forward_dtype": "bfloat16"}}
-    runs = {layout: (name, layout, options) for layout in _layouts(name, size)}
+    runs = {layout: (name, layout, options) for layout in _layouts(size)}
     assert_bits_of_resumed(tmp_path, runs, size)
 
 
 def test_a_run_may_change_from_every_layout_to_every_other(tmp_path):
-    of_size = {size: {layout: ("trm", layout, {}) for layout in _layouts("trm", size)} for size in _SIZES}
+    of_size = {size: {layout: ("trm", layout, {}) for layout in _layouts(size)} for size in _SIZES}
     for size, runs in of_size.items():
         run_ranks(in_float64, size, save_in_the_middle, tmp_path, runs)
     for size, runs in of_size.items():
@@ -63,8 +63,8 @@ def test_a_run_may_change_from_every_layout_to_every_other(tmp_path):
 def _pass_on(folder, size: int) -> None:
     """Goes on with a step in each layout of this size, and saves after each of them."""
     for name in ARCHS:
-        for layout in _layouts(name, size):
-            state = begin_training(config := build_config(name, layout, {}))
+        for layout in _layouts(size):
+            state, config = begin(name, layout, {})
             (folder / name).mkdir(exist_ok=True)
             with CheckpointManager(folder / name, config=config, fingerprint=FINGERPRINT) as checkpoints:
                 checkpoints.resume(state)
@@ -74,8 +74,7 @@ def _pass_on(folder, size: int) -> None:
 
 def _train_alone(folder) -> None:
     for name in ARCHS:
-        config = build_config(name, "one", {})
-        do_steps(begin_training(config), config, len(_layouts(name)) + 1, folder / f"{name} alone")
+        do_steps(*begin(name, "one", {}), len(LAYOUTS) + 1, folder / f"{name} alone")
 
 
 def test_a_run_of_each_model_passes_through_all_layouts(tmp_path):
