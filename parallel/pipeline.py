@@ -19,7 +19,7 @@ from torch import Tensor
 
 from parallel.collectives import Ranks
 
-RunBlocks = Callable[..., Tensor]  # applies the blocks of this stage to the slots of one home, with the context
+RunBlocks = Callable[..., Tensor]  # applies the blocks of this stage to some slots, with their context
 
 
 class Level(Protocol):
@@ -135,7 +135,7 @@ class _Call(torch.autograd.Function):
 def call(ring: Ring, run: RunBlocks, h: Tensor, *context: Any) -> Tensor:
     """Calls a level on this rank's slots, [slots, ...], of equal shape on all ranks; all ranks call it.
 
-    context: what each block takes beside the slots, equal on all ranks.
+    context: what each block takes beside the slots; equal on all ranks.
     """
     if not torch.is_grad_enabled():
         return circulate(ring, h, lambda _, received: run(received, *context), forward=True)
