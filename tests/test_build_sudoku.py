@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from dataset.format import open_split
 from dataset.kinds.sudoku.rules import BOXES, TooHardError, are_solved, count_solutions, find_solutions
 from dataset.sets import FIELDS
+from tests.ranks import REPOSITORY
 from tests.sudoku_source import REAL_DATA, build, files_of, rows_of, source_rows, write_csv
 
 # ------------------------------------------------------------------------------------------------- generating
@@ -32,11 +36,20 @@ def test_clues_are_added_to_minimal_puzzles(tmp_path, box, least, most):
 
 
 @pytest.mark.slow
-def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, monkeypatch):
-    arguments = ["--generate", 20, "--box", "2x2", "--clues", "4-6"]
+def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path):
+    """By a script, which its processes do not run again."""
+    arguments = ["--generate", "20", "--box", "2x2", "--clues", "4-6"]
     build(tmp_path / "alone", *arguments)
-    monkeypatch.setattr("dataset.build.splits._SECONDS_ALONE", 0.0)
-    build(tmp_path / "pool", *arguments)
+    lines = ["from dataset import build", "from dataset.build import splits", "print('once')"]
+    lines += [
+        "splits._SECONDS_ALONE = 0.0",
+        f"build.build_dataset('sudoku', [*{arguments}, '--output-dir', 'pool'])",
+    ]
+    (tmp_path / "script.py").write_text("\n".join(lines))
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
+    run = subprocess.run([sys.executable, "script.py"], **options)
+    assert (run.returncode, run.stdout.count("once"), run.stderr) == (0, 1, "")
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "pool")
 
 

@@ -13,7 +13,9 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -202,11 +204,22 @@ def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Seque
         pending: deque[Iterator] = deque()
         for first in itertools.count(index, _DRAWS_OF_A_TASK):
             draws = range(first, first + _DRAWS_OF_A_TASK)
-            pending.append(pool.map(draw, draws, chunksize=_DRAWS_OF_A_TASK))
+            with _without_main():  # which starts processes
+                pending.append(pool.map(draw, draws, chunksize=_DRAWS_OF_A_TASK))
             if len(pending) > 2 * num_processes:
                 yield from pending.popleft()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Keeps processes that start meanwhile from running the caller's script, as Python makes them do."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def make_split(
