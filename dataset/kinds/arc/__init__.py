@@ -1,7 +1,7 @@
-"""ARC: tasks of a few demonstration pairs and test pairs of coloured grids, each laid into a square field.
+"""ARC: tasks of a few demonstration pairs and test pairs of coloured grids, each grid in a square field.
 
-The rule of a task is in its demonstrations alone, and a model knows it by a puzzle embedding. So a puzzle can
-find the embedding that was trained on them, and lay them out to train a new one.
+Only the demonstrations show a task's rule, and a model learns the rule as a puzzle embedding. An `ArcPuzzle`
+finds the embedding that was trained on its demonstrations, or lays them out to train a new one.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from dataset.kinds.arc.variants import IDENTITY, draw_translations, lay_out
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, crop, to_grid
 from dataset.sets import PuzzleSet
 
-# The colours 0 to 9 as the website of ARC shows them; and text and background nearly so, of a terminal's 256.
+# The colours 0 to 9 as on ARC's website; text and background that come near, of a terminal's 256 colours.
 _COLORS = (
     *("#000000", "#0074d9", "#ff4136", "#2ecc40", "#ffdc00"),
     *("#aaaaaa", "#f012be", "#ff851b", "#7fdbff", "#870c25"),
@@ -39,13 +39,13 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class ArcPuzzle(Puzzle):
-    """A test input of an ARC task. task: all of it, with its demonstrations; None where it is unknown."""
+    """A test input of an ARC task, as a puzzle. task: the whole task, with demonstrations; None: unknown."""
 
     task: Task | None = None
     has_own_rule = True
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the cells of the answer's grid, as the evaluation cuts it out (`corner_grids`)."""
+        """Returns which cells make the answer's grid, cut out as in the evaluation (`corner_grids`)."""
         (grid,) = corner_grids(tokens[None])
         return to_grid(np.arange(len(tokens)))[: grid.shape[0], : grid.shape[1]]
 
@@ -62,7 +62,7 @@ class ArcPuzzle(Puzzle):
         return dataclasses.replace(self, **laid)
 
     def find_identifier(self, training: Split) -> int | None:
-        """Compares the demonstrations with every original task's, the first puzzle of its group."""
+        """Returns the identifier of the original training puzzle with all demonstrations of this task."""
         wanted = {pair.key for pair in self.task.train}
         for puzzle_set in training.sets.values():
             for puzzle in puzzle_set.group_indices[:-1].tolist():
@@ -79,9 +79,9 @@ class ArcPuzzle(Puzzle):
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet:
-        """Lays all demonstrations out `num_views` times, elsewhere in the field each time.
+        """Lays all demonstrations out `num_views` times, each time at random positions in the field.
 
-        Neither turned nor in other colours: those are other puzzles, with embeddings of their own.
+        They are neither turned nor recoloured, since such variants are puzzles with embeddings of their own.
         """
         pairs, transforms = self.task.train, np.tile(np.array(IDENTITY, np.uint8), (num_views, 1))
         size = math.isqrt(len(self.tokens))

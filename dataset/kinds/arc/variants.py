@@ -1,12 +1,12 @@
 """Variants of an ARC task: all of its grids turned or mirrored and in other colours, which keeps its rule.
 
-A transform is 11 bytes: the number of a dihedral transform, then what each of the 10 colours becomes. The
-grids of one example may also be moved inside their field (translations). `dataset.augmentations` applies
-both. The name of a variant has its transform: <task>|||t<dihedral number>|||<what the colours become>.
+A transform is 11 bytes: a dihedral number, then the new colour of each of the 10 colours. The grids of one
+example may also be moved inside their field (translations). `dataset.augmentations` applies both. The name of
+a variant holds its transform: <task>|||t<dihedral number>|||<new colours>.
 
-Two variants are the same puzzle where their pairs are the same, in whatever order. Invariant: no two variants
-that `draw_transforms` returns are the same puzzle, nor is one the original; and what is drawn depends on the
-seed and the task's id alone, so that other tasks may come and go, and more variants begin with the same.
+Two variants are the same puzzle where they have the same pairs, in any order. Invariant: no two variants that
+`draw_transforms` returns are the same puzzle, and none is the original. What is drawn depends on the seed and
+the task's id alone: other tasks do not change it, and a larger number of variants only adds some.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from dataset.sets import PuzzleSet
 # Streams of random bits: a new use takes a new number, as a changed one would change the datasets.
 _TRANSFORMS, _TRANSLATIONS = 0, 1
 _NUMBERS_PER_TRANSFORM = NUM_COLORS  # one for the dihedral number, the others order the colours 1 to 9
-_DRAWS_PER_VARIANT = 5  # before giving up on distinct ones
+_DRAWS_PER_VARIANT = 5  # at most, to find different ones
 _CHUNK_DRAWS = 256
 
 IDENTITY = (0, *range(NUM_COLORS))  # the transform that changes nothing
@@ -34,13 +34,13 @@ _NAME = re.compile(rf"(.+?)(?:({_SEPARATOR}|_)t([0-7])\2([0-9]{{10}}))?", re.DOT
 
 
 def variant_name(task_id: str, transform: list[int]) -> str:
-    """Writes the name of a variant."""
+    """Writes the name of a variant, which `parse_variant_name` reads."""
     number, *colors = transform
     return VARIANT_SEPARATOR.join((task_id, f"t{number}", "".join(map(str, colors))))
 
 
 def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
-    """Parses a name into (task, transform), `IDENTITY` for the task's own. ValueError where it is neither."""
+    """Parses a name into (task, transform), `IDENTITY` for an original. ValueError where it is malformed."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is no name")
@@ -54,8 +54,10 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
-    """Draws the transforms of the original and of `num_aug` variants, all different puzzles: uint8
-    [1 + variants, 11]. There are fewer variants where 5 * num_aug draws have no more.
+    """Draws the transforms of the original and `num_aug` variants, all different puzzles: uint8 [1 +
+    variants, 11].
+
+    There are fewer variants where 5 * num_aug draws find no more.
     """
     bits, num_draws = BitStream(seed, stream=_TRANSFORMS), _DRAWS_PER_VARIANT * num_aug
     bits.seek(_index(task))
@@ -65,9 +67,7 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
 
 
 def dihedral_transforms(task: Task) -> np.ndarray:
-    """Lists the transforms of the original and of its different turned or mirrored images: uint8
-    [1 + variants, 11].
-    """
+    """Lists the transforms of the original and its different turned or mirrored images: uint8 [n, 11]."""
     transforms = (bytes((number, *IDENTITY[1:])) for number in range(NUM_DIHEDRAL))
     return _keep_distinct(task, transforms, most=NUM_DIHEDRAL)
 
@@ -82,8 +82,8 @@ def _keep_distinct(task: Task, transforms: Iterable[bytes], *, most: int) -> np.
 
 
 def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
-    """Makes the function: transform -> bytes that are equal for the same puzzles, and only for those."""
-    # The numbers of rows and columns are moved beyond the colours, which alone are translated.
+    """Makes a function: transform -> bytes that are equal for the same puzzles, and only for these."""
+    # Numbers of rows and columns are shifted beyond the colours: bytes.translate changes colours alone.
     others = bytes(range(NUM_COLORS, 256))
 
     def key(pair: Pair, number: int) -> bytes:
@@ -116,9 +116,11 @@ def _index(task: Task) -> int:
 def draw_translations(
     task: Task, transforms: np.ndarray, num_examples: int, *, size: int, seed: int
 ) -> np.ndarray:
-    """Draws where the grids of the first `num_examples` pairs lie inside size x size, in each puzzle: uint8
-    [puzzles, num_examples, 2], down and right. All but one pair, at random, move, uniformly over the
-    positions that have room for both grids. transforms: [puzzles, 11].
+    """Draws how far down and right each grid is moved in a field of `size` x `size`, in each puzzle.
+
+    Returns uint8 [puzzles, num_examples, 2], for the first `num_examples` pairs. Both grids of a pair move
+    alike, uniformly over the positions with room for both; one pair, at random, stays. transforms: [puzzles,
+    11].
     """
     num_puzzles = len(transforms)
     width = 1 + 2 * num_examples
@@ -136,7 +138,7 @@ def draw_translations(
 def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
     """Makes a set with a group for each task, in a field of `size` rows and columns.
 
-    tasks: pairs, transforms, translations and identifiers of the puzzles of each.
+    tasks: for each task the pairs, and the transforms, translations and identifiers of its puzzles.
     """
     pairs, transforms, translations, identifiers = zip(*tasks, strict=True)
     num_puzzles = [len(each) for each in transforms]

@@ -1,7 +1,7 @@
 """Votes for ARC answers: how often each grid was given to a test input, and how sure the model was of it.
 
-Of each distinct grid only two sums are kept, and they travel in a file of plain arrays, in which nothing can
-be executed. Grids are bytes (`tasks.grid_bytes`).
+Each distinct grid has only two sums. Files of votes have plain arrays, so that loading executes no code.
+Grids are bytes (`tasks.grid_bytes`).
 """
 
 import math
@@ -20,7 +20,7 @@ VOTES_FILE = "votes.npz"
 
 _HALTING_ONE = 1 << 32  # a probability of 1 in fixed point
 _MAX_VOTES = 1 << 30  # for one grid in a file, so that its sums fit into int64
-# In a file of votes: the sums of one grid that one test input got. set: index in `set_names`.
+# An entry of a file of votes: the sums of one grid for one test input. set: index in `set_names`.
 _INTEGERS = {"set": np.int32, "task": np.int32, "test_input": np.int32, "rows": np.uint8}
 _INTEGERS |= {"columns": np.uint8, "votes": np.int64, "halting": np.int64}
 _ENTRY = np.dtype(list(_INTEGERS.items()))
@@ -37,17 +37,16 @@ class TestInput(NamedTuple):
 
 
 class Votes:
-    """Votes of one rank or evaluation.
+    """The votes of one rank or evaluation.
 
-    sums: for each grid that a test input got, the number of votes and the sum of the probabilities that the
-    grid is right, in fixed point.
+    sums: {test input: {grid: (number of votes, sum of the probabilities of being right, in fixed point)}}.
     """
 
     def __init__(self) -> None:
         self.sums: dict[TestInput, dict[bytes, tuple[int, int]]] = {}
 
     def vote(self, test_input: TestInput, grid: bytes, q_halt: float) -> None:
-        """Adds one vote. q_halt: the logit of being right; what is no number counts as probability 0."""
+        """Adds one vote. q_halt: the logit of being right; NaN counts as probability 0."""
         probability = 0.0 if math.isnan(q_halt) else (1 + math.tanh(q_halt / 2)) / 2  # the sigmoid
         self.add(test_input, grid, 1, round(probability * _HALTING_ONE))
 
@@ -69,10 +68,10 @@ class Votes:
         return totals
 
     def ranked(self, test_inputs: Iterable[TestInput]) -> list[bytes]:
-        """Ranks the distinct grids that the test inputs together got, the best first.
+        """Ranks the distinct grids that some test inputs got together, the best first.
 
-        They are ordered by votes, then by mean halting probability, then by their bytes. The empty grid is
-        never an answer: it comes last however many votes it has.
+        The order is by votes, then by mean halting probability, then by bytes. The empty grid is never an
+        answer, and comes last.
         """
         votes, halting = Counter(), Counter()
         for test_input in test_inputs:

@@ -1,4 +1,4 @@
-"""Pairs of grids or texts, of any task and with symbols of their own: what people bring."""
+"""The kind `pairs`: input and output grids or texts of a person's own task, with symbols of their own."""
 
 from pathlib import Path
 

@@ -1,10 +1,10 @@
 """Builds a dataset from pairs of grids or texts, of any task; `files` says how they are written.
 
-The vocabulary is all symbols there are, sorted; the field is as large as the largest grid, or a square where
-grids are turned. In the training split a group is a pair and its variants, each of them a puzzle with one
-example. Where there are several tasks, each has a puzzle identifier. Invariant: what is held out for testing
-is in no group, neither as it is nor as a variant, unless the source itself has it in both splits; the same
-pairs give the same bytes on every machine.
+The vocabulary is all symbols, sorted. Grids lie in a field as large as the largest one, or in a square where
+they are turned. In the training split a group is a pair and its variants, each a puzzle with one example.
+Each of several tasks has a puzzle identifier. Invariant: no test puzzle is in the training split, as it is or
+as a variant, unless the source has the puzzle in both splits; the same pairs give the same bytes on every
+machine.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from dataset.format import BLANK, SPLITS, Split, sha256_of
 from dataset.kinds.pairs.files import Pair, choose_files, read_pairs
 from dataset.randomness import random_below, random_bits, random_orders
 
-_HOLD_OUT, _AUGMENT = 0, 1  # streams of random bits: a changed number would change the datasets
+_HOLD_OUT, _AUGMENT = 0, 1  # streams of random bits; other numbers give other datasets
 _TEST_FRACTION, _NUM_AUG = 0.1, 100
 _MAX_SYMBOLS = 256 - FIRST_SYMBOL  # tokens are bytes
 _MAX_CELLS = 10_000
@@ -72,7 +72,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of how pairs become a dataset."""
+    """Adds the options for making a dataset of pairs, whatever their source."""
     fraction = (
         f"share of each task's pairs that is held out for testing, at least one pair, chosen by the seed "
         f"(default {_TEST_FRACTION}); not where the source says which are"
@@ -110,7 +110,7 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Completes the options. ValueError where they do not go together."""
+    """Fills in defaults. ValueError where options contradict each other."""
     if "symbols" not in options.symmetries:
         refuse_options(options, ("fixed_symbols", "num_aug"), "--symmetries with symbols")
     elif options.num_aug is None:
@@ -165,7 +165,7 @@ def write_pairs(
 
 
 def _fitting(pairs: list[Pair], max_size: tuple[int, int] | None) -> list[Pair]:
-    """Drops repeats, and what is larger than asked for; says how many."""
+    """Drops repeated pairs, and pairs larger than `max_size`, rows and columns; prints how many."""
     kept = list({pair[:4]: pair for pair in reversed(pairs)}.values())[::-1]
     if num_repeats := len(pairs) - len(kept):
         print(f"repeated pairs, taken once: {num_repeats}")
@@ -180,13 +180,13 @@ def _fitting(pairs: list[Pair], max_size: tuple[int, int] | None) -> list[Pair]:
 
 
 def _size_of(pairs: Sequence[Pair]) -> tuple[int, int]:
-    """Returns the most rows and the most columns of the grids of these pairs."""
+    """Returns the largest number of rows and the largest number of columns of the pairs' grids."""
     grids = [grid for pair in pairs for grid in (pair.input, pair.output)]
     return max(map(len, grids)), max(len(grid[0]) for grid in grids)
 
 
 def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str, list[Pair]]:
-    """Divides the pairs, as they say themselves or by the seed; pairs of one task and input stay together."""
+    """Divides the pairs by their own `split`, or at random; pairs of one task and input stay together."""
     if any(pair.split for pair in pairs):
         if fraction is not None:
             raise ValueError("--test-fraction is for a source without splits of its own: drop it")
@@ -194,7 +194,7 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
         if empty := [split for split in SPLITS if not splits[split]]:
             raise ValueError(f"the source has no pair for its {empty[0]} split")
         return splits
-    inputs = defaultdict(dict)  # of each task, in their order; the values are not used
+    inputs = defaultdict(dict)  # by task: the different inputs, in order, as keys
     for pair in pairs:
         inputs[pair.task][pair.input] = None
     held_out = set()
@@ -216,7 +216,7 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
 
 
 def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
-    """Warns of pairs that a person may not want: how many, and where the first is."""
+    """Warns of suspicious pairs: how many, and where the first is."""
     pairs = splits["train"] + splits["test"]
 
     def warn_of(odd: list[Pair], text: str) -> None:
@@ -233,7 +233,7 @@ def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
 
 
 def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
-    """Finds the symbols, integers in their order, then others, and the field that holds all grids."""
+    """Finds all symbols, integers by value and then others, and the size of a field for every grid."""
     found = {cell for pair in pairs for grid in pair[:2] for row in grid for cell in row}
     if len(found) > _MAX_SYMBOLS:
         raise ValueError(f"the pairs have {len(found)} different symbols, more than {_MAX_SYMBOLS}")
@@ -255,7 +255,7 @@ def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
 
 
 def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.Namespace) -> np.ndarray:
-    """Draws the transforms of every pair and its variants: uint8 [pairs, 1 + variants, 1 + symbols]."""
+    """Draws a transform for each pair and its variants: uint8 [pairs, 1 + variants, 1 + symbols]."""
     num_symbols = len(vocabulary.symbols)
     exchanges = "symbols" in options.symmetries
     num_variants = options.num_aug if exchanges else NUM_DIHEDRAL - 1
@@ -277,7 +277,7 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
 
 
 def _free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
-    """Returns which symbols may be exchanged: int64."""
+    """Returns the numbers of the symbols that may be exchanged: int64 [n]."""
     named = (fixed or "").split() if vocabulary.parts_by_spaces else list(fixed or "")
     if unknown := [symbol for symbol in named if symbol not in vocabulary.symbols]:
         there = f"the symbols are {vocabulary.list_symbols()}"

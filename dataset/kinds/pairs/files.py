@@ -1,13 +1,13 @@
 """Reading pairs from files: JSON lines, a JSON array, CSV, TSV, plain or compressed, or parquet.
 
-{"input": grid, "output": grid, "task": "name", "split": "train" or "test"}, the last two only where there are
-several tasks, or the split is given. A grid is a list of rows, each a list of symbols (texts or integers) or
-one text of a character a symbol; a text alone, or a flat list of symbols, is a sequence, unless the text has
-several lines: its rows. In CSV and parquet the columns have these names; a cell of CSV that begins with "["
-is a list as JSON writes it.
+A pair is {"input": grid, "output": grid, "task": "name", "split": "train" or "test"}; task is needed for
+several tasks alone, split where the source divides the pairs. A grid is a list of rows; a row is a list of
+symbols (texts or integers), or one text with a character for each symbol. A text with several lines is a grid
+with these rows; another text, or a flat list of symbols, is a sequence. In CSV and parquet the columns have
+these names; a CSV cell that begins with "[" is a JSON list.
 
-Invariant: a `Pair` is whole; its grids are rectangles of printable symbols. Anything else raises ValueError,
-one line with the file, the line and the reason.
+Invariant: both grids of a `Pair` are rectangles of printable symbols. Anything else raises ValueError, one
+line with the file, the line and the reason.
 """
 
 import importlib
@@ -28,17 +28,19 @@ FIELDS = ("input", "output", "task", "split")
 _GRIDS = FIELDS[:2]
 _TABLES = (".jsonl", ".ndjson", ".csv", ".tsv")
 _ENDINGS = (*_TABLES, *(f"{each}.gz" for each in _TABLES), ".parquet", ".json", ".json.gz")
-# A list as a program prints it, and what is in one.
+# A list as Python or numpy prints it, and an item of one.
 _BRACKETED = re.compile(r"(?:[\w.]+(?=\())?(\[.*\]|[({].*[,\s].*[)}])", re.DOTALL)
 _PRINTED = re.compile(r"""-?\d+\.?\d*|'[^']*'|"[^"]*\"""")
-_SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})")  # as the Hub's datasets are stored
-_MOST_SHOWN, _MOST_FIELDS = 20, 10  # characters of a value that is refused, and fields that are there
+_SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})")  # train-00000-of-00002, as on the Hub
+_MOST_SHOWN, _MOST_FIELDS = 20, 10  # in messages: characters of a value, and names of fields
 _ROWS_AT_ONCE = 1 << 12
 _MOST_CELLS, _MOST_VALUES = 1 << 20, 1 << 27  # of a grid, and of a part of a parquet file
 
 
 class Pair(NamedTuple):
-    """A puzzle as it was read. task, split: "" where none is named. where: the file and the line."""
+    """A puzzle as read from a file. task, split: "" where the file gives none. where: file and line, for
+    messages.
+    """
 
     input: Cells
     output: Cells
@@ -48,9 +50,9 @@ class Pair(NamedTuple):
 
 
 def choose_files(names: Sequence[str]) -> list[str]:
-    """Chooses from a folder's names the files of all pairs, or of both splits, training first."""
+    """Chooses among a folder's names the files of all pairs, or of both splits, training first."""
     found = sorted(name for name in names if name.endswith(_ENDINGS))
-    if any(name.endswith(_ENDINGS[:-2]) for name in found):  # other .json files describe these
+    if any(name.endswith(_ENDINGS[:-2]) for name in found):  # then .json files only describe the data
         found = [name for name in found if not name.endswith(_ENDINGS[-2:])]
     members = defaultdict(list)
     for name in found:
@@ -69,7 +71,7 @@ def choose_files(names: Sequence[str]) -> list[str]:
 
 
 def _check_shards(names: list[str]) -> None:
-    """Raises ValueError unless the files of one stem are one, or all shards of one whole."""
+    """Raises ValueError unless the names are a single file, or all shards of one file."""
     first, *others = names
     if not (match := _SHARD.search(first)):
         if others:
@@ -89,9 +91,9 @@ def _list_endings() -> str:
 
 
 def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tuple[list[Pair], list[str]]:
-    """Reads all pairs of one file, or of the files of both splits; and the names of fields not used.
+    """Reads all pairs of one file, or of the files of both splits; returns also the names of unused fields.
 
-    fields: of the input and of the output.
+    fields: names of the input field and the output field. ValueError with file and line.
     """
     pairs, others, stems = [], set(), {_stem(path.name) for path in files}
     for path in files:
@@ -130,7 +132,7 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
 
 
 def parse_pair(row: dict, *, where: str) -> Pair:
-    """Checks one pair. ValueError says what is wrong with it."""
+    """Checks one pair, a JSON object. ValueError says what is wrong with it. where: file and line."""
     for field in _GRIDS:
         if row.get(field) is None:
             raise ValueError(f"no {field}")
@@ -155,7 +157,7 @@ def _parse_grid(value: Any, name: str) -> Cells:
     if len(value) + sum(len(row) for row in value if isinstance(row, (list, str))) > _MOST_CELLS:
         raise ValueError(f"the {name} has more than {_MOST_CELLS:,} cells")
     if value and not any(isinstance(row, (list, str)) for row in value):
-        value = [value]  # a flat list of numbers: a sequence
+        value = [value]  # a flat list is a sequence
     rows = []
     for number, row in enumerate(value, 1):
         if not isinstance(row, (list, str)):
@@ -180,8 +182,10 @@ def _shown(value: Any) -> str:
 
 
 def _parse_list(value: Any, name: str, *, is_cell: bool) -> Any:
-    """Parses what begins as a list does in a cell of CSV. ValueError where that is no JSON, and where another
-    text is a list as a program prints it: its letters would be the symbols.
+    """Parses a CSV cell that begins with "[" as JSON, and returns other values unchanged.
+
+    ValueError for malformed JSON, and for a text that is a printed list, such as "[1 2]": its characters
+    would become symbols.
     """
     if not isinstance(value, str):
         return value
@@ -200,7 +204,7 @@ def _parse_list(value: Any, name: str, *, is_cell: bool) -> Any:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields the number of each line that is not empty, and its value."""
+    """Yields the number of each line that is not empty, and the line's value."""
     for line, text in enumerate(read_lines(path), 1):
         if text.strip():
             yield line, parse_json(text, where=f"{path}:{line}:")
@@ -231,7 +235,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
             texts = [field.name for field in fields if str(field.type) in ("string", "large_string")]
             if repeated := [name for name in fields.names if fields.names.count(name) > 1]:
                 raise ValueError(f"the column {printable(repeated[0])!r} is there twice")
-            file = parquet.ParquetFile(opened, read_dictionary=texts)  # a text that is there often, once
+            file = parquet.ParquetFile(opened, read_dictionary=texts)  # equal texts are stored once
             groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
             counts = [
                 group.column(index).num_values for group in groups for index in range(group.num_columns)
@@ -242,7 +246,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
                 for row in range(batch.num_rows):
                     number += 1
                     yield number, {name: batch[name][row].as_py() for name in fields.names}
-    except Exception as error:  # a parser of a stranger's bytes raises almost anything
+    except Exception as error:  # the parser raises almost anything on damaged bytes
         if isinstance(error, MissingFileError):
             raise
         raise ValueError(f"{path} is no parquet file ({' '.join(str(error).split())})") from None

