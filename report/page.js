@@ -1,4 +1,4 @@
-// Charts: the point nearest to the pointer says what it is.
+// Charts: a tooltip at the point nearest to the pointer.
 for (const chart of document.querySelectorAll(".chart")) {
   const points = JSON.parse(chart.dataset.points);
   const plot = chart.querySelector(".plot"), picture = plot.querySelector("svg");
@@ -24,7 +24,7 @@ for (const chart of document.querySelectorAll(".chart")) {
   plot.addEventListener("pointerleave", leave);
 }
 
-// Charts over several axes: one is shown.
+// Charts over several axes: buttons choose the axis.
 for (const group of document.querySelectorAll(".axes")) {
   group.addEventListener("click", (event) => {
     const axis = event.target.dataset.axis;
@@ -51,7 +51,7 @@ function addButton(parent, properties, onClick = null) {
   return button;
 }
 
-// The puzzle and the step on the page; the list that the map shows; the timer of whoever plays.
+// The state of the page. list: the puzzles in the map. timer: of the playback.
 const now = { puzzle: null, step: 1, list: [], timer: null };
 let content = null, filters = [];
 
@@ -211,7 +211,7 @@ function watch(unpacked) {
   $("search").addEventListener("input", (event) => search(event.target.value));
   document.addEventListener("keydown", onKey);
   showList(puzzles);
-  showPuzzle(solved.at(-1) ?? puzzles[0], 1); // the first to be seen takes the model a few steps
+  showPuzzle(solved.at(-1) ?? puzzles[0], 1); // starts with a puzzle that takes the model most steps to solve
 }
 
 if ($("pictures")) unpack($("pictures").textContent).then(watch);

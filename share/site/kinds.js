@@ -1,9 +1,9 @@
-// The kinds of puzzles: what may be drawn into a grid, and what an answer must fulfil.
+// The kinds of puzzles: what a user may draw into a grid, and how an answer is checked.
 //
-// A kind has: name; hint; tokens, which may be put into a cell; blank, the token of an empty one; isClue(token), what
-// of a question stays; check(question, answer, puzzle): {ok, text, cells}, cells being those that are wrong, or
-// null where it is not known; problem(question): what is wrong with a question, or null; and perhaps
-// hasRules, paints, draw(question, cell, token).
+// A kind has: name; hint; tokens that a user may put into a cell; blank, the token of an empty cell; isClue(token),
+// whether the answer keeps it; check(question, answer, puzzle), which returns {ok, text, cells: the wrong ones}, or
+// null where the answer is unknown; problem(question), an error in the question or null; and optionally hasRules,
+// paints and draw(question, cell, token).
 
 export function kindOf(facts) {
   const make = { sudoku: facts.box && sudoku, maze, arc }[facts.kind] || plain;
@@ -14,17 +14,17 @@ const range = (first, end) => Array.from({ length: end - first }, (_, index) => 
 
 const count = (cells) => (cells.length === 1 ? "1 cell" : `${cells.length} cells`);
 
-/** Compares with the known answer, of a puzzle that is as it was; a label of -1 counts nowhere. */
+/** Compares with the known answer; null where the puzzle was edited. A cell with label -1 is not compared. */
 function compare(answer, puzzle) {
   if (!puzzle.labels) return null;
   const cells = range(0, answer.length).filter((cell) => ![-1, answer[cell]].includes(puzzle.labels[cell]));
   return { ok: !cells.length, text: cells.length ? `${count(cells)} wrong` : "right", cells };
 }
 
-// Any other puzzle: grids of symbols, without rules that are known here.
+// Any other puzzle: a grid of symbols, without known rules.
 function plain(facts) {
-  const tokens = range(0, facts.vocab_size).filter((token) => facts.symbols[token]); // not padding, nor an end
-  const kept = new Set(), lost = new Set(); // what an answer has wherever the question has it is given
+  const tokens = range(0, facts.vocab_size).filter((token) => facts.symbols[token]); // without padding and end tokens
+  const kept = new Set(), lost = new Set(); // a token is a clue if all answers keep it
   for (const { inputs, labels } of facts.puzzles ?? []) {
     inputs.forEach((token, cell) => labels[cell] === -1 || (token === labels[cell] ? kept : lost).add(token));
   }
@@ -41,7 +41,7 @@ function plain(facts) {
 
 function arc() {
   const hint = "The model learned these tasks from their examples; it sees only the test input.";
-  return { ...plain({ vocab_size: 0, symbols: [] }), name: "ARC tasks", hint }; // which are shown, not drawn
+  return { ...plain({ vocab_size: 0, symbols: [] }), name: "ARC tasks", hint }; // shown only: nothing can be drawn
 }
 
 // Sudoku ----------------------------------------------------------------------------------------------------
@@ -55,12 +55,12 @@ function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
     const row = Math.floor(cell / size), column = cell % size;
     return [row, column, Math.floor(row / boxRows) * boxRows + Math.floor(column / boxColumns)];
   };
-  const units = cells.map(unitsOf); // the numbers of its row, column and box
+  const units = cells.map(unitsOf); // the numbers of the cell's row, column and box
   const peers = cells.map((cell) => cells.filter(
     (other) => other !== cell && units[cell].some((unit, axis) => units[other][axis] === unit),
   ));
 
-  /** The cells with a digit that is twice in a row, column or box. */
+  /** Returns the cells with a digit that occurs twice in a row, column or box. */
   const conflicts = (grid) => cells.filter(
     (cell) => grid[cell] >= DIGIT_1 && peers[cell].some((other) => grid[other] === grid[cell]),
   );
@@ -95,7 +95,7 @@ function maze({ rows: size }) {
     );
   }
 
-  /** The number of steps from the start to every cell; undefined where no way leads. */
+  /** Returns the number of steps from the start to each cell; undefined where it cannot be reached. */
   function distances(grid, isOpen) {
     const start = grid.indexOf(START), steps = new Array(size * size), queue = [start];
     if (start < 0) return steps;

@@ -1,10 +1,10 @@
-// The page: a grid, what is put into it, and the steps of the model on it.
+// The page: a grid that a user may edit, and the answers of the model after each thinking step.
 
 import { kindOf } from "./kinds.js";
 import { Model } from "./model.js";
 import { CHAINS } from "./search.js";
 
-// Which model: the one that a link names, or the first that reads its puzzle: #model=demo&puzzle=1..4........4..1
+// The model that the link names, else the first that fits the link's puzzle: #model=demo&puzzle=1..4........4..1
 const models = await (await fetch("models.json")).json();
 const asked = new URLSearchParams(location.hash.slice(1));
 const fits = (text) => (each) => each.rows * each.columns === text?.length;
@@ -14,26 +14,26 @@ const facts = await (await fetch(`${folder}/page.json`)).json();
 const kind = kindOf(facts);
 const look = {
   ...facts,
-  symbols: facts.symbols.map((symbol, token) => (facts.colors[token] ? " " : symbol)), // the colour says it
+  symbols: facts.symbols.map((symbol, token) => (facts.colors[token] ? " " : symbol)), // the colour shows it
   clues: new Set([...facts.symbols.keys()].filter(kind.isClue)),
-  first_of_field: null, // what is drawn is cut out of the field
+  first_of_field: null, // `grid` cuts the cells to draw out of the field
 };
-const LONGER = [1, 2, 4, 16]; // times as many steps as in training
+const LONGER = [1, 2, 4, 16]; // choices of steps, as multiples of facts.steps
 const model = Model.load(facts, folder);
 const isText = kind.tokens.length > 0 && kind.tokens.every((token) => token === kind.blank || facts.symbols[token].length === 1);
 
-// All that changes. shown: the number of the step on the page; 0 is the question. selected: a cell.
+// The state of the page. shown: the number of the step; 0: the question. selected: a cell.
 const now = { puzzle: null, thoughts: [], shown: 0, selected: 0, brush: kind.tokens[0], total: facts.steps };
-let source = null; // of the thoughts on this puzzle
-let isReady = false; // the model
-let playing = null; // a token of whoever plays; another one stops it
+let source = null; // iterator of the model's steps on this puzzle
+let isReady = false; // whether the model is loaded
+let playing = null; // an object for each playback; playback ends when it changes
 
 // What is shown ---------------------------------------------------------------------------------------------
 
 const rowOf = (cell) => Math.floor(cell / facts.columns), columnOf = (cell) => cell % facts.columns;
 const answerAt = (step) => (step ? now.thoughts[step - 1].tokens : now.puzzle.inputs);
 
-/** The cells that are shown, row by row: of a grid somewhere in a field, the rows and columns with cells of `frame`. */
+/** Returns the cells to show, row by row: the smallest rectangle of the field with all cells of the grid `frame`. */
 function grid(frame) {
   const all = [...frame.keys()];
   const inside = all.filter((cell) => facts.first_of_field === null || frame[cell] >= facts.first_of_field);
@@ -53,7 +53,7 @@ function render() {
   const verdict = thought && kind.check(puzzle.inputs, tokens, puzzle);
   const wrong = new Set(verdict?.cells ?? []);
   const isLast = shown === now.total || (shown && thought.stops);
-  const isOpen = facts.search && isLast && !thought.stops; // not decided
+  const isOpen = facts.search && isLast && !thought.stops; // a search without an answer
   const { cells, columns } = grid(shown && puzzle.labels ? puzzle.labels : tokens);
   const isEditable = kind.tokens.length > 0, shownOf = (values) => cells.map((cell) => values[cell]);
   drawGrid($("board"), look, {
@@ -87,7 +87,7 @@ function render() {
   document.body.dataset.step = shown;
 }
 
-/** Returns what a search knows after a round, and knew before it, of the cells that are shown. */
+/** Returns the candidates of the shown cells after a move of a search, and before that move. */
 function boardOf(step, cells) {
   const { board, guess } = now.thoughts[step - 1], before = now.thoughts[step - 2];
   const goesOn = before && ![guess, before.guess].includes(ANEW);
@@ -163,10 +163,10 @@ function pose(puzzle) {
 
 const link = (name, puzzle) => `#${new URLSearchParams({ ...(models.length > 1 && { model: name }), ...(puzzle && { puzzle }) })}`;
 
-/** A puzzle as text, a symbol for each cell: what a link carries, and what can be pasted. */
+/** Returns a puzzle as text, a symbol for each cell, for a link or to be pasted. */
 const write = (inputs) => inputs.map((token) => (token === kind.blank ? "." : facts.symbols[token])).join("");
 
-/** The puzzle of a text: 1..4 .... .... 4..1; null where it is none. */
+/** Returns the tokens of a text such as 1..4 .... .... 4..1; null where it is no puzzle of this size. */
 function read(text) {
   const tokens = [...text.replace(kind.paints ? /[\r\n]/g : /\s/g, "")].map((symbol) => {
     const token = facts.symbols.findIndex((each) => each && each.toLowerCase() === symbol.toLowerCase());
@@ -175,7 +175,7 @@ function read(text) {
   return tokens.length === facts.rows * facts.columns && !tokens.includes(-1) ? tokens : null;
 }
 
-/** Poses the puzzle of the link: its text, or its number where it cannot be written. */
+/** Shows the puzzle of the link, given as text, or as a number where its tokens have no symbols. */
 function poseLinked(text) {
   const tokens = isText && text !== null ? read(text) : null;
   const index = isText ? facts.puzzles.findIndex(({ inputs }) => `${inputs}` === `${tokens}`) : text - 1;
@@ -184,13 +184,13 @@ function poseLinked(text) {
   else next();
 }
 
-/** Poses the test puzzle after this one, from the first. */
+/** Shows the next puzzle of the list; after the last one, or after an own puzzle, the first. */
 function next() {
   const index = (now.puzzle?.number ?? 0) % facts.puzzles.length;
   pose({ ...facts.puzzles[index], number: index + 1 });
 }
 
-/** The identifier stays, as the grid is still of that task. */
+/** Shows a puzzle of the user. It keeps the identifier: the puzzle still belongs to that task. */
 function poseOwn(inputs) {
   pose({ inputs, labels: null, identifier: now.puzzle.identifier, from: "Your own puzzle" });
 }
@@ -200,7 +200,7 @@ function put(cell, token) {
   poseOwn(kind.draw ? kind.draw(inputs, cell, token) : inputs.with(cell, token));
 }
 
-/** Thinks until there is a step of this number; false where another puzzle came in between. */
+/** Runs the model up to a step; resolves to false if another puzzle was chosen meanwhile. */
 async function think(step) {
   const { puzzle } = now;
   source ??= (await model).think(puzzle.inputs, puzzle.identifier, (round) => {
@@ -300,7 +300,7 @@ function onKey(event) {
   event.preventDefault();
 }
 
-/** Takes a whole puzzle as text; of another size it goes to a model that reads it. */
+/** Shows a pasted puzzle; one of another size opens the model for that size. */
 function onPaste(event) {
   if (!kind.tokens.length) return;
   event.preventDefault();

@@ -1,16 +1,16 @@
-// A search: boards of candidates, which the model strikes out and guesses (models/lattice.py).
+// A search (LDT) on boards: the model strikes out candidates of cells, and guesses (models/lattice.py).
 
-export const CHAINS = 4; // that search at once, each by guesses of its own
-const SECONDS = 60; // after which a puzzle is not decided
-const NO_GUESS = -1; // ANEW is of grid.js
+export const CHAINS = 4; // independent searches at the same time, with different random guesses
+const SECONDS = 60; // then the search ends without an answer
+const NO_GUESS = -1; // ANEW, from grid.js: the board starts again
 
 const logit = (share) => Math.log(share / (1 - share));
 
-/** Searches, and yields the rounds of the chain that answers; of none that does, the rounds of the first one.
+/** Searches in CHAINS chains, then yields the moves of the first chain with an answer, else of the first chain.
  *
- * look: of the candidates of all chains, 0 or 1 each, the outputs of the model. A round has what a step of
- * another model has, and board: the bits of the tokens that each cell may be; guess: a cell, or a code; total:
- * how many rounds there are.
+ * look: runs the model on the candidates of all chains, 0 or 1 each. A move has the values of a thinking step
+ * (`Model.reason`), and board: for each cell the candidates as bits; guess: the guessed cell, or a negative code;
+ * total: the number of moves.
  */
 export async function* searching(look, facts, inputs, onRound) {
   const { values, candidates } = facts.search, size = inputs.length * values.length;
@@ -36,7 +36,7 @@ export async function* searching(look, facts, inputs, onRound) {
   for (const round of rounds[answer]) yield { ...round, total: rounds[answer].length };
 }
 
-/** Strikes out candidates of a board, and pins one cell, unless it is solved, or contradictory: then it begins anew. */
+/** Strikes out candidates of a board in place, and guesses a cell; a contradictory board starts again. */
 function move(board, entered, { keep, digit, conflict }, { values, kill_threshold, conflict_threshold }) {
   const width = values.length, open = [];
   let isContradictory = conflict > logit(conflict_threshold);
@@ -61,7 +61,7 @@ function move(board, entered, { keep, digit, conflict }, { values, kill_threshol
 const range = (first, end) => Array.from({ length: end - first }, (_, index) => first + index);
 const count = (board, entries) => entries.reduce((sum, entry) => sum + board[entry], 0);
 
-/** Returns what a page shows of a board: a cell has its value once there is but one, until then its input. */
+/** Returns a board as a thinking step: the value of a cell with one candidate, else the cell's input. */
 function describe(board, inputs, values) {
   const cells = inputs.map((_, cell) => values.filter((_, value) => board[cell * values.length + value]));
   return {

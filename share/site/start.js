@@ -1,4 +1,4 @@
-// Begins the page, or says why it cannot.
+// Starts the page, or shows why it cannot start.
 
 const notice = document.getElementById("notice");
 const tell = (text) => { notice.textContent = text; notice.hidden = false; };
