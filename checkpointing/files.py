@@ -1,8 +1,8 @@
-"""A checkpoint on disk: its files, which are the ones of a run, and whether it is what was written. And the
-log of the run, beside its checkpoints, which says which of them is the best.
+"""Checkpoint folders of a run: names, manifest, verification, removal; also the rows of the run's log.
 
-The manifest has size and sha256 of every file, and a digest of its own content; there is one way to write it,
-so that no byte of it can change unnoticed. A folder is named `step_<N>` only once all of it is there.
+The manifest has the size and the sha256 of every file, and a digest of the manifest's own content. Its text
+is fully determined by these, so that any changed byte is noticed. A folder gets the name `step_<N>` only
+after all its files are written.
 """
 
 import contextlib
@@ -20,31 +20,31 @@ from config.writing import remove_unfinished_files
 from dataset.format import sha256_of
 from parallel import log
 
-WEIGHTS, EMA_WEIGHTS = "weights", "ema_weights"  # parts of a checkpoint (`checkpointing.tensors`)
+WEIGHTS, EMA_WEIGHTS = "weights", "ema_weights"  # files of tensors (`checkpointing.tensors`), without suffix
 CONFIG_FILE = "config.yaml"
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 METRICS_FILE = "metrics.jsonl"
-STARTS_FILE = "starts.jsonl"  # of a run: with which command, code and hardware it began, and went on
-SHARED_CONFIG_FILE = "config.json"  # these two are a checkpoint to share, on the Hub or as a folder
+STARTS_FILE = "starts.jsonl"  # in a run folder: command, code and hardware of each start of the run
+SHARED_CONFIG_FILE = "config.json"  # these two files are a checkpoint that `share push` makes
 SHARED_WEIGHTS_FILE = "model.safetensors"
 BEST_STEP, SELECTED_BY = "best/step", "best/selected_by"  # in rows of the log; and best/<metric>
 
 
 class CorruptCheckpointError(ValueError):
-    """A file of the checkpoint is missing, or not what was written. The message has the word "corrupt"."""
+    """The error for a checkpoint with a missing or changed file. The message has the word "corrupt"."""
 
 
 def step_of(path: Path) -> int | None:
-    """Returns N of a path that is named step_<N>, as URM's code has it with .pt behind it; else None."""
+    """Returns N of a path named step_<N>, or step_<N>.pt as in URM's public code; None for other names."""
     match = re.fullmatch(r"step_(\d+)(?:\.pt)?", path.absolute().name)
     return int(match[1]) if match else None
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Reads state.json; nothing where it is not there, as beside weights that somebody copied.
+    """Reads state.json of a checkpoint; {} if the file is missing, as where only weights were copied.
 
-    ValueError, one line, where it is no JSON object.
+    Raises ValueError if the file holds no JSON object.
     """
     path = folder / STATE_FILE
     try:
@@ -59,19 +59,19 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
-    """Lists the checkpoint folders of a run, the newest last, damaged ones too."""
+    """Returns the folders step_<N> of a run, newest last, damaged ones included."""
     folders = [path for path in run_folder.glob("step_*") if step_of(path) is not None and path.is_dir()]
     return sorted(folders, key=step_of)
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """Finds the complete checkpoint with the highest step, without looking at its content."""
+    """Returns the checkpoint with a manifest and the highest step, unverified; None if there is none."""
     complete = [path for path in checkpoints_in(run_folder) if (path / MANIFEST_FILE).is_file()]
     return complete[-1] if complete else None
 
 
 def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields values and text of all whole lines of the log: a killed process may have left one unfinished."""
+    """Yields (values, text) of each row of a run's log; skips a line that a kill has left unfinished."""
     with contextlib.suppress(MissingFileError):
         for line in read_lines(run_folder / name):
             with contextlib.suppress(ValueError):
@@ -85,9 +85,9 @@ def _is_step(value: Any) -> bool:
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
-    """Finds the best checkpoint of a run, as its log has it; returns it, and which puzzles chose it.
+    """Returns the best checkpoint by a run's log, and the puzzles that chose it, "validation" or "test".
 
-    ValueError, one line, where there is none.
+    Raises ValueError if there is none.
     """
     rows = [values for values, _ in read_rows(run_folder) if _is_step(values.get(BEST_STEP))]
     if not rows:
@@ -104,15 +104,15 @@ def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
 
 
 def manifest_text(files: dict[str, dict[str, Any]]) -> str:
-    """Makes the manifest of files given as {name: {"bytes": ..., "sha256": ...}}."""
+    """Returns the text of a manifest. files: {name: {"bytes": size, "sha256": hex digest}}."""
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"files": files, "sha256": digest}, indent=1, sort_keys=True) + "\n"
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Reads every file once and compares it with the manifest.
+    """Compares every file of a checkpoint with the manifest.
 
-    Raises CorruptCheckpointError where anything differs, ValueError where something may not be read.
+    Raises CorruptCheckpointError if anything differs, ValueError if permission to read is missing.
     """
     try:
         text = read_bytes(folder / MANIFEST_FILE)
@@ -132,24 +132,24 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def unfinished_folder(goal: Path) -> Path:
-    """Names a folder to write a checkpoint into until it is complete."""
+    """Returns a random temporary name, beside `goal`, for a checkpoint that is not complete."""
     return goal.with_name(f"{goal.name}.tmp-{secrets.token_hex(4)}")
 
 
 def remove_unfinished(run_folder: Path) -> None:
-    """Removes what killed processes left unfinished. Nobody may be writing."""
+    """Removes unfinished checkpoints and files that killed processes have left. No process may be writing."""
     remove_unfinished_files(run_folder)
     for path in run_folder.glob("step_*.tmp*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint; what a kill leaves of it never passes for one. Raises OSError."""
+    """Removes a checkpoint; first renames it, so that a kill leaves no damaged checkpoint. Raises OSError."""
     shutil.rmtree(folder.rename(unfinished_folder(folder)))
 
 
 def set_aside(folder: Path) -> Path:
-    """Renames a folder that is no good checkpoint to <name>.corrupt and returns that. Raises OSError."""
+    """Renames the folder of a damaged checkpoint to <name>.corrupt; returns the new path. Raises OSError."""
     number, goal = 1, folder.with_name(f"{folder.name}.corrupt")
     while goal.exists():
         number += 1
@@ -158,10 +158,10 @@ def set_aside(folder: Path) -> Path:
 
 
 def newest_whole(folders: list[Path], *, are_ours: bool) -> Path | None:
-    """Finds the last of the folders that is what was written; None without folders.
+    """Returns the newest undamaged checkpoint among `folders` (newest last); None without folders.
 
-    Warns of damaged ones after it, and sets these aside if they `are_ours`. ValueError where all are damaged:
-    to begin anew is for a person to decide.
+    Warns of newer, damaged ones. are_ours: whether to rename these. Raises ValueError if all are damaged, so
+    that the user decides whether to start again.
     """
     damaged = []
     for folder in reversed(folders):

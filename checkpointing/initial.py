@@ -1,4 +1,4 @@
-"""The weights that a run begins with where `init_from` names a checkpoint."""
+"""Loads the initial weights of a run from the checkpoint that `init_from` names."""
 
 import torch
 from torch import Tensor
@@ -14,11 +14,12 @@ _TABLE = PuzzleEmbedding.weights_name
 
 
 def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[str, Tensor]:
-    """Overwrites the weights of this rank with a checkpoint's, with EMA with its averages. arch: of the run.
+    """Overwrites weights of this rank with those of a checkpoint, or the averages if the checkpoint has some.
 
-    A puzzle table of another size is filled with the mean of its rows. ValueError where anything else does
-    not fit, with the keys that the checkpoint's arch needs. No rank waits for another. Returns by name the
-    full copies of sharded weights, which are not overwritten.
+    targets: this rank's weights; tensors are overwritten, shards are not. Returns {name: whole weight} for
+    the shards, to be sent to all ranks. Sends no message. A puzzle table of another size is filled with the
+    mean of the checkpoint's rows; any other difference raises ValueError, with the keys that would fit. arch:
+    of the run.
     """
     checkpoint = find_checkpoint(location)
     try:
@@ -32,7 +33,7 @@ def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[s
 
 
 def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
-    """Lists the words of a command line that make one arch of another."""
+    """Returns the command-line words that change the architecture `instead_of` into `arch`."""
     words, own = [], instead_of.model_dump()
     if arch.name != instead_of.name:
         words, own = [f"arch={arch.name}"], load_defaults(f"arch/{arch.name}")
@@ -40,7 +41,7 @@ def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
 
 
 def fill_(targets: Tensors, stored: dict[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Overwrites weights as `copy_weights_` does, and says so of the table; source: `stored` in messages."""
+    """Does the copying of `copy_weights_`. stored: {name: whole weight}. source: name of it in messages."""
     if missing := sorted(targets.keys() ^ stored.keys()):
         where = "this run" if missing[0] not in targets else "the checkpoint"
         raise ValueError(f"{source} is of another architecture: {where} has no {missing[0]}")

@@ -1,8 +1,7 @@
-"""A trained model from a checkpoint of any origin: our folders, what `share push` makes of them, and the
-files of the models' public code (`published`); on this machine or on the Hugging Face Hub.
+"""Loads a trained model from a checkpoint: of a run, of `share push`, or of the models' public code.
 
-Nothing in a checkpoint is executed: weights are safetensors, or a `torch.save`d dict read with
-`weights_only=True`; configs are plain YAML, in which only names that are known here select anything.
+A checkpoint may be on this machine or on the Hugging Face Hub. Nothing in it is executed: weights are
+safetensors, or a `torch.save`d dict read with `weights_only=True`; configs are plain YAML or JSON.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors
 from parallel.process_group import is_main, local_rank
 
-if TYPE_CHECKING:  # a run that begins from nothing loads nothing of the Hub
+if TYPE_CHECKING:  # the Hub's modules are imported only when needed
     from dataset.hub import Address
 
-SHIPPED = Path(__file__).resolve().parent.parent / "weights"  # a folder for each model of the repository
-_LIGHTNING = ".ckpt"
-ARCH_WORD = "arch=checkpoint"  # of a command line
+SHIPPED = Path(__file__).resolve().parent.parent / "weights"  # trained models in this repository
+_LIGHTNING = ".ckpt"  # suffix of PyTorch Lightning's checkpoints, which cannot be read
+ARCH_WORD = "arch=checkpoint"  # on a command line: the architecture of `init_from`
 
 
 class _Recorded(Strict):
-    """The keys that are read of a checkpoint's config; the rest of it says how it was trained."""
+    """The keys of a checkpoint's config that are used here; others are ignored."""
 
     arch: Architecture
     data_path: Paths
@@ -64,7 +63,7 @@ class _Recorded(Strict):
 
 
 class _Shared(Strict):
-    """The keys that are read of a config.json that `share push` wrote."""
+    """The keys of a config.json by `share push` that are used here; others are ignored."""
 
     run: dict[str, Any]
     step: NonNegativeInt
@@ -76,14 +75,14 @@ class _Shared(Strict):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint as evaluation needs it.
+    """A description of a checkpoint, without its weights.
 
-    path: a step_<N> folder, or a file of weights with its config beside it. step: None where it does not say
-    so. data_paths: as the run's config names them. seq_len: of the data it was trained on; dataset_info: of
-    that data (`dataset.description`), as JSON values; None where it does not say so. selected_by: the puzzles
-    that chose it as the best of its run, validation or test; None for any other. has_averages: it has the
-    averages (EMA) of the weights alone. address: where on the Hub it is, with the commit. fingerprint: of the
-    content of its data, where a run of ours says so.
+    path: a step_<N> folder, or a file of weights with a config in the same folder. step: None if unknown.
+    data_paths: dataset folders in the run's config. seq_len, dataset_info: of the training data, the latter
+    as JSON values (`dataset.description`); None if unknown. selected_by: the puzzles that chose the
+    checkpoint as the best of a run, "validation" or "test"; None if nothing chose it. has_averages: whether
+    the weights of the checkpoint are averages (EMA), and the raw weights are missing. address: on the Hub,
+    with the commit; None if local. fingerprint: hash of the training data; None if unknown.
     """
 
     path: Path
@@ -107,16 +106,17 @@ class Checkpoint:
 
     @property
     def run_folder(self) -> Path:
-        """The folder of its results: the run's own, and for one of the Hub checkpoints/hf/OWNER/NAME."""
+        """Returns the folder for results: the run's folder, or for the Hub checkpoints/hf/OWNER/NAME."""
         is_here = self.address is None
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
     def find_data(self) -> list[Path]:
-        """Finds the recorded dataset folders: in the working directory, else in the run folder or one above.
+        """Returns the paths of `data_paths`, relative to where a dataset is found.
 
-        A folder counts only with a dataset in it: `dataset`, say, is also a folder of this repository.
+        Looks in the working directory, in the run folder and in three folders above. A path without a dataset
+        anywhere is returned relative to the working directory.
         """
-        above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])  # where the run was started
+        above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])  # of the run's start
         choices = [[folder / name for folder in above] for name in self.data_paths]
         return [
             next((folder for folder in folders if (folder / "test" / "dataset.json").is_file()), folders[0])
@@ -125,16 +125,16 @@ class Checkpoint:
 
 
 def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
-    """Finds checkpoints as `find_checkpoint`: rank 0 chooses and verifies them for all. All ranks call it.
+    """Returns on all ranks the checkpoints that `find_checkpoint` finds on rank 0. All ranks call it.
 
-    One of the Hub is downloaded once for each node. Where it fails, all ranks end with one line.
+    Downloads from the Hub once for each node. An error ends all ranks with a message.
     """
     checkpoints = None
     with collective_errors():
         if is_main():
             checkpoints = [find_checkpoint(location) for location in locations]
     checkpoints = broadcast_object(checkpoints)
-    for is_first in (True, False):  # of its node: it downloads, and the others then find all in the cache
+    for is_first in (True, False):  # the first rank of a node downloads; then the others read the cache
         with collective_errors():
             if is_first == (local_rank() == 0) and not is_main():
                 checkpoints = [_on_this_node(each) if each.address else each for each in checkpoints]
@@ -150,12 +150,11 @@ def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def find_checkpoint(location: str | Path) -> Checkpoint:
-    """Finds the checkpoint at a run folder (its newest step), a step_<N> folder or a published step_<N> file.
+    """Returns the checkpoint at a location, downloaded and verified; ValueError if there is none.
 
-    `best` in a run folder is its best step, NAME also weights/NAME of this repository, and
-    hf://OWNER/NAME[@REVISION] one on the Hub, which is downloaded; these, or a folder with the same files,
-    are of `share push` or of the public code. Raises ValueError, one line, where there is none or its config
-    is not one that we know.
+    A location is a run folder (the newest step), RUN_FOLDER/best, a step_<N> folder, a step_<N> file of the
+    public code, a folder with the files of `share push`, a NAME in weights/ of this repository, or
+    hf://OWNER/NAME[@REVISION] on the Hub.
     """
     if str(location).startswith("hf:/"):
         from dataset.hub import download, parse_address
@@ -193,7 +192,7 @@ def _by_hand(address: Address) -> str:
 
 
 def _choose_files(names: list[str]) -> list[str]:
-    """Chooses the config and the weights of a repository of the Hub, by what they are called there."""
+    """Returns the file names of config and weights, among the names in a repository of the Hub."""
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
@@ -203,7 +202,7 @@ def _choose_files(names: list[str]) -> list[str]:
 
 
 def _newest_step(folder: Path) -> Path:
-    """Finds the newest of our checkpoints in a run folder; where there is none, the newest published file."""
+    """Returns the newest checkpoint in a run folder: of our runs, or else of the public code."""
     if newest := newest_checkpoint(folder):
         return newest
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -222,7 +221,7 @@ def _newest_published(names: list[str]) -> str:
 
 
 def _read_shared(path: Path) -> Checkpoint:
-    """Reads config.json beside model.safetensors."""
+    """Reads a checkpoint of `share push`. path: of model.safetensors, with config.json in the same folder."""
     config_path = path.with_name(SHARED_CONFIG_FILE)
     try:
         values = read_json(config_path)
@@ -235,7 +234,7 @@ def _read_shared(path: Path) -> Checkpoint:
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the fields of `Checkpoint` that a run's config has, checked strictly. path: of its file."""
+    """Returns the fields of `Checkpoint` that a run's config has. path: of the config, for messages."""
     config = fill_defaults(config)
     values = {key: config.get(key) for key in _Recorded.model_fields}
     recorded = validate_config(_Recorded, values, where=str(path))
@@ -244,13 +243,13 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """Reads a step_<N> folder, or a published file."""
+    """Reads a step_<N> folder of a run, or a file of the public code."""
     if path.is_file():
         beside = [path.absolute().with_name(name) for name in PUBLISHED_CONFIGS]
         config_path = next(filter(Path.is_file, beside), beside[0])
         config = translate_config(read_yaml(config_path), where=str(config_path))
         return Checkpoint(path, step, seq_len=None, **_read_recorded(config, config_path))
-    if (path / MANIFEST_FILE).is_file():  # the weights are usable, and evaluated, without it too
+    if (path / MANIFEST_FILE).is_file():  # weights can be used without a manifest too
         try:
             verify_checkpoint(path)
         except CorruptCheckpointError as error:
@@ -262,10 +261,10 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
 
 
 def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False) -> HaltingModel:
-    """Builds the model with the checkpoint's weights, on the CPU; with EMA its averages, unless `raw`.
+    """Builds the model of a checkpoint on the CPU, with its averages (EMA) if there are any, unless `raw`.
 
-    The data may be of any size that the model can read. ValueError where it cannot, or where the weights do
-    not fit `arch`.
+    metadata: of the dataset to read. Raises ValueError if the model cannot read that dataset, or the weights
+    do not fit the checkpoint's architecture.
     """
     weights = load_weights(checkpoint, raw=raw)
     network = network_class(checkpoint.arch.name)
@@ -282,7 +281,7 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
                 f"checkpoint {checkpoint} was trained with {field} {size}, but the dataset has "
                 f"{getattr(metadata, field)}: give the dataset it was trained on"
             )
-    with torch.device("meta"):  # sizes alone, before there is memory for them
+    with torch.device("meta"):  # only the shapes, without memory
         expected = build_model(checkpoint.arch, metadata).network.state_dict()
     for name in sorted(expected.keys() | weights.keys()):
         stored, own = (each[name].shape if name in each else None for each in (weights, expected))
@@ -303,7 +302,10 @@ def _other_architecture(checkpoint: Checkpoint, reason: object) -> ValueError:
 
 
 def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tensor]:
-    """Loads the network's tensors under their plain names; with EMA its averages, unless `raw`."""
+    """Loads {name in our network: tensor} of a checkpoint: averages (EMA) if there are any, unless `raw`.
+
+    Raises ValueError if the file is damaged, or `raw` weights are missing.
+    """
     path = checkpoint.path
     if raw and checkpoint.has_averages:
         raise ValueError(f"checkpoint {checkpoint} has the averages of the weights alone: drop raw=true")
@@ -313,12 +315,12 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
         if path.is_dir():
             has_averages = not raw and find_files(path, EMA_WEIGHTS)
             return load_joined(path, EMA_WEIGHTS if has_averages else WEIGHTS)
-        with warnings.catch_warnings():  # torch's own advice on a pickle of another kind
+        with warnings.catch_warnings():  # torch warns of other kinds of pickles
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's unpickler raises almost anything where bytes are damaged
+    except Exception as error:  # for damaged bytes, torch's unpickler raises almost anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        if isinstance(error, pickle.UnpicklingError):  # torch would have the code in it run
+        if isinstance(error, pickle.UnpicklingError):  # torch's message suggests to execute the pickle
             reason = "it is no file of tensors alone, and nothing else is unpickled"
         raise ValueError(f"checkpoint {checkpoint} cannot be read ({reason})") from None
     try:

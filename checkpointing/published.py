@@ -1,4 +1,4 @@
-"""Checkpoints of the models' public code: what their architectures, keys and tensors are called here."""
+"""Translates checkpoints of the models' public code: names of architectures, keys and tensors into ours."""
 
 import dataclasses
 from typing import Any
@@ -8,19 +8,19 @@ from torch import Tensor
 
 from config.architecture import Architecture
 
-PUBLISHED_CONFIGS = ("all_config.yaml", "config.yaml")  # the first that is there; the second is URM's
-PUBLISHED_WEIGHTS = "checkpoint"  # what the last step_<N> is called on the Hub
+PUBLISHED_CONFIGS = ("all_config.yaml", "config.yaml")  # the first one that exists; URM has the second
+PUBLISHED_WEIGHTS = "checkpoint"  # name on the Hub of the last step_<N>
 
 
 @dataclasses.dataclass(frozen=True)
 class _Published:
-    """A model of the public code.
+    """The translation of one model of the public code.
 
-    - name: ours, of arch
-    - keys: what keys of its arch are called here
-    - unread: keys of its arch that its code does not read
-    - constants: values that its code has and its arch has not
-    - tensors: what its tensors are called here, by the beginnings of their names
+    - name: of our architecture
+    - keys: {public key of `arch`: our key}
+    - unread: public keys that the public code does not use
+    - constants: {our key: value} of settings that are fixed in the public code
+    - tensors: {beginning of a public tensor's name: our beginning}
     """
 
     name: str
@@ -69,12 +69,15 @@ PUBLISHED = {
     "fixed_point_reasoning.fprm@FixedPointReasoningModel_ACTV1": _FPRM,
 }
 _TENSORS = {public.name: public.tensors for public in PUBLISHED.values() if public is not _SINGLE_Z}
-_WRAPPERS = {"_orig_mod", "module", "model", "inner"}  # of torch.compile, of DDP, of the loss, of the halting
-_STATE_DICTS = ("model_state_dict", "state_dict")  # keys of the weights in a file that holds more than these
+_WRAPPERS = {"_orig_mod", "module", "model", "inner"}  # names of wrappers: torch.compile, DDP, loss, halting
+_STATE_DICTS = ("model_state_dict", "state_dict")  # keys of the weights in a file with other content too
 
 
 def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Translates a public config into our keys; ValueError, one line, where its architecture is not known."""
+    """Translates a public config into our keys; ValueError if we do not know the architecture.
+
+    where: name of the config in messages.
+    """
     arch = config.get("arch")
     if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
         raise ValueError(f"{where} names no architecture: it has no 'arch' with a 'loss'")
@@ -89,9 +92,9 @@ def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
 
 
 def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
-    """Finds the tensors in what a file holds, and translates their names. arch: ours.
+    """Returns {our name: tensor} from the content of a public file of weights. arch: translated already.
 
-    ValueError, one line, where there are none, or two of one name.
+    Raises ValueError if the content is no state dict, or two tensors get the same name.
     """
     if isinstance(content, dict):
         weights = next((content[key] for key in _STATE_DICTS if key in content), content)
@@ -103,7 +106,7 @@ def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
     tensors = _SINGLE_Z.tensors if is_single_z else _TENSORS[arch.name]
     translated = {}
     for name, value in weights.items():
-        if name.endswith(".mask"):  # of FPRM, for a dropout that no published run has
+        if name.endswith(".mask"):  # a buffer of FPRM, for a kind of dropout that no published run uses
             continue
         name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
         public = next(filter(name.startswith, tensors), "")
@@ -127,7 +130,11 @@ _LDT = {
 
 
 def _translate_ldt(weights: dict[str, Tensor], *, num_heads: int) -> dict[str, Tensor]:
-    """Translates LDT's tensors: a key bias that does nothing is dropped; rotary pairs are parted, as ours."""
+    """Translates names and layouts of LDT's tensors.
+
+    Drops the key bias, which has no effect on attention. Reorders rotary pairs from neighbours (2 i, 2 i + 1)
+    to halves (i, i + head_dim / 2), as our attention needs.
+    """
     translated: dict[str, Tensor] = {}
     for name, value in weights.items():
         for public, ours in _LDT.items():
@@ -137,7 +144,7 @@ def _translate_ldt(weights: dict[str, Tensor], *, num_heads: int) -> dict[str, T
         if name.endswith("in_proj_bias"):
             block = name.removesuffix("in_proj_bias")
             translated[f"{block}q_bias"], _, translated[f"{block}v_bias"] = value.chunk(3)
-        elif name.endswith((".q_proj.weight", ".k_proj.weight", ".v_proj.weight")):  # in this order
+        elif name.endswith((".q_proj.weight", ".k_proj.weight", ".v_proj.weight")):  # they come in this order
             packed = f"{name[: -len('q_proj.weight')]}qkv_proj.weight"
             translated[packed] = torch.cat((translated.get(packed, value[:0]), value))
         elif not name.endswith("_idx"):

@@ -1,8 +1,8 @@
-"""Files of tensors, whole or sharded: each rank writes its own shards, any number of ranks reads.
+"""Safetensors files of whole and sharded tensors: each rank writes its shards, any number of ranks can read.
 
-<part>.safetensors holds what is whole, <part>_<r>_of_<w>.safetensors the shards of rank r of w, and says in
-its metadata which spans of the whole these are. A reader does not see how many have written: it gets the
-tensors joined, or fills with them what it keeps itself.
+A part is a named set of tensors, such as "optimizer". <part>.safetensors has the part's whole tensors, and
+<part>_<r>_of_<w>.safetensors the shards of rank r of w; the metadata say which elements these are. A reader
+need not know how many ranks have written: `load_joined` returns whole tensors, `load_into_` fills shards.
 """
 
 import itertools
@@ -24,15 +24,15 @@ from config.reading import parse_json
 from parallel.process_group import is_main, rank, world_size
 from parallel.shards import Shard, Span, Spans, Tensors, tensor_of
 
-_MOST = 2**48  # elements
+_MOST = 2**48  # elements of a tensor, at most
 _SHARDS = "shards"  # in the metadata, as JSON: {name: [spans, shape of the whole, is_own]}
 
 
 def files_of(parts: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """Returns what this rank writes, by file: of each part rank 0 what is whole, every rank its shards.
+    """Returns {file: tensors that this rank must write}: rank 0 writes whole tensors, every rank its shards.
 
-    Nothing is communicated. All ranks give shards of the same names, which make up each whole, every element
-    once without the copies; a shard may be empty.
+    Sends no message. All ranks must give shards of the same names; these, without copies, must have every
+    element of the whole once. A shard may be empty.
     """
     files: dict[str, Tensors] = {}
     for part, tensors in parts.items():
@@ -50,7 +50,7 @@ def _written(shard: Shard) -> Shard:
 
 
 def save_tensors(tensors: Tensors, path: Path) -> None:
-    """Writes a file of `files_of`."""
+    """Writes one of the files that `files_of` returns."""
     shards = {
         key: [each.spans, each.shape, each.is_own] for key, each in tensors.items() if isinstance(each, Shard)
     }
@@ -59,15 +59,15 @@ def save_tensors(tensors: Tensors, path: Path) -> None:
 
 
 def find_files(folder: Path, part: str) -> list[Path]:
-    """Finds the files of a part: one of whole tensors, and one of each rank's shards.
+    """Returns the existing files of a part: that of whole tensors, and those of all ranks' shards.
 
-    ValueError, one line, where the shards of some ranks are missing.
+    Raises ValueError if the shards of some ranks are missing.
     """
     pattern = re.compile(rf"{re.escape(part)}_(\d+)_of_(\d+)\.safetensors")
     found = [match for path in folder.iterdir() if (match := pattern.fullmatch(path.name)) and path.is_file()]
     shards = []
     for size in sorted({int(match[2]) for match in found}):
-        # A name may promise any number, so that no more of them are looked for than there are.
+        # The number in a file's name may be wrong and huge: check no more files than were found, and one.
         for number in range(min(size, len(found) + 1)):
             path = folder / _shard_file(part, number, size)
             if not path.is_file():
@@ -78,9 +78,9 @@ def find_files(folder: Path, part: str) -> list[Path]:
 
 
 def load_joined(folder: Path, part: str) -> dict[str, Tensor]:
-    """Loads every tensor of a part whole, however many ranks wrote it.
+    """Returns {name: whole tensor} of a part, whatever number of ranks has written it.
 
-    ValueError, one line, where files are missing; OSError or SafetensorError where one cannot be read.
+    Raises ValueError if files are missing, OSError or SafetensorError if one cannot be read.
     """
     values: dict[str, Tensor] = {}
     for stored in _stored(folder, part):
@@ -96,11 +96,12 @@ def load_joined(folder: Path, part: str) -> dict[str, Tensor]:
 def load_into_(
     targets: Tensors, folder: Path, part: str, *, is_optional: bool = False, elsewhere: tuple[str, ...] = ()
 ) -> None:
-    """Overwrites the targets with what a part has of them, however many ranks wrote it.
+    """Overwrites tensors and shards of this rank from a part, whatever number of ranks has written it.
 
-    A rank reads only the files with elements for it. A tensor that each rank has of its own becomes the mean
-    of all on another number of ranks. is_optional: without files the targets stay. elsewhere: ends of names
-    that other ranks have. ValueError, one line, where names, shapes or dtypes differ, or files are missing.
+    Reads only tensors that have elements for this rank. Tensors that each rank had of its own (`is_own`) are
+    averaged if the number of ranks differs. is_optional: whether to do nothing without files. elsewhere: ends
+    of names that may be missing in `targets`, because only other ranks hold them. Raises ValueError if names,
+    shapes or dtypes differ, or files are missing.
     """
     if not targets or (is_optional and not find_files(folder, part)):
         return
@@ -134,7 +135,7 @@ def _shape_of(kept: Tensor | Shard) -> tuple[int, ...]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in an open file. spans: of the whole of `shape`, as in `Shard`; None: it is the whole."""
+    """A tensor in an open file. spans, shape, is_own: as in `Shard`; spans None: the tensor is whole."""
 
     key: str
     spans: Spans | None
@@ -147,11 +148,14 @@ class _Stored(NamedTuple):
         return self.file.get_tensor(self.key)
 
     def alone(self) -> "_Stored":
-        """Returns the tensor that one rank has of its own, without the axis of ranks."""
+        """Returns the same tensor without the axis of ranks, as a whole tensor. For `is_own`."""
         return self._replace(spans=None, shape=self.shape[1:], is_own=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0) -> None:
-        """Copies what both have of the whole; weight: of the copy in a mean with what the target has."""
+        """Copies the elements that the target has too.
+
+        weight: target = (1 - weight) * target + weight * copy.
+        """
         if self.shape != _shape_of(target):
             raise _does_not_fit(self.folder, self.key, stored=self.shape, own=_shape_of(target))
         everything = (Span(0, math.prod(self.shape)),)
@@ -165,14 +169,14 @@ class _Stored(NamedTuple):
             raise _does_not_fit(self.folder, self.key, stored=values.dtype, own=to.dtype)
         values, flat = values.view(-1, unit)[source].to(to.device), to.reshape(-1, unit)
         flat[goal] = values if weight == 1 else values.lerp(flat[goal], 1 - weight)
-        if not to.is_contiguous():  # what a step left
+        if not to.is_contiguous():  # then `flat` is a copy
             to.copy_(flat.view_as(to))
 
 
 def _stored(folder: Path, part: str) -> Iterator[_Stored]:
     """Yields the tensors of a part, file by file.
 
-    ValueError, after the last one, where the shards of a tensor overlap or leave a gap.
+    After the last tensor, raises ValueError if the shards of a tensor overlap or leave a gap.
     """
     paths = find_files(folder, part)
     if not paths:
@@ -201,7 +205,10 @@ def _stored(folder: Path, part: str) -> Iterator[_Stored]:
 
 
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
-    """Checks what the metadata of a file say of a shard with so many elements."""
+    """Returns (spans, shape, is_own) from a shard's metadata; ValueError if these are invalid.
+
+    num_stored: number of elements in the file.
+    """
     try:
         spans, shape, is_own = entry
         spans, size = tuple(Span(*span) for span in spans), math.prod(shape)
@@ -217,10 +224,10 @@ def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tup
 
 
 def _are_whole(spans: list[Span], size: int) -> bool:
-    """Returns whether the spans have every element of a whole of this size once."""
+    """Returns whether the spans together cover each of `size` elements exactly once."""
     spans = [span for span in spans if span.length]
     starts = [span.start + span.stride * np.arange(span.count) for span in spans]
-    starts = np.concatenate([*starts, [size]])  # where a piece ends, another begins, or the whole ends
+    starts = np.concatenate([*starts, [size]])  # each end of a piece must be a start, or `size`
     lengths = np.repeat([span.length for span in spans], [span.count for span in spans])
     ends = np.append(starts[:-1] + lengths, 0)
     return np.array_equal(np.sort(starts), np.sort(ends))
@@ -230,7 +237,10 @@ _Index = slice | Tensor
 
 
 def _common(stored: Spans, kept: Spans) -> tuple[int, _Index, _Index] | None:
-    """Returns (elements of a unit, index of the common units in `stored`, in `kept`); None without any."""
+    """Returns which elements two shards have in common; None if there are none.
+
+    The result is (unit, index in stored, index in kept): both indices count units of `unit` elements.
+    """
     if not stored or not kept:
         return None
     if stored == kept:
@@ -246,7 +256,7 @@ def _common(stored: Spans, kept: Spans) -> tuple[int, _Index, _Index] | None:
 
 
 def _units_of(span: Span, unit: int) -> np.ndarray:
-    """Returns the numbers of a span's units, rising."""
+    """Returns the numbers of the units that a span covers, rising."""
     first = (span.start + span.stride * np.arange(span.count)) // unit
     return (first[:, None] + np.arange(span.length // unit)).reshape(-1)
 

@@ -1,9 +1,9 @@
-"""Writes checkpoints while the run goes on: a save takes no more of a step's time than a copy to host memory.
+"""Writes checkpoints while the run continues: only the copy to host memory takes time of the run.
 
-All ranks write into `step_<N>.tmp-<nonce>/`, each its own files. Rank 0 learns their sizes and hashes, adds
-the manifest, and renames the folder. So `step_<N>` is whole or not there, at whatever instant processes are
-killed. Each rank does its part in a thread. The threads issue no collectives, which all ranks must issue in
-one order: they talk through the store, which also works where it is the disk that failed.
+Each rank writes its own files into `step_<N>.tmp-<nonce>/`, in a thread. Rank 0 then receives the sizes and
+hashes of all files, adds the manifest, and renames the folder: so `step_<N>` is complete or does not exist,
+whenever processes are killed. The threads use the key-value store and no collectives, because ranks must
+issue collectives in one order. The store also works after an error of the disk.
 """
 
 import contextlib
@@ -29,15 +29,15 @@ from parallel.process_group import connect_store, is_main, rank, world_size
 from parallel.shards import Shard, Tensors, tensor_of
 
 _Files = dict[str, Tensors]  # by name
-_PART_SECONDS = 600.0  # for the other ranks to have written their files, once rank 0 has
+_PART_SECONDS = 600.0  # how long rank 0, when its own files are written, waits for those of other ranks
 _POLL_SECONDS = 0.05
 
 
 class CheckpointWriter:
-    """Saves one checkpoint at a time. All ranks have one, and call `start` together.
+    """A writer of one checkpoint at a time. All ranks have one, and call `start` together.
 
-    failure: on rank 0, why the newest save failed; None where it did not.
-    after_commit: called on rank 0, in the thread, with each new checkpoint.
+    failure: on rank 0, why the last save failed; None if it did not. after_commit: called on rank 0, in the
+    writer's thread, with the folder of each new checkpoint.
     """
 
     def __init__(self, run_folder: Path, *, after_commit: Callable[[Path], None]):
@@ -48,10 +48,10 @@ class CheckpointWriter:
         self.failure: str | None = None
 
     def start(self, step: int, tensors: _Files, texts: dict[str, str]) -> None:
-        """Copies the tensors of this rank; they are written, beside the texts, later.
+        """Copies the tensors of this rank to the host; a thread then writes these copies and the texts.
 
-        Waits for the save before. A failure is a warning, now or later, and ends nothing. A step that is
-        there is not saved again.
+        Waits first for the previous save. A failure only causes a warning, now or later. Does nothing if a
+        checkpoint of the step exists. tensors, texts: {file: content}; texts on rank 0 only.
         """
         self.wait()
         goal = self._run_folder / f"step_{step}"
@@ -69,9 +69,10 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self, *, timeout_seconds: float | None = None, part_seconds: float | None = None) -> None:
-        """Waits until the save under way is there or has failed; on other ranks than 0 until their part is.
+        """Waits until the current save is complete or has failed; on ranks other than 0, only for own files.
 
-        part_seconds: how long rank 0, once its own files are written, still waits for other ranks' files.
+        timeout_seconds: for the whole wait; None: without limit. part_seconds: how long rank 0, when its own
+        files are written, waits for those of other ranks; None: unchanged.
         """
         if part_seconds is not None:
             self._part_seconds = part_seconds
@@ -81,7 +82,7 @@ class CheckpointWriter:
                 self._thread = None
 
     def _make_folder(self, goal: Path) -> Path | None:
-        """Makes the folder to write into, on rank 0; None where there is nothing to write, or nowhere."""
+        """Creates the temporary folder; None if the checkpoint exists, or the folder cannot be created."""
         if goal.exists():
             return None
         unfinished = unfinished_folder(goal)
@@ -93,7 +94,7 @@ class CheckpointWriter:
         return unfinished
 
     def _copy_to_host(self, tensors: _Files) -> None:
-        """Copies into memory that is kept from save to save, and pinned for a CUDA device."""
+        """Copies tensors into buffers that all saves use, in pinned memory for CUDA tensors."""
         for file, named in tensors.items():
             copies = self._copies.setdefault(file, {})
             for name, kept in named.items():
@@ -106,7 +107,7 @@ class CheckpointWriter:
             torch.cuda.current_stream().synchronize()
 
     def _write(self, unfinished: Path, goal: Path, texts: dict[str, str], failure: str) -> None:
-        # In the thread, as all that it calls.
+        # Runs in the thread, with all functions that it calls.
         part = {"failure": failure} if failure else _write_part(unfinished, self._copies, texts)
         if is_main():
             self._commit(unfinished, goal, part)
@@ -117,7 +118,7 @@ class CheckpointWriter:
         try:
             files = self._files_of_all(unfinished.name, part)
             write_text(unfinished / MANIFEST_FILE, manifest_text(files))
-            with contextlib.suppress(OSError):  # not every file system can
+            with contextlib.suppress(OSError):  # some file systems cannot flush a folder
                 flush(unfinished)
             unfinished.rename(goal)
             with contextlib.suppress(OSError):
@@ -130,13 +131,13 @@ class CheckpointWriter:
             self._after_commit(goal)
 
     def _files_of_all(self, name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Collects what all ranks have written, once they have. RuntimeError where one could not."""
+        """Waits for all ranks; returns {file: entry of the manifest}. RuntimeError if a rank has failed."""
         parts = [own]
         if world_size() > 1:
             store, keys = connect_store(), [f"{name}/{other}" for other in range(1, world_size())]
             began = time.monotonic()
             while not store.check(keys):
-                if time.monotonic() - began > self._part_seconds:  # which may have become less meanwhile
+                if time.monotonic() - began > self._part_seconds:  # `wait` may lower it meanwhile
                     missing = [other for other, key in enumerate(keys, start=1) if not store.check([key])]
                     raise RuntimeError(f"no word of {log.name_ranks(missing)} for {self._part_seconds:g} s")
                 time.sleep(_POLL_SECONDS)
@@ -156,12 +157,12 @@ class CheckpointWriter:
 def _send_to_rank_0(name: str, part: dict[str, Any]) -> None:
     try:
         connect_store().set(f"{name}/{rank()}", json.dumps(part))
-    except Exception as error:  # rank 0 will notice
+    except Exception as error:  # rank 0 will run into its time limit
         log.warning(f"{name}: rank 0 cannot be reached ({_describe(error)})")
 
 
 def _write_part(folder: Path, tensors: _Files, texts: dict[str, str]) -> dict[str, Any]:
-    """Writes the files of this rank; returns their entries in the manifest, or why there are none."""
+    """Writes the files of this rank; returns {"files": entries of the manifest, "failure": reason or ""}."""
     try:
         for name, named in tensors.items():
             save_tensors(named, folder / name)
@@ -173,10 +174,10 @@ def _write_part(folder: Path, tensors: _Files, texts: dict[str, str]) -> dict[st
 
 
 def _close_file(path: Path) -> dict[str, Any]:
-    """Waits until a written file is on the disk; returns its entry in the manifest."""
+    """Flushes a written file to disk; returns its entry in the manifest."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         os.fsync(file.fileno())
-        # In one call, which does without the interpreter: training goes on meanwhile.
+        # One call of sha256, which releases Python's lock: training continues meanwhile.
         return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
