@@ -265,6 +265,7 @@ def test_any_folder_name_will_do_and_data_may_move(tmp_path, sudoku_folder):
     assert (run / "step_2").is_dir()
 
 
+@pytest.mark.slow
 def test_finished_run_says_so(whole_run, sudoku_folder):
     before = (whole_run / "metrics.jsonl").read_text()
     words = (f"data_path={sudoku_folder}", "run_name=a", "project_name=p", *OVERRIDES)
@@ -275,6 +276,7 @@ def test_finished_run_says_so(whole_run, sudoku_folder):
     assert (whole_run / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "part"),
     [("lr=2e-3", "lr: 0.001 -> 0.002"), ("arch.hidden_size=64", "arch.hidden_size: 32 -> 64")],
