@@ -1,4 +1,4 @@
-"""One decision of all ranks whether the blocks are compiled, after a trial of the compiler."""
+"""Compilation of the blocks: one decision of all ranks, after a trial of the compiler."""
 
 import torch
 from torch import nn
@@ -15,9 +15,9 @@ _COMPILING = (
 
 
 def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Decides as `should_compile`, on all ranks or on none, which would come to differ. All ranks call it.
+    """Decides whether to compile the blocks, as `should_compile`, alike on all ranks. All ranks call it.
 
-    A compiler that fails is a warning where the choice is auto, and else ends all ranks.
+    choice: "auto", True or False. A compiler that fails is a warning for "auto", and ends all ranks for True.
     """
     with collective_errors():
         compiles = should_compile(choice, device, num_steps=num_steps)

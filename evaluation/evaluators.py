@@ -1,4 +1,4 @@
-"""The evaluators of a pass: one for each kind of puzzle asked for and each dataset folder, on every rank."""
+"""The evaluators of a pass: one for each requested kind of puzzle and dataset folder, on every rank."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from parallel.process_group import is_main
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata, **options: Any) -> Evaluator:
     """Builds the evaluator of the kind `name` for the test split of the dataset in `folder`.
 
-    Raises ValueError, one line, where there is no such kind or the dataset is not of it.
+    ValueError, one line, where there is no such kind or the dataset is of another. options: of the kind.
     """
     if name not in (kinds := kind_names()):
         raise ValueError(f"evaluators: {name!r} is no kind of puzzle: choose from {', '.join(kinds)}")
@@ -30,11 +30,11 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata, **options: A
 
 
 class Evaluators:
-    """The evaluators of all test sets. Every rank has them, and shows them its own rows.
+    """The evaluators of all test sets. Every rank has its own, and adds its own rows.
 
-    names: kinds of puzzles. options: what the metrics of a kind take into account besides the answers; only
-    rank 0, which makes the metrics, reads them. ValueError, perhaps on one rank only, where no dataset folder
-    is of one of the kinds.
+    names: kinds of puzzles. options: by kind, keywords of its evaluator, such as ARC's extra_votes; only rank
+    0, which computes the metrics, uses them. ValueError, perhaps on one rank only, where a kind has no
+    folder.
     """
 
     def __init__(
@@ -55,10 +55,7 @@ class Evaluators:
                 raise failures[0]
 
     def anew(self) -> "Evaluators":
-        """Returns the same evaluators before any answer, without reading the folders again.
-
-        To be called before `add`.
-        """
+        """Returns a copy for another evaluation without reading the folders again. Call it before `add`."""
         new = copy.copy(self)
         new._of_folder = copy.deepcopy(self._of_folder)
         return new
@@ -67,9 +64,9 @@ class Evaluators:
         return any(self._of_folder.values())
 
     def add(self, set_name: str, answers: Answers, *, samples: Answers | None = None) -> None:
-        """Takes this rank's rows of one batch. No communication.
+        """Adds this rank's answers to one batch. No communication.
 
-        samples: all answers to these rows, where there are several, for evaluators in which they vote.
+        samples: all answers to the batch, where a puzzle has several, for evaluators in which samples vote.
         """
         folder, own_name, first_identifier = self._data.origin(set_name)
         for evaluator in self._of_folder[folder]:
@@ -78,9 +75,9 @@ class Evaluators:
             evaluator.add(own_name, own)
 
     def rules_of(self, set_name: str) -> Rules | None:
-        """Returns the rules that say which answers to a set's puzzles are valid; None where no evaluator can.
+        """Returns the rules of a set's puzzles; None where no evaluator has rules.
 
-        It takes inputs and preds, tokens [n, seq_len], and returns bool [n].
+        Rules are a function, (inputs, preds), tokens [n, seq_len] -> bool [n], that finds the valid answers.
         """
         evaluators = self._of_folder[self._data.origin(set_name).folder]
         nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)
@@ -89,7 +86,7 @@ class Evaluators:
         )
 
     def check_rules(self, selects: Sequence[str]) -> None:
-        """Raises ValueError where answers are to be selected by `rules` and a set has none."""
+        """Raises ValueError where `selects` has "rules", and a set has no rules."""
         for name in self._data.splits["test"].sets if "rules" in selects else ():
             if self.rules_of(name) is None:
                 raise ValueError(
@@ -97,10 +94,9 @@ class Evaluators:
                 )
 
     def gather_metrics(self, ranks: Ranks | None = None) -> dict[str, dict[str, float]]:
-        """Makes {set: {"<kind>/<metric>": value}} on rank 0, {} elsewhere.
+        """Returns {set: {"<kind>/<metric>": value}} over all ranks on rank 0, {} elsewhere.
 
-        All ranks call it; all end together where the metrics cannot be made. ranks: that share the puzzles;
-        None: all.
+        All ranks call it; an error ends all of them. ranks: the ranks that share the puzzles; None: all.
         """
         metrics: dict[str, dict[str, float]] = {}
         for folder, evaluators in self._of_folder.items():
@@ -114,7 +110,7 @@ class Evaluators:
         return metrics
 
     def write(self, folder: Path) -> None:
-        """Leaves the evaluators' files; with several dataset folders each in a folder of its own.
+        """Writes the evaluators' files; each of several dataset folders has its own subfolder.
 
         Rank 0 calls it, after `gather_metrics`.
         """

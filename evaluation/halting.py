@@ -1,8 +1,7 @@
-"""How slots come to their final answer in an evaluation: after all steps, or when the network wants to halt.
+"""Final answers in an evaluation: after all thinking steps, or where the network halts.
 
-A puzzle that halts early leaves its slot to another one, so that the network is called about as often as
-the puzzles need it, not as often as the hardest does. Invariant: a puzzle's answer is the same as when it is
-evaluated alone.
+A puzzle that halts early leaves its slot to another one, so that the number of network calls depends on the
+mean of the puzzles' steps, not on the maximum. Invariant: a puzzle's answer is the same as when it is alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +16,17 @@ from models.compilation import eager_blocks
 from models.random import Draws
 from parallel.collectives import ALONE, Ranks
 
-Draw = Callable[[Carry], Draws | None]  # the random numbers of the step that the slots are about to make
-OnStep = Callable[[StepOutput, Tensor], None]  # (output, where the network wants to halt for the first time)
+Draw = Callable[[Carry], Draws | None]  # returns the random numbers of the slots' next step
+OnStep = Callable[[StepOutput, Tensor], None]  # (output, bool [slots]: True at the first wish to halt)
 
 
 class Race:
-    """The record of the samples that can still answer their puzzle: the first sample to halt answers it.
+    """A race between the samples of a puzzle: the first to halt answers, and samples that have lost may stop.
 
-    Of attempts that halt in one step the lowest sample answers. Whether an attempt is lost depends on its own
-    step and sample and on what has halted, so that no answer depends on a neighbour. samples: the numbers of
-    samples that are asked for, ascending; an attempt is lost once another one halts first within the smallest
-    of these numbers that includes both. Attempts are numbered as in `evaluation.test_time`.
+    An attempt is one sample of a puzzle, numbered as in `evaluation.test_time`. Of two that halt in one step
+    the lower sample wins. samples: numbers of samples, ascending; for each number n the first n samples race.
+    An attempt has lost when another one wins the smallest race with both of them. The outcome does not depend
+    on which attempts share a batch.
     """
 
     def __init__(self, samples: Sequence[int]):
@@ -44,7 +43,7 @@ class Race:
                 self._first[row, number] = min(first, (step, sample))
 
     def is_lost(self, rows: Tensor, steps: Tensor) -> Tensor:
-        """Returns which attempts cannot be the answer any more after so many steps: bool [n]."""
+        """Returns which attempts have lost: bool [n]. rows: attempts. steps: the steps that each has made."""
         lost = []
         for attempt, step in zip(rows.tolist(), steps.tolist(), strict=True):
             row, sample = divmod(attempt, self._samples[-1])
@@ -63,10 +62,11 @@ def answer_batches(
     race: Race | None = None,
     stages: Ranks = ALONE,
 ) -> Iterator[StepOutput]:
-    """Yields the final outputs of all rows of the batches, in pieces of any size, halting early in any order.
+    """Yields the final outputs of all rows of `batches`: in pieces, and with early halting in any order.
 
-    Rows of padding may come or stay away. on_step: called after every step. race: drops lost attempts.
-    stages: of a pipeline, who all call it, and make the same calls of the network, with as many slots.
+    Rows of padding may be missing. draw: returns the random numbers of a step. on_step: called after every
+    step. race: stops attempts that have lost. stages: the ranks of a pipeline, which all call this function
+    and make the same calls of the network.
     """
 
     def begin(batch: Batch) -> Carry:
@@ -89,8 +89,8 @@ def answer_batches(
             yield output
         return
 
-    # Slots are refilled from the batches to come; at the end the batch becomes smaller, and is not compiled.
-    # Of the stages of a pipeline all go on while one has work: then idle slots, of padding, fill the batch.
+    # Later batches refill the slots; at the end the batch becomes smaller, and runs without compiled blocks.
+    # All ranks of a pipeline go on while one has work, with padding in idle slots.
     running, waiting = None, None  # the carry of slots at work; real rows that wait for a slot
     num_slots, has_more, device = 0, True, next(model.parameters()).device
     while True:
@@ -134,7 +134,7 @@ def answer_batches(
 
 
 def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
-    """Returns the output of attempts that end before their first step; its prediction means nothing."""
+    """Returns the output of attempts that lose before their first step; its prediction is meaningless."""
     carry = carry._replace(halted=torch.ones_like(carry.halted))
     prediction = select_columns(like.prediction, torch.zeros_like(carry.steps).long())
     return StepOutput(carry, prediction), carry.halted

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 
 def wilson_interval(successes_share: float, count: int, *, z: float = 1.959964) -> tuple[float, float]:
-    """Computes Wilson's score interval, in which the true share lies with 95 % confidence.
+    """Computes Wilson's score interval, in which the true share lies with 95 % confidence (for this z).
 
-    successes_share: of `count` (at least 1) independent trials, a fraction. Unlike the usual share plus minus
-    1.96 standard errors it holds near 0 and 1 and for few trials. It is valid, if too wide, for the mean p of
-    any values in 0 .. 1, such as the share of right cells: their variance is at most p (1 - p).
+    successes_share: the fraction of `count` (at least 1) independent trials. Unlike share +- 1.96 standard
+    errors, the interval is right near 0 and 1 and for few trials. For the mean p of values in 0 .. 1, such as
+    the share of right cells, it is valid but too wide, since their variance is at most p (1 - p).
     """
     assert count >= 1
     assert 0 <= successes_share <= 1
@@ -26,14 +26,14 @@ def wilson_interval(successes_share: float, count: int, *, z: float = 1.959964) 
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
-    """Computes the mean of values, and the sample standard deviation (n - 1), which one alone has not."""
+    """Computes the mean and the sample standard deviation (n - 1), None for a single value."""
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
 def goal_p(values: Sequence[float], goal: float) -> float | None:
-    """Computes the p of the one-sided one-sample t-test: the mean is above the goal, against not above it.
+    """Computes the p-value of a one-sided one-sample t-test; null hypothesis: the mean is not above the goal.
 
-    None for fewer than two values. Values that are all the same have p 0 above the goal, else 1.
+    None for fewer than two values. Equal values have p 0 above the goal, else 1.
     """
     mean, deviation = mean_and_deviation(values)
     if deviation is None:
@@ -44,9 +44,9 @@ def goal_p(values: Sequence[float], goal: float) -> float | None:
 
 
 def difference_p(values: Sequence[float], others: Sequence[float]) -> float | None:
-    """Computes the p of the two-sided two-sample t-test, with one variance: both have the same mean.
+    """Computes the p-value of a two-sided two-sample t-test with one variance; null hypothesis: equal means.
 
-    None where both have one value alone.
+    None where both have a single value.
     """
     freedom = len(values) + len(others) - 2
     if freedom < 1:
@@ -62,12 +62,12 @@ def difference_p(values: Sequence[float], others: Sequence[float]) -> float | No
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float] | None:
-    """Computes the interval that the mean over all seeds lies in with this confidence; None for one value."""
+    """Computes the confidence interval of the mean, as over seeds, by Student's t; None for one value."""
     mean, deviation = mean_and_deviation(values)
     if deviation is None:
         return None
     low, high = 0.0, 1e6
-    for _ in range(100):  # more than a float has bits
+    for _ in range(100):  # bisection, to more bits than a float has
         middle = (low + high) / 2
         is_below = t_tail(middle, len(values) - 1) > (1 - confidence) / 2
         low, high = (middle, high) if is_below else (low, middle)

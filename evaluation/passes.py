@@ -1,7 +1,7 @@
-"""Evaluation of a model on every example of a test split.
+"""Evaluation of a model on every example of a split.
 
-Metric sums over all ranks, outputs in dataset order. Every rank works on its slice of each global batch.
-`evaluation.halting` ends slots, `evaluation.test_time` runs a puzzle several times.
+Every rank works on its slice of each global batch; metrics are sums over all ranks, and outputs are in
+dataset order. `halting` decides when a puzzle has its answer, `test_time` runs a puzzle several times.
 """
 
 import dataclasses
@@ -33,12 +33,11 @@ from parallel.progress import Progress
 class SetResult:
     """The result of one set.
 
-    - metrics: under the names of the network, `count` among them; the evaluators' as <kind>/...; where all
-      slots ran all steps, also act_exact_accuracy and act_steps: what halting early would give. Empty where
-      no row has a label
-    - exact_accuracy_after_each_step: after step 1, 2, ..., where all slots ran all of them
-    - outputs: [rows, ...] each, in dataset order
-    - scores: of every setting of the grid, where one was asked for; the rest is then of its largest setting
+    - metrics: the network's, `count` among them, none without labels; the evaluators' as <kind>/<metric>;
+      where all slots ran all steps, also act_exact_accuracy and act_steps: what halting early would give
+    - exact_accuracy_after_each_step: after step 1, 2, ..., where all slots ran all steps
+    - outputs: {name: [rows, ...]}, in dataset order
+    - scores: sums of every setting of the grid, if there was one; the other fields are of its largest setting
     """
 
     metrics: dict[str, float]
@@ -65,23 +64,28 @@ def evaluate_split(
     ranks: Ranks | None = None,
     stages: Ranks = ALONE,
 ) -> dict[str, SetResult] | None:
-    """Evaluates every set; returns the results on rank 0, nothing elsewhere. The model's mode is kept.
+    """Evaluates every set: {set: result} on rank 0, {} elsewhere. All ranks call it. The model's mode is
+    kept.
 
-    All ranks call it. reasoning: how long slots run, and whether they halt early; None: as the architecture
-    has it. grid: steps and samples to evaluate, in place of one run a puzzle. seed: of the noise, if any.
-    global_batch_size: slots; each sample of a puzzle takes one. outputs: arrays to keep of every row.
-    only_first_batches: evaluates one batch of each set. puzzles: int64 [n] for each set, rising, the puzzles
-    to evaluate; None: all. all_reduce_stop: is asked by all ranks before every batch; after True the result
-    is None. fetch_rows: is called by all ranks before each set, with the identifiers of this rank's puzzles,
-    int64 [n], where puzzle embeddings are sharded; rows that were fetched earlier are then gone. ranks: that
-    share the puzzles; None: all. stages: of this rank's pipeline; without a grid.
+    global_batch_size   number of slots over all ranks; each sample of a puzzle takes one
+    reasoning           number of steps, halting, noise; None: as the architecture has it
+    outputs             names of arrays to keep of every row
+    grid                numbers of steps and samples to evaluate, in place of one run a puzzle
+    seed                of the noise, if there is any
+    only_first_batches  whether to evaluate only one batch of each set
+    puzzles             for each set the indices of the puzzles to evaluate, int64 [n], rising; None: all
+    all_reduce_stop     called by all ranks before every batch; after True the result is None
+    fetch_rows          for sharded puzzle embeddings, called by all ranks before each set: loads the rows of
+                        this rank's identifiers, int64 [n], in place of the rows loaded before
+    ranks               the ranks that share the puzzles; None: all
+    stages              the ranks of this rank's pipeline; not with a grid
     """
     network, reasoning, ranks = model.network, reasoning or model.eval_reasoning, ranks or all_ranks()
     if network.is_search:
         reasoning = dataclasses.replace(reasoning, halts_early=True)
     device, was_training = next(model.parameters()).device, model.training
     num_puzzles = global_batch_size
-    if grid is not None and grid.samples[-1] > 1:  # but something for every rank
+    if grid is not None and grid.samples[-1] > 1:  # at least a puzzle for each rank
         num_puzzles = max(global_batch_size // grid.samples[-1], ranks.size)
     share = {"global_batch_size": num_puzzles, "only_first_batches": only_first_batches, "puzzles": puzzles}
     options = {"num_slots": -(-global_batch_size // ranks.size), "vocab_size": data.metadata.vocab_size}
@@ -89,7 +93,7 @@ def evaluate_split(
     is_stopped = False
 
     def until_stopped(source: Iterator[tuple[str, Batch]]) -> Iterator[Batch]:
-        """Yields the batches on the device, up to the one before which the ranks are asked to stop."""
+        """Yields the batches, on the device, until the ranks are asked to stop."""
         nonlocal is_stopped
         for _, batch in source:
             is_stopped = all_reduce_stop()
@@ -143,9 +147,9 @@ def evaluate_split(
 
 
 class _SetSums:
-    """The sums and outputs of one set on this rank. scores: of the grid, where there is one.
+    """The sums and outputs of one set on this rank. scores: of the grid, if there is one.
 
-    num_steps: that all slots run; 0 where they may run fewer.
+    num_steps: the steps that all slots run; 0 with early halting.
     """
 
     def __init__(
@@ -159,7 +163,7 @@ class _SetSums:
         self.scores: Scores | None = None
 
     def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
-        """Adds a step of all slots, where they run all steps. acts_here: where they would halt first."""
+        """Adds a step of all slots, unless they may halt early. acts_here: where they would halt first."""
         if not len(self._exact_after_step):
             return
         labels, steps = output.carry.data.labels, output.carry.steps
@@ -169,7 +173,7 @@ class _SetSums:
         self._act_sums += torch.stack([(counted & is_exact).sum(), (counted * steps).sum()])
 
     def add(self, final: StepOutput) -> None:
-        """Adds the slots that have halted, with their last answer."""
+        """Adds the final outputs of slots."""
         self._metrics.add(self._network.sums(final))
         if self._outputs:
             is_real = final.carry.data.is_real
@@ -178,14 +182,14 @@ class _SetSums:
                 arrays.append(_output(name, final)[is_real].cpu().numpy())
 
     def describe(self) -> str:
-        """Returns the accuracies so far, of this rank."""
+        """Returns the accuracies on this rank so far, as a text for the progress bar."""
         sums = self._metrics.state()
         metrics = divide(sums, self._network.metrics, slots=sums.get("count", 0))
         words = {"exact_accuracy": "solved", "accuracy": "cells right"}  # as in the report
         return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in words.items() if name in metrics)
 
     def reduce(self, extra: dict[str, float]) -> SetResult:
-        """Returns the result over all ranks, which all call it; it is rank 0's that counts."""
+        """Returns the result over all ranks, which all call it; only on rank 0 it is complete."""
         sums = self._metrics.reduce()
         metrics = divide(sums, self._network.metrics, slots=sums.get("count", 0))
         passes = (self._exact_after_step, self._act_sums)
@@ -221,7 +225,7 @@ def _answers(final: StepOutput) -> Answers:
 
 
 def _output(name: str, output: StepOutput) -> Tensor:
-    """Returns the array that `save_outputs` calls `name`, [batch, ...]; preds has every cell."""
+    """Returns the array `name` of `save_outputs`, [batch, ...]; preds also has cells without a label."""
     logits = output.prediction.logits
     if name == "preds":
         return predicted_tokens(logits)

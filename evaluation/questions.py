@@ -1,4 +1,4 @@
-"""The puzzle that solve.py is asked: a text or a file, read in the symbols and sizes of a model's data."""
+"""The puzzle that solve.py is to solve: a text or a file, read in the symbols and sizes of a model's data."""
 
 import dataclasses
 import difflib
@@ -21,10 +21,10 @@ _FILES = (".txt", ".json", ".csv")
 
 
 class Questions:
-    """The puzzles that a model can be asked.
+    """A reader of puzzles for one model.
 
-    info: of the dataset that it was trained on. folders: of that dataset, which may be gone; None: as the
-    checkpoint names them.
+    info: describes the model's training data. folders: of these data, which may be missing; None: the
+    checkpoint's.
     """
 
     def __init__(self, checkpoint: Checkpoint, folders: list[Path] | None):
@@ -33,7 +33,7 @@ class Questions:
         self._folders = folders or checkpoint.find_data()
 
     def read(self, config: SolveConfig) -> Puzzle:
-        """Reads the puzzle of a config. ValueError where there is none."""
+        """Reads the puzzle of a config. ValueError where it is missing, malformed or has no solution."""
         text, source = read_question(config.puzzle)
         kind, vocab_size = self.info.kind, self.info.metadata.vocab_size
         try:
@@ -47,7 +47,7 @@ class Questions:
                 range_of = f"test=0 to test={len(puzzles) - 1}" if len(puzzles) > 1 else "only test=0"
                 raise ValueError(f"test={config.test} is out of range: {source} has {range_of}")
             puzzle = puzzles[config.test].laid_into(self.info.metadata.seq_len)
-            _ = puzzle.remark  # an error where it has no solution
+            _ = puzzle.remark  # ValueError where it has no solution
         except ValueError as error:
             is_name = re.fullmatch(r"\S{1,255}\.[A-Za-z]\w{1,4}|\S*/\S*", text)  # of a file, as a text may be
             missing = "there is no such file, and " if source == "puzzle" and is_name else ""
@@ -55,7 +55,7 @@ class Questions:
         return puzzle
 
     def metadata_for(self, puzzle: Puzzle) -> Metadata:
-        """Returns the metadata of a dataset of such puzzles. ValueError where the model cannot read them."""
+        """Returns the metadata of a dataset of such puzzles. ValueError where the model cannot read these."""
         trained = self.info.metadata
         sizes = {"vocab_size": puzzle.vocab_size, "seq_len": len(puzzle.tokens)}
         reads_any = self._checkpoint.arch.reads_any_length
@@ -67,7 +67,10 @@ class Questions:
         return dataclasses.replace(trained, **sizes)
 
     def find_identifier(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
-        """Finds the puzzle identifier to answer under; None where an embedding is to be trained first."""
+        """Finds the identifier of the puzzle embedding to use; None where an embedding must be trained first.
+
+        ValueError where the config's `adapt` or `task` does not go with the model or the puzzle.
+        """
         blank = self.info.metadata.blank_identifier_id
         if config.adapt and not puzzle.has_own_rule:
             raise ValueError("adapt=true is for puzzles with demonstrations, such as ARC tasks: drop it")
@@ -78,7 +81,7 @@ class Questions:
         where = ", ".join(map(str, self._folders))
         if config.task is not None or not puzzle.has_own_rule:
             names = [name for folder in self._folders for name in read_names(folder)]
-            if config.task in names:  # of folders that share a name the first has it
+            if config.task in names:  # where folders share a name, the first one's
                 return names.index(config.task)
             if config.task is not None:
                 near = difflib.get_close_matches(config.task, names, n=1)
@@ -103,7 +106,7 @@ class Questions:
 
 
 def read_question(puzzle: str | None) -> tuple[str, str]:
-    """Reads a puzzle: a file, standard input (-), or a text itself; returns it, and what to call it.
+    """Reads a puzzle from a file, from standard input (-), or as a text itself: (text, name for messages).
 
     ValueError where there is nothing.
     """
@@ -125,9 +128,9 @@ def read_question(puzzle: str | None) -> tuple[str, str]:
 
 
 def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:
-    """Describes the data of given folders, else as the checkpoint does, else of the checkpoint's folders.
+    """Describes a model's data: by the given folders, else by the checkpoint, else by the folders it names.
 
-    A published checkpoint without its folders has only sizes. ValueError where these do not suffice.
+    A public checkpoint without its folders has only sizes. ValueError where these do not suffice.
     """
     if folders is None and checkpoint.dataset_info is not None:
         return DatasetInfo.from_json(checkpoint.dataset_info, where=f"what {checkpoint} says of its data")

@@ -1,7 +1,7 @@
-"""What an evaluation leaves behind: metrics.json, the saved outputs, and a table for the reader.
+"""The files of an evaluation: metrics.json, saved outputs and scaling.json; and tables of them.
 
-Every accuracy is written with its 95 % interval: how far it would move with other test puzzles. Over several
-checkpoints there is a mean and a deviation: how far it moves with another seed.
+Every accuracy has a 95 % interval: how far it would move with other test puzzles. Over several checkpoints
+there are a mean and a deviation: how far it moves with another seed.
 """
 
 import math
@@ -24,19 +24,19 @@ from evaluation.selection import ORACLE
 from parallel import log
 
 EVALUATION_FILE, SCALING_FILE = "metrics.json", "scaling.json"
-MEASURED_FILE = "measured.json"  # on what and how, as `measured_with` returns it
+MEASURED_FILE = "measured.json"  # the data and options that `measured_with` returns
 INTERVAL_ENDS = ("low", "high")
 
-_SETTING = "@steps="  # after the name of a metric of one setting of a grid
+_SETTING = "@steps="  # in names such as exact_accuracy@steps=4,samples=1
 _ASKED = ("halting", "noise", "init_noise", "damping", "decision_cell", "decision_value")
 _ASKED += ("eval_conflict_threshold", "seed")
-_OPTIONS = (*_ASKED, "halt_max_steps", "samples", "select", "raw", "arc_votes")  # which change results
+_OPTIONS = (*_ASKED, "halt_max_steps", "samples", "select", "raw", "arc_votes")  # all that change results
 
 _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
 
 
 def open_output_folder(folder: Path) -> Path:
-    """Makes the folder before the work is done. ValueError where it cannot be written."""
+    """Makes the folder, before the long work. ValueError where nothing can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -48,7 +48,7 @@ def open_output_folder(folder: Path) -> Path:
 
 
 def measured_with(config: EvaluateConfig, data: Sequence[Path], own_data: Sequence[Path]) -> dict[str, Any]:
-    """Returns the data, unless they are the run's own, and the options that are not the defaults."""
+    """Returns the data folders, unless they are the run's own, and all options that are not the defaults."""
     usual = config_with(EvaluateConfig, checkpoint=config.checkpoint)
     others = [name for name in _OPTIONS if getattr(config, name) != getattr(usual, name)]
     are_own = [each.resolve() for each in data] == [each.resolve() for each in own_data]
@@ -57,7 +57,7 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], own_data: Sequen
 
 
 def write_measured(folder: Path, measured: Mapping[str, Any]) -> None:
-    """Says what the results of a folder were measured on, and removes another evaluation's results."""
+    """Writes measured.json, and first removes results in the folder that were measured otherwise."""
     path = folder / MEASURED_FILE
     try:
         is_same = read_json(path) == measured
@@ -70,7 +70,7 @@ def write_measured(folder: Path, measured: Mapping[str, Any]) -> None:
 
 
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
-    """Warns where the run's own dataset folders hold other data than those it was trained on."""
+    """Warns where the run's own dataset folders have changed since the training."""
     try:
         trained_on = checkpoint.fingerprint
         is_new = trained_on is not None and trained_on != fingerprint_of(folders)
@@ -89,9 +89,9 @@ def write_results(
     title: str,
     selected_by: str | None,
 ) -> tuple[dict[str, dict[str, float | str]], dict[str, Any] | None]:
-    """Writes metrics, outputs and, of a grid, scaling.json into a folder, and prints tables; rank 0 only.
+    """Writes metrics, outputs and, for a grid, scaling.json into a folder, and prints tables; rank 0 only.
 
-    Returns the metrics, also of every setting, and what is in scaling.json. selected_by: as of
+    Returns the metrics, also of every setting, and the content of scaling.json. selected_by: as in
     `all_metrics`.
     """
     metrics, scaling = all_metrics(results, selected_by=selected_by), None
@@ -109,12 +109,12 @@ def write_results(
 
 
 def read_results(folder: Path) -> dict[str, dict[str, float | str]]:
-    """Reads the metrics by set that `write_results` has left."""
+    """Reads the metrics, by set, that `write_results` wrote."""
     return read_json(folder / EVALUATION_FILE)
 
 
 def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, output_dir: str | None) -> None:
-    """Prints the mean and the deviation of several checkpoints, and writes them where there is a folder."""
+    """Prints mean and deviation over several checkpoints, and writes summary.json if output_dir is given."""
     summary = summarize(metrics)
     log.info(metrics_table(summary, title=f"mean and standard deviation of {len(metrics)} checkpoints"))
     if output_dir:
@@ -126,9 +126,10 @@ def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, ou
 def all_metrics(
     results: Mapping[str, SetResult], *, selected_by: str | None = None
 ) -> dict[str, dict[str, float | str]]:
-    """Returns {set: {metric: value}}; the interval of an accuracy follows, <metric>_low and <metric>_high.
+    """Returns {set: {metric: value}}, each accuracy with its interval, <metric>_low and <metric>_high.
 
-    selected_by: the puzzles that chose the checkpoint as the best of its run, if any did; every set says so.
+    selected_by: puzzles on which the checkpoint was the best of its run, if it was selected; every set says
+    so.
     """
     metrics, chosen = {}, {} if selected_by is None else {"selected_by": selected_by}
     for name, result in results.items():
@@ -140,7 +141,7 @@ def all_metrics(
 
 
 def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
-    """Returns metrics in which the interval of each accuracy follows, where its count is known."""
+    """Returns metrics in which each accuracy is followed by its interval, where its count is known."""
     completed = {}
     for name, value in values.items():
         completed[name] = value
@@ -183,7 +184,7 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
 
 
 def metrics_table(metrics: _Columns, *, title: str) -> str:
-    """Lays out a line for each metric and a column for each set, accuracies with interval or deviation."""
+    """Makes a table: a line for each metric, a column for each set, accuracies with interval or deviation."""
     names = metric_names(metrics)
     columns = [["", *names]]
     for set_name, values in metrics.items():
@@ -201,7 +202,7 @@ def metric_names(metrics: _Columns) -> list[str]:
 
 
 def metric_cell(values: Mapping[str, float | str], name: str) -> str:
-    """Writes a metric with its interval or deviation."""
+    """Formats a metric with its interval or deviation."""
     if name not in values:
         return ""
     value = values[name]
@@ -215,7 +216,7 @@ def metric_cell(values: Mapping[str, float | str], name: str) -> str:
 
 
 def with_suffix(metric: str, suffix: str) -> str:
-    """Returns accuracy_low for accuracy, and accuracy_low@steps=4,samples=1 for the metric of a setting."""
+    """Returns accuracy_low for accuracy, and accuracy_low@steps=4,samples=1 for one setting's metric."""
     name, at, setting = metric.partition(_SETTING)
     return f"{name}_{suffix}{at}{setting}"
 
@@ -228,10 +229,10 @@ def _has_suffix(metric: str, *suffixes: str) -> bool:
 
 
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
-    """Returns the content of scaling.json: what was asked for, and the `corners` of each set with labels.
+    """Returns the content of scaling.json: the options, and the `corners` of each set with labels.
 
-    A corner is one setting of the grid: steps, samples, and for each way to select, the oracle `any` last,
-    accuracies with intervals and network calls of a puzzle. Nothing in it depends on the number of processes.
+    A corner is one setting of the grid: steps, samples, and for each way to select (`any`, the oracle, last)
+    accuracies with intervals and network calls of a puzzle. The number of processes changes nothing in it.
     """
     sets = {}
     for name, result in results.items():
@@ -251,8 +252,7 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Returns {set: {metric: value}} of all settings, under names such as exact_accuracy@steps=64,samples=8.
 
-    A plain name is of the first way to select; names of the others end with ,select=NAME, names of the
-    oracle begin with any_.
+    Names of another way to select than the first end with ,select=NAME; the oracle's begin with any_.
     """
     metrics: dict[str, dict[str, float]] = {}
     for set_name, content in scaling["sets"].items():
@@ -267,9 +267,9 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
-    """Lays out a line for each setting of each set, with the exact accuracy by each way to select.
+    """Makes a table: a line for each setting of each set, with the exact accuracy by each way to select.
 
-    Of a search, which need not answer, also the shares of wrong answers and of puzzles without one.
+    For a search, which may end undecided, also the shares of wrong answers and of puzzles without an answer.
     """
     lines = []
     for set_name, content in scaling["sets"].items():
@@ -292,7 +292,7 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
 
 
 def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dict[str, Any]]:
-    """Returns {set: {metric: value}} of a row of the log, which has them as <split>/<set>/<metric>."""
+    """Returns {set: {metric: value}} of a row of the log, where names are <split>/<set>/<metric>."""
     metrics: dict[str, dict[str, Any]] = {}
     for name, value in row.items():
         first, _, rest = name.partition("/")
@@ -303,7 +303,7 @@ def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dic
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value that somebody may have written is a finite number."""
+    """Returns whether a value is a finite number, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -1,8 +1,8 @@
-"""Which of several attempts answers a puzzle: the ways to select, and how often each is right at what cost.
+"""Selection: which of several samples answers a puzzle, how often this is right, and what it costs.
 
-No way to select sees a label. Each prefers the attempts with the smallest value of something; of equal ones
-the attempt with the largest q_halt of its answer, then the first. Sums are of integers, so that neither the
-number of ranks nor the batch size changes a figure.
+No way to select sees a label. Each prefers the samples with the smallest value of something; of equal ones
+the sample with the largest q_halt, then the first. Sums are of integers, so that neither the number of ranks
+nor the batch size changes a figure.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataset.format import IGNORE_LABEL_ID
 from evaluation.evaluators import Rules
 from models.carry import StepOutput
 
-ORACLE = "any"  # no way to select, but the upper bound of all: any of the attempts is right
-# Which answer of an attempt a way to select chooses from: the last one (after all steps, or where the attempt
-# halted), the answer where the Q head halts first, or the one with the largest q_halt.
+ORACLE = "any"  # no way to select, but the upper bound of all: right where any sample is
+# Which answer of a sample a way to select uses: the last one (after all steps, or where the sample halted),
+# the answer where the Q head halts first, or the answer with the largest q_halt.
 AnswerAt = Literal["end", "halt", "peak"]
 ANSWER_AT: dict[str, AnswerAt] = {
     "q_head": "end",
@@ -36,9 +36,9 @@ ScoreKey = tuple[int, int, str, str]  # steps, samples, way to select or `ORACLE
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The settings that an evaluation is asked for: every number of steps with every number of samples.
+    """The settings of an evaluation: every number of steps with every number of samples.
 
-    steps, samples: ascending. selects: ways to select; the first makes the metrics of the largest setting.
+    steps, samples: ascending. selects: ways to select; metrics other than `Scores` use the first.
     """
 
     steps: tuple[int, ...]
@@ -47,12 +47,12 @@ class Grid:
 
 
 class Samples(NamedTuple):
-    """The attempts of some puzzles, each with one of its answers; mostly [puzzles, samples].
+    """The samples of some puzzles, with one answer each; arrays are [puzzles, samples] unless given.
 
     preds       uint8 or int32 [puzzles, samples, seq_len]
     q_halt      float32: of the answer
     steps       int32: network calls up to the answer
-    has_halted  bool: whether the Q head halts the attempt in any step
+    has_halted  bool: whether the Q head halts the sample in any step
     residuals   float32: the mean change of the logits over the last steps
     are_valid   bool: whether the last answer obeys the rules; None without rules
     """
@@ -65,16 +65,16 @@ class Samples(NamedTuple):
     are_valid: np.ndarray | None
 
     def take(self, *index: slice | np.ndarray) -> Samples:
-        """Returns the columns at an index of their first axes."""
+        """Returns the samples at an index into the first axes."""
         return Samples(*(None if column is None else column[index] for column in self))
 
 
 def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarray:
     """Chooses a sample of each puzzle: int64 [puzzles].
 
-    samples: with the answers of `ANSWER_AT`. Where no sample halted or is valid, the choice is by `q_head`.
-    is_search: the network answers only where it halts; then the first of equal samples is chosen, and -1
-    where none has halted.
+    samples: with the answers that `ANSWER_AT` names for `by`. Where no sample halted, or none is valid, the
+    choice is by `q_head`. is_search: the network answers only where it halts; then the first of equal samples
+    is chosen, and -1 where none has halted.
     """
     values = {
         "first_to_halt": lambda: np.where(samples.has_halted, samples.steps, np.inf),
@@ -101,7 +101,7 @@ def votes(preds: np.ndarray) -> np.ndarray:
 
 
 def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
-    """Returns the output that attempts had at their answer `at`, which a `HistoryNetwork` has kept."""
+    """Returns the output at the answer `at`, from what a `HistoryNetwork` has kept in the state."""
     if at == "end":
         return output
     state, prediction = output.carry.state, output.prediction
@@ -118,9 +118,8 @@ def predicted_tokens(logits: Tensor) -> Tensor:
 class Scores:
     """The sums of every setting of a grid over the puzzles with a label, on one rank.
 
-    sums: the figures are exact and valid (right by the label, and by the rules, where there are any), calls
-    (of the network), and undecided (puzzles without an answer, of a search). rules: says which answers are
-    valid; the way to select `rules` needs it. is_search: of the network.
+    sums: of exact and valid (right by the label and by the rules), calls of the network, and undecided
+    (puzzles without an answer, of a search). rules: needed to select by `rules`; None: no sum of valid.
     """
 
     def __init__(self, grid: Grid, *, rules: Rules | None, is_search: bool = False):
@@ -129,9 +128,9 @@ class Scores:
         self.sums: Counter[ScoreKey] = Counter()
 
     def add(self, depth: int, attempts: StepOutput) -> np.ndarray:
-        """Adds whole puzzles as they were at this depth: all attempts of a puzzle side by side.
+        """Adds whole puzzles after `depth` steps; `attempts` has all samples of a puzzle side by side.
 
-        Returns which sample the first way to select chooses of all of them, int64 [puzzles]; -1: none.
+        Returns which sample the first way to select chooses among all, int64 [puzzles]; -1: none.
         """
         num_samples = self.grid.samples[-1]
 
@@ -164,7 +163,7 @@ class Scores:
                 is_open = chosen < 0
                 answer = samples.take(np.arange(len(chosen)), np.maximum(chosen, 0))
                 valid = self._are_valid(inputs[:, 0], answer.preds)
-                # Side by side, the others stop when the first one halts.
+                # Samples run side by side, and all stop when the first one halts.
                 until_first = number * np.where(is_open, depth, answer.steps)
                 figures = {
                     "exact": _are_exact(answer.preds, labels) & ~is_open,
@@ -175,14 +174,14 @@ class Scores:
                 self._add((depth, number, by), counted, figures)
                 if by == self.grid.selects[0]:
                     of_first = chosen
-            if not self._is_search:  # attempts that cannot win do not go on to their end
+            if not self._is_search:  # in a search lost samples stop: nobody knows their answers
                 any_valid = None if is_valid is None else is_valid[:, :number].any(axis=1)
                 figures = {"exact": is_exact[:, :number].any(axis=1), "valid": any_valid, "calls": all_calls}
                 self._add((depth, number, ORACLE), counted, figures)
         return of_first
 
     def _are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Asks the rules of answers [..., seq_len] to inputs of the same shape: bool [...]."""
+        """Checks answers [..., seq_len] to inputs of this shape by the rules: bool [...]; None without."""
         if self._rules is None:
             return None
         flat = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (inputs, preds))

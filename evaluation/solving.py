@@ -1,4 +1,4 @@
-"""One puzzle, solved: the attempt that evaluate.py would let answer it, step by step."""
+"""One puzzle, solved as evaluate.py does it, with every step of the sample that answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from evaluation.trace import Trace, trace_step
 from models import HaltingModel
 from models.carry import StepOutput
 
-_NOISE = 0.3  # where several samples need some: PTRM's
+_NOISE = 0.3  # the default for several samples, as in PTRM
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Step:
     """What a model thinks after a step; arrays are [rows, columns] of the answer's grid.
 
     number         from 1
-    tokens         uint8 or int32 [seq_len]: the whole field
+    tokens         uint8 or int32 [seq_len]: all cells, with padding
     grid           symbols, texts
     confidence     float32: the probability that the model gives to each cell
-    changed        bool: cells that differ from the step before, at the first step from the puzzle
+    changed        bool: cells that differ from the step before, or at the first step from the puzzle
     q_halt         the probability of being right, as the model sees it
     wants_to_halt  whether the Q head would stop here
     """
@@ -51,15 +51,15 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Step):
-    """The answer to a puzzle: the step that answers, mostly the last, with all steps of its attempt.
+    """The answer to a puzzle: the step that answers, mostly the last, with all steps of its sample.
 
     puzzle, style  the puzzle, and how its kind is drawn
-    steps          all steps of the attempt, from the first one
-    sample         which of `num_samples` attempts it is, from 0
-    select         how it was chosen
-    valid          whether the rules of the puzzle hold; None where they cannot tell
-    correct        whether it is the solution, where the puzzle came with one; else None
-    is_decided     False: a search found no answer, and its first attempt is shown
+    steps          all steps of the sample, from the first one
+    sample         number of the sample, from 0 to num_samples - 1
+    select         the way to select that chose the sample
+    valid          whether the answer obeys the rules of the puzzle; None without rules
+    correct        whether the answer is the puzzle's solution; None where no solution is known
+    is_decided     False: a search found no answer, and its first sample is shown
     """
 
     puzzle: Puzzle
@@ -92,10 +92,10 @@ def answer_puzzle(
     device: torch.device,
     row: int = 0,
 ) -> Answer:
-    """Solves a puzzle as evaluate.py solves the example `row` of a set; one process.
+    """Solves a puzzle as evaluate.py solves the example `row` of a set; in one process.
 
-    The model has the sizes of the puzzle and is in evaluation mode. ValueError where the config asks for what
-    the model or the puzzle has not.
+    The model must have the puzzle's sizes and be in evaluation mode. ValueError where the config does not go
+    with the model or the puzzle.
     """
     if config.select == "rules" and puzzle.rules is None:
         raise ValueError("select=rules: the rules of this puzzle cannot tell a valid answer: drop it")
@@ -104,7 +104,7 @@ def answer_puzzle(
     reasoning = reasoning_of_samples(model, config, max_steps=max_steps, num_samples=config.samples)
     is_search = model.network.is_search
 
-    seen: list[tuple[np.ndarray, Trace]] = []  # of each step: the attempts that made it, and their trace
+    seen: list[tuple[np.ndarray, Trace]] = []  # after each step: its attempts, and their trace
 
     def record(output: StepOutput, _: torch.Tensor) -> None:
         seen.append((output.carry.data.rows.cpu().numpy(), trace_step(model, output)))
@@ -121,7 +121,7 @@ def answer_puzzle(
         scores=scores,
         on_step=record,
     )
-    sample = max(int(chosen[0]), 0)  # of a puzzle that is not decided the first attempt is shown
+    sample = max(int(chosen[0]), 0)  # without an answer, the first sample is shown
     attempt = row * config.samples + sample
     own = [(rows == attempt, step) for rows, step in seen if attempt in rows]
     trace = [Trace(*(column[is_own][0] for column in step)) for is_own, step in own]
@@ -142,7 +142,7 @@ def answer_puzzle(
 
 
 def _noise(model: HaltingModel, config: SolveConfig) -> float:
-    """Returns the noise before every step; a config that names none gets what several samples need."""
+    """Returns the config's noise, or a default where several samples would otherwise be equal."""
     reasoning = model.eval_reasoning
     init_noise = reasoning.init_noise if config.init_noise is None else config.init_noise
     if config.noise is not None or config.samples == 1 or reasoning.state_noise or init_noise:

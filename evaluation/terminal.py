@@ -1,4 +1,4 @@
-"""An answer in a terminal: the puzzle, its answer, and every step, side by side as wide as the screen is."""
+"""Draws an answer in a terminal: the puzzle, its answer, and every step, as wide as the screen is."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ from evaluation.solving import Answer, Step
 
 _GAP = 3  # columns between drawings
 _FAINT, _CHANGED, _STOP, _GOOD, _BAD = "2", "1;4", "7", "32;1", "31;1"  # ANSI codes
-# Below each confidence: the ANSI codes of a cell, and the mark instead of the symbol in areas of colour.
+# (confidence, codes, mark): below this confidence a cell has the codes or, in areas of colour, the mark.
 _DOUBTS = ((0.5, "97;48;5;124", "?"), (0.8, "97;48;5;130", ":"), (0.95, "97;48;5;58", "."))
 
 
 def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
-    """Draws an answer in lines of `width` columns, where its grids are not wider themselves.
-
-    color: whether with ANSI codes.
-    """
+    """Draws an answer in lines of `width` columns, unless a grid is wider. color: with ANSI codes."""
     top = [
         _draw_grid("puzzle", answer, answer.puzzle.tokens, color=color),
         _draw_grid("answer", answer, answer.tokens, color=color),
@@ -41,7 +38,7 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
 
 
 def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
-    """Yields rows of drawings, as many side by side as there is room for."""
+    """Yields rows of drawings, each with as many side by side as fit into `width`."""
     row, used = [], 0
     for drawing in drawings:
         needed = max(len(without_codes(line)) for line in drawing) + _GAP
@@ -54,7 +51,7 @@ def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
 
 
 def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
-    """Draws the grid that some steps have in common, as the first of them made it."""
+    """Draws the grid that consecutive steps share, with the changes of the first one."""
     first, last = steps[0], steps[-1]
     title = f"step {first.number}" if first is last else f"steps {first.number}-{last.number}"
     values = [f"{step.q_halt:.2f}" for step in (first, last)]
@@ -76,7 +73,7 @@ def _draw_grid(
     changed: np.ndarray | None = None,
     color: bool,
 ) -> list[str]:
-    """Draws the grid of the tokens; where they are given, with what is in doubt and what changed."""
+    """Draws the grid of `tokens`; marks cells of low confidence and changed cells, where these are given."""
     style, puzzle = answer.style, answer.puzzle
     cells = puzzle.cells_of(tokens)
     texts, is_new = symbols_of(style, tokens)[cells], style.marks_new & (tokens != puzzle.tokens)[cells]
@@ -116,7 +113,7 @@ def _coded(text: str, codes: str) -> str:
 
 
 def _verdict(answer: Answer) -> Iterator[str]:
-    """Yields what is to be said of the answer."""
+    """Yields the lines beside the answer: whether it is right, its sample and step, its halting value."""
     if not answer.is_decided:
         yield _coded("not decided", _BAD) + f": no run of {answer.num_samples} has found an answer"
         return

@@ -1,9 +1,9 @@
-"""Test-time compute: every puzzle is run several times, and longer, and one of its attempts answers it.
+"""Test-time compute: every puzzle is run as several samples, for more thinking steps, and one sample answers.
 
-A slot works on an attempt: a puzzle and the number of its sample. All attempts go to the largest number of
-steps, and on the way leave what each (steps, samples) of a grid needs: a 64-step result continues the 16-step
-one, and 8 samples include the first 4, so that the grid costs what its largest setting costs. Invariant: an
-attempt depends on the seed, its puzzle and its sample alone; so does the selection, and sums are of integers.
+A slot works on an attempt: a puzzle and the number of its sample. All attempts run the largest number of
+steps, and on the way the answers at each (steps, samples) of a grid are kept: a 64-step result continues the
+16-step one, and 8 samples include the first 4. So the grid costs what its largest setting costs. Invariant:
+an attempt depends on the seed, its puzzle and its sample alone, as does the selection.
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ from models.carry import Carry, Prediction, Reasoning, State, StepOutput, where
 from models.network import Network
 from models.random import Draws
 
-_RESIDUAL_STEPS = 3  # EqR takes the mean change of so many last steps
+_RESIDUAL_STEPS = 3  # the residual of EqR: the mean change over so many last steps
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Grid | None]:
-    """Returns how long and how noisily attempts are to reason, and the grid, if the config asks for one.
+    """Returns an evaluation's reasoning (steps, halting, noise) and its grid; None: the config asks for none.
 
-    ValueError where that means nothing for this model.
+    ValueError where an option does not go with the model.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning.max_steps])
     samples = sorted(config.samples)
@@ -42,7 +42,7 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Grid
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns the reasoning of the architecture with the noises, damping and guesses that a config names."""
+    """Returns the model's reasoning in evaluation, with the config's noise, damping and search options."""
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
     searches = ("decision_cell", "decision_value", "eval_conflict_threshold")
@@ -68,9 +68,9 @@ def reasoning_of_samples(
 
 
 def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples: int = 1) -> Draw:
-    """Makes the random numbers of the steps of an evaluation, where the network needs them.
+    """Returns a function: carry -> random numbers of its slots' next step; None where the network needs none.
 
-    Slots hold attempts, row * num_samples + sample in place of the row.
+    The carry's rows must be attempts: row * num_samples + sample.
     """
 
     def draw(carry: Carry) -> Draws | None:
@@ -83,7 +83,7 @@ def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples
 
 
 def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots: int) -> Iterator[Batch]:
-    """Yields every row num_samples times, in batches of num_slots at most; padding stays padding.
+    """Yields every row num_samples times, in batches of at most num_slots; padding stays padding.
 
     The attempt, row * num_samples + sample, replaces the row.
     """
@@ -96,11 +96,11 @@ def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots
 
 
 class HistoryNetwork(nn.Module):
-    """A network that also keeps, as part of its state, what the ways to select need of the steps so far.
+    """A network that also keeps, in its state, what the ways to select need of earlier steps.
 
-    So it travels with its slot, and starts anew with it. `halt.` is the answer of the step where the network
-    wants to halt first, until then the newest; `peak.` is the answer of the step with the largest q_halt.
-    Each has logits, q_halt, q_continue, and steps, int32 [batch]: the number of its step.
+    State keys `halt.*` have the answer of the first step where the network wants to halt, until then the
+    newest; `peak.*` have the answer with the largest q_halt. An answer is logits, q_halt, q_continue, and
+    steps, int32 [batch], the number of its step.
     """
 
     def __init__(self, network: Network, *, vocab_size: int):
@@ -133,7 +133,7 @@ class HistoryNetwork(nn.Module):
 
         steps = state["history.steps"] + 1
         change = (prediction.logits.float() - state["history.logits"].float()).norm(dim=-1).mean(-1)
-        change = torch.where(steps == 1, torch.nan, change)  # from nothing
+        change = torch.where(steps == 1, torch.nan, change)  # the first step has no change
         wants_to_halt = self.network.wants_to_halt(after, prediction)
         after["history.steps"], after["history.logits"] = steps, prediction.logits
         after["history.changes"] = torch.cat([state["history.changes"][:, 1:], change[:, None]], dim=1)
@@ -167,11 +167,11 @@ def answer_grid(
     scores: Scores,
     on_step: OnStep = lambda *_: None,
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-    """Yields the final outputs of the largest setting by the first way to select, and how they came about.
+    """Yields the outputs that the first way to select chooses at the largest setting, as puzzles end.
 
-    That is the last output of all attempts, a puzzle's side by side, and the sample that was chosen, int64
-    [puzzles], -1 where none is an answer. Puzzles come in pieces of any size and in any order.
-    num_slots: of this rank. The rest of the grid is added to the scores. on_step: called after every step.
+    Each item is (outputs of chosen samples, last outputs of all attempts, numbers of chosen samples). All
+    attempts of a puzzle are side by side; the numbers are int64 [puzzles], -1 where none is an answer.
+    num_slots: of this rank. scores: takes the sums of the whole grid. on_step: called after every step.
     """
     grid, num_samples = scores.grid, scores.grid.samples[-1]
     history = HistoryNetwork(model.network, vocab_size=vocab_size)
@@ -180,10 +180,10 @@ def answer_grid(
     draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
     race = Race(grid.samples) if model.network.is_search else None
     needed = ("history.has_halted", "history.changes", *(f"{ANSWER_AT[by]}." for by in grid.selects))
-    waiting: dict[int, list[StepOutput]] = {depth: [] for depth in grid.steps}  # for the rest of a puzzle
+    waiting: dict[int, list[StepOutput]] = {depth: [] for depth in grid.steps}  # attempts by depth
 
     def collect(output: StepOutput, halts: Tensor) -> None:
-        """Keeps the attempts that are at a depth of the grid, or have halted before it."""
+        """Keeps the attempts that are at a depth of the grid, or have halted before."""
         carry = output.carry
         kept = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
         for depth, parts in waiting.items():
@@ -194,7 +194,7 @@ def answer_grid(
         on_step(output, halts)
 
     def take() -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-        """Selects, for puzzles with all their attempts here."""
+        """Yields what was selected for puzzles that have all their attempts."""
         for depth in grid.steps:
             if (whole := _pop_whole(waiting[depth], num_samples)) is None:
                 continue
@@ -214,7 +214,7 @@ def answer_grid(
 
 
 def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
-    """Takes the puzzles with all their attempts out of `parts`: by row and sample, with rows of puzzles."""
+    """Takes puzzles that have all attempts out of `parts`: by row and sample, with the puzzles' rows."""
     if not parts:
         return None
     joined = StepOutput.join(parts)
@@ -228,5 +228,5 @@ def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
     output = joined.select(whole[attempts[whole].argsort()])
     data = output.carry.data
     data = data._replace(rows=data.rows // num_samples)
-    has_ended = torch.ones_like(output.carry.halted)  # whatever steps come after the grid's
+    has_ended = torch.ones_like(output.carry.halted)  # for the grid, even if the slot goes on
     return output._replace(carry=output.carry._replace(data=data, halted=has_ended))

@@ -1,4 +1,4 @@
-"""The trace of a model over its steps: what it answers, how sure it is, its Q value, its guesses."""
+"""The trace of a model: after each step its answers, their probabilities, its Q value, its guesses."""
 
 from typing import NamedTuple
 
@@ -12,19 +12,19 @@ from evaluation.test_time import build_draw
 from models import HaltingModel
 from models.carry import NO_GUESS, StepOutput
 
-MOST_TOKENS = 31  # as many as a browser's integers have bits for
+MOST_TOKENS = 31  # for bit masks, as a browser's integers have 32 bits
 
 
 class Trace(NamedTuple):
-    """What a model answers to puzzles, or in runs of them, after each step.
+    """What a model answers in each run of a puzzle, after each step.
 
     preds          uint8 or int32 [runs, steps, seq_len]: the likeliest token of each cell
     confidence     float32 [runs, steps, seq_len]: the probability of that token
-    q_halt         float32 [runs, steps]: the logit of stopping here
+    q_halt         float32 [runs, steps]: the logit of being right, and so of stopping here
     wants_to_halt  bool [runs, steps]: whether the model would stop here
     candidates     int64 [runs, steps, seq_len]: of a search, bit t is set where a cell may be token t; of
                    other models, and of more tokens than MOST_TOKENS, [runs, steps, 0]
-    guesses        int16 [runs, steps]: as in `models.carry.Board`; NO_GUESS of other models
+    guesses        int16 [runs, steps]: the cell that a search guessed, or NO_GUESS or ANEW (`models.carry`)
     """
 
     preds: np.ndarray
@@ -36,14 +36,14 @@ class Trace(NamedTuple):
 
     @property
     def halting_steps(self) -> np.ndarray:
-        """The number of the step after which each run would stop, from 1; the last, where none is: [runs]."""
+        """The step, from 1, after which each run would stop, or the last one: int64 [runs]."""
         first = self.wants_to_halt.argmax(axis=1)
         return np.where(self.wants_to_halt.any(axis=1), first, self.wants_to_halt.shape[1] - 1) + 1
 
 
 @torch.inference_mode()
 def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0) -> Trace:
-    """Runs every slot of a batch through all steps of a model in evaluation mode; one process is enough.
+    """Runs every slot of a batch through all steps of a model in evaluation mode; in one process.
 
     seed: of the noise, where there is any.
     """

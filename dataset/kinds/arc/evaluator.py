@@ -48,8 +48,7 @@ class ArcEvaluator:
     def __init__(self, folder: Path, metadata: Metadata, *, extra_votes: Sequence[Path] = ()):
         """extra_votes: `votes.npz` files of earlier evaluations, which count too.
 
-        ValueError where an identifier in a test set names no view of a task, or extra votes are on other
-        tasks.
+        ValueError where a test set's identifier names no view of a task, or extra votes are on other tasks.
         """
         sets = open_split(folder, "test").sets
         identifiers = {name: np.unique(puzzle_set.puzzle_identifiers) for name, puzzle_set in sets.items()}
@@ -103,8 +102,8 @@ class ArcEvaluator:
 
         pass@K of a task is the share of its test inputs with the right output among the K best grids. The
         metric is the mean over the tasks of the set, and the tasks that are in no set. A test input without a
-        vote is wrong; a test input without a known output is left out. ValueError where rows show no test
-        input of test_puzzles.json.
+        vote is wrong; a test input without a known output is left out. ValueError where rows show an unknown
+        test input.
         """
         if num_unknown := sum(number for _, number in partials):
             shown = f"{num_unknown} test examples show no test input of their task in {TEST_PUZZLES}"
@@ -251,8 +250,7 @@ class Views:
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
     """Cuts the largest rectangle of colours from the top left corner of each field, tokens [n, seq_len].
 
-    Returns numpy views [rows, columns]; of equal areas the one with fewer rows, [0, 0] without a colour
-    there.
+    Returns numpy views [rows, columns]; of equal areas the one with fewer rows, [0, 0] if there is no colour.
     """
     size = math.isqrt(tokens.shape[1])
     grids = tokens.reshape(-1, size, size)

@@ -54,8 +54,8 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
-    """Draws the transforms of the original and `num_aug` variants, all different puzzles: uint8 [1 +
-    variants, 11].
+    """Draws transforms, uint8 [1 + variants, 11], of the original and `num_aug` variants, all different
+    puzzles.
 
     There are fewer variants where 5 * num_aug draws find no more.
     """
@@ -67,7 +67,7 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
 
 
 def dihedral_transforms(task: Task) -> np.ndarray:
-    """Lists the transforms of the original and its different turned or mirrored images: uint8 [n, 11]."""
+    """Lists the transforms, uint8 [n, 11], of the original and its different turned or mirrored images."""
     transforms = (bytes((number, *IDENTITY[1:])) for number in range(NUM_DIHEDRAL))
     return _keep_distinct(task, transforms, most=NUM_DIHEDRAL)
 

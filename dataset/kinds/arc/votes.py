@@ -70,8 +70,7 @@ class Votes:
     def ranked(self, test_inputs: Iterable[TestInput]) -> list[bytes]:
         """Ranks the distinct grids that some test inputs got together, the best first.
 
-        The order is by votes, then by mean halting probability, then by bytes. The empty grid is never an
-        answer, and comes last.
+        The order is by votes, then by mean halting probability, then by bytes. The empty grid is always last.
         """
         votes, halting = Counter(), Counter()
         for test_input in test_inputs:

@@ -38,9 +38,7 @@ _MOST_CELLS, _MOST_VALUES = 1 << 20, 1 << 27  # of a grid, and of a part of a pa
 
 
 class Pair(NamedTuple):
-    """A puzzle as read from a file. task, split: "" where the file gives none. where: file and line, for
-    messages.
-    """
+    """A puzzle as read from a file. task, split: "" where the file has none. where: the file and the line."""
 
     input: Cells
     output: Cells
@@ -182,10 +180,10 @@ def _shown(value: Any) -> str:
 
 
 def _parse_list(value: Any, name: str, *, is_cell: bool) -> Any:
-    """Parses a CSV cell that begins with "[" as JSON, and returns other values unchanged.
+    """Parses a CSV cell that begins with "[" as JSON; returns other values unchanged.
 
-    ValueError for malformed JSON, and for a text that is a printed list, such as "[1 2]": its characters
-    would become symbols.
+    ValueError for malformed JSON, and for a text such as "[1 2]", a printed list: its characters would be
+    symbols.
     """
     if not isinstance(value, str):
         return value
