@@ -3,8 +3,8 @@
     python -m launch.check
     torchrun --nproc-per-node N -m launch.check [--quick] [--timeout SECONDS] [experiment=NAME key=value ...]
 
-With key=value words of pretrain.py it also estimates the time of a step's messages on this network, or shows
-the position of each rank in the mesh. Ranks report through torchrun's TCP store, not through the group under
+With key=value words of pretrain.py it also estimates the time of a step's messages on this network, and shows
+the position of each rank in a mesh. Ranks report through torchrun's TCP store, not through the group under
 test; a watchdog ends all ranks where one hangs, and names it. `python -m torch.utils.collect_env` says more
 about the software.
 """
@@ -36,10 +36,11 @@ from parallel import log
 from parallel import process_group as group
 from parallel.errors import local_errors
 from parallel.launch import wait_for_all_ranks
-from parallel.mesh import describe_position, sizes_of
+from parallel.mesh import describe_position
 from parallel.process_group import is_main, rank, world_size
 from parallel.watchdog import Watchdog
 from training.dry_run import sent_in_a_step
+from training.layout import layout_of
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
 # Overrides that make messages smaller or rarer.
@@ -127,12 +128,7 @@ def check_ranks(options: argparse.Namespace) -> None:
         is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo only sends CPU tensors
         device = device if is_nccl else torch.device("cpu")
         costs = _measure_links(device, rows, is_quick=options.quick, watchdog=watchdog)
-        if spreading:
-            log.info(
-                f"\n{' and '.join(spreading)}: python pretrain.py {' '.join(options.overrides)} --world-size "
-                f"{world_size()} --cfg job shows what a step sends"
-            )
-        elif options.overrides:
+        if options.overrides:
             estimate = functools.partial(_estimate_steps, options.overrides, *costs)
             lines, *_ = _on_all_ranks("estimate a step", lambda: estimate() if is_main() else None)
             log.info(_table(*lines))
@@ -140,12 +136,11 @@ def check_ranks(options: argparse.Namespace) -> None:
 
 
 def _read_layout(overrides: Sequence[str]) -> tuple[dict[str, int], list[str]]:
-    """Returns {axis: size} of the mesh, and the keys that divide weights, moments or rows over ranks."""
+    """Returns the size of each axis of the mesh, and the keys that divide weights, moments or rows over ranks."""
     if not overrides:
         return {}, []
     config = compose_overrides(PretrainConfig, overrides)
-    degrees = {"pipeline": config.pipeline_parallel_degree, "tensor": config.tensor_parallel_degree}
-    return sizes_of(world_size(), shard=config.data_parallel_shard_degree, **degrees), config.sharding_keys
+    return layout_of(config, world_size()), config.sharding_keys
 
 
 def _check_names(hosts: Sequence[str]) -> None:

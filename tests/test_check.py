@@ -71,7 +71,8 @@ def test_ranks_of_a_mesh_are_located(tmp_path):
     assert finished.statuses == [0] * 4, finished.stderr
     positions = re.findall(r"^\d .* \d+  (stage .*)$", finished.stdout, flags=re.MULTILINE)
     assert positions == [f"stage {n // 2}, shard {n % 2}" for n in range(4)]
-    assert "--world-size 4 --cfg job" in finished.stdout
+    assert re.search(r"MiB of weights of shards, .* MiB of stages", finished.stdout)
+    assert re.search(r"^as it is +[\d.e-]+ s a step$", finished.stdout, flags=re.MULTILINE)
     finished = _check(tmp_path, 3, "--quick", "--device=cpu", *words)
     assert finished.statuses == [1] * 3
     assert "pipeline_parallel_degree=2 does not divide the 3 processes" in finished.stderr
