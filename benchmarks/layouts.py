@@ -51,10 +51,7 @@ _PURPOSES = {
 
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, Sent]]:
-    """Counts what this rank sends in the block; yields {purpose: Sent}, purposes as of `Needs.sent`.
-
-    The model must compute in bfloat16: an all-reduce in bfloat16 counts as a sum of features.
-    """
+    """Counts what this rank sends in the block, by purpose. The model must compute in bfloat16."""
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 
     def counted(name: str, function: Any) -> Any:
@@ -62,6 +59,7 @@ def counting() -> Iterator[dict[str, Sent]]:
 
         def call(*arguments: Any, group: Any = None, **options: Any) -> Any:
             message = arguments[position]
+            # The blocks compute in bfloat16, and gradients are float32.
             sums = {torch.bfloat16: "sums of features", torch.float32: "sums of gradients"}
             purpose = _PURPOSES.get(name) or sums.get(message.dtype, "metrics")
             num_bytes = times(dist.get_world_size(group)) * message.nbytes

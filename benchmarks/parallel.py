@@ -7,14 +7,13 @@
     torchrun ... -m benchmarks.parallel --at-least 0.85          # on the machines of a run
 
 exchange: times a training step with each way to sum gradients, against `alone`, the step without messages.
-default: as a run does. shared, flat, ddp, bfloat16: values of sync and sync_dtype, with the whole update on
-every rank. per_parameter: a blocking all-reduce for each parameter. copy: each rank copies all gradients in
-memory, the lower limit of `shared`.
+default: as a run does. shared, flat, ddp, bfloat16: by sync and sync_dtype, the whole update on all ranks.
+per_parameter: a blocking all-reduce for each parameter. copy: each rank copies all gradients in memory, the
+lower limit of `shared`.
 scaling: efficiency against one process; weak: --puzzles in every process, strong: --puzzles over all. apart:
 the same processes without messages, the limit that memory and caches of this machine set.
 memory: MiB that each rank keeps and its peak, with weights, moments or puzzle rows divided over ranks or not.
-layout: whether the messages of a pipeline end; bytes that ranks keep and send, against the formulas of
-docs/parallel.md.
+layout: whether a pipeline's messages end; bytes that ranks keep and send, and formulas (docs/parallel.md).
 Under torchrun: the time of a step without messages over that of a step; exit status 1 below --at-least.
 """
 

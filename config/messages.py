@@ -174,9 +174,8 @@ def _data_of(experiment: str) -> str | None:
 def help_text(program: str, topic: str = "") -> str:
     """Returns the text of --help: the keys of a program, in the groups of its YAML file.
 
-    topic: the word after --help. Empty: the most used keys of pretrain, all keys of other programs. all,
-    experiment, experiment=NAME, arch=NAME, or a key: only that; any other key=value is ignored. Raises
-    ValueError for an unknown key.
+    topic: the word after --help. Empty: the most used keys of pretrain, or all keys of another program. all,
+    experiment, experiment=NAME, arch=NAME, a key: only that. ValueError for an unknown key.
     """
     path, (kind, _, name) = FOLDER / f"{program}.yaml", topic.partition("=")
     file = FOLDER / kind / f"{name}.yaml"

@@ -186,8 +186,8 @@ def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -
 def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
     """Runs `action` on all ranks; returns the list of results, exchanged as JSON through the store.
 
-    All ranks call it, with a new name each time. Where the action fails on a rank, all ranks end with status
-    1. A wait for a rank that hangs is ended by the watchdog.
+    All ranks call it, with a new name each time. An exception on a rank ends all ranks with status 1; where a
+    rank hangs, the watchdog ends all.
     """
     try:
         outcome = (action(), None)

@@ -21,10 +21,7 @@ _SIOCGIFADDR = 0x8915  # from Linux's sockios.h
 
 
 def listen_like_gloo() -> socket.socket:
-    """Opens a TCP server at the address that gloo would choose, and returns its socket.
-
-    The address is of the interface GLOO_SOCKET_IFNAME, else of the host name, else 127.0.0.1.
-    """
+    """Opens a TCP server where gloo would: on GLOO_SOCKET_IFNAME, else the host's address, else 127.0.0.1."""
     interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
     if interface:
         try:

@@ -83,7 +83,7 @@ def tune(plan: dict[str, Any], name: str, folder: Path) -> float:
 def build_rerun(
     plan: dict[str, Any], name: str, training: dict[str, Any], folder: Path, *words: str
 ) -> Rerun:
-    """Returns the run with the number of steps nearest to the given operations; builds missing data."""
+    """Prepares the runs of a model, with the number of steps nearest to `petaflops`; builds missing data."""
     model, rung = plan["models"][name], RUNGS[training["rung"]]
     data = Rerun(rung, folder / rung.name, source=None)
     data.build_data()

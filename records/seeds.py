@@ -1,9 +1,8 @@
-"""Running a rung of the ladder of records: builds data, trains each seed, evaluates, and measures the time.
+"""Running a rung of the ladder of records: build data, train each seed, evaluate, and measure the time.
 
-The clock runs only while one of these programs runs, and is saved to disk: a later start continues it.
-A folder holds one rung: `data/`, and for each seed `seed_<n>/` with the run folder `run/`, the program's
-output, and the clock, which also notes the time of each row of metrics.jsonl. Earlier trainings of a rung
-with several are in `seed_<n>/training_<m>/`.
+The clock runs only while one of these programs runs, and is saved to disk: a later start continues it. A
+folder holds one rung: `data/`, and for each seed `seed_<n>/` with the run folder `run/`, the output, and the
+clock, with the time of each row of metrics.jsonl. Of several trainings the earlier are in `training_<m>/`.
 """
 
 import os
@@ -109,7 +108,7 @@ class Rerun:
         }
 
     def rows(self, seed: int, *, data_seconds: float) -> list[Row]:
-        """Returns the rows of a seed's log, with `seconds`: the time of the row since building began."""
+        """Returns the rows of a seed's log, with `seconds`: building the data, and training up to the row."""
         *before, last = (Clock(run.parent / "clock.json") for run, _ in self._trainings(seed))
         rows, began = (
             read_run(self.run_folder(seed)).rows,

@@ -120,7 +120,6 @@ def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: i
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Silences warnings and log messages of the exporter."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -99,7 +99,7 @@ class Study:
         return max(self.num_trials - len(self.trials), 0)
 
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
-        """Begins a trial, or continues number `number`; returns Optuna's trial and its parameters."""
+        """Begins a trial, or continues the unfinished `number`; returns the trial and its parameters."""
         trial_number = len(self.trials) if number is None else number
         seed = int(np.random.SeedSequence([self._config.sampler_seed, trial_number]).generate_state(1)[0])
         self.optuna.sampler = optuna.samplers.TPESampler(
