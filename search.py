@@ -48,7 +48,7 @@ def main() -> None:
 def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
     """Runs the remaining trials, and prints the best one. Exits with status 1 if no trial is complete.
 
-    run: the config of a run in the space.
+    run: the config of a trial, with any values of the searched keys.
     """
     launch_command(config, slot=0)
     folder = open_folder(config)

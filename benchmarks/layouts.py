@@ -79,7 +79,7 @@ def counting() -> Iterator[dict[str, Sent]]:
 
 
 def kept(state: TrainState) -> dict[str, int]:
-    """Returns {part: bytes} of what this rank keeps between steps, with the parts of `Needs.memory`."""
+    """Returns {part: bytes} that this rank keeps between steps, with the same parts as `Needs.memory`."""
     weights = list(state.model.network.parameters())
     gradients = [each for flat in state.weights.flats for each in flat.views(flat.gradients).values()]
     parts = {

@@ -101,7 +101,7 @@ class Contender:
         return self._options.batch * model.network.step_flops(model.reasoning, trains=True, **sizes)
 
     def product_rate(self) -> float:
-        """Measures operations a second of matrix products: the better of a model-sized and a square one."""
+        """Returns operations a second of the faster of two matrix products, one model-sized, one square."""
         options, dtype = self._options, self._dtype()
         square = {"cpu": 2048, "cuda": 8192}[self._device.type] // (8 if options.quick else 1)
         rates = []

@@ -157,10 +157,10 @@ def timed(contender: Any, turn: str, warm_calls: int) -> float:
 def take_turns(
     turns: Mapping[str, tuple[World, str]], *, rounds: int, warmup_rounds: int = 1, warm_calls: int = 0
 ) -> dict[str, Measurement]:
-    """Times contenders in turns, round by round; returns {name: measurement}.
+    """Times functions of contenders in turns, round by round; returns {name: measurement}.
 
-    turns: {name: (world, key in the `turns` of its contenders)}. warm_calls: untimed calls before each timed
-    one, so that caches and memory are in the state of a run.
+    turns: {name: (world, key of the function in the dict `turns` of the world's contenders)}. warm_calls:
+    untimed calls before each timed call, so that caches and memory are in the state of a run.
     """
     seconds = {name: [] for name in turns}
     for _ in range(warmup_rounds + rounds):

@@ -255,7 +255,7 @@ def _describe_link(name: str, seconds: float, bytes_per_second: float) -> str:
 
 
 def _estimate_steps(overrides: Sequence[str], latency: float, seconds_a_byte: float) -> list[tuple[str, ...]]:
-    """Returns table rows (overrides, seconds a step spends on messages) for the run and cheaper variants."""
+    """Returns (changed keys, seconds of messages in a step) as texts, for the run and cheaper variants."""
     lines, size = [], world_size()
     for keys in _ALTERNATIVES:
         try:

@@ -75,7 +75,7 @@ def write_report(
 
 
 def report_run(folder: Path) -> None:
-    """Writes the report at the end of a run; ranks but 0 do nothing. An error becomes a warning."""
+    """Writes the report at the end of a run, on rank 0 alone. An error only becomes a warning."""
     if is_main():
         try:
             log.info(f"wrote {write_report(folder, warn=log.warning)}")

@@ -25,7 +25,7 @@ _MOST_DIFFERENCES = 6  # only so many differing keys become columns, or a label
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Runs that differ only in their seed. settings: keys that differ between groups. role: the colour."""
+    """Runs that differ only in their seed. settings: keys that differ between groups. role: of the colour."""
 
     label: str
     role: str

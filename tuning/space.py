@@ -74,7 +74,7 @@ class Space:
         return {key: str(of) for key, of in self.parameters.items()}
 
     def check(self) -> PretrainConfig:
-        """Returns the config of a combination. Raises ValueError for a value that is never valid."""
+        """Returns the config of one combination. ValueError where a value is valid in no combination."""
         extremes = {}  # of a range only the ends are checked
         for key, of in self.parameters.items():
             values = of.choices if isinstance(of, CategoricalDistribution) else (of.low, of.high)
@@ -116,7 +116,7 @@ def _written(key: str, of: BaseDistribution, value: Any) -> str:
 
 
 def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
-    """Reads the command line of search.py: its own config, the space, and the config of a run in the space.
+    """Reads the command line: the config of search.py, the space, and the config of a trial with any values.
 
     Returns None after --help and --cfg job, which only print. Raises ValueError, one line, for a mistake.
     """

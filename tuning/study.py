@@ -25,8 +25,8 @@ _CONFIG, _SEARCH = "config", "search"
 class Study:
     """The trials of a search, stored by Optuna in the SQLite file `path`.
 
-    run: the config of a run in the space. Raises ValueError where the file is unreadable, or holds another
-    search of the same name.
+    run: the config of a trial, with any values of the searched keys. Raises ValueError where the file is
+    unreadable, or holds another search of the same name.
     """
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):

@@ -72,7 +72,7 @@ class Trial:
                     raise ValueError(_last_words(folder / OUTPUT_FILE, status))
 
     async def _run_once(self, folder: Path, command: Sequence[str], on_poll: Callable[[Trial], None]) -> int:
-        """Runs a command to its end; returns its exit status. On an exception it is asked to stop."""
+        """Runs a command to its end, and returns the exit status; an exception here stops the process."""
         stop_signal, asked_at = _stop_signal(command), None
         folder.mkdir(parents=True, exist_ok=True)
         with open_to_append(folder / OUTPUT_FILE) as output:
@@ -108,7 +108,7 @@ class Trial:
         return [value for folder in self._commands for value in self._evaluations(folder).values()]
 
     def score(self) -> float:
-        """Returns the best value of each run, as the mean over runs. ValueError for a run without values."""
+        """Returns the mean over runs of the best value of the metric. ValueError for a run without values."""
         best = []
         for folder in self._commands:
             values = self._evaluations(folder)
@@ -118,7 +118,7 @@ class Trial:
         return math.fsum(best) / len(best)
 
     def _evaluations(self, folder: Path) -> dict[int, float]:
-        """Returns {step: value} of a run; reads the log again only if it has changed."""
+        """Returns {step: value of the metric} of a run; reads the log again only if it has changed."""
         with contextlib.suppress(FileNotFoundError):
             stat = (folder / METRICS_FILE).stat()
             version = (stat.st_size, stat.st_mtime_ns)
@@ -130,7 +130,7 @@ class Trial:
 
 
 def _stop_signal(command: Sequence[str]) -> signal.Signals:
-    """Returns the signal after which a run saves and ends. Slurm's srun kills on SIGTERM, so SIGUSR1."""
+    """Returns the signal on which a run saves and ends. SIGUSR1 for srun, as SIGTERM would kill the run."""
     return signal.SIGUSR1 if Path(command[0]).name == "srun" else signal.SIGTERM
 
 
