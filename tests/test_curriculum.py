@@ -49,6 +49,20 @@ def test_a_stage_runs_its_own_loops():
     assert model(carry, reasoning, draws_of(2)).prediction.digit.shape[1] == 5 != model.reasoning.loops
 
 
+@pytest.mark.parametrize(
+    ("keys", "saved"),
+    [
+        ({}, [4, 8]),
+        ({"checkpoint_interval": 3}, [3, 4, 6, 8]),
+        ({"checkpoint_every_eval": False}, [8]),
+        ({"checkpoint_every_eval": False, "checkpoint_interval": 3, "max_steps": 7}, [3, 6, 7]),
+    ],
+)
+def test_the_last_step_is_saved_and_alone_where_a_config_says_so(keys, saved):
+    schedule = Schedule(tiny_config(**keys), SimpleNamespace(total_steps=8, iteration_ends=[4, 8]))
+    assert [step for step in range(9) if schedule.is_checkpoint(step)] == saved
+
+
 _A: dict[str, Groups] = {"all": [[1, 2], [3], [2, 2, 2]]}
 _B: dict[str, Groups] = {"all": [[1], [1, 1]], "more": [[2]]}
 

@@ -42,3 +42,7 @@ def test_a_stage_that_hangs_is_named(tmp_path, sudoku_folder):
     )
     assert told, output
     assert f"(exitcode: {EXIT_HANG})" in output
+    (last,) = re.findall(
+        r"^  traceback : error \(rank \d \(stage \d, replica \d\)\): .*\n=+$", output, re.MULTILINE
+    )
+    assert "rank 2 (stage 1, replica 0): not responding" in last, "what torchrun prints last is ours"
