@@ -1,4 +1,4 @@
-"""The values of all models: what slots remember, how a step reasons, what it returns."""
+"""The types that all models share: carry of the slots, settings of a thinking step, prediction."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from torch import Tensor
 
 from dataset.loader import Batch
 
-# Tensors by name, [batch, ...] each; z_X end in [..., hidden], in the forward dtype.
+# Tensors by name, [batch, ...] each; z_X are [batch, ..., hidden] in the forward dtype.
 State = dict[str, Tensor]
-# Detached scalars by name, summed over slots; counts over the global batch, with `slots` among them.
+# Detached scalars by name: sums over slots of this rank.
 Sums = dict[str, Tensor]
+# Numbers by name that losses are divided by, over the global batch; "slots" is one of them.
 Counts = dict[str, "float | Tensor"]
-# Of each sum the name of the sum that divides it, or "slots": all slots of all steps, in evaluation the
-# puzzles with a label; None: it is logged as it is.
+# For each metric, the name of the sum that divides the sum of the same name. "slots": number of slots times
+# steps, in evaluation number of puzzles with a label. None: the sum is logged undivided.
 Metrics = dict[str, "str | None"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Reasoning:
-    """How long and how noisily slots work on their puzzle: one value, given to every call of a model.
+    """The settings of thinking steps: number of steps and cycles, noise, and how a search guesses.
 
-    max_steps     after which a slot halts in any case
-    halts_early   whether it may halt before
-    H_cycles, L_cycles, loops  of a step; 0 for a model that has none
-    init_noise    standard deviation of the state that a slot starts from; 0: X_init
-    state_noise   standard deviation of the noise on every call of a level
-    step_noise    standard deviation of the noise on the state before every step
+    max_steps     number of thinking steps after which a slot halts in any case
+    halts_early   whether a slot may halt before
+    H_cycles, L_cycles, loops  in a thinking step; 0 if the model has none
+    init_noise    standard deviation of the initial state; 0: X_init, without noise
+    state_noise   standard deviation of noise on the result of every call of a level
+    step_noise    standard deviation of noise on the state before every thinking step
     damping       share of a state that a call of a level replaces
-    progress      share of the run that is done, from 0 to 1: for what changes along it
-    decision_cell, decision_value  how a search guesses: at any open cell or one of the fewest candidates, and
-                  a value that is drawn or the best one
-    eval_conflict_threshold  of a search: a board that is more likely contradictory starts anew
+    progress      share of the run's training steps that are done, from 0 to 1, for scheduled settings
+    decision_cell, decision_value  of a search: guess at a random open cell ("uniform") or at one with the
+                  "fewest" candidates; a value that is "drawn", or the most likely one
+    eval_conflict_threshold  of a search: a board with a higher probability of a contradiction is reset
     """
 
     max_steps: int
@@ -53,7 +54,7 @@ class Reasoning:
 
     @classmethod
     def of_arch(cls, arch: Any, *, max_steps: int, halts_early: bool) -> Reasoning:
-        """Reads the keys of a config that has them."""
+        """Takes the values from an architecture's config, as far as the config has these keys."""
         names = ("H_cycles", "L_cycles", "loops", "init_noise", "state_noise", "damping")
         names += ("decision_cell", "decision_value", "eval_conflict_threshold")
         values = {name: getattr(arch, name) for name in names if hasattr(arch, name)}
@@ -61,15 +62,15 @@ class Reasoning:
 
     @property
     def is_noisy(self) -> bool:
-        """Returns whether a step adds noise, in training and evaluation."""
+        """Returns whether thinking steps add noise."""
         return any((self.init_noise, self.step_noise, self.state_noise))
 
 
 class Prediction(NamedTuple):
-    """The output of a step; a network may have one of its own, with these columns and others.
+    """The output of a thinking step; a network may use a class of its own with more fields.
 
-    logits: [batch, seq_len, vocab] in the forward dtype. q_halt: float32 [batch], the logit of being right.
-    q_continue: float32 [batch], or None where the network has none.
+    logits: [batch, seq_len, vocab] in the forward dtype. q_halt: float32 [batch], logit of "the answer is
+    right". q_continue: float32 [batch], value of another step; None if the network has none.
     """
 
     logits: Tensor
@@ -78,11 +79,11 @@ class Prediction(NamedTuple):
 
 
 class Board(NamedTuple):
-    """What a search knows of a puzzle, for those who watch it.
+    """The state of a search on each puzzle, for display.
 
-    candidates: bool [batch, seq_len, vocab], the tokens that a cell may still be. guess: int16 [batch], the
-    cell that the last step gave a guessed value, NO_GUESS, or ANEW where it found a contradiction and began
-    anew.
+    candidates: bool [batch, seq_len, vocab], the tokens that are still possible in a cell. guess: int16
+    [batch], the cell at which the last step guessed a value; NO_GUESS; or ANEW if the last step found a
+    contradiction and reset the board.
     """
 
     candidates: Tensor
@@ -93,10 +94,10 @@ NO_GUESS, ANEW = -1, -2
 
 
 class Carry(NamedTuple):
-    """The memory of every slot between steps.
+    """The memory of the slots between steps.
 
-    state: what the network keeps. steps: int32 [batch]; halted: bool [batch]; data: what the slot works on.
-    Where a slot holds several boards, every tensor is [batch, boards, ...].
+    state: of the network. steps: number of thinking steps on the present puzzle, int32 [batch]. halted: bool
+    [batch]. data: the puzzles. If slots hold several boards (puzzles), every tensor is [batch, boards, ...].
     """
 
     state: State
@@ -111,7 +112,7 @@ class Carry(NamedTuple):
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Carry:
-        """Makes the carry of what `tensors` returned: the network's state is what is nothing else."""
+        """Makes a carry from the tensors that `tensors` returns; all other names belong to the state."""
         state = dict(tensors)
         return cls(
             steps=state.pop("steps"),
@@ -121,18 +122,21 @@ class Carry(NamedTuple):
         )
 
     def select(self, slots: slice | Tensor) -> Carry:
-        """Returns the carry of some of the slots, a slice or int64 [n]."""
+        """Returns the carry of some slots. slots: slice or int64 [n]."""
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
 
     def boards(self, picked: Tensor | None) -> Carry:
-        """Returns the carry of one board of each slot, int64 [batch]; None: a slot has but one."""
+        """Returns the carry of one board of each slot. picked: int64 [batch]; None: slots have one board."""
         if picked is None:
             return self
         slots = torch.arange(len(picked), device=picked.device)
         return Carry.from_tensors({name: tensor[slots, picked] for name, tensor in self.tensors().items()})
 
     def with_boards_(self, picked: Tensor | None, boards: Carry) -> Carry:
-        """Returns the carry with the picked boards replaced by `boards`; several a slot change in place."""
+        """Returns the carry with the picked boards replaced by `boards`.
+
+        If slots hold several boards, changes this carry's tensors in place.
+        """
         if picked is None:
             return boards
         slots, tensors = torch.arange(len(picked), device=picked.device), self.tensors()
@@ -142,7 +146,7 @@ class Carry(NamedTuple):
 
     @staticmethod
     def join(parts: list[Carry]) -> Carry:
-        """Returns the carry of the slots of all parts, one after the other."""
+        """Returns the parts concatenated along the slots."""
         if len(parts) == 1:
             return parts[0]
         tensors = [part.tensors() for part in parts]
@@ -150,41 +154,44 @@ class Carry(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """The result of one step of all slots."""
+    """The result of one thinking step: the new carry, and the prediction."""
 
     carry: Carry
     prediction: Prediction
 
     def select(self, slots: slice | Tensor) -> StepOutput:
-        """Returns the result of some of the slots, a slice or int64 [n]."""
+        """Returns the result of some slots. slots: slice or int64 [n]."""
         return StepOutput(self.carry.select(slots), select_columns(self.prediction, slots))
 
     @staticmethod
     def join(parts: list[StepOutput]) -> StepOutput:
-        """Returns the result of the slots of all parts, one after the other."""
+        """Returns the parts, of this class, concatenated along the slots."""
         columns = zip(*(part.prediction for part in parts), strict=True)
         joined = (None if column[0] is None else torch.cat(column) for column in columns)
         return StepOutput(Carry.join([part.carry for part in parts]), type(parts[0].prediction)(*joined))
 
 
 def select_columns(prediction: Prediction, slots: slice | Tensor) -> Prediction:
-    """Returns the prediction of some of the slots, a slice or int64 [n]."""
+    """Returns the prediction of some slots. slots: slice or int64 [n]."""
     return type(prediction)(*(None if column is None else column[slots] for column in prediction))
 
 
 def where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Chooses row by row: `new` where mask, bool [batch]."""
+    """Selects row by row: the row of `new` where `mask`, bool [batch], is true, else the row of `old`."""
     return torch.where(mask.view(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 def sum_names(metrics: Metrics) -> tuple[str, ...]:
-    """Returns the names of all sums that the metrics are made of."""
+    """Returns the names of all sums that are needed to compute the metrics."""
     divisors = {name for name in metrics.values() if name not in (None, "slots")}
     return (*metrics, *sorted(divisors - metrics.keys()))
 
 
 def divide(sums: dict[str, float], metrics: Metrics, *, slots: float) -> dict[str, float]:
-    """Makes the metrics of sums over all ranks and steps, counts last. A metric without data is left out."""
+    """Returns {metric: value} from sums over all ranks and steps, undivided sums last.
+
+    slots: the divisor "slots". Leaves out a metric if its divisor or its undivided sum is 0.
+    """
     divisors = {**sums, "slots": slots}
     means = {name: by for name, by in metrics.items() if by is not None and divisors.get(by) and name in sums}
     counts = [name for name, by in metrics.items() if by is None and sums.get(name)]

@@ -1,4 +1,4 @@
-"""What training and evaluation see of a network: its step, what is kept between steps, its science."""
+"""The interface of a network for training and evaluation: a thinking step, the state, losses and halting."""
 
 from typing import Any, ClassVar
 
@@ -17,17 +17,17 @@ from models.random import Draws
 
 
 class PuzzleEmbedding(nn.Module):
-    """A table with one learned row for each puzzle identifier, trained by an optimizer of its own.
+    """A table with one learned row for each puzzle identifier.
 
-    The table may have a million rows, and a step touches a few hundred. So the table is no parameter of
-    autograd: each use hands out its rows as a leaf and remembers them, until the optimizer collects what the
-    backward pass left there.
+    The table may have a million rows, and a step uses a few hundred. So `weights` is a buffer, not a
+    parameter: in training each call returns the used rows as an autograd leaf, and remembers them. An
+    optimizer of the table (`optimizers.puzzle_table`) then takes the gradients of these leaves.
 
-    weights: float32 [num_puzzle_identifiers, ndim], initially 0. A sharded table reads fetched rows instead
-    (`read_from`).
+    weights: float32 [num_puzzle_identifiers, ndim], initially 0. If ranks divide the table, calls read
+    fetched rows instead (`read_from`).
     """
 
-    weights_name: ClassVar[str] = "puzzle_emb.weights"  # among the weights of a network
+    weights_name: ClassVar[str] = "puzzle_emb.weights"  # name in the state dict of a network
 
     def __init__(self, num_puzzle_identifiers: int, ndim: int):
         super().__init__()
@@ -36,13 +36,13 @@ class PuzzleEmbedding(nn.Module):
         self._fetched: tuple[Tensor, Tensor] | None = None
 
     def read_from(self, identifiers: Tensor, rows: Tensor) -> None:
-        """Makes later uses read these rows alone, [n, ndim] of rising identifiers, int64 [n]."""
+        """Makes later calls read only these rows, [n, ndim]. identifiers: of the rows, int64 [n], rising."""
         self._fetched = identifiers, rows
 
     def forward(self, identifiers: Tensor) -> Tensor:
         """Returns the rows of `identifiers` [batch]: float32 [batch, ndim].
 
-        In training with gradient they are remembered until collected.
+        In training mode with gradient, remembers the rows until `pop_gradients`.
         """
         rows = self._look_up(identifiers)
         if self.training and torch.is_grad_enabled():
@@ -59,7 +59,7 @@ class PuzzleEmbedding(nn.Module):
         return rows[positions]
 
     def pop_gradients(self) -> tuple[Tensor, Tensor]:
-        """Returns and forgets (identifiers [n], gradients [n, ndim]) of all uses; identifiers repeat."""
+        """Returns (identifiers [n], with repeats; gradients [n, ndim]) of all calls since the last pop."""
         used = [(identifiers, rows.grad) for identifiers, rows in self._used if rows.grad is not None]
         self._used.clear()
         if not used:
@@ -70,20 +70,21 @@ class PuzzleEmbedding(nn.Module):
 
 
 class Network(nn.Module):
-    """A model's network and science: one step from tokens to an answer, its losses, and when a slot halts.
+    """The base of networks: one thinking step from tokens to an answer, the losses, and when a slot halts.
 
-    Modules are registered in the order in which they are used: gradients are complete in about the reverse
-    one, in which they travel between ranks.
+    A subclass must register modules in the order of use, so that the backward pass completes gradients, and
+    ranks send them, in about the reverse order.
 
-    state_names      what is kept between steps; z_H, which the answer is read from, is among them. Each z_X
-                     starts from X_init, [hidden], a buffer that is drawn and never trained
-    metrics          made of the sums of `losses` and `sums`; training_metrics: of the sums of `losses` alone
-    boards_per_slot  puzzles that a slot holds in training; each step works on one of them
-    advances         whether `advance` does anything
-    undecayed        weights without weight decay, by name, where a network has them
-    is_search        whether a run answers only where it wants to halt: an evaluation ends it there, the first
-                     run to halt answers its puzzle, and a puzzle without such a run is not decided
-    puzzle_emb       None where there is none
+    state_names      states kept between steps, such as z_H, which the answer is computed from. Each z_X
+                     starts as X_init, [hidden], a buffer that is drawn and never trained
+    metrics          computed from the sums that `losses` and `sums` return (see `models.carry.Metrics`)
+    training_metrics computed from the sums that `losses` returns, in training only
+    boards_per_slot  number of puzzles in a slot in training; each step works on one of them
+    advances         whether training calls `advance`
+    undecayed        names of weights without weight decay
+    is_search        whether an evaluation is a search: a try at a puzzle ends when the network wants to halt,
+                     the first such try answers the puzzle, and without one the puzzle is undecided
+    puzzle_emb       the puzzle embeddings; None without them
     """
 
     state_names: ClassVar[tuple[str, ...]] = ("z_H", "z_L")
@@ -102,84 +103,85 @@ class Network(nn.Module):
         self.puzzle_emb = None
 
     def register_initial_values(self) -> None:
-        """Draws X_init for each of the states."""
+        """Draws and registers the initial value X_init of each state z_X."""
         for name in self.state_names:
             self.register_buffer(_init_of(name), truncated_normal(self.hidden_size, std=1).to(self.dtype))
 
     def register_rotary(self, angles: Tensor) -> None:
-        """Adds a table of rotary positions (arXiv 2104.09864). angles: float32 [positions, head_dim / 2]."""
+        """Registers a table of rotary positions (arXiv 2104.09864). angles: float32 [length, head_dim/2]."""
         self.register_buffer("rotary_cos", angles.cos(), persistent=False)
         self.register_buffer("rotary_sin", angles.sin(), persistent=False)
 
     @property
     def rotary(self) -> Rotary | None:
-        """Returns the table of rotary positions, None where there is none."""
+        """Returns the table of rotary positions as (cos, sin); None without one."""
         return (self.rotary_cos, self.rotary_sin) if hasattr(self, "rotary_cos") else None
 
     def register_puzzle_rows(self, arch: ArchConfig, metadata: Metadata, *, width: int | None = None) -> None:
-        """Adds the table of puzzle embeddings, if the architecture has one. width: of rows that differ."""
+        """Creates `puzzle_emb` if the architecture has one. width: of a row; None: arch.puzzle_emb_ndim."""
         if arch.has_puzzle_embeddings:
             width = width or arch.puzzle_emb_ndim
             self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, width)
 
     def puzzle_rows(self, puzzle_identifiers: Tensor) -> Tensor | None:
-        """Returns the rows of puzzles, [batch, width] in the forward dtype; None where there is no table."""
+        """Returns the puzzle embeddings, [batch, width] in the forward dtype; None without a table."""
         return None if self.puzzle_emb is None else self.puzzle_emb(puzzle_identifiers).to(self.dtype)
 
     def keep_puzzles(self, identifiers: Tensor) -> None:
-        """Keeps the rows of these puzzles alone, int64 [n], which are then numbered anew."""
+        """Keeps only the puzzle embeddings of `identifiers`, int64 [n], as those of identifiers 0 to n-1."""
         if self.puzzle_emb is not None:
             self.puzzle_emb.weights = self.puzzle_emb.weights[identifiers]
 
     @staticmethod
     def sizes_in(weights: State, arch: ArchConfig) -> dict[str, int]:
-        """Reads off trained weights which sizes the dataset must have, by their names in `Metadata`."""
+        """Returns the sizes that a dataset must have for trained weights, as {field of `Metadata`: size}."""
         raise NotImplementedError
 
     @staticmethod
     def table_in(weights: State, arch: ArchConfig) -> Tensor | None:
-        """Returns the table of puzzle embeddings among trained weights; None where there is none."""
+        """Returns the table of puzzle embeddings among trained weights; None without one."""
         return weights[PuzzleEmbedding.weights_name] if arch.has_puzzle_embeddings else None
 
     @staticmethod
     def complete(metadata: Metadata, weights: State) -> Metadata:
-        """Returns the metadata with what training found in its data, if the weights keep that."""
+        """Returns the metadata, completed by facts about the training data that the weights may contain."""
         return metadata
 
     def levels(self) -> dict[str, Level]:
-        """Returns the levels by the names of their modules."""
+        """Returns {name of module: level}."""
         return {name: each for name, each in self.named_modules() if isinstance(each, Level)}
 
     def block_weights(self) -> frozenset[str]:
-        """Returns the names of the weights inside the blocks, which are used in the forward dtype alone."""
+        """Returns the names of the weights inside blocks; these are only used in the forward dtype."""
         levels = tuple(f"{name}.layers." for name in self.levels())
         return frozenset(name for name, _ in self.named_parameters() if name.startswith(levels))
 
     def cast_blocks_(self) -> None:
-        """Casts the weights of the blocks to the forward dtype, once for all uses; not for training."""
+        """Casts the weights inside blocks to the forward dtype, to save later casts. Not for training."""
         for name in self.block_weights():
             weight = self.get_parameter(name)
             weight.data = weight.data.to(self.dtype)
 
-    # Its science: what a network may say otherwise.
+    # State, losses and halting, which a subclass may override.
 
     def needs_draws(self, reasoning: Reasoning) -> bool:
-        """Returns whether a step needs random numbers in evaluation too."""
+        """Returns whether a step needs random numbers in evaluation."""
         return reasoning.is_noisy
 
     @property
     def keeps_state(self) -> bool:
-        """Returns whether something is kept between steps."""
+        """Returns whether the network has a state that slots keep between steps."""
         return bool(self.initial_state(1, seq_len=1))
 
     def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
-        """Draws arrays [batch_size, ...] for the global batch of a training step; each slot gets its row."""
+        """Draws {name: [batch_size, ...]} for the global batch of a training step, a row for each slot."""
         return {}
 
     def start(self, data: Batch, reasoning: Reasoning, draws: Draws | None, fresh: Tensor) -> State:
-        """Returns the state of slots that start on `data`; only rows where `fresh`, bool [batch], are used.
+        """Returns the initial state of slots that start on `data`.
 
-        With init_noise the start is, as in EqR, normal noise cut at 2 sigma, of that standard deviation.
+        fresh: bool [batch], the slots whose rows the caller will use. With init_noise, the state is (as in
+        EqR) normal noise of that standard deviation, cut at 2 sigma.
         """
         start = self.initial_state(len(data.inputs), seq_len=data.inputs.shape[1])
         if reasoning.init_noise and draws is not None:
@@ -192,58 +194,58 @@ class Network(nn.Module):
         return start
 
     def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
-        """Returns what the boards of the last step become with the weights after its update, and sums of it.
+        """Moves the boards of the last step with the weights after the update; returns them, and metric sums.
 
-        Only for a network that `advances`. reasoning, draws: of that step.
+        Only for a network that `advances`. reasoning, draws: of the last step.
         """
         raise NotImplementedError
 
     def board(self, state: State) -> Board | None:
-        """Returns what is known of each puzzle; None where a network keeps no candidates."""
+        """Returns the candidates of each cell, for display; None if the network keeps no candidates."""
         return None
 
     def search_facts(self) -> dict[str, Any] | None:
-        """Returns what a program must know to move the boards of a search; None where there are none."""
+        """Returns constants, as JSON values, with which another program runs the search; None without one."""
         return None
 
     def counts(self, carry: Carry) -> Sums:
-        """Returns what the losses are divided by besides `slots`, as known before the forward pass.
+        """Returns numbers besides `slots` that losses are divided by, computed before the forward pass.
 
-        Summed over ranks, if there is anything.
+        The training step sums these over ranks; {} means that there are none.
         """
         return {}
 
     def losses(
         self, before: Carry, output: StepOutput, *, counts: Counts, reasoning: Reasoning, draws: Draws | None
     ) -> tuple[Tensor, Sums]:
-        """Computes the loss, which the step divides by counts["slots"], and the sums of the metrics.
+        """Returns the loss summed over slots, to be divided by counts["slots"], and the sums of the metrics.
 
-        before: what the step was called with. counts: over the global batch. A loss over another count is
-        multiplied by counts["slots"] / counts[name].
+        before, output: input and output of the thinking step. counts: over the global batch. A term that is a
+        mean over another count must be multiplied by counts["slots"] / counts[name].
         """
         raise NotImplementedError
 
     def sums(self, output: StepOutput) -> Sums:
-        """Computes the sums of an evaluation, of slots with their final answer."""
+        """Returns the metric sums of an evaluation, over slots with final answers."""
         raise NotImplementedError
 
     def wants_to_halt(self, state: State, prediction: Prediction) -> Tensor:
-        """Returns where a slot would rather stop than go on: bool [batch]."""
+        """Returns which slots would halt now if they were free to: bool [batch]."""
         return prediction.q_halt > 0
 
     def halts(
         self, carry: Carry, prediction: Prediction, reasoning: Reasoning, draws: Draws | None
     ) -> Tensor:
-        """Returns which slots halt after a step: bool [batch]. carry: as the step left it."""
+        """Returns which slots halt after a step: bool [batch]. carry: after this step."""
         halted = carry.steps >= reasoning.max_steps
         if reasoning.halts_early and reasoning.max_steps > 1:
             halted = halted | self.wants_to_halt(carry.state, prediction)
         return halted
 
-    # Its cost, in floating-point operations (`models.flops`).
+    # Cost in floating-point operations (`models.flops`).
 
     def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
-        """Counts the operations of a step of one slot; where it `trains`, of all that its update needs."""
+        """Returns the operations of a thinking step of one slot; trains: with the backward pass."""
         shape, total = self.state_shape(seq_len), self.head_flops(seq_len, trains=trains)
         for level, calls, with_gradient in self.calls(reasoning):
             with_gradient *= trains
@@ -252,36 +254,36 @@ class Network(nn.Module):
         return total
 
     def calls(self, reasoning: Reasoning) -> list[tuple[Level, int, int]]:
-        """Returns each level with the number of its calls in a step, and of those that carry gradient."""
+        """Returns (level, calls in a step, calls with gradient) for each level."""
         raise NotImplementedError
 
     def head_flops(self, seq_len: int, *, trains: bool = False) -> int:
-        """Counts the operations of `predict` for one slot."""
+        """Returns the operations of `predict` for one slot."""
         raise NotImplementedError
 
-    # Its step: embed, reason, predict.
+    # The thinking step: embed, reason, predict.
 
     def state_shape(self, seq_len: int) -> tuple[int, ...]:
-        """Returns the shape of each z_X of one slot; its last axis is hidden."""
+        """Returns the shape of each z_X of one slot: [..., hidden]."""
         raise NotImplementedError
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        """Returns X_init at every position, by name; a subclass may keep other tensors, or none."""
+        """Returns {z_X: X_init at every position}; a subclass may keep other tensors, or none."""
         shape = (batch_size, *self.state_shape(seq_len))
         return {name: self.get_buffer(_init_of(name)).expand(shape) for name in self.state_names}
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """Computes the input e of every call in the step, of the shape of a state."""
+        """Returns the embedded puzzle e, which every call of a level reads, in the shape of a state."""
         raise NotImplementedError
 
     def reason(
         self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
     ) -> State:
-        """Computes the recurrence of one step: z_H and whatever else is kept, still with their gradient."""
+        """Runs the recurrence of one step; returns z_H and all other states that are kept, with gradient."""
         raise NotImplementedError
 
     def predict(self, z_H: Tensor) -> Prediction:
-        """Computes the answer, and how much it is worth to halt with it."""
+        """Returns the answer of each cell, and the values by which a slot halts."""
         raise NotImplementedError
 
     def forward(
@@ -293,14 +295,14 @@ class Network(nn.Module):
         reasoning: Reasoning,
         draws: Draws | None = None,
     ) -> tuple[State, Prediction]:
-        """Runs one step; the new state is detached.
+        """Runs one thinking step; returns the new state, detached, and the prediction.
 
-        inputs: int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. draws: needed where there is noise
-        or dropout.
+        inputs: int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. draws: random numbers, needed for
+        noise and dropout.
         """
         assert draws is not None or not reasoning.is_noisy, "noise without random numbers"
         if reasoning.step_noise:
-            # On z_L, as PTRM does; where there is no z_L, on every z_X.
+            # Noise on z_L, as PTRM has; without a z_L, on every z_X.
             names, std = {"z_L"} & state.keys() or {*self.state_names} & state.keys(), reasoning.step_noise
             state = state | {n: plus_noise(state[n], std, draws, use=f"step {n}") for n in names}
         e = self.embed(inputs, puzzle_identifiers)
@@ -316,7 +318,7 @@ def choose_dtype(name: str) -> torch.dtype:
 
 
 def plus_noise(z: Tensor, std: float, draws: Draws | None, *, use: str) -> Tensor:
-    """Adds normal noise of standard deviation `std`, drawn for this use."""
+    """Adds normal noise of standard deviation `std`. use: name of the random numbers (`Draws`)."""
     return z + (std * draws.normal(z.shape[1:], use=use)).to(z.dtype) if std else z
 
 
