@@ -2,7 +2,7 @@
 
     python -m benchmarks.evaluation [--checkpoint PATH]
 
-Without --checkpoint it first trains the demo's model, and evaluates it with 16 thinking steps instead of 4.
+Without --checkpoint the demo's model is trained first, and evaluated with 16 thinking steps instead of 4.
 Both ways evaluate the same test puzzles, in turns, in one process.
 """
 

@@ -97,7 +97,7 @@ class Load:
         self._began, self._cpu = time.perf_counter(), cpu_seconds()
 
     def other_cores(self) -> float | None:
-        """Returns the mean number of these cores; None outside Linux. All our processes must have ended."""
+        """Returns the mean number of cores, once all our processes have ended; None outside Linux."""
         now = cpu_seconds()
         if now is None or self._cpu is None:
             return None

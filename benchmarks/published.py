@@ -248,7 +248,7 @@ def _loss_and_sums(
 
 # ------------------------------------------------------------------------------------------------ the trainer
 class PublishedTrainer:
-    """The training of the public code, on one process. weights: the first weights, of one of our networks.
+    """The training of the public code, on one process. weights: initial weights, from our network.
 
     config: of pretrain.py. compile_whole: compiles the model as the public code does on CUDA.
     flash_attention: uses torch's attention also where HRM's code has plain matrix products.

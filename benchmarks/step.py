@@ -10,7 +10,7 @@ models without q_continue only have `exact`. exact_compiled, deferred_compiled: 
 and optimizer. --arch trm_gate: TRM with `update=gate`. --arch ldt: the last stage of `sudoku_extreme_search`.
 
 Each contender is a process of its own. All start with the same weights and batches, with slots at different
-thinking steps. They take turns of two steps; the second is timed. speedup: time of the first contender over
+thinking steps. Turns are two steps; the second is timed. speedup: time of the first contender over
 this one's, median over rounds. compile: first step minus second; the first compiling contender has an empty
 cache. MiB: peak memory of the process. of peak: operations a second of the step (`models.flops`), divided by
 operations a second of the best matrix product.

@@ -39,7 +39,7 @@ _CLONE_NEWNET = 0x40000000  # of Linux's sched.h
 
 
 class World:
-    """A group of child processes. Each has a contender, an object with methods; all call them together.
+    """A group of child processes, each with an object (a contender); `call` calls a method of all of them.
 
     build: called in each process with its device and `arguments`; returns the contender. options: `threads`
     and `device` are read. apart: each process is a process group of its own. namespaces: a network namespace

@@ -33,7 +33,7 @@ class MissingFileError(ValueError):
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a regular file to read bytes. ValueError: it is missing, a folder, or unreadable in the block."""
+    """Opens a regular file to read bytes. ValueError for a missing file, a folder, or a failed read."""
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer; the check below refuses it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

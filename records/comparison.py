@@ -4,7 +4,7 @@
 
 For each model: tunes the learning rate, trains several seeds, and evaluates them, also with more compute.
 records/comparison.yaml lists models and trainings. The folder keeps data and runs: the same command continues
-after an interruption. After each training it writes comparison.json, comparison.md and comparison.svg there.
+after an interruption. comparison.json, comparison.md and comparison.svg are there after each training.
 """
 
 import parallel.environment  # noqa: F401
@@ -113,7 +113,7 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
 
 
 def write_results(results: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Writes the rows, the page, and its picture."""
+    """Writes comparison.json, comparison.md and comparison.svg."""
     write_json(folder / _JSON, {"cpu": cpu_name(), "commit": commit(), "results": results})
     text, panels = f"# Models at equal training operations\n\n![{_TITLE}]({_PICTURE})\n", []
     models = dict.fromkeys(row["model"] for row in results)

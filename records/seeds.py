@@ -169,7 +169,7 @@ class Rerun:
 
 
 def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:
-    """Returns a metric of the last evaluation in the log, mean over its sets; None where it is missing.
+    """Returns a metric of the last evaluation in the log, as the mean over sets; None: the log has none.
 
     of: `eval` for the test split, `validation` for held-out training puzzles.
     """
@@ -181,7 +181,7 @@ def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float
 
 
 def _run(command: list[str], clock: "Clock", *, log: Path, threads: int) -> None:
-    """Runs a command, timed by `clock`, with its output in a file; if it fails, exits with its error line.
+    """Runs a command, timed by `clock`, with the output in a file. Exits with the error of a failed command.
 
     A signal to this program first terminates the command, and waits until it has saved.
     """

@@ -94,7 +94,7 @@ def write_evaluation_report(
 
 
 def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Draws the content of scaling.json as an SVG file; without matplotlib it only warns."""
+    """Draws the content of scaling.json as an SVG file; without matplotlib only warns."""
     if importlib.util.find_spec("matplotlib") is None:
         log.warning(f"matplotlib is missing: there is no {path.name} (pip install matplotlib)")
     elif scaling["sets"]:

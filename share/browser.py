@@ -1,7 +1,7 @@
 """The web page that runs models in the browser: a folder with models as ONNX, puzzles, and the page's files.
 
-Two files of the npm package onnxruntime-web, which are not in this repository, run ONNX as WebAssembly. They
-use one thread: more threads would need a server that sends the headers COOP and COEP.
+Two files of the npm package onnxruntime-web, which are not in this repository, run ONNX as WebAssembly, in
+one thread: more threads would need a server that sends the headers COOP and COEP.
 """
 
 import base64
@@ -155,7 +155,7 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
 
 
 def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
-    """Generates 100 new puzzles like those of the dataset, as in page.json; [] where its kind cannot."""
+    """Generates 100 new puzzles like those of the dataset, as in page.json; [] where that is impossible."""
     if info.kind is None or info.kind.make_up is None:
         return []
     puzzles = zip(*(each.tolist() for each in info.kind.make_up(info.metadata, _NUM_MADE_UP)), strict=True)
@@ -164,7 +164,7 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int) -> int:
-    """Returns the index of the first puzzle that the model solves within `steps`; 0 where it solves none."""
+    """Returns the index of the first puzzle that the model solves within `steps`; 0: none is solved."""
     inputs, labels = (torch.tensor([puzzle[name] for puzzle in puzzles]) for name in _OF_PUZZLE[1:])
     identifiers = torch.zeros(len(puzzles), dtype=torch.int32)
     state = model.network.initial_state(len(puzzles), seq_len=inputs.shape[1])

@@ -139,7 +139,7 @@ def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
 def _without_absolute_paths(value: Any, key: str) -> Any:
     """Shortens absolute paths in the value of a key: dataset /home/somebody/x to data/x, another path to x.
 
-    Raises ValueError for a text that is not printable: it may be forged.
+    Raises ValueError for a text that is not printable, as a forged file may have.
     """
     if not all(text.isprintable() for text in (str(key), value) if isinstance(text, str)):
         raise ValueError(f"{CONFIG_FILE} of the checkpoint: {key} is not printable: not shared")

@@ -35,7 +35,7 @@ class Trial:
 
     drawn: Optuna's trial. commands: {run folder: command that starts or continues the run}. selection: the
     metric that measures a run. max_steps: of each run. cores: the CPU cores to run on; None: all.
-    is_stopped: set it to ask the current run to save and end, which takes seconds.
+    is_stopped: set to ask the current run to save and end, which takes seconds.
     """
 
     is_stopped = is_pruned = False
