@@ -35,7 +35,7 @@ def show(options: argparse.Namespace) -> None:
     if options.set not in data.sets:
         raise ValueError(f"{where} has no set {options.set!r}: choose --set from {', '.join(data.sets)}")
     puzzle_set = data.sets[options.set]
-    if options.index >= puzzle_set.num_examples:
+    if (options.index or 0) >= puzzle_set.num_examples:
         has = f"set {options.set!r} of {where} has 0..{puzzle_set.num_examples - 1}"
         raise ValueError(f"--index {options.index} is out of range: {has}")
     style = read_info([options.data], data.metadata).style
@@ -46,11 +46,16 @@ def show(options: argparse.Namespace) -> None:
         if saved["inputs"].shape != (puzzle_set.num_examples, data.metadata.seq_len):
             raise ValueError(f"{options.outputs} has outputs of another dataset than {where}")
 
+    if options.index is None:  # no two variants of a puzzle
+        rows = puzzle_set.puzzle_indices[puzzle_set.group_indices[:-1]][: options.count].tolist()
+    else:
+        rows = range(options.index, min(options.index + options.count, puzzle_set.num_examples))
     texts = []
-    for row in range(options.index, min(options.index + options.count, puzzle_set.num_examples)):
+    for row in rows:
         puzzle = int(puzzle_set.puzzle_indices.searchsorted(row, side="right")) - 1
         texts.append(f"{options.split}/{options.set}, example {row}")
-        texts.append(_describe(puzzle_set, row, puzzle, names))
+        if options.index is not None or puzzle_set.puzzle_identifiers[puzzle]:
+            texts.append(_describe(puzzle_set, row, puzzle, names))
         inputs, labels = (tokens[0] for tokens in puzzle_set.read(np.array([row]), np.array([puzzle])))
         drawings = [draw("puzzle", style, inputs, color=options.color)]
         if saved is not None:
@@ -71,8 +76,8 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("data", type=Path, metavar="DATA", help="folder of a dataset")
     parser.add_argument("--split", choices=SPLITS, help="default train, and test with --outputs")
     parser.add_argument("--set", default="all", help="which set of the split (default all)")
-    index = "which example of the set, from 0 (default 0)"
-    parser.add_argument("--index", type=integer(at_least=0), default=0, help=index)
+    index = "the first example, from 0; examples follow it (default: an example of each group)"
+    parser.add_argument("--index", type=integer(at_least=0), help=index)
     count = "how many examples (default 1)"
     parser.add_argument("--count", type=integer(at_least=1), default=1, help=count)
     outputs = f"also what a model answered, wrong cells marked: the output_dir of evaluate.py with {_SAVED}"

@@ -69,6 +69,8 @@ def test_a_sudoku(sudoku, capsys):
     )
     text = shown(capsys, sudoku, "--index", 10, "--count", 5)
     assert re.findall(r"train/all, example (\d+)", text) == ["10", "11"], "to the end of the set"
+    text = shown(capsys, sudoku, "--count", 5)
+    assert re.findall(r"train/all, example (\d+)\npuzzle +answer", text) == ["0", "6"], "no variants"
 
 
 def test_larger_sudokus_line_up(tmp_path, capsys):
@@ -78,7 +80,7 @@ def test_larger_sudokus_line_up(tmp_path, capsys):
     split = make_split(np.stack([tokens, tokens], axis=1), vocab_size=18)
     folder = tmp_path / "data"
     write_dataset(folder, splits={"train": split, "test": split}, identifiers=["<blank>"], builder={})
-    lines = shown(capsys, folder).splitlines()[4 : 4 + size]
+    lines = shown(capsys, folder).splitlines()[2 : 2 + size]
     assert lines[0].split() == [*"123456789ABCDEFG"] * 2
     assert len({len(line) for line in lines}) == 1
 
@@ -183,8 +185,8 @@ def test_answers_of_a_model(sudoku, tmp_path, capsys):
     text = shown(capsys, sudoku, "--outputs", outputs, "--count", 2)
     first, second, last = text.split("\n\n")
     assert first.startswith("test/all, example 0\n")
-    assert first.splitlines()[3:5] == ["puzzle    model         answer", ". 2 3 4   1  2  3  4    1 2 3 4"]
-    assert second.splitlines()[4] == ". 2 3 4   4x .x _x 4    1 2 3 4"
+    assert first.splitlines()[1:3] == ["puzzle    model         answer", ". 2 3 4   1  2  3  4    1 2 3 4"]
+    assert second.splitlines()[2] == ". 2 3 4   4x .x _x 4    1 2 3 4"
     assert last == "exact accuracy 0.2500 on 3 held-out puzzles\n"
     colored = shown(capsys, sudoku, "--outputs", outputs, "--count", 2, "--color", "always")
     assert colored.count("\x1b[41;97m") == 3

@@ -102,6 +102,6 @@ def test_options_that_cannot_be(tmp_path, monkeypatch, options, expected):
 def test_a_sudoku_run_composes(tmp_path):
     options = ["--task", "mini_sudoku", "--size", "20", "--symmetries", "symbols", "--fixed-symbols", "."]
     build(tmp_path / "data", *options)
-    command = [sys.executable, "-m", "dataset.show", str(tmp_path / "data")]
+    command = [sys.executable, "-m", "dataset.show", str(tmp_path / "data"), "--index", "0"]
     shown = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert "group 0 (its puzzle 0 of 101)" in shown.stdout
