@@ -70,7 +70,7 @@ def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
 
 
 def with_candidates(data: Dataset) -> Dataset:
-    """Sets `candidates`, `may_turn` and `may_permute` in the training metadata; reads all originals."""
+    """Returns `data` with `candidates`, `may_turn` and `may_permute`, from all original training puzzles."""
     metadata, found = data.metadata, set()
     for each in data.splits["train"].sets.values():
         puzzles = np.asarray(each.group_indices[:-1], np.int64)
@@ -166,8 +166,7 @@ class Vocabulary:
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
         """Returns which cells of a field, tokens [seq_len], make its grid: indices, int64 [rows, columns].
 
-        The grid is at the top left, as wide as the symbols of the first row and as high as the first
-        column's.
+        The grid is at the top left; symbols in the first row and the first column show its width and height.
         """
         field = to_grid(np.asarray(tokens), num_columns=self.num_columns)
         lines = (field[:, 0] >= FIRST_SYMBOL, field[0] >= FIRST_SYMBOL)
@@ -182,7 +181,6 @@ class Vocabulary:
 
     @property
     def style(self) -> Style:
-        """The style of the dataset's grids."""
         return Style(
             symbols=("_", "+", *self.symbols),
             ansi={PAD: FAINT, END: FAINT},

@@ -69,7 +69,8 @@ def draw(
     is_new: np.ndarray | None = None,
     is_wrong: np.ndarray | None = None,
 ) -> list[str]:
-    """Draws tokens [seq_len] as a grid: a title, then lines; ANSI codes do not change the visible width.
+    """Draws tokens [seq_len] as a grid. Returns the title, then a line for each row; ANSI codes take no
+    width.
 
     frame: as in `cells_of`. is_new, is_wrong: bool [seq_len]. New cells are green where `style.marks_new`; an
     x follows a wrong cell.
@@ -97,7 +98,7 @@ def draw_cells(
     color: bool,
     marks: np.ndarray | None = None,
 ) -> list[str]:
-    """Draws texts [rows, columns] as a grid with columns of equal width: a title, then lines.
+    """Draws texts [rows, columns] in columns of equal width. Returns the title, then a line for each row.
 
     styles: ANSI codes of each cell. gap: between cells. marks: behind each text, in the same codes.
     """
@@ -182,19 +183,19 @@ class Board:
         return self.left + column * self.size, self.top + row * self.size
 
     def ground(self, row: int, column: int, paint: Paint) -> str:
-        """Draws the background of a cell."""
+        """Returns the SVG of a cell's background."""
         x, y = self.corner(row, column)
         square = f'x="{x:.4g}" y="{y:.4g}" width="{self.size:.4g}" height="{self.size:.4g}"'
         return f'<rect {square} fill="{paint.ground}" fill-opacity="{paint.opacity:g}"/>'
 
     def text(self, row: int, column: int, paint: Paint) -> str:
-        """Draws the text of a cell."""
+        """Returns the SVG of a cell's text."""
         x, y = (start + self.size / 2 for start in self.corner(row, column))
         middle = f'x="{x:.4g}" y="{y:.4g}" font-size="{self.size * 0.5:.3g}"'
         return f'<text {middle} class="{paint.kind}">{escape(paint.text)}</text>'
 
     def cross(self, row: int, column: int) -> str:
-        """Crosses out a cell."""
+        """Returns the SVG of a cross over a cell."""
         (x, y), size = self.corner(row, column), f"{self.size:.4g}"
         path = f"M{x:.4g} {y:.4g}l{size} {size}m0-{size}l-{size} {size}"
         return "".join(
@@ -203,7 +204,7 @@ class Board:
         )
 
     def lines(self, box: tuple[int, int] | None) -> Iterator[str]:
-        """Yields the lines between cells, heavy ones between boxes, and the frame. box: (rows, columns)."""
+        """Yields the SVG of lines between cells, heavy between boxes (rows, columns), and of the frame."""
         thin, heavy = [], []
         of_box = box or (self.rows, self.columns)
         for row in range(1, self.rows):

@@ -149,7 +149,7 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """The data of one dataset folder, or of several mixed ones. origins: by test set, of a mixture alone."""
+    """The data of one dataset folder or a mixture. origins: by test set of a mixture; empty of a folder."""
 
     folders: tuple[Path, ...]
     splits: dict[str, Split]

@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
     @property
     def is_real(self) -> torch.Tensor:
-        """bool [batch]: False in padding."""
+        """Whether a row is an example, not padding: bool [batch]."""
         return self.rows >= 0
 
     def to(self, device: torch.device) -> "Batch":
@@ -99,7 +99,7 @@ def load_batch(
     *,
     size: int,
 ) -> Batch:
-    """Reads the examples `rows`, int64 [n], and their `puzzles`, int64 [n], padded to a batch of `size`."""
+    """Reads the examples `rows`, int64 [n], padded to `size`. puzzles: int64 [n], the puzzle of each."""
     inputs, labels = puzzle_set.read(rows, puzzles)
     columns = (
         (inputs, np.int32, metadata.pad_id),

@@ -152,7 +152,9 @@ class _SetPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of a run. folders: numbers of dataset folders. cycles: by key, where not the architecture's."""
+    """A stage of a run, such as easier data first. folders: numbers of the dataset folders to visit. cycles:
+    H_cycles and the like, by key, where unlike the architecture's.
+    """
 
     folders: tuple[int, ...]
     epochs: int
@@ -184,8 +186,7 @@ class TrainPlan:
         """parts: (share, stage) pairs: from the first step of the main stage on, each takes its share of the
         steps, with the same data and other cycles. held_out: for each set bool [num_groups], the groups that
         no stage visits. train_steps: steps of the main stage, which then is one iteration of as many epochs
-        as needed. eval_steps: steps between evaluations in the main stage; None: one at its end.
-
+        as needed. eval_steps: steps between evaluations in the main stage; None: only one at its end.
         ValueError where an iteration does not fill one batch.
         """
         self._sets, self._seed, self._held_out = sets, seed, held_out or {}

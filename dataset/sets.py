@@ -32,8 +32,8 @@ class PuzzleSet:
     inputs, labels      any integer dtype [num_examples, seq_len]; with augmentation uint8 [num_originals,
                         seq_len]: the examples of one puzzle of each group, group after group
     puzzle_identifiers  [num_puzzles]
-    puzzle_indices      [num_puzzles + 1]: puzzle p has the examples puzzle_indices[p] to [p + 1] - 1
-    group_indices       [num_groups + 1]: group g has the puzzles group_indices[g] to [g + 1] - 1
+    puzzle_indices      [num_puzzles + 1]: puzzle p has the examples range(*puzzle_indices[p : p + 2])
+    group_indices       [num_groups + 1]: group g has the puzzles range(*group_indices[g : g + 2])
     augmentation        name of a family of transforms, or None: materialized
     transforms          uint8 [num_puzzles, bytes]: what makes each puzzle of its group's original
     translations        uint8 [num_examples, 2]: rows down and columns right that an ARC grid is moved

@@ -33,8 +33,7 @@ class Evaluators:
     """The evaluators of all test sets. Every rank has its own, and adds its own rows.
 
     names: kinds of puzzles. options: by kind, keywords of its evaluator, such as ARC's extra_votes; only rank
-    0, which computes the metrics, uses them. ValueError, perhaps on one rank only, where a kind has no
-    folder.
+    0 uses them for the metrics. ValueError, perhaps on one rank only, where a kind has no folder.
     """
 
     def __init__(

@@ -24,9 +24,9 @@ class Race:
     """A race between the samples of a puzzle: the first to halt answers, and samples that have lost may stop.
 
     An attempt is one sample of a puzzle, numbered as in `evaluation.test_time`. Of two that halt in one step
-    the lower sample wins. samples: numbers of samples, ascending; for each number n the first n samples race.
-    An attempt has lost when another one wins the smallest race with both of them. The outcome does not depend
-    on which attempts share a batch.
+    the lower sample wins. samples: several counts, ascending; for each count n the first n samples race. An
+    attempt has lost when another one wins the smallest race with both of them. The outcome does not depend on
+    which attempts share a batch.
     """
 
     def __init__(self, samples: Sequence[int]):

@@ -64,9 +64,9 @@ def evaluate_split(
     ranks: Ranks | None = None,
     stages: Ranks = ALONE,
 ) -> dict[str, SetResult] | None:
-    """Evaluates every set: {set: result} on rank 0, {} elsewhere. All ranks call it. The model's mode is
-    kept.
+    """Evaluates every set: {set: result} on rank 0, {} elsewhere. All ranks call it.
 
+    model               is evaluated in evaluation mode, and then in its own mode again
     global_batch_size   number of slots over all ranks; each sample of a puzzle takes one
     reasoning           number of steps, halting, noise; None: as the architecture has it
     outputs             names of arrays to keep of every row

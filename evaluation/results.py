@@ -128,8 +128,7 @@ def all_metrics(
 ) -> dict[str, dict[str, float | str]]:
     """Returns {set: {metric: value}}, each accuracy with its interval, <metric>_low and <metric>_high.
 
-    selected_by: puzzles on which the checkpoint was the best of its run, if it was selected; every set says
-    so.
+    selected_by: puzzles that selected the checkpoint as the best of its run, if any; every set has this text.
     """
     metrics, chosen = {}, {} if selected_by is None else {"selected_by": selected_by}
     for name, result in results.items():

@@ -23,7 +23,7 @@ _NOISE = 0.3  # the default for several samples, as in PTRM
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a model thinks after a step; arrays are [rows, columns] of the answer's grid.
+    """The answer of a model after one step; arrays are [rows, columns] of the answer's grid.
 
     number         from 1
     tokens         uint8 or int32 [seq_len]: all cells, with padding

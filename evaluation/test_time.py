@@ -26,7 +26,8 @@ _RESIDUAL_STEPS = 3  # the residual of EqR: the mean change over so many last st
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Grid | None]:
-    """Returns an evaluation's reasoning (steps, halting, noise) and its grid; None: the config asks for none.
+    """Returns an evaluation's reasoning (steps, halting, noise) and its grid, None if the config asks for
+    none.
 
     ValueError where an option does not go with the model.
     """
@@ -42,7 +43,7 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Grid
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns the model's reasoning in evaluation, with the config's noise, damping and search options."""
+    """Returns the model's reasoning with a config's options. ValueError: the model lacks one."""
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
     searches = ("decision_cell", "decision_value", "eval_conflict_threshold")

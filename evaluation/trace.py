@@ -16,7 +16,7 @@ MOST_TOKENS = 31  # for bit masks, as a browser's integers have 32 bits
 
 
 class Trace(NamedTuple):
-    """What a model answers in each run of a puzzle, after each step.
+    """The answers of a model in each run of a puzzle, after each step.
 
     preds          uint8 or int32 [runs, steps, seq_len]: the likeliest token of each cell
     confidence     float32 [runs, steps, seq_len]: the probability of that token

@@ -51,8 +51,9 @@ def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[st
 
 
 def matching(pattern: str, form: str, convert: Callable[..., Any]) -> Callable[[str], Any]:
-    """Makes an argparse `type`: a text that matches `pattern` -> convert(*groups), None to refuse. form: in
-    words.
+    """Makes an argparse `type`, which returns convert(*groups) of a text that matches `pattern`.
+
+    form: what the text must be, for the error. convert: returns None to refuse the text.
     """
 
     def parse(text: str) -> Any:

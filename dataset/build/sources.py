@@ -96,7 +96,7 @@ def _ending_of(name: str) -> str:
 
 
 def choose_puzzle_files(names: list[str]) -> list[str]:
-    """Chooses the files of both splits, such as train.csv and test.csv.gz, or the only puzzle file."""
+    """Chooses the files of both splits, such as train.csv and test.csv.gz, or the only file of puzzles."""
     seen = [name for name in names if "/" not in name and not name.startswith(".")]
     endings = {name: Path(name.removesuffix(".gz")) for name in seen}
     found = {

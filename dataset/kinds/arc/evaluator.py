@@ -73,7 +73,7 @@ class ArcEvaluator:
             self._extra.merge(load_votes(path, digest=digest(self._tasks), **known))
 
     def add(self, set_name: str, answers: Answers) -> None:
-        """Counts the votes of the rows."""
+        """Counts the vote of each answer."""
         rows = zip(
             answers.puzzle_identifiers.tolist(),
             corner_grids(answers.inputs),
@@ -101,9 +101,8 @@ class ArcEvaluator:
         """Returns {set: {"arc/pass@1": ..., "arc/count": tasks, "arc/test_inputs": ..., "arc/votes": ...}}.
 
         pass@K of a task is the share of its test inputs with the right output among the K best grids. The
-        metric is the mean over the tasks of the set, and the tasks that are in no set. A test input without a
-        vote is wrong; a test input without a known output is left out. ValueError where rows show an unknown
-        test input.
+        metric is the mean over the tasks of the set, and the tasks that are in no set. Inputs without votes
+        are wrong; inputs without a known output are left out. ValueError where a row shows an unknown input.
         """
         if num_unknown := sum(number for _, number in partials):
             shown = f"{num_unknown} test examples show no test input of their task in {TEST_PUZZLES}"

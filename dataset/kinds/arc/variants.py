@@ -54,8 +54,7 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
-    """Draws transforms, uint8 [1 + variants, 11], of the original and `num_aug` variants, all different
-    puzzles.
+    """Draws the transforms of the original and `num_aug` different variants: uint8 [1 + variants, 11].
 
     There are fewer variants where 5 * num_aug draws find no more.
     """
@@ -118,9 +117,8 @@ def draw_translations(
 ) -> np.ndarray:
     """Draws how far down and right each grid is moved in a field of `size` x `size`, in each puzzle.
 
-    Returns uint8 [puzzles, num_examples, 2], for the first `num_examples` pairs. Both grids of a pair move
-    alike, uniformly over the positions with room for both; one pair, at random, stays. transforms: [puzzles,
-    11].
+    Returns uint8 [puzzles, num_examples, 2], for the first `num_examples` pairs of each of `transforms`. Both
+    grids of a pair move alike, uniformly over the positions with room for both; one random pair stays.
     """
     num_puzzles = len(transforms)
     width = 1 + 2 * num_examples

@@ -31,7 +31,7 @@ def _mismatch(metadata: Metadata) -> str | None:
 def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray]:
     """Checks answers by the rules: tokens [n, seq_len] -> {check: bool [n]}.
 
-    valid: the answer is the maze with exactly one path on it (`is_path`). shortest: and no path has fewer
+    valid: the answer is the maze with one path on it (`is_path`). shortest: valid, and no path has fewer
     cells.
     """
     is_valid = rules.is_path(inputs, preds)

@@ -44,7 +44,7 @@ TASKS = {
 
 
 def _pairs_of(task: str, puzzle: Mapping[str, Any]) -> Iterator[dict]:
-    """Yields the pairs of a package's puzzle, as rows for `parse_pair`; none if it has several answers."""
+    """Yields the pairs of a puzzle of the package, as rows for `parse_pair`; none of several answers."""
     info, answer = puzzle["metadata"], puzzle["answer"]
     if task == "arc_1d":
         for pair in (*info["train_examples"], info["test_example"]):
@@ -88,7 +88,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 class _List(argparse.Action):
-    """Prints the tasks and ends the program, as --help does."""
+    """An option that prints the tasks and ends the program, as --help does."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         for name, summary in TASKS.items():

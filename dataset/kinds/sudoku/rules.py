@@ -175,8 +175,7 @@ def generate_puzzle(
     needed among many clues is needed among fewer. Grids larger than 9x9 need not become minimal: a clue also
     stays where a few guesses do not decide, and once only the least number of `clues` is left.
 
-    clues: the wanted numbers of clues; more are added (`with_more_clues`). None where the puzzle has too
-    many.
+    clues: the wanted numbers of clues; some are added (`with_more_clues`). None: the puzzle has too many.
     """
     whole, _, _ = _bitboards(box)
     num_cells, size = whole.bit_length(), box[0] * box[1]
