@@ -243,7 +243,7 @@ def test_what_cannot_be_used_is_one_line(tmp_path, monkeypatch, options, words):
     Path("no.db").write_text("this is no database, but long enough to be looked at as if it were one" * 99)
     Path("missing").mkdir()
     Path("missing/no.db").touch()
-    foreign = optuna.createload_study(study_name="foreign", storage="sqlite:///foreign.db")
+    foreign = optuna.create_study(study_name="foreign", storage="sqlite:///foreign.db")
     foreign.add_trial(optuna.create_trial(value=1.0))
     given = load_defaults("search") | {"study": "s", "folder": "out"} | options
     config = validate_config(SearchConfig, given)
