@@ -49,7 +49,7 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
     """Transforms a grid [rows, columns] by a symmetry of the square, numbered as in the public tools.
 
     0 as it is; 1 to 3 rotated by 90, 180, 270 degrees counterclockwise; 4 mirrored left to right, 5 top to
-    bottom; 6 transposed; 7 transposed along the other diagonal. `DIHEDRAL_INVERSES` has the way back.
+    bottom; 6 transposed; 7 transposed along the other diagonal. `DIHEDRAL_INVERSES` has the inverse numbers.
     """
     swaps, rows_from_end, columns_from_end = DIHEDRAL_FLAGS[number]
     grid = grid[::-1] if rows_from_end else grid

@@ -64,13 +64,13 @@ class DatasetInfo:
 
 
 def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
-    """Describes the dataset in one folder, or the mixture of several. metadata: of the whole."""
+    """Describes the dataset in one folder, or the mixture of several. metadata: of all folders together."""
     builders = {builder and builder["name"] for builder in map(read_builder, folders)}
     return DatasetInfo(metadata, builders.pop() if len(builders) == 1 else None)
 
 
 def with_candidates(data: Dataset) -> Dataset:
-    """Returns `data` with `candidates`, `may_turn` and `may_permute`, from all original training puzzles."""
+    """Adds `Metadata.candidates`, `may_turn` and `may_permute`, from all original training puzzles."""
     metadata, found = data.metadata, set()
     for each in data.splits["train"].sets.values():
         puzzles = np.asarray(each.group_indices[:-1], np.int64)

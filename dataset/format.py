@@ -149,7 +149,7 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """The data of one dataset folder or a mixture. origins: by test set of a mixture; empty of a folder."""
+    """The splits of one dataset folder or of a mixture. origins: by test set of a mixture, else empty."""
 
     folders: tuple[Path, ...]
     splits: dict[str, Split]

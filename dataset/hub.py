@@ -103,9 +103,10 @@ def download(
 def download_file(
     pinned: Address, name: str, *, by_hand: str, num_bytes: int | None = None, say: Say = print
 ) -> Path:
-    """Returns the path of one file of a commit; without a cached one downloads it and checks its digest.
+    """Returns the path of a file in the cache; a missing file is downloaded, and compared with the Hub's
+    digest.
 
-    ValueError as in `download`.
+    pinned: the address with a commit. ValueError as in `download`.
     """
     client = import_client()
     file = {"repo_id": pinned.repo, "repo_type": pinned.kind, "revision": pinned.revision, "filename": name}

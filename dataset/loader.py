@@ -176,7 +176,7 @@ def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
 
 
 def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:
-    """Returns the names of puzzle identifiers ("" for blank). set_names: the set of each identifier."""
+    """Returns the names of puzzle identifiers, "" for a blank one. set_names: the set of each identifier."""
     known = {folder: read_names(folder) for folder in data.folders}
     names = []
     for set_name, identifier in zip(set_names, identifiers.tolist(), strict=True):

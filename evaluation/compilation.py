@@ -15,9 +15,11 @@ _COMPILING = (
 
 
 def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Decides whether to compile the blocks, as `should_compile`, alike on all ranks. All ranks call it.
+    """Decides whether to compile the blocks, alike on all ranks, after a trial of the compiler. All ranks
+    call it.
 
-    choice: "auto", True or False. A compiler that fails is a warning for "auto", and ends all ranks for True.
+    choice: True, False or "auto": where `num_steps` pay for it. A compiler that fails is a warning for
+    "auto", and ends all ranks for True.
     """
     with collective_errors():
         compiles = should_compile(choice, device, num_steps=num_steps)

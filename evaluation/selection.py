@@ -38,7 +38,7 @@ ScoreKey = tuple[int, int, str, str]  # steps, samples, way to select or `ORACLE
 class Grid:
     """The settings of an evaluation: every number of steps with every number of samples.
 
-    steps, samples: ascending. selects: ways to select; metrics other than `Scores` use the first.
+    steps, samples: ascending. selects: ways to select; metrics outside `Scores` use the first.
     """
 
     steps: tuple[int, ...]

@@ -43,7 +43,7 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Grid
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns the model's reasoning with a config's options. ValueError: the model lacks one."""
+    """Returns the model's reasoning with the config's options; ValueError for one that the model lacks."""
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
     searches = ("decision_cell", "decision_value", "eval_conflict_threshold")

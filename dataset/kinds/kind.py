@@ -211,9 +211,10 @@ class RowEvaluator:
         *,
         tasks: Sequence[str] = (),
     ):
-        """check: (inputs, preds), tokens [n, seq_len] -> {check: bool [n]}; `valid` means right by the rules.
+        """check: (inputs, preds), tokens [n, seq_len] -> {name: bool [n]}; the name `valid` means right by
+        the rules.
 
-        tasks: the names of the puzzle identifiers, to write the shares of each; empty: one task.
+        tasks: names of the puzzle identifiers, for a file with the shares of each; empty: no such file.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
         # (set, check): examples of each task that pass, on this rank and on all; all pass "count".

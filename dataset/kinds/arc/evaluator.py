@@ -223,7 +223,9 @@ class Views:
     def __init__(
         self, folder: Path, names: Sequence[str], *, tasks: Sequence[EvaluatedTask], used: np.ndarray
     ):
-        """names: of all identifiers. used: those in the test sets. ValueError where a used one is no view."""
+        """names: of all identifiers. used: those in test sets. ValueError where a used name is no variant of
+        a task.
+        """
         count = len(names)
         index_of = {task.name: index for index, task in enumerate(tasks)}
         self.tasks = np.full(count, -1, np.int32)

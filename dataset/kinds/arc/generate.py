@@ -87,7 +87,7 @@ def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tu
 
 
 def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> tuple[Pair, ...]:
-    """Draws the pairs of a task, demonstrations first, again until these determine the test outputs."""
+    """Draws pairs, demonstrations first, until the demonstrations determine the test outputs."""
     for _ in range(_NUM_TRIES):
         pairs: dict[bytes, Pair] = {}
         while len(pairs) < NUM_DEMONSTRATIONS + NUM_TESTS:
@@ -149,7 +149,7 @@ def _draw_patches(draw: _Draw, first: int, _of_first: int, second: int, _of_seco
 
 
 def _recolour(grid: np.ndarray, first: int, of_first: int, second: int, of_second: int) -> np.ndarray:
-    """Replaces two colours by two others; they may be exchanged."""
+    """Replaces two colours, by two others or by each other."""
     becomes = np.arange(NUM_COLORS, dtype=np.uint8)
     becomes[[first, second]] = of_first, of_second
     return becomes[grid]

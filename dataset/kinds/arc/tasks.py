@@ -62,7 +62,7 @@ class Pair(NamedTuple):
 
 
 class LargerError(ValueError):
-    """The error of a grid that is larger than any of ARC."""
+    """The error of a grid that is larger than ARC allows."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Task:
 
     @functools.cached_property
     def content(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """A value equal for tasks of the same pairs in any order, as ARC-2 lists some tasks of ARC-1."""
+        """A key, equal for tasks of the same pairs in any order, since ARC-2 reorders pairs of ARC-1."""
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
 
 

@@ -224,7 +224,7 @@ def with_more_clues(
 
 
 def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
-    """Makes random transforms, uint8 [count, 1 + 3 n], of bits, uint64 [count, `bits_per_symmetry`(box)]."""
+    """Makes transforms, uint8 [count, 1 + 3 n], from bits, uint64 [count, `bits_per_symmetry`(box)]."""
     rows, columns = box
     count, size = len(bits), rows * columns
     ends = np.cumsum([1, columns, rows, size, size])
