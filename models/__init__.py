@@ -16,9 +16,9 @@ from models.network import Network
 
 
 def build_model(arch: Architecture, metadata: Metadata, **options: Any) -> HaltingModel:
-    """Builds the model of an `arch` for a dataset, on the CPU, drawn from torch's global generator.
+    """Builds the model of an architecture for a dataset, initialized from torch's global generator.
 
-    options: of the network; `take`, for all that can be cut, says what a rank keeps of each block.
+    options: of the network, such as `take` of `models.blocks.Level`.
     """
     max_steps, eval_max_steps = arch.halt_max_steps, arch.eval_halt_max_steps or arch.halt_max_steps
     eval_reasoning = Reasoning.of_arch(arch, max_steps=eval_max_steps, halts_early=False)
@@ -32,14 +32,14 @@ def build_model(arch: Architecture, metadata: Metadata, **options: Any) -> Halti
 
 
 def network_class(name: str) -> type[Network]:
-    """Returns the network of an `arch.name` that the schema has accepted."""
+    """Returns the network class of an `arch.name`."""
     return importlib.import_module(f"models.{name}").NETWORK
 
 
 def recompute_blocks(model: HaltingModel) -> None:
-    """Makes every block keep only its input for the backward pass, which computes the rest once more.
+    """Makes the backward pass recompute the activations of every block from the block's input.
 
-    Less memory, more time, the same gradients (arXiv 1604.06174).
+    Needs less memory and more time, and gives the same gradients (arXiv 1604.06174).
     """
     for module in model.modules():
         if isinstance(module, Level):

@@ -13,10 +13,10 @@ from models.layers import Attention, Convolution, Dropout, LayerNorm, Linear, Ro
 
 
 class Block(nn.Module):
-    """A post-norm transformer block: h = rms(h + mix(h)); h = rms(h + mlp(h)).
+    """A post-norm transformer block: h = rms(h + mix(h)); h = rms(h + mlp(h)), on [batch, positions, hidden].
 
-    mix is attention over the positions, a convolution over the grid that they fill, or the sum of both. Or it
-    is `mlp_t`, a SwiGLU over the positions, as is its norm (TRM, arXiv 2510.04871, section 4.5).
+    mix is self-attention, a convolution over the grid of cells, the sum of both, or `mlp_t`: a SwiGLU over
+    the axis of positions, with the norm over the same axis (TRM, arXiv 2510.04871, section 4.5).
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Block(nn.Module):
         return attended if self.conv is None else attended + self.conv(h)
 
     def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Counts the operations on one input (`models.flops`): an MLP over positions sees it transposed."""
+        """Returns the operations on one input of this shape (`models.flops`)."""
         shapes = {part: shape[::-1] if part is self.mlp_t else shape for part in self.children()}
         return sum(flops(part, each, trains=trains) for part, each in shapes.items())
 
@@ -57,7 +57,7 @@ class Block(nn.Module):
 class PreNormBlock(nn.Module):
     """A pre-norm transformer block: h += attn(norm(h)); h += down(gelu(up(norm(h)))), all with biases.
 
-    number: which of the level's.
+    number: of this block in the level, to give each block its own random numbers of dropout.
     """
 
     def __init__(self, width: int, *, num_heads: int, expansion: float, has_rotary: bool, number: int):
@@ -69,7 +69,7 @@ class PreNormBlock(nn.Module):
         self.number = number
 
     def forward(self, h: Tensor, rotary: Rotary | None, dropout: Dropout | None) -> Tensor:
-        """Returns the new h. dropout: of the weights of attention, and of both branches."""
+        """Returns the new h. dropout: for the weights of attention, and for the output of both branches."""
         weights, first, second = (
             dropout and dropout._replace(stream=3 * self.number + use) for use in range(3)
         )
@@ -80,11 +80,11 @@ class PreNormBlock(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """The place of a block that another rank runs."""
+    """A stand-in for a block that another pipeline stage runs: returns the input, and has no weights."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
-        self._block = (block.to("meta"),)  # in a tuple: it has no weights here
+        self._block = (block.to("meta"),)  # in a tuple, so that it is not registered as a module
 
     def forward(self, h: Tensor, *_: Any) -> Tensor:
         return h
@@ -93,7 +93,8 @@ class Elsewhere(nn.Module):
         return flops(*self._block, shape, trains=trains)
 
 
-# Given a block, its number and how many its level has, returns what the level keeps of it.
+# Returns what a level keeps of a block: arguments are the block, its number, and the level's number of
+# blocks.
 Take = Callable[[nn.Module, int, int], nn.Module]
 
 
@@ -103,10 +104,10 @@ def take_all(block: nn.Module, number: int, num_blocks: int) -> nn.Module:
 
 
 class Level(nn.Module):
-    """A stack of blocks applied to state + injection.
+    """A stack of blocks, applied to state + injection.
 
-    build: draws the block of a number. take: says what is kept of it, before the next one takes memory.
-    recomputes_blocks: whether the backward pass computes each block's activations anew; False at first.
+    build: returns a new block for a number. take: returns what this rank keeps of a block, called before the
+    next block is built. recomputes_blocks: whether the backward pass recomputes activations of each block.
     """
 
     def __init__(self, build: Callable[[int], nn.Module], num_blocks: int, *, take: Take = take_all):
@@ -117,7 +118,7 @@ class Level(nn.Module):
         self.recomputes_blocks = False
 
     def forward(self, state: Tensor, injection: Tensor | int, *context: Any) -> Tensor:
-        """Computes the new state, of the shape of `state`. context: what each block takes beside it."""
+        """Returns the new state, in the shape of `state`. context: further arguments of every block."""
         return self.run_blocks(state + injection, *context)
 
     def run_blocks(self, h: Tensor, *context: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Whether, what and how `torch.compile` compiles."""
+"""Compiles the blocks of a model by `torch.compile`, and decides whether that pays off."""
 
 import contextlib
 import importlib.util
@@ -14,27 +14,25 @@ from torch import nn
 
 from models.blocks import Level
 
-# Steps after which the seconds of compiling are earned back. Measured on two CPU cores, in steps of 0.15 s or
-# more, which become 10 to 20 % shorter: 20 to 30 s to compile, but 96 s beside other load. Load that stays
-# makes the steps longer too, so that no more of them are needed; this counts load that ends after the first
-# step. On CUDA it is a guess.
+# Number of steps after which shorter steps have made up for the time of compiling. Measured on two CPU cores:
+# compiling takes 20 to 30 s, or 96 s beside other load (counted here, as the load may end afterwards), and
+# steps of 0.15 s or more become 10 to 20 % shorter. The number for CUDA is a guess.
 _SECONDS_TO_COMPILE, _SECONDS_OF_STEP, _SAVED_SHARE = 96, 0.15, 0.15
 _STEPS_TO_PAY = {"cpu": _SECONDS_TO_COMPILE / (_SECONDS_OF_STEP * _SAVED_SHARE), "cuda": 500}
-_MOST_SECONDS = 300  # of the trial of the compiler
-# For all that is compiled: other flags would have torch's headers compiled once more, in 6 s.
+_MOST_SECONDS = 300  # for the trial of the compiler
+# The same for everything compiled: torch compiles its headers, in 6 s, for each set of flags.
 COMPILER_OPTIONS = {
-    "cpp.enable_floating_point_contract_flag": "fast",  # a * b + c in one, as GPUs have it
-    # Not to try for 7 to 10 s whether the compiler knows AVX2 and AVX512, as every one of today does. What
-    # came later, such as bfloat16 and AMX, torch tries all the same, in 1 s.
+    "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add, as on GPUs
+    # Skips a test of 7 to 10 s whether the compiler knows AVX2 and AVX512, which all do today. torch still
+    # tests later instruction sets, such as AMX, in 1 s.
     "cpp.vec_isa_ok": True,
 }
 
 
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Decides whether to compile; `auto` does where it pays off over `num_steps`.
+    """Returns whether to compile. choice: True, False, or "auto": if compiling saves time over `num_steps`.
 
-    num_steps: of the whole run, however often it is resumed. ValueError where compiling is asked for and
-    there is no compiler.
+    num_steps: of the whole run, all starts together. Raises ValueError for True without a compiler.
     """
     if choice == "auto":
         pays_off = num_steps >= _STEPS_TO_PAY.get(device.type, float("inf"))
@@ -46,7 +44,7 @@ def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) 
 
 
 def find_compiler_failure(device: torch.device) -> str | None:
-    """Compiles a small function in a process of its own; returns the first error, None where it works."""
+    """Tries to compile a small function in another process; returns the first error, or None."""
     options = f"dynamic=False, options={COMPILER_OPTIONS}"
     code = f"import torch; torch.compile(lambda x: x * 2 + 1, {options})(torch.ones(8, device='{device}'))"
     command = [sys.executable, "-c", code]
@@ -58,21 +56,19 @@ def find_compiler_failure(device: torch.device) -> str | None:
         return f"the compiler takes more than {_MOST_SECONDS} s for a small function"
     if not found.returncode:
         return None
-    output = found.stderr.rpartition("\nOutput:\n")[2]  # of the compiler, where it was called, else of Python
+    output = found.stderr.rpartition("\nOutput:\n")[2]  # of the compiler; if it was not called, of Python
     lines = [line for line in output.splitlines() if line.strip()]
     errors = (line for line in lines if "error" in line.lower() and not line.startswith(" "))
     return next(errors, lines[0] if lines else f"exit status {found.returncode}")
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compiles the blocks, in place.
+    """Makes torch compile every block at the first call, in place; names of modules and weights stay.
 
-    All levels and cycles share a block's graphs: one without gradient, and one for each set of inputs that
-    need it. A level as a whole would make a step 1 to 3 % shorter, and take longer to compile the more
-    blocks it has.
-
-    Names stay as they are. Each batch size is compiled by itself: a graph of dynamic size would replace the
-    usual one from its first use on, so that a resumed run would have other bits.
+    Blocks of equal code share graphs: one without gradient, and one for each set of inputs that need it.
+    Compiling whole levels would make steps 1 to 3 % shorter, but take longer with more blocks. Each batch
+    size is compiled separately, because a graph for dynamic sizes would replace the first graph after a
+    second size: a resumed run would then not be equal to the bit.
     """
     for module in model.modules():
         if isinstance(module, Level):
@@ -81,12 +77,15 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def eager_blocks(*, unless: bool = False) -> contextlib.AbstractContextManager:
-    """Runs compiled blocks uncompiled: for batches of another size each time, which would all be compiled."""
+    """Returns a context in which compiled blocks run uncompiled, for batch sizes that occur only once.
+
+    unless: whether the context shall do nothing.
+    """
     return contextlib.nullcontext() if unless else torch.compiler.set_stance("force_eager")
 
 
 def _missing_compiler(device: torch.device) -> str | None:
-    """Returns what torch's compiler would look for on this machine and not find; None if nothing."""
+    """Returns the name of a program or file that torch.compile needs and this machine lacks; None if none."""
     if device.type == "cuda":
         compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
         if importlib.util.find_spec("triton") is None:

@@ -1,8 +1,8 @@
-"""What a step computes: its floating-point operations, from the sizes of the weights and of the data.
+"""Counts floating-point operations, from the shapes of weights and inputs.
 
-Counted are products of matrices and convolutions, a multiplication and an addition each, as torch's
-FlopCounterMode does. Left out are what is elementwise, the optimizer (with Muon's products of matrices), and
-what `activation_checkpointing` computes a second time.
+As in torch's FlopCounterMode, these are the multiplications and additions of matrix products and
+convolutions. Not counted: elementwise operations, the optimizer, and recomputation by
+`activation_checkpointing`.
 """
 
 import math
@@ -13,12 +13,13 @@ Shape = tuple[int, ...]  # of an input, without the batch
 
 
 def flops(module: nn.Module, shape: Shape, *, trains: bool = False) -> int:
-    """Counts the operations of a module on one input: its own `flops`, else the sum over its parts.
+    """Returns the operations of a module on one input, summed over tensor-parallel ranks.
 
-    A part with a matrix as `weight` multiplies by it at every position. trains: with the backward pass, which
-    takes as many again for the input, and as many for weights that are trained.
+    Calls the module's method `flops` if it has one; otherwise counts a matrix `weight` as a product at every
+    position, or adds up the submodules. trains: whether to add the backward pass: the operations once more
+    for the input, and once more for weights that need a gradient.
     """
-    num_shares = getattr(module, "num_shares", 1)  # equal ones, on as many ranks
+    num_shares = getattr(module, "num_shares", 1)  # number of ranks that divide the module's weights
     if hasattr(module, "flops"):
         return num_shares * module.flops(shape, trains=trains)
     if getattr(module, "weight", None) is not None and module.weight.ndim > 1:
@@ -27,6 +28,6 @@ def flops(module: nn.Module, shape: Shape, *, trains: bool = False) -> int:
 
 
 def weight_flops(weight: Tensor, shape: Shape, *, trains: bool = False) -> int:
-    """Counts the operations of a weight that is applied at every position of an input."""
+    """Returns the operations of a product with `weight` at every position of an input of this shape."""
     passes = 2 + weight.requires_grad if trains else 1
     return passes * 2 * weight.numel() * math.prod(shape[:-1])

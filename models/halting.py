@@ -1,7 +1,7 @@
-"""Slots that work on their puzzle over several steps, until they halt, as the network says.
+"""The model: a network with the carry of slots, which work on a puzzle for several steps until they halt.
 
-Nothing here draws: what is random comes in as `Draws`, each slot's own, so that a run does not depend on the
-number of processes.
+All random numbers come from the argument `draws`, which has numbers of its own for each slot: so results do
+not depend on the number of processes.
 """
 
 import torch
@@ -14,9 +14,9 @@ from models.random import Draws
 
 
 class HaltingModel(nn.Module):
-    """A network that is called once per step on every slot.
+    """The model of a run: calls the network once per step on every slot, and refills halted slots.
 
-    reasoning, eval_reasoning: as the architecture has it, in training and in evaluation.
+    reasoning, eval_reasoning: the architecture's settings of thinking steps in training and in evaluation.
     """
 
     def __init__(self, network: Network, *, reasoning: Reasoning, eval_reasoning: Reasoning):
@@ -24,26 +24,30 @@ class HaltingModel(nn.Module):
         self.network, self.reasoning, self.eval_reasoning = network, reasoning, eval_reasoning
 
     def initial_carry(self, batch: Batch) -> Carry:
-        """Returns the carry of halted slots: `refill` puts `batch` into every one of them."""
+        """Returns a carry in which all slots are halted, so that `refill` starts each on a row of a batch.
+
+        batch: [slots, ...], for shapes and dtypes.
+        """
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
         state = self.network.start(batch, self.reasoning, None, steps == 0)
         return Carry(state, steps, steps == 0, batch)
 
     def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
-        """Returns the carry before the first step, which replaces it: only shapes and dtypes matter."""
+        """Returns a carry of halted slots for the start of training, as `initial_carry` without a batch."""
         tokens = torch.zeros(num_slots, seq_len, dtype=torch.int32, device=device)
         rows, boards = torch.zeros(num_slots, dtype=torch.int64, device=device), self.network.boards_per_slot
         tensors = self.initial_carry(Batch(tokens, tokens, rows.int(), rows)).tensors()
         if boards > 1:
             tensors = {k: t[:, None].expand(-1, boards, *t.shape[1:]) for k, t in tensors.items()}
-        # A checkpoint is read into them, so that no two slots may share their memory.
+        # A checkpoint is loaded into these tensors: expanded ones, in which slots share memory, will not do.
         return Carry.from_tensors({name: each.contiguous().clone() for name, each in tensors.items()})
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, draws: Draws | None = None) -> Carry:
-        """Returns the boards that a step works on, one of each slot; halted slots get their row of `batch`.
+        """Returns the carry that a step works on; halted slots start on their row of `batch`.
 
-        Slots are independent of each other: a slice of them gives a slice of the result.
+        If slots hold several boards in training, `draws` picks one board of each. Returns new tensors. Each
+        row of the result depends only on the same row of the arguments.
         """
         boards = carry.boards(self._picked(draws))
         data = Batch(*(where(boards.halted, new, old) for new, old in zip(batch, boards.data, strict=True)))
@@ -54,9 +58,9 @@ class HaltingModel(nn.Module):
 
     @torch.no_grad()
     def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
-        """Lets the network `advance` the boards of the last training step; returns sums of that too.
+        """Moves the boards of the last training step by `Network.advance`; returns carry and metric sums.
 
-        In eval mode, with the weights after that step's update. reasoning, draws: of that step.
+        Runs in eval mode, with the weights after the update. reasoning, draws: of the last step.
         """
         picked, was_training = self._picked(draws), self.training
         boards, sums = self.eval().network.advance(carry.boards(picked), reasoning, draws)
@@ -64,7 +68,7 @@ class HaltingModel(nn.Module):
         return carry.with_boards_(picked, boards), sums
 
     def forward(self, carry: Carry, reasoning: Reasoning, draws: Draws | None = None) -> StepOutput:
-        """Runs one step. carry: from `refill` in training, from the last call in evaluation."""
+        """Runs one thinking step. carry: from `refill` in training, from the last call in evaluation."""
         data = carry.data
         state, prediction = self.network(
             carry.state, data.inputs, data.puzzle_identifiers, reasoning=reasoning, draws=draws
@@ -75,10 +79,10 @@ class HaltingModel(nn.Module):
         return StepOutput(after._replace(halted=halted), prediction)
 
     def put_back(self, carry: Carry, boards: Carry, draws: Draws) -> Carry:
-        """Returns the carry with the boards of a training step as the step left them."""
+        """Returns the carry with the boards of a training step put back. draws: those given to `refill`."""
         return carry.with_boards_(self._picked(draws), boards)
 
     def _picked(self, draws: Draws | None) -> Tensor | None:
-        """Draws which board of each slot a step works on: int64 [batch]; None where a slot has but one."""
+        """Draws the board of each slot that a step works on: int64 [batch]; None if slots have one board."""
         boards = self.network.boards_per_slot if self.training else 1
         return None if boards == 1 else draws.integers((), below=boards, use="picked board")

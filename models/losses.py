@@ -1,6 +1,6 @@
-"""Losses and metrics of one step, as sums over slots: divided once, at the end, over all slots of all ranks.
+"""Losses and metrics of a step, as sums over slots; callers divide these by sums over all ranks.
 
-A slot without a counted label (padding, or a puzzle without an answer) adds 0 to every sum.
+A slot without any label (padding, or a puzzle without an answer) adds 0 to every sum.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -16,10 +16,10 @@ from models.random import Draws
 
 
 def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
-    """Computes the loss of each cell, in float32, 0 where the label is ignored.
+    """Returns the cross-entropy of each cell: float32 [batch, length], 0 where the label is ignored.
 
-    logits [batch, length, vocab], labels [batch, length]. label_smoothing: the share of every label that is
-    distributed evenly over the vocabulary (arXiv 1512.00567, section 7).
+    logits: [batch, length, vocab]. labels: [batch, length]. label_smoothing: the share of each label that is
+    spread evenly over the vocabulary (arXiv 1512.00567, section 7).
     """
     return F.cross_entropy(
         logits.float().transpose(1, 2),
@@ -31,7 +31,10 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: fl
 
 
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
-    """Computes the loss of each cell by stablemax (arXiv 2501.04697), in float64 (on mps in float32)."""
+    """Returns the cross-entropy of each cell with stablemax (arXiv 2501.04697) in place of softmax.
+
+    float64 [batch, length] (float32 on mps); arguments as in `softmax_cross_entropy`.
+    """
     wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
     s = torch.where(wide < 0, 1 / (1 - wide + 1e-30), wide + 1)
     log_probabilities = torch.log(s / s.sum(dim=-1, keepdim=True))
@@ -49,9 +52,9 @@ CROSS_ENTROPIES = {
 
 
 def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes the share of counted cells that are right, float32, and whether all are, bool; [batch] each.
+    """Returns the share of cells that are right, float32 [batch], and whether all are, bool [batch].
 
-    0 and False for a slot without a label.
+    Counts only cells with a label; 0 and False for a slot without any.
     """
     counted = labels != IGNORE_LABEL_ID
     num_counted = counted.sum(-1)
@@ -60,9 +63,9 @@ def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ContinueTarget(NamedTuple):
-    """Targets of q_continue, for the slots where they count.
+    """A training target of q_continue: float32 [batch] logits and targets in [0, 1].
 
-    logits, targets: float32 [batch]; counts: bool [batch].
+    counts: bool [batch], the slots that have this target.
     """
 
     logits: Tensor
@@ -71,13 +74,13 @@ class ContinueTarget(NamedTuple):
 
 
 class TokenLosses:
-    """The losses and metrics of a network that answers by tokens and says how sure it is.
+    """The losses and metrics of a network that predicts tokens and q_halt. To be inherited before `Network`.
 
-    A base in front of `Network`. no_ACT_continue: whether q_halt alone says that an answer is final.
+    no_ACT_continue: whether only q_halt decides about halting, and there is no q_continue.
     """
 
     metrics: ClassVar[Metrics] = {
-        # Of slots that halted, with a label.
+        # Divided by "count": over slots that halted and have a label.
         "count": None,
         "accuracy": "count",
         "exact_accuracy": "count",
@@ -87,7 +90,7 @@ class TokenLosses:
         "q_halt_loss": "slots",
         "q_continue_loss": "slots",
     }
-    # Of slots in the first step of their puzzle, with a label: all come there whatever the Q head says.
+    # Over slots with a label in the first step of a puzzle; unlike the others, independent of halting.
     training_metrics: ClassVar[Metrics] = {"exact_accuracy_after_step_1": "first_step_count"}
     no_ACT_continue = True
 
@@ -99,10 +102,10 @@ class TokenLosses:
     def losses(
         self, before: Carry, output: StepOutput, *, counts: Counts, reasoning: Reasoning, draws: Draws | None
     ) -> tuple[Tensor, Sums]:
-        """Computes lm_loss + halting_weight (q_halt_loss + q_continue_loss), and the sums of the metrics.
+        """Returns lm_loss + halting_weight (q_halt_loss + q_continue_loss), and the sums of the metrics.
 
-        Each slot counts by supervision_decay^(t - 1) in its step t = 1, 2, ... (arXiv 2511.08653); in the
-        sums all steps count alike.
+        In the loss, a slot in thinking step t = 1, 2, ... of a puzzle has the weight supervision_decay^(t -
+        1) (arXiv 2511.08653); in the metric sums all steps have the same weight.
         """
         targets, steps = self.continue_targets(before, output, reasoning, draws), output.carry.steps
         losses, sums = self._losses_and_sums(output, targets, label_smoothing=self.loss.label_smoothing)
@@ -114,19 +117,19 @@ class TokenLosses:
         return total["lm_loss"] + self.loss.halting_weight * halting_loss, sums
 
     def sums(self, output: StepOutput) -> Sums:
-        """Computes the sums of final answers, with the labels as they are."""
+        """Returns the metric sums over final answers, without label smoothing."""
         return self._losses_and_sums(output, (), label_smoothing=0.0)[1]
 
     def continue_targets(
         self, before: Carry, output: StepOutput, reasoning: Reasoning, draws: Draws | None
     ) -> tuple[ContinueTarget, ...]:
-        """Returns no target: q_continue is not trained."""
+        """Returns the targets of q_continue; here none, so that q_continue is not trained."""
         return ()
 
     def _losses_and_sums(
         self, output: StepOutput, targets: tuple[ContinueTarget, ...], *, label_smoothing: float
     ) -> tuple[dict[str, list[Tensor]], Sums]:
-        """Computes the parts of each loss, [batch] each, and the detached sums of losses and metrics."""
+        """Returns {loss: its terms, [batch] each}, and the detached sums of losses and metrics."""
         labels, prediction = output.carry.data.labels, output.prediction
         labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)
         has_labels = labels_per_slot > 0

@@ -1,13 +1,13 @@
-"""What a Q head decides and is trained on: halting, exploration, the targets of q_continue.
+"""The Q head's halting, exploration, and targets of q_continue.
 
-Section 2 of the HRM paper (arXiv 2506.21734), with Q-learning: a slot halts where q_halt exceeds q_continue.
-With `no_ACT_continue`, TRM's simplification, a slot halts where its answer is rather right than wrong, and no
-second network call is needed for a target of q_continue.
+Q-learning as in section 2 of the HRM paper (arXiv 2506.21734): a slot halts when q_halt exceeds q_continue.
+With `no_ACT_continue`, the simplification of TRM, a slot halts when q_halt > 0 (the answer is more likely
+right than wrong), and no extra network call is needed for a target of q_continue.
 
-q_target: where the target comes from. `exact`: one more call for all slots, as published. `deferred`: for
-slots that go on the next step's call gives the target, which trains the Q head alone, because the graph of
-the step is gone by then; slots that stop get one more call. On CUDA the host
-waits for their number, once a step.
+q_target says where the target of q_continue comes from. exact: from an extra call for all slots, as
+published. deferred: for slots that continue, from the next step's call; this trains only the Q head, because
+the graph of the earlier step is gone. For slots that halt, from an extra call; on CUDA the host waits once a
+step for the number of these slots.
 """
 
 from typing import Any
@@ -25,16 +25,16 @@ from models.random import Draws, draw_uniform
 
 
 class QHead(TokenLosses):
-    """The halting and the targets of a network with `q_values`; a base in front of `Network`."""
+    """The halting and the Q targets of a network with `q_values`. To be inherited before `Network`."""
 
     def __init__(self, arch: TokenConfig, *more: Any, **options: Any):
         super().__init__(arch, *more, **options)
         self.no_ACT_continue, self.q_target = arch.no_ACT_continue, arch.q_target
 
     def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
-        """Draws the exploration, int32 `min_steps` [batch_size]: steps below which a slot may not halt early.
+        """Draws `min_steps`, int32 [batch_size]: before so many thinking steps a slot may not halt.
 
-        With halt_exploration_prob the number is uniform in 2..max_steps, else 0.
+        With probability halt_exploration_prob, the number is uniform in 2 to max_steps, otherwise 0.
         """
         if not self.halt_exploration_prob or reasoning.max_steps == 1:
             return {}
@@ -57,7 +57,9 @@ class QHead(TokenLosses):
     def continue_targets(
         self, before: Carry, output: StepOutput, reasoning: Reasoning, draws: Draws | None
     ) -> tuple[ContinueTarget, ...]:
-        """Computes the targets of this step; deferred, of the step before and of slots that stop here."""
+        """Returns the targets of q_continue of this step; if deferred, those of the last step's q_continue,
+        and those of slots that halt now.
+        """
         if reasoning.max_steps == 1 or self.no_ACT_continue:
             return ()
         carry, prediction = output
@@ -76,7 +78,10 @@ class QHead(TokenLosses):
         return tuple(targets)
 
     def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
-        """Counts as `Network`; a slot with q_target=deferred stops after max_steps, not before."""
+        """Returns the operations of a step, with extra calls for Q targets.
+
+        With q_target=deferred, assumes that slots halt after max_steps only.
+        """
         once = super().step_flops(reasoning, seq_len=seq_len, trains=trains)
         if not trains or self.no_ACT_continue or reasoning.max_steps == 1:
             return once
@@ -88,9 +93,9 @@ class QHead(TokenLosses):
 
     @torch.no_grad()
     def _targets_by_a_call(self, carry: Carry, reasoning: Reasoning, draws: Draws | None) -> Tensor:
-        """Computes the value of going on: the better Q of one more call (arXiv 2407.04811).
+        """Returns the target of q_continue: sigmoid of max(q_halt, q_continue) after one more call.
 
-        After the last step it is the halting one. The call has the noise of the step's own.
+        After the last step, uses q_halt alone (arXiv 2407.04811). The call has the same noise as this step.
         """
         data = carry.data
         _, following = self(

@@ -1,7 +1,7 @@
 """The recurrences that models share.
 
-HRM and TRM refine z_L several times, then z_H once, and again; they differ in which levels do it, and how
-much of it carries gradient. URM and SE-RRM refine one state again and again.
+HRM and TRM repeat: several updates of z_L, then one of z_H. The two differ in the levels that do this, and in
+how many calls carry gradient. URM, SE-RRM and FPRM update one state again and again.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from models.network import plus_noise
 from models.random import Draws
 from models.tokens import TokenNetwork
 
-_FIRST_DECAY = 0.55  # b at first, the best of those that the paper tried
+_FIRST_DECAY = 0.55  # initial b, the best one in the paper's experiments
 
 
 class Gate(nn.Module):
-    """InfiLoop's update of a state (arXiv 2610.11570): a weighted mean of all that calls have proposed.
+    """InfiLoop's update of a state (arXiv 2610.11570): a weighted mean of the results of all calls so far.
 
-    A slot starts from z_0, and its calls propose z_1, z_2, ...; the state after call t is N_t / D_t:
+    A slot starts from z_0, and calls of the level return z_1, z_2, ...; the state after call t is N_t / D_t:
     N_t = b N_{t-1} + exp(s_t) z_t and D_t = b D_{t-1} + exp(s_t), with s_t = q . rms(z_t), N_0 = exp(s_0) z_0
-    and D_0 = exp(s_0). Learned are q, [width], and b in (0, 1). The state between steps has log D, float32
-    [batch, positions], instead of D, as exp(s) may be too large.
+    and D_0 = exp(s_0). q, [width], and b in (0, 1) are learned. The network keeps log D, float32 [batch,
+    positions], instead of D, because exp(s) may overflow.
     """
 
     def __init__(self, width: int, *, eps: float):
@@ -38,24 +38,25 @@ class Gate(nn.Module):
         self.eps = eps
 
     def score(self, z: Tensor) -> Tensor:
-        """Computes s, float32 [batch, positions]."""
+        """Returns the score s of a state z: float32 [batch, positions]."""
         return rms_norm(z.float(), eps=self.eps) @ self.q
 
     def forward(self, z: Tensor, proposed: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the new state and the new log D."""
+        """Returns the new state and the new log D. proposed: the result of the call."""
         score, faded = self.score(proposed), log_D + F.logsigmoid(self.beta_logit)
         share = torch.sigmoid(score - faded).to(z.dtype)[..., None]
         return torch.lerp(z, proposed, share), torch.logaddexp(faded, score)
 
 
 class RecursiveNetwork(TokenNetwork):
-    """H_cycles x (L_cycles times z_L = L(z_L, z_H + e), then z_H = H(z_H, z_L)).
+    """The recurrence of HRM and TRM, where L and H are calls of levels, and e is the embedded puzzle.
 
+    H_cycles x (L_cycles times z_L = L(z_L, z_H + e), then z_H = H(z_H, z_L)).
     With one state: H_cycles x (L_cycles times z_H = L(z_H, e), then z_H = H(z_H, 0)).
 
-    The last `gradient_cycles` H cycles carry gradient; 0 means the very last L and the very last H call
-    alone, the one-step gradient (section 2 of arXiv 2506.21734). With `update=gate` each z_X has a `Gate`,
-    and log_D_X is kept beside it, -inf where a slot has just started.
+    Only the last `gradient_cycles` H cycles carry gradient; with 0, only the last call of L and the last call
+    of H do: the one-step gradient (section 2 of arXiv 2506.21734). With `update=gate` each state z_X has a
+    `Gate`, and the network also keeps log_D_X, which is -inf for a slot that has just started.
     """
 
     undecayed = ("gate_H.q", "gate_H.beta_logit", "gate_L.q", "gate_L.beta_logit")
@@ -118,15 +119,15 @@ class RecursiveNetwork(TokenNetwork):
 
 
 def _log_D_of(name: str) -> str:
-    """Returns the name of log D of a state z_X: log_D_X."""
+    """Returns log_D_X for z_X."""
     return name.replace("z", "log_D")
 
 
 class OneState:
-    """H_cycles x L_cycles times z_H = L(z_H + e): the recurrence of a network with one level, `L_level`.
+    """The recurrence of a network with one level, `L_level`: H_cycles x L_cycles times z_H = L(z_H + e).
 
-    A base in front of `Network`. The last `gradient_cycles` H cycles carry gradient; 0 means the very last
-    call alone.
+    To be inherited before `Network`. Only the last `gradient_cycles` H cycles carry gradient; with 0, only
+    the last call does.
     """
 
     state_names = ("z_H",)
@@ -153,17 +154,20 @@ class OneState:
     def refine(
         self, z_H: Tensor, e: Tensor, rotary: Rotary | None, *, call: int, draws: Draws | None
     ) -> Tensor:
-        """Computes what call number `call` of the step proposes."""
+        """Returns the result of the level's call number `call` in this step."""
         return self.L_level(z_H, e, rotary)
 
 
 def update(z: Tensor, proposed: Tensor, reasoning: Reasoning, draws: Draws | None, *, use: str) -> Tensor:
-    """Computes what a call of a level makes of z: what it proposes, damped, and with noise (EqR)."""
+    """Returns the new state after a call of a level: z + damping * (proposed - z), plus noise (EqR).
+
+    proposed: the result of the call. use: name of the noise (`Draws`).
+    """
     if reasoning.damping != 1:
         proposed = torch.lerp(z, proposed, reasoning.damping)
     return plus_noise(proposed, reasoning.state_noise, draws, use=use)
 
 
 def gradient(is_wanted: bool) -> contextlib.AbstractContextManager:
-    """Surrounds a call that carries gradient, or one that does not."""
+    """Returns a context with or without gradient."""
     return contextlib.nullcontext() if is_wanted else torch.no_grad()

@@ -1,4 +1,4 @@
-"""Networks of tokens: an embedding in front, two heads behind, and between them the recurrence of a model."""
+"""Token networks: an embedding of the cells' tokens, the recurrence of a model, and two output heads."""
 
 import math
 
@@ -14,18 +14,17 @@ from models.layers import Attention, Convolution, Embedding, Linear, SwiGLU, rot
 from models.network import Network
 from models.q_head import QHead
 
-# Halting starts out improbable.
-Q_HEAD_BIAS = -5.0
+Q_HEAD_BIAS = -5.0  # initially, slots hardly halt
 
 
 class TokenNetwork(QHead, Network):
-    """A network with states [batch, num_puzzle_positions + seq_len, hidden].
+    """A network with states [batch, num_puzzle_positions + seq_len, hidden]: puzzle embedding, then cells.
 
-    Its Q head reads the first position, which sees all others; with `conv=instead`, where each sees its
-    neighbours alone, the mean of all. ValueError where a convolution finds no grid.
+    The Q head reads the first position; with `conv=instead`, where the first position does not see distant
+    ones, the mean of all. Raises ValueError if a convolution is wanted, but the puzzles are no grids.
 
-    levels: number of blocks of each level, in the order of their use; each becomes an attribute. mlp: of the
-    blocks, a SwiGLU or another class that is made and called like it. take: as in `Level`.
+    levels: {attribute name: number of blocks} in the order of use. mlp: class of the blocks' MLP, with the
+    interface of SwiGLU. take: as in `Level`.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class TokenNetwork(QHead, Network):
 
         self.register_initial_values()
 
-        # Drawn in one order, since measured figures depend on it, and registered in the order of use.
+        # Initialized in an order that recorded results depend on, but registered in the order of use.
         lm_head = Linear(arch.hidden_size, metadata.vocab_size)
         q_head = Linear(arch.hidden_size, 2, bias=True)
         drawn = {
@@ -72,7 +71,7 @@ class TokenNetwork(QHead, Network):
     def build_level(
         self, arch: TokenConfig, metadata: Metadata, *, num_layers: int, mlp: type[nn.Module], take: Take
     ) -> Level:
-        """Builds a level."""
+        """Builds a level of `num_layers` blocks; a subclass may build another kind."""
         return Level(lambda _: _block(arch, metadata, mlp), num_layers, take=take)
 
     @staticmethod
@@ -91,7 +90,9 @@ class TokenNetwork(QHead, Network):
         return self.num_puzzle_positions + seq_len, self.hidden_size
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """Computes sqrt(hidden) * [puzzle embedding, tokens]; learned positions are scaled too."""
+        """Returns sqrt(hidden) * [puzzle embedding, embedded tokens]; with learned positions,
+        sqrt(hidden / 2) * ([puzzle embedding, embedded tokens] + positions).
+        """
         e = self.embed_tokens(inputs)
         if (rows := self.puzzle_rows(puzzle_identifiers)) is not None:
             rows = nn.functional.pad(rows, (0, self.num_puzzle_positions * self.hidden_size - rows.shape[1]))
@@ -110,7 +111,7 @@ class TokenNetwork(QHead, Network):
         return of_tokens + flops(self.q_head, (1, self.hidden_size), trains=trains)
 
     def q_values(self, z_H: Tensor) -> Tensor:
-        """Computes q_halt and q_continue of a state: float32 [batch, 2]."""
+        """Returns q_halt and q_continue for a state: float32 [batch, 2]."""
         return self.q_head(z_H.mean(dim=1) if self.q_reads_mean else z_H[:, 0]).float()
 
 

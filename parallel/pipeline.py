@@ -102,7 +102,8 @@ def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *,
 class _Call(torch.autograd.Function):
     """The autograd function of a level's call; each stage keeps a piece of the graph for each home.
 
-    Tensors of the context get a gradient of the slots of all homes.
+    context: further arguments of the blocks; the gradient of a tensor among them is over the slots of all
+    homes.
     """
 
     @staticmethod
@@ -135,7 +136,7 @@ class _Call(torch.autograd.Function):
 def call(ring: Ring, run: RunBlocks, h: Tensor, *context: Any) -> Tensor:
     """Calls a level on this rank's slots, [slots, ...], of equal shape on all ranks; all ranks call it.
 
-    context: what each block takes beside the slots; equal on all ranks.
+    context: further arguments of each block, equal on all ranks.
     """
     if not torch.is_grad_enabled():
         return circulate(ring, h, lambda _, received: run(received, *context), forward=True)
