@@ -80,7 +80,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _train(folder: Path, *, is_quick: bool) -> Path:
-    """Builds data and trains a model in `folder`; returns the run folder."""
     count = "200" if is_quick else "20000"
     run_program(
         "-m", "dataset.build", "sudoku", "--output-dir", folder / "data", "--box", "2x2", "--generate", count

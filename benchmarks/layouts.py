@@ -128,8 +128,6 @@ class _Ring:
 
 
 class _Layout:
-    """The contender: a model in training, with the layout of --layout."""
-
     def __init__(self, device: torch.device, options: argparse.Namespace):
         words = (*(_TINY if options.quick else ()), *_WORDS, *options.layout)
         self._trainer = Trainer(device, *words, puzzles=options.puzzles)

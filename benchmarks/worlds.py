@@ -41,9 +41,8 @@ _CLONE_NEWNET = 0x40000000  # of Linux's sched.h
 class World:
     """A group of child processes, each with an object (a contender); `call` calls a method of all of them.
 
-    build: called in each process with its device and `arguments`; returns the contender. options: `threads`
-    and `device` are read. apart: each process is a process group of its own. namespaces: a network namespace
-    for each process, for emulated machines.
+    build: called in each process with its device and `arguments`; returns the contender. apart: each process
+    is a process group of its own. namespaces: a network namespace for each process (emulated machines).
     """
 
     def __init__(

@@ -233,7 +233,6 @@ def _help_of_key(program: str, key: str) -> list[str]:
 
 
 def _title(path: Path) -> str:
-    """Returns the first comment line of a file."""
     comments = [line[2:] for line in path.read_text().splitlines() if line.startswith("# ")]
     return next(comment for comment in comments if not comment.startswith("@package"))
 

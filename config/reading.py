@@ -1,8 +1,7 @@
 """Safe reading of files that strangers may have written: text, JSON, YAML and .npz arrays, with size limits.
 
-Invariant: a JSON or YAML value comes from 64 MiB of text at most, has 40 levels at most, and no key twice.
-YAML aliases are refused: with them a small text could make a huge value. Errors are ValueErrors of one line
-that begins with the path.
+Invariant: a JSON or YAML value has at most 64 MiB of text and 40 levels, and no key twice. YAML aliases, by
+which a small text could make a huge value, are refused. Errors are ValueErrors of one line, path first.
 """
 
 import contextlib
@@ -100,8 +99,7 @@ def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
 def parse_json(text: str | bytes, *, where: str) -> Any:
     """Parses JSON from a text, or from UTF-8 bytes.
 
-    Raises ValueError, which begins with `where`, for invalid JSON, a repeated key, more than 40 levels, or an
-    integer of more than 64 bits.
+    ValueError, beginning with `where`: invalid JSON, a repeated key, over 40 levels, an integer over 64 bits.
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
@@ -115,8 +113,7 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
 def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYTES) -> list[np.ndarray]:
     """Reads the named arrays of a .npz file; pickled arrays are refused.
 
-    ValueError as `open_regular`, for a missing array, and for more than `most` bytes of arrays together: the
-    sizes in the zip directory are checked before anything is unpacked.
+    ValueError as `open_regular`, for a missing array, and for over `most` bytes, checked before unpacking.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:

@@ -95,11 +95,8 @@ class MachineConfig(Strict):
 
 
 class StageConfig(Strict):
-    """A stage of a curriculum: a part of training with its own number of cycles.
-
-    With `epochs` the stage comes before the main training, on its own data if `data_path` is given. With
-    `share` the stage is that share of the main training's steps.
-    """
+    """A stage of a curriculum, with its own cycles: `epochs` before the main training, on `data_path` if
+    given, or the `share` of the main training's steps."""
 
     data_path: Paths | None = None
     epochs: PositiveInt | None = None

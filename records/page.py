@@ -127,6 +127,5 @@ def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Returns the moving average over _NEIGHBOURS values on each side."""
     parts = [values[max(0, each - _NEIGHBOURS) : each + _NEIGHBOURS + 1] for each in range(len(values))]
     return [sum(part) / len(part) for part in parts]

@@ -13,9 +13,8 @@ def compute_chart(
 ) -> Chart | None:
     """Draws exact accuracy over network calls, a line for each number of samples.
 
-    settings: the list `corners` of a test set in scaling.json. by: how the answer is selected among samples,
-    such as `vote`. has_oracle: adds dashed lines, the share of puzzles that any sample answers right.
-    options: of `line_chart`.
+    settings: the list `corners` of a test set in scaling.json. by: how one sample is selected, such as
+    `vote`. has_oracle: adds dashed lines, the share with any right sample. options: of `line_chart`.
     """
     lines = []
     for number, samples in enumerate(sorted({each["samples"] for each in settings})):

@@ -63,7 +63,6 @@ class RunRecord:
     starts      the rows of starts.jsonl, a dict for each start: command, git_commit, hardware, ...
     evaluation  {set: {metric: value}} of the newest evaluation by evaluate.py, else of the last in the log
     scaling     the newest scaling.json (accuracy over test-time compute), if any
-    fingerprint of the training data, from the newest checkpoint
     warnings    a sentence for each problem, such as a missing log
     """
 

@@ -38,7 +38,6 @@ class TracedPuzzles:
     labels        int32 [n, seq_len]; IGNORE_LABEL_ID: the cell is not scored
     num_puzzles   number of puzzles in the test sets, not counting variants made by augmentation
     has_variants  whether the test sets have such variants
-    checkpoint    path of the model's checkpoint
     """
 
     info: DatasetInfo
