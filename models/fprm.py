@@ -1,4 +1,4 @@
-"""The fixed-point reasoning model (FPRM, arXiv 2606.18206): one state, refined until it stands still."""
+"""The fixed-point reasoning model (FPRM, arXiv 2606.18206): one state, updated until it hardly changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from models.recursion import OneState, update
 from models.tokens import TokenNetwork
 
 _KERNELS = {"conv1d": 4, "conv2d": 3}
-_LEAST_STEP = 1e-3  # of a slot that halts, as it hardly moves any more
+_LEAST_STEP = 1e-3  # a slot with a smaller step size halts
 
 
 class ScaledBlock(nn.Module):
@@ -37,10 +37,11 @@ class ScaledBlock(nn.Module):
 
 
 class FixedPointLevel(Level):
-    """A depthwise convolution over the cells, then scaled blocks on a2 y + b2 e.
+    """A level of FPRM: y = depthwise convolution of y over the cells, then scaled blocks on a2 y + b2 e.
 
-    a1 and a2, [hidden] in (0, 1), are learned; the scales b of what is added follow from them, so that the
-    size of y stays about the same. The convolution sees 3 x 3 cells of a grid, or a cell and the 3 before.
+    a1 (scale in the blocks) and a2, [hidden] in (0, 1), are learned. b1 and b2 are computed from them, so
+    that the size of y stays about the same. The kernel is 3 x 3 cells of a grid, or a cell and the 3 before
+    it.
     """
 
     def __init__(self, arch: FPRMConfig, metadata: Metadata, *, take: Take):
@@ -80,14 +81,14 @@ class FixedPointLevel(Level):
 
 
 class FPRM(OneState, TokenNetwork):
-    """A network that calls its level on a state y, called z_H, until it changes little.
+    """The network of FPRM: calls its level f on the state y (z_H) until y changes little.
 
-    A call makes of y a step towards f(y): y + w (f(y) - y). Each slot keeps its residual r, the largest
-    relative change that a call proposes at any position, and step_size w, which shrinks while r is large and
-    has had no new minimum in the last calls. patience: calls until then; best: the least r.
+    A call replaces y by y + w (f(y) - y). Each slot keeps a residual r, the largest relative change |f(y) -
+    y| at any position, and the step size w. w shrinks when r is above a threshold and has not reached a new
+    minimum (`best`) for some calls; `patience` counts these calls down.
 
-    All calls of a step carry gradient. A slot halts by its residual; the Q head is trained, and decides
-    nothing.
+    All calls of a thinking step carry gradient. A slot halts when r or w is small; the Q head is trained, but
+    has no influence.
     """
 
     undecayed = ("L_level.alpha_1_param", "L_level.alpha_2_param")
@@ -97,7 +98,7 @@ class FPRM(OneState, TokenNetwork):
         super().__init__(arch, metadata, levels={"L_level": arch.L_layers}, **options)
 
     def register_initial_values(self) -> None:
-        """Draws nothing: a slot starts from the noise of init_noise, or from 0."""
+        """Registers nothing: a slot starts from 0, or from noise (init_noise)."""
 
     def build_level(self, arch: FPRMConfig, metadata: Metadata, *, take: Take, **_: Any) -> Level:
         return FixedPointLevel(arch, metadata, take=take)
@@ -120,7 +121,7 @@ class FPRM(OneState, TokenNetwork):
         return state
 
     def _judge(self, state: State, y: Tensor, z: Tensor) -> State:
-        """Returns the numbers that a slot keeps, after a call with the result z of y."""
+        """Returns the numbers that a slot keeps, updated after a call. z: the result f(y)."""
         change, size = (each.float().abs().amax(-1) for each in (y - z, z))
         residual = (change / (size + 1e-8)).amax(-1)
         full = torch.full_like(state["patience"], self.arch.decay_patience)

@@ -1,4 +1,4 @@
-"""The Hierarchical Reasoning Model (arXiv 2506.21734): a slow and a fast level refining each other."""
+"""The Hierarchical Reasoning Model (HRM, arXiv 2506.21734): a slow and a fast level, called in turns."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from models.recursion import RecursiveNetwork
 
 
 class HRM(RecursiveNetwork):
-    """Two levels with weights of their own: H updates z_H, L updates z_L."""
+    """The network of HRM: two levels with different weights; H updates z_H, L updates z_L."""
 
     def __init__(self, arch: HRMConfig, metadata: Metadata, **options: Any):
         levels = {"L_level": arch.L_layers, "H_level": arch.H_layers}

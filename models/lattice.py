@@ -1,8 +1,12 @@
-"""The boards of the lattice deduction transformer (arXiv 2605.08605), and the moves on them.
+"""The boards of the lattice deduction transformer (LDT, arXiv 2605.08605), and the moves on them.
 
-State of boards: uint8 [batch, cells, values] `alive`, the candidates; `entered`, alive as the board began;
-`target`, the label where the board began with it alive; and [batch] of the last move, `outcome`, uint8, and
-`guess`, int16, the cell that it pinned or NO_GUESS.
+A board is a set of candidate values for each cell. A move strikes out candidates, and then guesses the value
+of one open cell: it pins the cell, that is, leaves one candidate there. The state has
+- alive: uint8 [batch, cells, values], 1 for a present candidate
+- entered: `alive` at the start of the board
+- target: the solution, one-hot as `alive`; all 0 if the board started without a candidate of the solution
+- outcome: uint8 [batch], of the last move: SOLVED, CONTRADICTORY, or 0 for an open board
+- guess: int16 [batch], the cell that the last move pinned, or NO_GUESS
 """
 
 from __future__ import annotations
@@ -17,14 +21,14 @@ from config.architecture import LDTConfig
 from models.carry import NO_GUESS, Carry, Reasoning, State, Sums, where
 from models.random import Draws
 
-SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move; 0: the board is open
+SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move
 
 
 class Outputs(NamedTuple):
-    """The outputs of a pass, float32.
+    """The outputs of a forward pass over boards: float32 logits after each loop.
 
-    keep, digit: [batch, loops, cells, values], logits of keeping a candidate, and of each value. conflict:
-    [batch, loops], logits of a contradiction.
+    keep: [batch, loops, cells, values], of a candidate being right. digit: [batch, loops, cells, values], of
+    each value of a cell. conflict: [batch, loops], of the board having no solution any more.
     """
 
     keep: Tensor
@@ -32,7 +36,7 @@ class Outputs(NamedTuple):
     conflict: Tensor
 
     def last(self) -> Outputs:
-        """Returns the outputs of the last loop, detached, without the axis of loops."""
+        """Returns the outputs after the last loop, detached, without the axis of loops."""
         return Outputs(*(each[:, -1].detach() for each in self))
 
 
@@ -45,9 +49,10 @@ def move(
     *,
     in_search: bool = False,
 ) -> State:
-    """Strikes out candidates, and pins one cell of a board that is then neither solved nor contradictory.
+    """Strikes out candidates, and pins one cell of each board that is then neither solved nor contradictory.
 
-    last: of the last loop. A share of the pins of training is the target's, which falls along the run.
+    last: outputs of the last loop. in_search: whether this is an evaluation. In training, a share of the
+    pins, which falls to 0 along the run, takes the value of the target.
     """
     alive = state["alive"].bool() & ~kills(state, last.keep, arch)
     number = alive.sum(-1)
@@ -77,20 +82,23 @@ def move(
 
 
 def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
-    """Returns the candidates that a move strikes out: bool [batch, cells, values]; givens stay."""
+    """Returns the candidates that a move strikes out: bool [batch, cells, values]; none in given cells."""
     is_given = state["entered"].sum(-1, keepdim=True) == 1
     return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & ~is_given
 
 
 def leaves(carry: Carry, reasoning: Reasoning) -> Tensor:
-    """Returns which boards leave: solved, even if wrong, rightly called contradictory, or old."""
+    """Returns which boards leave their slot in training: bool [batch].
+
+    These are boards that look solved (perhaps wrongly), are rightly called contradictory, or are too old.
+    """
     outcome, bad = carry.state["outcome"], is_bad(carry.state)
     is_old = carry.steps >= reasoning.max_steps
     return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & bad) | is_old
 
 
 def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) -> Sums:
-    """Computes the sums of the metrics of a move: of kills on sound boards, and of the boards that leave."""
+    """Returns the metric sums of a move: kills on boards that still have the solution, boards that leave."""
     sound, left, state = ~is_bad(before.state), after.halted, after.state
     killed = kills(before.state, keep, arch) & sound[:, None, None]
     solved = left & (state["outcome"] == SOLVED)
@@ -101,15 +109,15 @@ def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) ->
 
 
 def holds(alive: Tensor, solution: Tensor) -> Tensor:
-    """Returns where every cell has its value of the solution alive: uint8 [batch]."""
+    """Returns on which boards every cell still has the solution's value as a candidate: uint8 [batch]."""
     return ((alive & solution).sum(-1) == 1).all(-1).to(torch.uint8)
 
 
 def is_bad(state: State) -> Tensor:
-    """Returns which boards have a cell without its target: bool [batch]."""
+    """Returns which boards have lost the target's value in some cell: bool [batch]."""
     return holds(state["alive"], state["target"]) == 0
 
 
 def digit_cells(state: State) -> Tensor:
-    """Returns the cells that count in the digit loss: bool [batch, cells]."""
+    """Returns the cells of the digit loss, not given and on boards with the target: bool [batch, cells]."""
     return (state["entered"].sum(-1) != 1) & ~is_bad(state)[:, None]

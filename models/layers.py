@@ -1,8 +1,7 @@
-"""The parts of a block: projections, norms, attention, convolution, dropout, SwiGLU.
+"""The layers of blocks: projections, norms, attention, convolution, dropout, SwiGLU.
 
-Weights are cast to the dtype of the activations where they are used, explicitly (no autocast); the blocks'
-may be in it already (`Network.block_weights`). Parameters have the names of the published checkpoints, which
-load by these names.
+Layers cast weights to the dtype of the activations when used (there is no autocast); weights in blocks may
+have this dtype already (`Network.block_weights`). Parameters have the names of the published checkpoints.
 """
 
 from __future__ import annotations
@@ -17,20 +16,23 @@ from torch import Tensor, nn
 from models.flops import Shape, flops, weight_flops
 from models.random import CUT, STD_AFTER_CUT, random_bits
 
-# cos and sin of the positions' angles, float32 each: [length, head_dim / 2], or where examples and heads of q
-# and k differ [batch, length, heads, head_dim / 2].
+# cos and sin of the rotary angles, float32 each: [length, head_dim / 2], or [batch, length, heads,
+# head_dim / 2] if angles differ between examples and heads.
 Rotary = tuple[Tensor, Tensor]
 
 # SwiGLU's inner width is a multiple of this.
 _WIDTH_MULTIPLE = 256
-# Rows and columns that a convolution sees.
+# Rows and columns of a convolution's kernel.
 _KERNEL = 3
-# Positions up to which plain products beat the fused attention on a CPU.
+# Number of positions up to which plain products are faster than fused attention on a CPU.
 _SHORT_LENGTH = 256
 
 
 def truncated_normal(*shape: int, std: float) -> Tensor:
-    """Draws float32 values, cut at +-2 sigma, from torch's global generator; std: after the cut."""
+    """Returns normal float32 values, cut at +-2 sigma, from torch's global generator.
+
+    std: standard deviation after the cut.
+    """
     if std == 0:
         return torch.zeros(shape)
     sigma = std / STD_AFTER_CUT
@@ -38,7 +40,7 @@ def truncated_normal(*shape: int, std: float) -> Tensor:
 
 
 class Linear(nn.Module):
-    """A projection, x @ weight.T (+ bias), in the dtype of x; std 1 / sqrt(fan_in)."""
+    """A projection, x @ weight.T (+ bias), in the dtype of x, with initial std 1 / sqrt(fan_in)."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
         super().__init__()
@@ -50,7 +52,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table of rows that are cast to `dtype`; std as given."""
+    """An embedding table, which returns rows in `dtype`. std: of the initial values."""
 
     def __init__(self, num_embeddings: int, size: int, *, std: float, dtype: torch.dtype):
         super().__init__()
@@ -62,42 +64,43 @@ class Embedding(nn.Module):
 
 
 def rms_norm(x: Tensor, *, eps: float) -> Tensor:
-    """Computes x / sqrt(mean(x^2) + eps) over the last axis, computed in float32, without a weight."""
+    """Returns x / sqrt(mean(x^2) + eps) over the last axis, in the dtype of x, computed in float32."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def rotary_angles(positions: Tensor, dim: int, *, base: float) -> Tensor:
-    """Computes the angles p * base^(-2i / dim), float32 [length, dim / 2]. positions: p, [length]."""
+    """Returns the angles p * base^(-2i / dim), float32 [length, dim / 2]. positions: all p, [length]."""
     frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     return torch.outer(positions.to(torch.float32), frequencies)
 
 
 def grid_angles(num_cells: int, num_columns: int, head_dim: int, *, base: float) -> Tensor:
-    """Computes angles that turn half with a cell's row, half with its column: [cells, head_dim / 2]."""
+    """Returns rotary angles of grid cells, [cells, head_dim / 2]: half by row, half by column."""
     positions = torch.arange(num_cells)
     lines = positions // num_columns, positions % num_columns
     return torch.cat([rotary_angles(each, head_dim // 2, base=base) for each in lines], dim=1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions to [batch * n, length, heads, head_dim], in float32.
+    """Applies rotary positions to x, [batch * n, length, heads, head_dim], computed in float32.
 
-    The pair is (x1, x2), the two halves of the head: x1 cos - x2 sin and x2 cos + x1 sin. Tables of examples
-    are for n rows each.
+    x1, x2 are the halves of a head; the result is x1 cos - x2 sin and x2 cos + x1 sin. cos, sin: as in
+    `Rotary`; if they have a batch axis, each example's angles are for n consecutive rows of x.
     """
     rows = x if cos.ndim == 2 else x.unflatten(0, (len(cos), -1))
     x1, x2 = rows.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    # Each half is cast alone: no wide copy of both.
+    # Casts each half separately, to avoid a float32 copy of both together.
     return torch.cat([half.to(x.dtype) for half in turned], dim=-1).view(x.shape)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates as `rotate`, with pairs side by side, x1[0], x2[0], x1[1], x2[1], ..., as complex numbers.
+    """Rotates like `rotate`, by complex numbers, if x has the order x1[0], x2[0], x1[1], x2[1], ...
 
-    For a CPU without the compiler, which has no complex numbers: 6 % of a forward and backward pass.
+    Saves 6 % of a forward and backward pass on a CPU without compilation. The compiler cannot compile complex
+    numbers.
     """
     turns = torch.complex(cos, sin).repeat(1, x.shape[-2])
     pairs = torch.view_as_complex(x.float().flatten(-2).unflatten(-1, (-1, 2)))
@@ -105,7 +108,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def order_pairs(weight: Tensor, num_heads: int) -> Tensor:
-    """Puts the rows of q and k, in a weight of q, k and v, in the order of `rotate_pairs`."""
+    """Reorders the rows of q and k in a fused weight of q, k and v, for `rotate_pairs`."""
     width, hidden = len(weight) // 3, weight.shape[1]
     qk, v = weight.split((2 * width, width))
     qk = qk.view(2 * num_heads, 2, -1, hidden).transpose(1, 2)
@@ -113,11 +116,11 @@ def order_pairs(weight: Tensor, num_heads: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: Dropout | None = None) -> Tensor:
-    """Computes softmax(q k^T / sqrt(head_dim)) v on [batch, heads, length, head_dim].
+    """Returns softmax(q k^T / sqrt(head_dim)) v on [batch, heads, length, head_dim].
 
-    Torch's fused kernel does it, except in two cases. With dropout the kernel would draw random numbers of
-    its own. For short sequences on a CPU plain batched products are faster: there the kernel's bfloat16
-    backward pass takes 11 times as long for 17 positions, 6 times for 81, as long for 900.
+    Uses torch's fused kernel except in two cases. With dropout, the kernel would use torch's random numbers.
+    For short sequences on a CPU, plain products are faster: the kernel's backward pass in bfloat16 takes 11
+    times as long for 17 positions, 6 times as long for 81, equally long for 900.
     """
     if dropout is None and (q.device.type != "cpu" or q.shape[-2] > _SHORT_LENGTH):
         return F.scaled_dot_product_attention(q, k, v)
@@ -127,10 +130,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: Dropout | None = None) -
 
 
 class Dropout(NamedTuple):
-    """Zeros at random positions (arXiv 1207.0580), the same in however many parts a batch is computed.
+    """A dropout (arXiv 1207.0580) with the same zeros for any number of micro-batches and ranks.
 
-    keys: int64 [batch], one for each slot in this call (`models.random`). stream: number of this use of the
-    keys. probability: of a zero; all other values are divided by 1 - probability.
+    keys: int64 [batch], random keys of the slots (`models.random`). stream: number of the place of this
+    dropout in the network, to get different zeros for the same keys. probability: of a zero; other values are
+    divided by 1 - probability.
     """
 
     keys: Tensor
@@ -138,35 +142,36 @@ class Dropout(NamedTuple):
     probability: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns x, [batch * n, ...] with the n rows of a slot side by side, with zeros."""
+        """Returns x with zeros. x: [batch * n, ...], in which n consecutive rows belong to a slot."""
         bits = random_bits(self.keys, x.numel() // max(len(self.keys), 1), stream=self.stream)
         kept = (bits >= round(self.probability * 2**32)).view(x.shape)
         return x * kept.to(x.dtype) * (1 / (1 - self.probability))
 
 
 class Cuttable:
-    """The interface of a layer whose output is a sum over equal shares of its weights. A base of modules.
+    """The interface of a layer that tensor-parallel ranks can divide: its output is the sum of their outputs.
 
-    reads_share: whether a share reads its part of the input features alone. num_shares: 1: all are here.
+    reads_share: whether a rank's part of the layer reads only a part of the input features. num_shares:
+    number of ranks that divide the layer.
     """
 
     reads_share: ClassVar[bool] = False
     num_shares = 1
 
     def cuts(self) -> dict[str, tuple[int, int]]:
-        """Returns by name how each weight lies in memory: (outer, middle); middle is the shared axis."""
+        """Returns {weight's name: (outer, middle)}: ranks divide the middle axis of [outer, middle, rest]."""
         raise NotImplementedError
 
     def keep_share(self, num_shares: int) -> None:
-        """Takes note that weights are one of so many shares from here on."""
+        """Records that this rank now holds one of `num_shares` equal parts of the weights."""
         self.num_shares = num_shares
 
 
 class Attention(Cuttable, nn.Module):
-    """Multi-head self-attention, not causal, with rotary positions where a table is given.
+    """A multi-head self-attention, not causal, with rotary positions if `forward` gets a table.
 
-    head_dim: None: hidden_size / num_heads. bias: of the output and of q, k and v; k has none without rotary
-    positions (has_rotary), where it would do nothing.
+    head_dim: None: hidden_size / num_heads. bias: whether output, q, k and v have biases; k has none without
+    rotary positions (has_rotary), because it would have no effect.
     """
 
     def __init__(
@@ -215,20 +220,20 @@ class Attention(Cuttable, nn.Module):
         self.num_heads //= num_shares
 
     def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Counts the operations on one input (`models.flops`), two products of each head among them."""
+        """Returns the operations on one input of this shape (`models.flops`): projections and attention."""
         products = 2 * 2 * math.prod(shape[:-1]) * shape[-2] * self.o_proj.weight.shape[1]
         projections = (flops(part, shape, trains=trains) for part in self.children())
         return sum(projections) + (3 if trains else 1) * products
 
 
 class Convolution(Cuttable, Linear):
-    """A 3x3 convolution over a grid, of all features to all; around the grid are zeros.
+    """A 3x3 convolution over the grid of cells, from all features to all, with zero padding.
 
-    Many calls reach far, and with more calls the same weights solve larger mazes: Schwarzschild and others
-    (arXiv 2106.04537), Bansal and others (arXiv 2202.05826).
+    Repeated calls carry information far: with more calls the same weights solve larger mazes (Schwarzschild
+    et al., arXiv 2106.04537; Bansal et al., arXiv 2202.05826).
 
-    num_columns: of the grid; positions fill it row by row. num_before: positions in front of the grid.
-    weight: [hidden, hidden * 9]; each input feature has 3 rows of 3 neighbours.
+    num_columns: of the grid, which positions fill row by row. num_before: number of positions before the
+    grid. weight: [hidden, hidden * 9], for each input feature a 3x3 kernel, row by row.
     """
 
     reads_share = True
@@ -238,8 +243,8 @@ class Convolution(Cuttable, Linear):
         self.num_columns, self.num_before = num_columns, num_before
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes the convolution of x, [batch, positions, hidden]: zeros in front of the grid."""
-        # Features last, as the cells have them, which torch knows as a memory format of its own: no copies.
+        """Returns the convolution of x, [batch, positions, hidden]; positions before the grid become 0."""
+        # The permuted tensors are in torch's channels_last memory format: conv2d needs no copies.
         cells = x[:, self.num_before :].unflatten(1, (-1, self.num_columns)).permute(0, 3, 1, 2)
         weight = self.weight.to(x.dtype).unflatten(1, (-1, _KERNEL, _KERNEL))
         mixed = F.conv2d(cells, weight, padding=_KERNEL // 2).permute(0, 2, 3, 1).flatten(1, 2)
@@ -249,12 +254,12 @@ class Convolution(Cuttable, Linear):
         return {"weight": (len(self.weight), len(self.weight))}
 
     def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Counts the operations on one input (`models.flops`), zeros around the grid included."""
+        """Returns the operations on one input of this shape (`models.flops`), with those on the padding."""
         return weight_flops(self.weight, (shape[0] - self.num_before, shape[1]), trains=trains)
 
 
 class SwiGLU(Cuttable, nn.Module):
-    """The gated layer down(silu(gate) * up) (arXiv 2002.05202)."""
+    """A gated MLP, down(silu(gate) * up), without biases (arXiv 2002.05202)."""
 
     def __init__(self, width: int, *, expansion: float):
         super().__init__()
@@ -270,14 +275,14 @@ class SwiGLU(Cuttable, nn.Module):
 
 
 def inner_width(width: int, expansion: float) -> int:
-    """Computes the inner width of a SwiGLU: 2/3 * expansion * width, rounded up to a multiple of 256."""
+    """Returns the inner width of a SwiGLU: 2/3 * expansion * width, rounded up to a multiple of 256."""
     return -(-round(expansion * width * 2 / 3) // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
 
 
 def gated(x: Tensor, gate_up: Linear) -> Tensor:
-    """Computes silu(gate) * up, [..., inner]. gate_up: projects x to both, the gate first."""
+    """Returns silu(gate) * up, [..., inner]. gate_up: the projection of x to [gate, up]."""
     gate, up = (F.linear(x, half) for half in gate_up.weight.to(x.dtype).chunk(2))
-    # In place, as most calls keep nothing for a backward pass.
+    # In place: saves memory in calls without gradient.
     return F.silu(gate).mul_(up)
 
 
@@ -291,7 +296,7 @@ def cuts_of_gated(layer: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 class LayerNorm(nn.Module):
-    """Layer norm (arXiv 1607.06450) over the last axis, with weight and bias, in the dtype of x."""
+    """A layer norm (arXiv 1607.06450) over the last axis, with weight and bias, in the dtype of x."""
 
     def __init__(self, width: int):
         super().__init__()

@@ -1,8 +1,9 @@
-"""The lattice deduction transformer (LDT, arXiv 2605.08605): it strikes out candidates, and guesses.
+"""The lattice deduction transformer (LDT, arXiv 2605.08605), which strikes out candidates, and guesses.
 
-A board is a set of candidates for each cell. A pass says which candidates to keep, which value each cell has,
-and whether the board contradicts itself; a move acts on it. In training the boards of a slot go on from the
-model's own moves, with the weights after the update; an evaluation is a search by the same moves.
+A board is a set of candidate values for each cell. A forward pass predicts which candidates to keep, the
+value of each cell, and whether the board has a contradiction. A move (`models.lattice`) changes the board by
+these. In training, the boards of a slot continue from the model's own moves, by default made by a second pass
+with the weights after the update; an evaluation is a search by the same moves.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from models.losses import correct_sequences
 from models.network import Network
 from models.random import Draws
 
-_HALF_TURNS = (0, 1, 4, 5)  # of the eight symmetries those that keep rows rows
+_HALF_TURNS = (0, 1, 4, 5)  # those of a grid's eight symmetries that map rows to rows
 
 
 class LDTPrediction(NamedTuple):
-    """A `Prediction` with the `Outputs` of the pass."""
+    """A `Prediction` with the fields of `Outputs`."""
 
     logits: Tensor
     q_halt: Tensor
@@ -64,12 +65,11 @@ class LDTPrediction(NamedTuple):
 
 
 class LDT(Network):
-    """The network, its losses and its moves.
+    """The network of LDT, with its losses and moves. `models.lattice` describes the state of a slot.
 
-    The state of a slot is described in `models.lattice`.
-
-    values: int64, the tokens that labels of the training data have. candidates: uint8 [vocab, vocab], which
-    labels a token has. symmetries: uint8 [2], whether grids may be turned, and values exchanged.
+    values: int64 [values], the tokens in labels of the training data. candidates: uint8 [vocab, vocab], 1
+    where a cell with this input token (row) may have this label (column). symmetries: uint8 [2], whether
+    grids may be turned, and whether values may be permuted.
     """
 
     is_search, keeps_state = True, True
@@ -77,7 +77,7 @@ class LDT(Network):
         "count": None,
         **dict.fromkeys(("exact_accuracy", "wrong", "undecided", "steps"), "count"),
     }
-    # Of boards called, of all moves; kills are of moves on boards that were sound.
+    # Shares of called boards and of moves; "kills" counts struck-out candidates on boards with the solution.
     training_metrics: ClassVar[Metrics] = {
         **{"keep_loss": "slots", "digit_loss": "digit_cells", "conflict_loss": "slots"},
         **{"bad": "slots", "conflict_recall": "bad", "conflict_precision": "alarms"},
@@ -90,7 +90,7 @@ class LDT(Network):
         self.arch, self.boards_per_slot = arch, arch.boards_per_slot
         self.advances = arch.advance == "second_pass"
         width, vocab_size, num_cells = arch.hidden_size, metadata.vocab_size, metadata.seq_len
-        # Without a training split, as where sizes are estimated, every token is one of every token.
+        # Without facts about training data, as for an estimate of sizes, any input may have any label.
         candidates = np.zeros((vocab_size, vocab_size), np.uint8)
         candidates.flat[list(metadata.candidates or range(vocab_size**2))] = 1
         values = np.flatnonzero(candidates.any(axis=0))
@@ -109,7 +109,7 @@ class LDT(Network):
         else:
             head_dim = width // arch.num_heads
             angles = grid_angles(num_cells, num_columns, head_dim, base=arch.rope_theta)
-            angles = F.pad(angles, (0, 0, 0, 1))  # the token behind the cells is not turned
+            angles = F.pad(angles, (0, 0, 0, 1))  # angle 0 for the extra token behind the cells
             self.register_rotary(angles)
         self.cls_embed, self.cls_pos = (nn.Parameter(0.02 * torch.randn(1, 1, width)) for _ in range(2))
         options = {"num_heads": arch.num_heads, "expansion": arch.expansion}
@@ -121,7 +121,7 @@ class LDT(Network):
         self._draw_weights_()
 
     def _draw_weights_(self) -> None:
-        """Draws the matrices as PyTorch does by default, which the paper's code leaves them at."""
+        """Initializes the matrices as PyTorch does by default, because the paper's code does so."""
         for name, module in self.named_modules():
             if isinstance(module, Linear):
                 rows, columns = module.weight.shape
@@ -149,10 +149,10 @@ class LDT(Network):
     def needs_draws(self, reasoning: Reasoning) -> bool:
         return True
 
-    # Boards enter.
+    # Start of boards.
 
     def start(self, data: Batch, reasoning: Reasoning, draws: Draws | None, fresh: Tensor) -> State:
-        """Returns boards with the candidates of their tokens; in training some have hints of their label."""
+        """Returns boards with the candidates of their inputs; in training, some get hints from the label."""
         entered = self.candidates[data.inputs.long()][..., self.values]
         solution = (data.labels[..., None] == self.values).to(torch.uint8)
         if self.training and draws is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
@@ -168,7 +168,7 @@ class LDT(Network):
         return Board(candidates.bool(), torch.where(state["outcome"] == CONTRADICTORY, ANEW, state["guess"]))
 
     def _with_hints(self, entered: Tensor, solution: Tensor, draws: Draws) -> Tensor:
-        """Fills in a random share of the open cells, from the label; on some boards a few of them wrongly."""
+        """Fills in open cells at random from the label on some boards; on others, some of these wrongly."""
         is_open = entered.sum(-1) > 1
         num_open = is_open.sum(-1)
         kind, share, part = draws.uniform((3,), use="hints").unbind(1)
@@ -184,7 +184,7 @@ class LDT(Network):
         hint = torch.where((rank < num_wrong[:, None])[..., None], wrong, solution)
         return torch.where((is_open & (rank < number[:, None]))[..., None], hint, entered)
 
-    # A pass.
+    # Forward pass.
 
     def forward(
         self,
@@ -195,9 +195,9 @@ class LDT(Network):
         reasoning: Reasoning,
         draws: Draws | None = None,
     ) -> tuple[State, LDTPrediction]:
-        """Looks at the boards, and moves them, except in training with `advance=second_pass`.
+        """Runs the network on the boards, and moves them; in training with `advance=second_pass`, only runs.
 
-        In a search a contradictory board starts anew, and a solved one stays as it is.
+        In evaluation (a search), contradictory boards are reset, and solved boards stay as they are.
         """
         dropout = self.arch.dropout if self.training else self.arch.eval_dropout
         outputs = self.look(state["alive"], draws, loops=reasoning.loops, use="look", dropout=dropout)
@@ -212,7 +212,7 @@ class LDT(Network):
         return state, LDTPrediction(self._logits(state["alive"], inputs), q_halt, None, *outputs)
 
     def _logits(self, alive: Tensor, inputs: Tensor) -> Tensor:
-        """Makes logits of tokens: a cell shows its value once there is but one, until then its input."""
+        """Returns logits that predict a cell's only candidate, or the input of a cell with several."""
         logits = alive.new_zeros(*alive.shape[:2], len(self.candidates), dtype=self.dtype)
         logits[..., self.values] = 8 * alive.to(self.dtype)
         is_open = (alive.sum(-1, keepdim=True) != 1).to(self.dtype)
@@ -221,9 +221,10 @@ class LDT(Network):
     def look(
         self, alive: Tensor, draws: Draws | None, *, loops: int, use: str = "", dropout: float = 0.0
     ) -> Outputs:
-        """Runs all loops on boards, each under a random symmetry, and maps the outputs back.
+        """Runs all loops on the boards; returns the outputs of each loop.
 
-        Without draws the boards stay as they are.
+        With `draws`, each board is transformed by a random symmetry, and the outputs are transformed back.
+        alive: uint8 [batch, cells, values]. use: name of the random numbers (`Draws`).
         """
         num_boards, num_cells, num_values = alive.shape
         x, index = alive, None
@@ -266,11 +267,11 @@ class LDT(Network):
 
         if not trains:
             return look()
-        # A board itself has no gradient.
+        # The input projection needs no gradient of its input, the board.
         return look(trains=True) - enter() + (look() if self.advances else 0)
 
     def _draw_symmetry(self, draws: Draws, *, use: str) -> Tensor:
-        """Draws which cell and value of a board each entry of it shows: int64 [batch, cells * values]."""
+        """Draws a symmetry for each board, as the source of each entry: int64 [batch, cells * values]."""
         number = draws.integers((), below=len(self.turned_cells), use=f"{use} symmetry")
         values = torch.arange(len(self.values), device=number.device).expand(len(number), -1)
         if self.symmetries[1]:
@@ -279,13 +280,13 @@ class LDT(Network):
         return (cells[:, :, None] * len(self.values) + values[:, None]).flatten(1)
 
     def _positions(self, num_cells: int) -> Tensor:
-        """Returns what is added to the cells and to the token behind them: [1, cells + 1, hidden]."""
+        """Returns the learned positions of the cells and the extra token: [1, cells + 1, hidden]."""
         if self.row_embed is None:
             return F.pad(self.cls_pos, (0, 0, num_cells, 0))
         table = (self.row_embed[:, None] + self.col_embed).flatten(0, 1)
         return torch.cat((table[None], self.cls_pos), dim=1)
 
-    # Boards move.
+    # Moves.
 
     def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
         last = self.look(carry.state["alive"], draws, loops=reasoning.loops, use="move", dropout=0.0).last()
@@ -316,10 +317,10 @@ class LDT(Network):
     def losses(
         self, before: Carry, output: StepOutput, *, counts: Counts, reasoning: Reasoning, draws: Draws | None
     ) -> tuple[Tensor, Sums]:
-        """Computes the means over all loops of three losses, and the sums of the metrics.
+        """Returns the sum of three losses, each a mean over the loops, and the sums of the metrics.
 
-        keep: binary cross-entropy of each candidate, with a weight for both kinds. digit: cross-entropy of
-        open cells on boards with the target alive. conflict: binary cross-entropy of the other boards.
+        keep: weighted binary cross-entropy of all candidates. digit: cross-entropy of cells that are not
+        given, on boards that still have the target. conflict: binary cross-entropy of "the target is lost".
         """
         arch, state, slots = self.arch, before.state, counts["slots"]
         _, _, _, keep, digit, conflict = output.prediction
@@ -364,10 +365,10 @@ class LDT(Network):
 
 
 def _turned_cells(grid: np.ndarray, may_turn: bool, has_boxes: bool) -> Tensor:
-    """Returns which cell of a grid each cell shows, for each symmetry: int64 [symmetries, cells].
+    """Returns the source cell of each cell for each symmetry of a grid: int64 [symmetries, cells].
 
-    Symmetry 2 k + f is k quarter turns to the left, then a mirror if f; a grid that is no square, or with
-    boxes that are none, has half turns alone.
+    Symmetry 2 k + f is k quarter turns to the left, then a reflection if f = 1. A grid that is no square, or
+    has boxes that are no squares, has half turns only. grid: numbers of the cells, [rows, columns].
     """
     rows, columns = grid.shape
     is_square = rows == columns and (not has_boxes or np.isclose(rows**0.5 % 1, 0))

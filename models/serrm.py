@@ -1,8 +1,8 @@
-"""The Symbol-Equivariant Recurrent Reasoning Model (arXiv 2603.02193): a state for every symbol, everywhere.
+"""The Symbol-Equivariant Recurrent Reasoning Model (SE-RRM, arXiv 2603.02193).
 
-All symbols are treated alike, so that a relabelled puzzle has the relabelled answer, and the same weights
-read grids of other sizes, with other numbers of symbols. Tokens 0 and 1, which are no ordinary symbols in our
-datasets (padding; empty, or the end of a grid), have weights of their own.
+The state has a vector for every symbol (token) in every cell. All ordinary symbols share weights, so that
+relabelling a puzzle relabels the answer, and the weights fit other grid sizes and numbers of symbols. Tokens
+0 and 1 (padding, and the empty cell or the end of a grid) have separate weights.
 """
 
 import math
@@ -36,9 +36,10 @@ _NUM_SPECIAL = 2
 
 
 class AxialBlock(nn.Module):
-    """A post-norm block on [batch, symbols, positions, hidden]: attention along one axis, then the other.
+    """A post-norm block on [batch, symbols, positions, hidden], with attention along positions, then symbols.
 
-    h = rms(h + cells(h)); h = rms(h + symbols(h)); h = rms(h + swiglu(h)). number: which of the level's.
+    h = rms(h + attn(h)); h = rms(h + attn_t(h)); h = rms(h + mlp(h)). number: of this block in the level, to
+    give each block its own random numbers of dropout.
     """
 
     def __init__(self, arch: SERRMConfig, *, number: int):
@@ -49,7 +50,7 @@ class AxialBlock(nn.Module):
         self.eps, self.dropout, self.number = arch.rms_norm_eps, arch.dropout, number
 
     def forward(self, h: Tensor, rotary: Rotary | None, keys: Tensor | None) -> Tensor:
-        """Returns the new h. keys: int64 [batch], for dropout; None: without it."""
+        """Returns the new h. keys: int64 [batch], random keys for dropout; None: no dropout."""
         along_cells, along_symbols = (
             None if keys is None else Dropout(keys, 2 * self.number + axis, self.dropout) for axis in (0, 1)
         )
@@ -60,16 +61,16 @@ class AxialBlock(nn.Module):
         return rms_norm(h + self.mlp(h), eps=self.eps)
 
     def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Counts the operations on one input (`models.flops`), [symbols, positions, hidden]."""
+        """Returns the operations on one input [symbols, positions, hidden] (`models.flops`)."""
         symbols, positions, width = shape
         parts = ((self.attn, shape), (self.attn_t, (positions, symbols, width)), (self.mlp, shape))
         return sum(flops(part, each, trains=trains) for part, each in parts)
 
 
 class SERRM(OneState, TokenLosses, Network):
-    """One level of axial blocks; its state is [batch, symbols, seq_len + add_tokens, hidden].
+    """The network of SE-RRM: a level of axial blocks on [batch, symbols, seq_len + add_tokens, hidden].
 
-    There is no Q head: q_halt is the confidence of the least certain cell; in training slots halt at random.
+    There is no Q head. q_halt is the confidence of the least certain cell; in training slots halt at random.
     """
 
     def __init__(self, arch: SERRMConfig, metadata: Metadata, *, take: Take = take_all):
@@ -99,10 +100,10 @@ class SERRM(OneState, TokenLosses, Network):
         )
         if arch.pos_encodings != "learned":
             angles = _angles(arch, metadata)
-            self.register_rotary(nn.functional.pad(angles, (0, 0, 0, self.num_added)))  # added: not turned
+            self.register_rotary(nn.functional.pad(angles, (0, 0, 0, self.num_added)))  # angle 0 for added
 
     def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
-        """Draws which slots halt, bool `stops` [batch_size], and the `keys` of dropout."""
+        """Draws `stops`, bool [batch_size] (slots that halt), and dropout `keys`, int64 [batch_size]."""
         at, drawn = {"seed": seed, "step": step}, {}
         if self.halt_exploration_prob and reasoning.max_steps > 1:
             drawn["stops"] = draw_uniform(**at, count=batch_size) < self.halt_exploration_prob
@@ -134,10 +135,11 @@ class SERRM(OneState, TokenLosses, Network):
         return self.num_symbols, seq_len + self.num_added, self.hidden_size
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """Computes e: in a cell sqrt(symbols) times the vector of the symbol that is there, 0 for the others.
+        """Returns e, [batch, symbols, positions, hidden].
 
-        Positions and the puzzle's row are added to all, unscaled: of the row hidden_size entries are for all
-        symbols, and each of the rest is added to all features of one symbol.
+        For the symbol in a cell, e is sqrt(symbols) * (vector of the symbol); for other symbols 0. Positions
+        and puzzle embedding are added to all: hidden_size entries of the embedding to all symbols, and each
+        remaining entry to all features of one symbol.
         """
         if self.is_equivariant:
             symbols = self._of_symbols(self.embed_special_tokens, self.embed_symbol_tokens)
@@ -158,7 +160,7 @@ class SERRM(OneState, TokenLosses, Network):
         return e
 
     def _of_symbols(self, special: Tensor, ordinary: Tensor) -> Tensor:
-        """Puts the weights of tokens 0 and 1 before the weights that all others share: [1, symbols, ...]."""
+        """Returns the weights of all symbols, [1, symbols, ...]: `special` for 0 and 1, `ordinary` else."""
         return torch.cat((special, ordinary.expand(-1, self.num_symbols - _NUM_SPECIAL, -1, -1)), dim=1)
 
     def refine(
@@ -182,9 +184,9 @@ class SERRM(OneState, TokenLosses, Network):
 
 
 def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
-    """Computes the angles of rotary positions, [seq_len, head_dim / 2]; ValueError where there is no grid.
+    """Returns rotary angles, [seq_len, head_dim / 2], for rope2d half by row, half by column of the grid.
 
-    rope2d: half of them turn with the row of the grid, half with its column.
+    Raises ValueError for rope2d if the puzzles are no grids.
     """
     if arch.pos_encodings == "rope":
         return rotary_angles(torch.arange(metadata.seq_len), arch.head_dim, base=arch.rope_theta)
@@ -193,7 +195,7 @@ def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
 
 
 def _least_confidence(logits: Tensor) -> Tensor:
-    """Computes how probable the best symbol of the least certain cell is, as a logit: [batch].
+    """Returns the logit of the best symbol's probability in the least certain cell: [batch].
 
     logits: float32 [batch, seq_len, vocab].
     """

@@ -1,4 +1,4 @@
-"""The papers' baseline: a plain transformer of the same blocks, which answers in one pass."""
+"""The baseline of the papers: a plain transformer of the same blocks, which answers in one pass."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from models.tokens import TokenNetwork
 
 
 class Transformer(TokenNetwork):
-    """A stack of blocks that keeps nothing between steps. H_init and L_init are drawn, and do nothing."""
+    """The baseline network: a stack of blocks, without a state. H_init and L_init exist, but are not used."""
 
     def __init__(self, arch: TransformerConfig, metadata: Metadata, **options: Any):
         super().__init__(arch, metadata, levels={"blocks": arch.num_layers}, **options)

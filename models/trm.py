@@ -1,4 +1,4 @@
-"""The Tiny Recursive Model (arXiv 2510.04871): one small level that updates both z_L and z_H."""
+"""The Tiny Recursive Model (TRM, arXiv 2510.04871): one small level that updates both z_L and z_H."""
 
 from typing import Any
 
@@ -9,10 +9,9 @@ from models.recursion import RecursiveNetwork
 
 
 class TRM(RecursiveNetwork):
-    """One level for both states; only the update of z_L sees the question e.
+    """The network of TRM: one level for both states; only the update of z_L reads the embedded puzzle.
 
-    With `single_z` (table 2 of the paper) there is one latent for answer and reasoning, called z_H here as
-    the heads read it.
+    With `single_z` (table 2 of the paper) there is one state, z_H, for answer and reasoning.
     """
 
     def __init__(self, arch: TRMConfig, metadata: Metadata, **options: Any):

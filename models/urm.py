@@ -1,4 +1,4 @@
-"""The Universal Reasoning Model (arXiv 2512.14693): one state, refined again and again by the same blocks."""
+"""The Universal Reasoning Model (URM, arXiv 2512.14693): one state, updated repeatedly by the same blocks."""
 
 from typing import Any
 
@@ -13,10 +13,10 @@ from models.tokens import TokenNetwork
 
 
 class ConvSwiGLU(Cuttable, nn.Module):
-    """A SwiGLU in which each feature also sees the position before: down(silu(conv(silu(gate) * up))).
+    """A SwiGLU with a depthwise convolution over the positions: down(silu(conv(silu(gate) * up))).
 
-    conv is v[p] = w0 u[p - 1] + w1 u[p] + bias, with u[-1] = 0, over the sequence of puzzle embedding and
-    cells, whatever rows these form.
+    conv: v[p] = w0 u[p - 1] + w1 u[p] + bias, with u[-1] = 0, over the sequence of puzzle embedding and cells
+    (not over a grid).
     """
 
     def __init__(self, width: int, *, expansion: float):
@@ -38,7 +38,7 @@ class ConvSwiGLU(Cuttable, nn.Module):
 
 
 class URM(OneState, TokenNetwork):
-    """The front and the heads of HRM around one level."""
+    """The network of URM: embedding and heads as in HRM, and one level."""
 
     def __init__(self, arch: URMConfig, metadata: Metadata, **options: Any):
         super().__init__(arch, metadata, levels={"L_level": arch.L_layers}, mlp=ConvSwiGLU, **options)
