@@ -4,7 +4,7 @@ A rewrite that computes as the public code does: float32 weights are cast in eve
 rotate concatenated halves; the target of q_continue takes a second call of the network; stablemax is in
 float64; each parameter is updated by itself; gradients are freed; the host reads the metrics in every step.
 Attention is torch's scaled_dot_product_attention, as in TRM's code, and on CUDA equal to HRM's flash-attn
-call. Without flash-attn, as on a CPU, HRM's code (commit 23cb8793) uses plain products, faster for short sequences.
+call. Without flash-attn, as on a CPU, HRM's code (at 23cb8793) uses plain products, faster for short inputs.
 
 The public code differs on CUDA: its dense optimizer is one fused kernel, and its model is compiled as a whole
 (`compile_whole`). Invariant, checked by tests/test_published.py: the same step as `training.step`, apart from
