@@ -1,4 +1,4 @@
-"""Trains a model: the story of a run, from the command line to the last checkpoint.
+"""Trains a model: the whole course of a run, from the command line to the last checkpoint.
 
     python pretrain.py data_path=... [key=value ...]
     torchrun --nproc-per-node N pretrain.py data_path=... [key=value ...]

@@ -93,8 +93,7 @@ class Elsewhere(nn.Module):
         return flops(*self._block, shape, trains=trains)
 
 
-# Returns what a level keeps of a block: arguments are the block, its number, and the level's number of
-# blocks.
+# Returns what a level keeps of a block, given the block, its number, and the level's number of blocks.
 Take = Callable[[nn.Module, int, int], nn.Module]
 
 

@@ -1,8 +1,7 @@
 """Counts floating-point operations, from the shapes of weights and inputs.
 
-As in torch's FlopCounterMode, these are the multiplications and additions of matrix products and
-convolutions. Not counted: elementwise operations, the optimizer, and recomputation by
-`activation_checkpointing`.
+Counted are, as in torch's FlopCounterMode, multiplications and additions of matrix products and convolutions,
+but no elementwise operations, no optimizer, and no recomputation by `activation_checkpointing`.
 """
 
 import math

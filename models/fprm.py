@@ -87,8 +87,8 @@ class FPRM(OneState, TokenNetwork):
     y| at any position, and the step size w. w shrinks when r is above a threshold and has not reached a new
     minimum (`best`) for some calls; `patience` counts these calls down.
 
-    All calls of a thinking step carry gradient. A slot halts when r or w is small; the Q head is trained, but
-    has no influence.
+    All calls of a thinking step carry gradient. A slot halts when r or w is small; the Q head has no
+    influence.
     """
 
     undecayed = ("L_level.alpha_1_param", "L_level.alpha_2_param")

@@ -76,7 +76,7 @@ class ContinueTarget(NamedTuple):
 class TokenLosses:
     """The losses and metrics of a network that predicts tokens and q_halt. To be inherited before `Network`.
 
-    no_ACT_continue: whether only q_halt decides about halting, and there is no q_continue.
+    no_ACT_continue: whether only q_halt decides about halting, and q_continue is not trained.
     """
 
     metrics: ClassVar[Metrics] = {
@@ -104,8 +104,8 @@ class TokenLosses:
     ) -> tuple[Tensor, Sums]:
         """Returns lm_loss + halting_weight (q_halt_loss + q_continue_loss), and the sums of the metrics.
 
-        In the loss, a slot in thinking step t = 1, 2, ... of a puzzle has the weight supervision_decay^(t -
-        1) (arXiv 2511.08653); in the metric sums all steps have the same weight.
+        In the loss, a slot in thinking step t = 1, 2, ... of a puzzle has the weight supervision_decay^(t-1)
+        (arXiv 2511.08653); in the metric sums all steps have the same weight.
         """
         targets, steps = self.continue_targets(before, output, reasoning, draws), output.carry.steps
         losses, sums = self._losses_and_sums(output, targets, label_smoothing=self.loss.label_smoothing)

@@ -297,8 +297,7 @@ class Network(nn.Module):
     ) -> tuple[State, Prediction]:
         """Runs one thinking step; returns the new state, detached, and the prediction.
 
-        inputs: int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. draws: random numbers, needed for
-        noise and dropout.
+        inputs: int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. draws: needed for noise or dropout.
         """
         assert draws is not None or not reasoning.is_noisy, "noise without random numbers"
         if reasoning.step_noise:
@@ -323,5 +322,5 @@ def plus_noise(z: Tensor, std: float, draws: Draws | None, *, use: str) -> Tenso
 
 
 def _init_of(name: str) -> str:
-    """Returns the name of the buffer that z_X starts from: X_init."""
+    """Returns the buffer's name X_init for z_X."""
     return f"{name.removeprefix('z_')}_init"

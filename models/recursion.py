@@ -119,15 +119,14 @@ class RecursiveNetwork(TokenNetwork):
 
 
 def _log_D_of(name: str) -> str:
-    """Returns log_D_X for z_X."""
     return name.replace("z", "log_D")
 
 
 class OneState:
     """The recurrence of a network with one level, `L_level`: H_cycles x L_cycles times z_H = L(z_H + e).
 
-    To be inherited before `Network`. Only the last `gradient_cycles` H cycles carry gradient; with 0, only
-    the last call does.
+    To be inherited before `Network`. The last `gradient_cycles` H cycles carry gradient; with 0, the last
+    call.
     """
 
     state_names = ("z_H",)

@@ -20,8 +20,8 @@ Q_HEAD_BIAS = -5.0  # initially, slots hardly halt
 class TokenNetwork(QHead, Network):
     """A network with states [batch, num_puzzle_positions + seq_len, hidden]: puzzle embedding, then cells.
 
-    The Q head reads the first position; with `conv=instead`, where the first position does not see distant
-    ones, the mean of all. Raises ValueError if a convolution is wanted, but the puzzles are no grids.
+    The Q head reads the first position; with `conv=instead`, where the first position sees few or no cells,
+    the mean of all. Raises ValueError if a convolution is wanted, but the puzzles are no grids.
 
     levels: {attribute name: number of blocks} in the order of use. mlp: class of the blocks' MLP, with the
     interface of SwiGLU. take: as in `Level`.

@@ -49,8 +49,7 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
 def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the sorted identifiers [n], with repeats, and for each the sum of its gradients, [n, ndim].
 
-    Sums are float64. Unlike in `sum_by_identifier`, no shape depends on the values: the host does not wait
-    for a GPU.
+    Sums are float64. No shape depends on the values, so that the host does not wait for a GPU.
     """
     rising, order = identifiers.sort(stable=True)
     index = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # number among the distinct identifiers
@@ -146,10 +145,9 @@ class _Table(NoTable):
 
 
 class Replicated(_Table):
-    """A table of which every rank holds all rows.
+    """A table of which every rank holds all rows, equal after each step, or with local steps each `merge`.
 
-    Ranks hold equal rows after each step, or with local steps after each `merge`. slot_counts: the number of
-    slots of each rank.
+    slot_counts: the number of slots of each rank.
     """
 
     def __init__(
@@ -300,8 +298,7 @@ class RowAverage(NoAverage):
 
     A row does not change in most steps. Over n steps without a change, the difference between average and row
     shrinks by rate^n: this is computed at once, when the row is about to change or the average is read.
-    Reading leaves the stored state as it is, so that results do not depend on when a run was saved or
-    evaluated.
+    Reading leaves the stored state as it is: results do not depend on when a run was saved or evaluated.
 
     rate: of the average, close to 1. corrects_bias: whether the initial rows get no share of the average.
     """

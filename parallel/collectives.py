@@ -95,8 +95,7 @@ class Ranks:
     ) -> tuple[Tensor, Tensor]:
         """Returns the integers `numbers` [n_r] and the `rows` [n_r, k] of all members, both concatenated.
 
-        counts: every n_r. Sends one message; numbers must fit into an integer as wide as an element of
-        `rows`.
+        counts: every n_r. Sends one message; numbers must fit into as many bits as an element of `rows`.
         """
         if not self.talks:
             return numbers, rows
@@ -138,9 +137,8 @@ class Ranks:
     def all_gather_ranges_(self, whole: Tensor, ranges: Sequence[slice]) -> None:
         """Overwrites each range of `whole`, [n], with the values of the member that the range belongs to.
 
-        ranges: one for each member, disjoint. If the ranges are consecutive and of equal length (the last
-        ones may be shorter, if `whole` has room behind them), there is one message; otherwise one for each
-        range.
+        ranges: one for each member, disjoint. Sends one message if the ranges are consecutive and of equal
+        length (the last may be shorter, if `whole` has room behind them); otherwise one for each range.
         """
         if not self.talks:
             return
@@ -173,8 +171,7 @@ class AllToAllPlan:
     ranks build a plan together, and call its methods together. On CUDA, building waits for the device.
 
     identifiers: int64 [n], the rows that this rank reads.
-    own_rows: int64 [m], this rank's row numbers of the rows that any rank reads: first those that rank 0
-    reads.
+    own_rows: int64 [m], this rank's row numbers of the rows that ranks read: first those that rank 0 reads.
     """
 
     def __init__(self, identifiers: Tensor, ranks: Ranks):
@@ -215,10 +212,7 @@ def true_on_all_ranks(value: bool, *, device: torch.device) -> bool:
 
 
 def gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any] | None:
-    """Returns on member 0 the list of all members' values; None on other members. ranks: None: all ranks.
-
-    For small values: pickles.
-    """
+    """Returns on member 0 the list of all members' values, by pickle; None on others. ranks: None: all."""
     ranks = ranks or all_ranks()
     if not ranks.talks:
         return [value]
@@ -241,8 +235,7 @@ class RankSums:
 
     Adding never waits for the device. Sums are float64 (float32 on mps).
 
-    names: of all scalars that may be added. ranks: those that divide the batch. steps: number of calls of
-    `add` since the last reset.
+    names: of all scalars that may be added. ranks: those that divide the batch. steps: calls of `add` so far.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, ranks: Ranks):

@@ -23,9 +23,8 @@ EXIT_FAILURE = 1
 def collective_errors() -> Iterator[None]:
     """Ends all ranks with status 1 if the block has failed on any; otherwise all continue.
 
-    All ranks enter; the block itself must not communicate. For a ValueError (a user's mistake), rank 0 prints
-    the message of the lowest failing rank in one line. For any other exception (a bug), the failing rank
-    also prints a traceback.
+    All ranks enter; the block itself must not communicate. Rank 0 prints the message of the lowest failing
+    rank in one line; for other exceptions than ValueError (bugs), the failing rank prints a traceback too.
     """
     failure = None
     try:

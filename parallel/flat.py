@@ -90,10 +90,9 @@ class FlatParameters:
     ranks: those that sum the gradients. sharers: those of `ranks` that divide the update; None: all of them
     if they have shared memory, otherwise none, and every rank updates everything. scalar_names: of `scalars`.
     undecayed: names of parameters without weight decay, perhaps of others too. unsplit: names of matrices
-    that
-    one rank must update as a whole. spread: names of parameters in `compute_dtype` that sharers divide; if
-    compute_dtype is the parameters' own, all are. is_part: whether other ranks have other parameters of the
-    model (pipeline or tensor parallel). cuts: {name: which part of the model's weight a parameter is}.
+    that one rank must update as a whole. spread: names of parameters in `compute_dtype` that sharers divide;
+    if compute_dtype is the parameters' own, all are. is_part: whether other ranks have other parameters of
+    the model (pipeline or tensor parallel). cuts: {name: which part of the model's weight a parameter is}.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Launches a program on all ranks: config, device, process group and watchdog.
 
-Only rank 0 reads the command line. This module also checks that all nodes have the same code, run folder and
+Only rank 0 reads the command line. Other functions check that all nodes have one code, run folder and
 dataset.
 """
 
@@ -71,8 +71,7 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
     """Sets up a program on all ranks, and yields the `Run`; closes everything after the block.
 
     All ranks enter. compose: called on rank 0, returns the config for all ranks, or None to end all ranks
-    with status 0 (after printing help). A ValueError is printed as one line, and ends all ranks with status
-    1.
+    with status 0 (after printing help). Its ValueError ends all ranks with status 1 and a one-line message.
     """
     log.capture_library_warnings()
     with local_errors():

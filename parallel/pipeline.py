@@ -68,8 +68,7 @@ class Ring:
 def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *, forward: bool) -> Tensor:
     """Sends the tensor `own` of each home through all stages and back; returns the result for this home.
 
-    work: computes this stage's output from (number of the home, input). forward: from stage 0 to the last;
-    otherwise in reverse.
+    work: computes this stage's output from (number of the home, input). forward: False: in reverse.
     """
     step, homes = (1, range(ring.size)) if forward else (-1, range(ring.size)[::-1])
     first, last, result = homes[0], homes[-1], None
@@ -102,8 +101,7 @@ def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *,
 class _Call(torch.autograd.Function):
     """The autograd function of a level's call; each stage keeps a piece of the graph for each home.
 
-    context: further arguments of the blocks; the gradient of a tensor among them is over the slots of all
-    homes.
+    context: further arguments of the blocks; gradients of tensors among them are over the slots of all homes.
     """
 
     @staticmethod

@@ -93,8 +93,7 @@ def is_main() -> bool:
 def rendezvous_store() -> dist.Store:
     """Returns the key-value store of all ranks, which also works without a process group.
 
-    torchrun's agent or rank 0 serves the store. Needs several ranks; any rank and thread may call at any
-    time.
+    torchrun's agent or rank 0 serves the store. For several ranks; all threads may call, at any time.
     """
     with _store_lock:  # so that not two threads start a server
         return _rendezvous_store()

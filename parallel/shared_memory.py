@@ -72,8 +72,8 @@ def open_shared_tensors(
 
     Returns None on all ranks if these are not several ranks of one node, or if the system does not let a
     process map another's memory (not Linux, separate containers). spans_nodes: whether to accept several
-    nodes with several ranks each; then `all_reduce_sum_` sums over nodes too, and `all_gather_` cannot be
-    used.
+    nodes with several ranks each; then `all_reduce_sum_` sums over nodes too, and `all_gather_` is not
+    usable.
     """
     everyone, leaders, nodes = ranks.group, None, num_nodes()
     if ranks.size <= nodes or (nodes > 1 and not (spans_nodes and ranks.size == world_size())):

@@ -90,8 +90,7 @@ class Strategy:
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds forward and backward pass of a micro-batch; only the last one may send messages.
 
-        With several syncs (a mesh), only `finish` sends: pipeline stages add to gradients of blocks many
-        times.
+        With several syncs (a mesh), only `finish` sends: a pipeline adds to gradients of blocks many times.
         """
         if len(self._syncs) == 1:
             return self._syncs[0].micro_batch(is_last=is_last)
@@ -156,8 +155,7 @@ class LocalSteps(Strategy):
     outer_lr 1 and outer_momentum 0 give the mean of the weights (LocalSGD, arXiv 1805.09767); DiLoCo (arXiv
     2311.08105) uses 0.7 and 0.9. A merge leaves the moments of the inner optimizers as they are.
 
-    batch_size: number of this rank's slots. total_steps: of the run: the last step always merges; None:
-    unknown.
+    batch_size: number of this rank's slots. total_steps: of the run, whose last step merges; None: unknown.
     """
 
     def __init__(

@@ -164,8 +164,7 @@ class FlatSync(GradientSync):
 class SharedMemorySync(GradientSync):
     """A sync for CPUs: ranks of one machine add up each other's gradients in shared memory.
 
-    Between machines, one rank of each sends the sum. All this happens after the backward pass, which keeps
-    the processors busy.
+    Between machines, one rank of each sends the sum. All this is after the backward pass, when CPUs are free.
     """
 
     name = "shared memory"
@@ -238,8 +237,8 @@ def build_gradient_sync(
 ) -> GradientSync:
     """Builds the sync of the config's keys `sync`, `bucket_size_mb` and `sync_dtype`. All ranks call it.
 
-    auto: `SharedMemorySync` if `flat` is in shared memory, otherwise `FlatSync`. Without a process group:
-    always `FlatSync`.
+    auto: `SharedMemorySync` if `flat` is in shared memory, else `FlatSync`, as always without a process
+    group.
     """
     if flat.messages_of_ranks is not None:
         assert (sync, sync_dtype) == ("auto", "float32")

@@ -56,7 +56,7 @@ _LAST_WAIT_SECONDS, _LAST_PART_SECONDS = 60.0, 3.0
 
 
 class CheckpointManager:
-    """The saves of a run, and the resume. All ranks call the methods together, except `record_metrics`.
+    """The manager of a run's saves and resume. All ranks call the methods together, except `record_metrics`.
 
     A context manager around the steps: leaving the block, also by an exception, waits for the save under way.
     Threads write a checkpoint after `save` has returned, and a failed save is a warning. `close` waits for
@@ -212,8 +212,7 @@ class CheckpointManager:
 
         Without a checkpoint the run begins at step 0, with the weights of `init_from` if given. Rows of the
         log after the step are dropped. Returns whether the log has the row of that step (True at step 0); if
-        not, the metric sums of that row are in the state. Ends all ranks with a message if the step is beyond
-        `total_steps`.
+        not, the state has the metric sums for that row. Ends all ranks if the step is beyond `total_steps`.
         """
         chosen, content = None, {}
         with collective_errors():

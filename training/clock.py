@@ -137,8 +137,7 @@ def traced_steps(folder: Path, *, is_enabled: bool, first_step: int) -> Iterator
     """Profiles the fifth to the seventh step after `first_step`, in a block around all steps.
 
     Yields a function to call after each step. Writes a trace for chrome://tracing or ui.perfetto.dev into
-    `folder`, and prints the ten slowest operators. Work between two steps counts as part of the later step. A
-    failure is a warning.
+    `folder`, and prints the ten slowest operators. Work between two steps is part of the later step.
     """
     if not is_enabled:
         yield lambda: None

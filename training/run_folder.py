@@ -108,8 +108,7 @@ def _as_name(folder_name: str) -> str:
 def open_run_folder(config: PretrainConfig) -> Path:
     """Creates the run folder if necessary, and locks it until this process ends; returns the folder.
 
-    Raises ValueError if the folder is not writable, in use by another process, or of a run with another
-    config.
+    Raises ValueError if the folder is not writable, used by another process, or of a run of another config.
     """
     folder = Path(config.checkpoint_path)
     try:

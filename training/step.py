@@ -60,7 +60,7 @@ def train_step(
 def update(
     state: TrainState, config: PretrainConfig, rates: dict[str, float], clock: StepClock
 ) -> tuple[Tensor, StepResult]:
-    """Updates weights, puzzle embeddings and averages; returns the gradient norm before clipping, and more.
+    """Updates weights, puzzle embeddings and averages; returns gradient norm (before clipping) and result.
 
     Without local steps, gradients are summed over ranks in every step. With local steps, each rank updates
     its weights from its own gradients, and `synchronize` merges the weights every `local_steps` steps.
