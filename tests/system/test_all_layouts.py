@@ -1,5 +1,7 @@
 """All layouts of the ranks, with all models that they allow: what test_layouts has of a few."""
 
+import itertools
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -24,7 +26,8 @@ from tests.test_layouts import (
 from tests.tiny import random_batch
 from training.checkpoints import CheckpointManager
 
-_SIZES = (1, 2, 4)
+_SIZES, _OPTIMIZERS = (1, 2, 4), ("adam_atan2", "muon", "adamw")
+_OPTIMIZER_OF = dict(zip(ARCHS, itertools.cycle(_OPTIMIZERS), strict=False))
 
 
 def _layouts(size: int) -> list[str]:
@@ -32,7 +35,7 @@ def _layouts(size: int) -> list[str]:
     return [layout for layout, (number, _) in LAYOUTS.items() if number == size]
 
 
-@pytest.mark.parametrize("optimizer", ["adam_atan2", "muon", "adamw"])
+@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
 @pytest.mark.parametrize("name", ARCHS)
 def test_every_layout_is_one_process(name, optimizer, tmp_path):
     """With AdamW also accumulation and recomputation."""
@@ -44,7 +47,7 @@ def test_every_layout_is_one_process(name, optimizer, tmp_path):
 @pytest.mark.parametrize("size", _SIZES)
 @pytest.mark.parametrize("name", ARCHS)
 def test_every_layout_that_is_resumed_in_itself_has_the_same_bits(name, size, tmp_path):
-    options = {"arch": {"forward_dtype": "bfloat16"}}
+    options = {"arch": {"forward_dtype": "bfloat16"}, "optimizer": _OPTIMIZER_OF[name]}
     runs = {layout: (name, layout, options) for layout in _layouts(size)}
     assert_bits_of_resumed(tmp_path, runs, size)
 
@@ -64,7 +67,7 @@ def _pass_on(folder, size: int) -> None:
     """Goes on with a step in each layout of this size, and saves after each of them."""
     for name in ARCHS:
         for layout in _layouts(size):
-            state, config = begin(name, layout, {})
+            state, config = begin(name, layout, {"optimizer": _OPTIMIZER_OF[name]})
             (folder / name).mkdir(exist_ok=True)
             with CheckpointManager(folder / name, config=config, fingerprint=FINGERPRINT) as checkpoints:
                 checkpoints.resume(state)
@@ -74,7 +77,8 @@ def _pass_on(folder, size: int) -> None:
 
 def _train_alone(folder) -> None:
     for name in ARCHS:
-        do_steps(*begin(name, "one", {}), len(LAYOUTS) + 1, folder / f"{name} alone")
+        state, config = begin(name, "one", {"optimizer": _OPTIMIZER_OF[name]})
+        do_steps(state, config, len(LAYOUTS) + 1, folder / f"{name} alone")
 
 
 def test_a_run_of_each_model_passes_through_all_layouts(tmp_path):
