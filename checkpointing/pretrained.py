@@ -1,4 +1,4 @@
-"""Loads a trained model from a checkpoint: of a run, of `share push`, or of the models' public code.
+"""Loads a trained model from a checkpoint of a run, of `python -m share push`, or of the public code.
 
 A checkpoint may be on this machine or on the Hugging Face Hub. Nothing in it is executed: weights are
 safetensors, or a `torch.save`d dict read with `weights_only=True`; configs are plain YAML or JSON.

@@ -1,1 +1,1 @@
-"""How the weights move: rules of the dense weights, the puzzle table, the learning rates of both."""
+"""Optimizers of the dense weights and of the puzzle embeddings, their averages, and the learning rates."""

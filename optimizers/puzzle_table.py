@@ -125,8 +125,8 @@ class _Table(NoTable):
     """The base of `Replicated` and `RowsByOwner`.
 
     A subclass has `_identifiers_of` (the identifiers of row numbers on this rank), `owned_weights` (a view of
-    the rows that this rank owns), and `all_gather_owned` (makes, of values [owned rows, ndim] on each rank,
-    what the embedding's weights are on this rank).
+    the rows that this rank owns), and `all_gather_owned` (from values [owned rows, ndim] on each rank,
+    returns values for all rows of this rank's embedding).
 
     embedding: of the model, with weights [rows on this rank, ndim]. num_rows: of the whole table.
     """
@@ -145,7 +145,7 @@ class _Table(NoTable):
 
 
 class Replicated(_Table):
-    """A table of which every rank holds all rows, equal after each step, or with local steps each `merge`.
+    """A table of which every rank holds all rows, equal after each step (local steps: after each `merge`).
 
     slot_counts: the number of slots of each rank.
     """

@@ -56,8 +56,7 @@ class CutMuon(torch.optim.Optimizer):
 
     For each matrix, one rank gathers the parts, orthogonalizes the whole, and sends the parts back; ranks
     take turns. The momentum is elementwise, and stays with the parts. matrices: this rank's parts, by name,
-    perhaps empty. cuts: {name: which part}. ranks: those with parts of the same matrices; they call `step`
-    together.
+    perhaps empty. cuts: {name: which part}. ranks: those that divide the matrices, and step together.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""What a training run is made of beside its model: state, step, metrics, checkpoints, log."""
+"""Training of a model: data, state, step, evaluation, metrics, checkpoints and log of a run."""

@@ -46,7 +46,9 @@ class Selection:
         return sum(each[self.metric] * count for each, count in zip(sets, counts, strict=True)) / sum(counts)
 
     def short_name(self, name: str) -> str | None:
-        """Returns the name for `keep_best` of a row's metric; None for a metric of other puzzles."""
+        """Returns the metric in a row's name, exact_accuracy of eval/all/exact_accuracy; None if the name is
+        of puzzles that do not select.
+        """
         split, _, rest = name.partition("/")
         return rest.partition("/")[2] if split == self._pass else None
 

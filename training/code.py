@@ -13,7 +13,7 @@ _CODE = ("*.py", "*.yaml", *(f":(exclude){folder}" for folder in sorted(NOT_RUN)
 
 @functools.cache
 def git_commit() -> str | None:
-    """Returns the commit of this repository, `<commit>+changes` with uncommitted changes to code of runs.
+    """Returns the git commit of this repository, followed by +changes if code that runs use has changed.
 
     Without a repository or git, returns the environment variable CODE_COMMIT (set in images), or None.
     """
@@ -23,7 +23,7 @@ def git_commit() -> str | None:
 
 @functools.cache
 def code_diff() -> str:
-    """Returns the diff of uncommitted changes to code of runs, new files included, cut off after 1 MiB."""
+    """Returns the uncommitted changes to code that runs use, as a diff with new files, 1 MiB at most."""
     parts = [git("diff", "--no-ext-diff", "HEAD", "--", *_CODE)]
     for name in git("ls-files", "-z", "--others", "--exclude-standard", "--", *_CODE).split("\0"):
         if name and sum(map(len, parts)) <= _MOST_BYTES:

@@ -51,11 +51,11 @@ class RunData:
             log.warning(f"{names}: built anew since the run began, which goes on with what it has opened")
 
     def info(self) -> DatasetInfo:
-        """Describes all training folders together; every checkpoint has this description."""
+        """Returns the description of all training folders together, which every checkpoint holds."""
         return read_info(self.dataset.folders, self.dataset.metadata)
 
     def info_of(self, folder: Path) -> DatasetInfo:
-        """Describes one folder."""
+        """Returns the description of one data folder."""
         return read_info([folder], load_metadata(folder, "test"))
 
     def read_train_batches(

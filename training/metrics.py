@@ -11,7 +11,7 @@ from parallel.errors import abort_all
 def training_metrics(
     network: Network | type[Network], sums: dict[str, float], *, steps: int, global_batch_size: int
 ) -> dict[str, float]:
-    """Divides metric sums over all ranks and `steps` steps into metrics; leaves out those without data."""
+    """Returns {metric: value} of a network from sums over all ranks and `steps` steps, if there are data."""
     metrics = network.metrics | network.training_metrics | {"grad_norm": "updates"}
     sums = sums | {"updates": steps}
     return divide(sums, metrics, slots=steps * global_batch_size)
@@ -40,7 +40,7 @@ class FiniteCheck:
             self.check()
 
     def check(self) -> None:
-        """Ends all ranks if a step since the last check was not finite; all ranks call it after one step."""
+        """Ends all ranks if a step since the last check was not finite. All call it after the same step."""
         step = int(self._first_bad)
         if step:
             loss, grad_norm = self._values.tolist()

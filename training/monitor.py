@@ -90,7 +90,7 @@ class Monitor:
         self._stack.__exit__(*error)
 
     def _tags(self) -> list[str]:
-        """Names the kinds of the puzzles, and the architecture."""
+        """Returns tags for W&B: the kinds of puzzles, and the architecture."""
         kinds = [self._data.info_of(each).kind for each in self._data.dataset.folders]
         return [*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name]
 

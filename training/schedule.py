@@ -62,7 +62,9 @@ class Schedule:
         return interval is not None and any(each > 0 and each % interval == 0 for each in self._steps(step))
 
     def _steps(self, step: int) -> range:
-        """Returns the steps to check for due things: `step`, or with local_steps those synchronised by it."""
+        """Returns the steps for which due work is done after `step`: `step`; with local_steps all steps since
+        the last synchronisation, and none where `step` does not synchronise.
+        """
         return synced_steps(step, **self._interval)
 
     def status(self, step: int, *, lacks_row: bool = False) -> str:
