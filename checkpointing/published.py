@@ -74,10 +74,7 @@ _STATE_DICTS = ("model_state_dict", "state_dict")  # keys of the weights in a fi
 
 
 def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Translates a public config into our keys; ValueError if we do not know the architecture.
-
-    where: name of the config in messages.
-    """
+    """Translates a public config into our keys; ValueError for an unknown model. where: for messages."""
     arch = config.get("arch")
     if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
         raise ValueError(f"{where} names no architecture: it has no 'arch' with a 'loss'")

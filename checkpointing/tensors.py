@@ -152,10 +152,7 @@ class _Stored(NamedTuple):
         return self._replace(spans=None, shape=self.shape[1:], is_own=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0) -> None:
-        """Copies the elements that the target has too.
-
-        weight: target = (1 - weight) * target + weight * copy.
-        """
+        """Copies the elements that the target has too: target = (1 - weight) * target + weight * copy."""
         if self.shape != _shape_of(target):
             raise _does_not_fit(self.folder, self.key, stored=self.shape, own=_shape_of(target))
         everything = (Span(0, math.prod(self.shape)),)
@@ -205,10 +202,7 @@ def _stored(folder: Path, part: str) -> Iterator[_Stored]:
 
 
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
-    """Returns (spans, shape, is_own) from a shard's metadata; ValueError if these are invalid.
-
-    num_stored: number of elements in the file.
-    """
+    """Returns (spans, shape, is_own) of a shard of `num_stored` elements; ValueError if these are invalid."""
     try:
         spans, shape, is_own = entry
         spans, size = tuple(Span(*span) for span in spans), math.prod(shape)

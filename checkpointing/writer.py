@@ -82,7 +82,7 @@ class CheckpointWriter:
                 self._thread = None
 
     def _make_folder(self, goal: Path) -> Path | None:
-        """Creates the temporary folder; None if the checkpoint exists, or the folder cannot be created."""
+        """Creates the temporary folder; None if the checkpoint exists, or this fails."""
         if goal.exists():
             return None
         unfinished = unfinished_folder(goal)

@@ -133,10 +133,7 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots, picked] for name, tensor in self.tensors().items()})
 
     def with_boards_(self, picked: Tensor | None, boards: Carry) -> Carry:
-        """Returns the carry with the picked boards replaced by `boards`.
-
-        If slots hold several boards, changes this carry's tensors in place.
-        """
+        """Returns the carry with new boards; changes it in place if slots hold several boards."""
         if picked is None:
             return boards
         slots, tensors = torch.arange(len(picked), device=picked.device), self.tensors()

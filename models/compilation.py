@@ -77,10 +77,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def eager_blocks(*, unless: bool = False) -> contextlib.AbstractContextManager:
-    """Returns a context in which compiled blocks run uncompiled, for batch sizes that occur only once.
-
-    unless: whether the context shall do nothing.
-    """
+    """Returns a context in which compiled blocks run uncompiled, as for rare batch sizes, not if `unless`."""
     return contextlib.nullcontext() if unless else torch.compiler.set_stance("force_eager")
 
 

@@ -24,10 +24,7 @@ class HaltingModel(nn.Module):
         self.network, self.reasoning, self.eval_reasoning = network, reasoning, eval_reasoning
 
     def initial_carry(self, batch: Batch) -> Carry:
-        """Returns a carry in which all slots are halted, so that `refill` starts each on a row of a batch.
-
-        batch: [slots, ...], for shapes and dtypes.
-        """
+        """Returns a carry of the shape of `batch` with all slots halted: `refill` starts each on a row."""
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
         state = self.network.start(batch, self.reasoning, None, steps == 0)
         return Carry(state, steps, steps == 0, batch)

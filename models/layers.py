@@ -29,10 +29,7 @@ _SHORT_LENGTH = 256
 
 
 def truncated_normal(*shape: int, std: float) -> Tensor:
-    """Returns normal float32 values, cut at +-2 sigma, from torch's global generator.
-
-    std: standard deviation after the cut.
-    """
+    """Returns normal float32 values of torch's global generator, cut at 2 sigma; std: after the cut."""
     if std == 0:
         return torch.zeros(shape)
     sigma = std / STD_AFTER_CUT

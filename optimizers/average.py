@@ -32,10 +32,7 @@ class NoAverage:
         """Takes the present weights into the averages, once for each of `steps` (numbered from 1)."""
 
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Takes in the rows of a puzzle table before step `step` (from 1) changes them.
-
-        identifiers: of these rows, int64 [n].
-        """
+        """Takes in rows of a puzzle table, int64 [n], before step `step` (from 1) changes them."""
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:

@@ -81,10 +81,7 @@ class NoTable:
     average = NoAverage()
 
     def prefetch(self, identifiers: Tensor) -> None:
-        """Prepares the rows that the slots of a step read; fetches those of other owners. All ranks call it.
-
-        identifiers: int [n], with repeats, of this rank's slots.
-        """
+        """Fetches the rows of other owners that a step reads, int [n], with repeats. All ranks call it."""
 
     def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
         """Sums over ranks the gradients of the backward passes of `step`, for `update_`. All ranks call it.
@@ -93,10 +90,7 @@ class NoTable:
         """
 
     def keep_own(self, *, step: int) -> None:
-        """Takes only this rank's gradients for `update_` (local steps), instead of `reduce`.
-
-        step: the first step after the last merge.
-        """
+        """Takes only this rank's gradients for `update_` (local steps); step: the first after a merge."""
 
     def update_(self, lr: float) -> None:
         """Brings the average of the used rows up to date, and updates these rows. Sends no message."""
@@ -105,10 +99,7 @@ class NoTable:
         """Makes the tables of all ranks equal after local steps, the first one `step`. All ranks call it."""
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Fetches the rows that an evaluation reads, instead of those of a step. All ranks call it.
-
-        identifiers: int [n], of this rank's puzzles.
-        """
+        """Fetches the rows that an evaluation reads, int [n], instead of a step's. All ranks call it."""
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
         """Overwrites the rows, if ranks hold different ones, with rank 0's table. All ranks call it.
@@ -367,10 +358,7 @@ class RowAverage(NoAverage):
 def build_table(
     config: PretrainConfig, embedding: nn.Module | None, num_rows: int, ranks: Ranks
 ) -> PuzzleTable:
-    """Builds the table for a model's puzzle embedding, or `NoTable` for None.
-
-    embedding: with `num_local_rows` rows. num_rows: of the whole table. ranks: those that divide the batch.
-    """
+    """Builds the table for an embedding with `num_local_rows` of `num_rows` rows; `NoTable` for None."""
     if embedding is None:
         return NoTable()
     decay = config.puzzle_emb_weight_decay

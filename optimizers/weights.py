@@ -167,10 +167,7 @@ class Weights:
         return tensors
 
     def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
-        """Overwrites sharded weights from rank 0's whole weights. All ranks call it.
-
-        full_copies: on rank 0 the whole of each sharded weight by name; {} elsewhere. ranks: all ranks.
-        """
+        """Overwrites sharded weights with rank 0's whole weights, by name. All ranks call it."""
         for name, shard in sorted(self.tensors().items()):
             if isinstance(shard, Shard):
                 whole = full_copies.get(name, self.flats[0].message.new_empty(shard.shape))
@@ -197,10 +194,7 @@ class Weights:
 def build_flats(
     config: PretrainConfig, network: nn.Module, mesh: Mesh, *, cuts: dict[str, Cut]
 ) -> tuple[FlatParameters, ...]:
-    """Moves a network's weights into flat buffers: one, or in a mesh two, the second for blocks.
-
-    All ranks call it. network: a `models.network.Network`. cuts: {name: part of the weight on this rank}.
-    """
+    """Moves weights into flat buffers: one, or in a mesh two, the second for blocks. All ranks call it."""
     parameters, blocks = dict(network.named_parameters()), network.block_weights()
     matrices = [name for name in blocks if parameters[name].ndim == 2]
     of_blocks = {

@@ -124,10 +124,7 @@ class Ranks:
         return gathered
 
     def scatter(self, tensors: list[Tensor] | None, *, like: Tensor, source: int) -> Tensor:
-        """Returns on each member r the r-th of the tensors that member `source` gives.
-
-        tensors: None on other members. like: a tensor of the same shape and dtype.
-        """
+        """Returns on member r the r-th of the tensors of `source` (None on others), shaped as `like`."""
         if not self.talks:
             return tensors[0]
         own = torch.empty_like(like)

@@ -42,10 +42,7 @@ def collective_errors() -> Iterator[None]:
 
 
 def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
-    """Ends all ranks with status 1, after rank 0 has printed the message. All ranks must call it.
-
-    failed_rank: the rank that the message is about.
-    """
+    """Ends all ranks with status 1 and rank 0's message, about `failed_rank`. All ranks must call it."""
     if is_main():
         log.error(message, failed_rank=failed_rank)
     all_gather_objects(
@@ -56,10 +53,7 @@ def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
 
 @contextlib.contextmanager
 def local_errors() -> Iterator[None]:
-    """Turns a ValueError of the block into a one-line message and the end of this rank, with status 1.
-
-    For use before the process group exists: torchrun then ends the other ranks.
-    """
+    """Ends this rank with one line for a ValueError; to be used before the process group exists."""
     try:
         yield
     except ValueError as error:

@@ -75,10 +75,7 @@ def check_launcher() -> None:
 
 
 def count_nodes(hosts: list[str]) -> None:
-    """Sets LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE where the launcher has not.
-
-    hosts: the host name of each rank, in order.
-    """
+    """Sets LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_WORLD_SIZE where missing. hosts: of all ranks, in order."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         before = [number for number, host in enumerate(hosts) if host == hosts[rank()]]
         os.environ["LOCAL_WORLD_SIZE"] = str(len(before))
@@ -301,10 +298,7 @@ def set_cpu_threads(threads: int | str) -> int:
 
 
 def omp_threads_of_the_user() -> int | None:
-    """Returns OMP_NUM_THREADS as the user has set it, else None.
-
-    torchrun sets the variable to 1 for its children; so a 1 counts only if torchrun itself has it.
-    """
+    """Returns the user's OMP_NUM_THREADS, or None; a 1 that torchrun has set for its children is none."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
         try:

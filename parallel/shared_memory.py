@@ -119,10 +119,7 @@ def _create(name: str, num_bytes: int) -> int | None:
 
 
 def _map(process: int, file: int | None, name: str, *, size: int, dtype: torch.dtype) -> Tensor | None:
-    """Maps memory that another process has created. None if this fails.
-
-    file: descriptor in that process. name: as given to `_create`.
-    """
+    """Maps the memory that `process` has created with this descriptor and name; None if this fails."""
     path = f"/proc/{process}/fd/{file}"
     try:
         # The name is random, so that a process with the same number in another container is noticed.

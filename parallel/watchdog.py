@@ -78,10 +78,7 @@ class FailureRecord:
             self._failure = float(record["time"]), int(record["step"])
 
     def record_recovery(self, step: int) -> None:
-        """Prints how long ago an earlier start failed, and removes the file of that start.
-
-        To be called after each step; only the first call after a failure does anything.
-        """
+        """Prints, after a start's first step, how long ago an earlier start failed; removes the file."""
         if self._failure is None:
             return
         (failed_at, step_then), self._failure = self._failure, None
@@ -320,10 +317,7 @@ class Watchdog:
         end.join()
 
     def _describe_ranks(self) -> str:
-        """Returns where each rank is, as text: first ranks that do not respond, then the smallest groups.
-
-        A group has all ranks at the same line of code; the smallest one often is the cause.
-        """
+        """Returns where each rank is in the code: silent ranks first, then the smallest groups."""
         if self._now - self._answered_at >= _SILENCE_TICKS * _TICK_SECONDS:  # no recent heartbeats
             return f"{log.name_ranks([rank()])}: {self._state()}"
         groups: dict[tuple[bool, str], list[int]] = {}
@@ -354,10 +348,7 @@ def _key(number: int) -> str:
 
 
 def _warn_of_clock(number: int, written_at: float, most_seconds: float) -> None:
-    """Warns if a rank's clock differs from rank 0's by more than 5 s.
-
-    written_at: time in the heartbeat, by that rank's clock. most_seconds: the greatest possible age of it.
-    """
+    """Warns if a rank's clock is more than 5 s off rank 0's; the heartbeat is at most `most_seconds` old."""
     age = time.time() - written_at
     difference = age if age < 0 else max(0.0, age - most_seconds)
     if abs(difference) > _CLOCK_SECONDS:

@@ -46,9 +46,7 @@ class Selection:
         return sum(each[self.metric] * count for each, count in zip(sets, counts, strict=True)) / sum(counts)
 
     def short_name(self, name: str) -> str | None:
-        """Returns the metric in a row's name, exact_accuracy of eval/all/exact_accuracy; None if the name is
-        of puzzles that do not select.
-        """
+        """Returns the metric in a name: exact_accuracy of eval/all/exact_accuracy; None for other puzzles."""
         split, _, rest = name.partition("/")
         return rest.partition("/")[2] if split == self._pass else None
 

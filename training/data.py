@@ -61,10 +61,7 @@ class RunData:
     def read_train_batches(
         self, *, first_step: int, ranks: Ranks, device: torch.device
     ) -> AbstractContextManager[Iterator[tuple[str, Batch]]]:
-        """Returns a context with an iterator over (set name, this rank's share of the batch) of each step.
-
-        The first batch is of step `first_step` + 1. Batches are read ahead of the steps.
-        """
+        """Returns a context that yields (set name, this rank's batch) from step first_step + 1 on."""
         share = {"rank": ranks.index, "world_size": ranks.size}
         dataset = PuzzleDataset(self.dataset, "train", self.plan, first_step=first_step, **share)
         return read_batches(dataset, device=device)

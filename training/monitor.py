@@ -107,10 +107,7 @@ class Monitor:
             yield
 
     def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
-        """Records that a step is done; on a GPU the host does not wait for the step's results.
-
-        set_name: the dataset's set of the batch, for messages.
-        """
+        """Records a step, without waiting for a GPU. set_name: the batch's set, for messages."""
         self._step = step
         if result.merged_steps:
             self._finite.add(step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)

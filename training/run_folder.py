@@ -197,10 +197,7 @@ def _disk_errors_warn(path: Path) -> Iterator[Path]:
 
 
 def write_status(folder: Path, status: str, *, step: int) -> None:
-    """Writes a run's status into the file `status`, on rank 0; other ranks do nothing.
-
-    status: running, stopped (by a signal), max_steps (reached), failed or finished.
-    """
+    """Writes the status (running, stopped, max_steps, failed, finished) into `status`, on rank 0 only."""
     if is_main():
         with _disk_errors_warn(folder / STATUS_FILE) as path:
             write_json(path, {"status": status, "step": step}, indent=None)

@@ -68,10 +68,7 @@ class Schedule:
         return synced_steps(step, **self._interval)
 
     def status(self, step: int, *, lacks_row: bool = False) -> str:
-        """Returns the word for the file `status` of a run that ends at `step`.
-
-        lacks_row: whether the row of that step is due, but not logged: then the run is not finished.
-        """
+        """Returns finished, max_steps or stopped (also where the last row is missing), for a run's end."""
         if step < self.last_step or lacks_row:
             return "stopped"
         return "finished" if step >= self.total_steps else "max_steps"

@@ -66,10 +66,7 @@ class TrainState:
         }
 
     def _mark_copies(self, tensors: Tensors) -> Tensors:
-        """Marks as copies the shards that tensor-parallel ranks hold alike: the first of them saves these.
-
-        Weights inside the blocks are different on each of these ranks, and stay unmarked.
-        """
+        """Marks as copies the shards that tensor-parallel ranks hold alike; the first of them saves these."""
         if self.mesh.tensor.index == 0:
             return tensors
         spread = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
@@ -81,10 +78,7 @@ class TrainState:
         return tensors | copies
 
     def exports(self) -> dict[str, Tensors]:
-        """Returns what a checkpoint holds for evaluation alone: the averages, under the weights' names.
-
-        {} without EMA. A resume does not read this file.
-        """
+        """Returns the averages, named as weights, which a checkpoint has for evaluations; {} without EMA."""
         step = self.step
         averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
         return {"ema_weights": self.files()["weights"] | averages} if averages else {}
