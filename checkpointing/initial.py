@@ -14,7 +14,7 @@ _TABLE = PuzzleEmbedding.weights_name
 
 
 def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[str, Tensor]:
-    """Overwrites weights of this rank with those of a checkpoint, or the averages if the checkpoint has some.
+    """Overwrites weights of this rank with a checkpoint's averages, or its weights if it has no averages.
 
     targets: this rank's weights; tensors are overwritten, shards are not. Returns {name: whole weight} for
     the shards, to be sent to all ranks. Sends no message. A puzzle table of another size is filled with the
@@ -41,7 +41,7 @@ def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
 
 
 def fill_(targets: Tensors, stored: dict[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Does the copying of `copy_weights_`. stored: {name: whole weight}. source: name of it in messages."""
+    """Copies as `copy_weights_` does. stored: {name: whole weight}. source: of `stored`, for messages."""
     if missing := sorted(targets.keys() ^ stored.keys()):
         where = "this run" if missing[0] not in targets else "the checkpoint"
         raise ValueError(f"{source} is of another architecture: {where} has no {missing[0]}")

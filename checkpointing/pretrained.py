@@ -1,6 +1,6 @@
 """Loads a trained model from a checkpoint of a run, of `python -m share push`, or of the public code.
 
-A checkpoint may be on this machine or on the Hugging Face Hub. Nothing in it is executed: weights are
+A checkpoint may be on this machine or on the Hugging Face Hub. No content is executed: weights are
 safetensors, or a `torch.save`d dict read with `weights_only=True`; configs are plain YAML or JSON.
 """
 

@@ -59,7 +59,7 @@ def save_tensors(tensors: Tensors, path: Path) -> None:
 
 
 def find_files(folder: Path, part: str) -> list[Path]:
-    """Returns the existing files of a part: that of whole tensors, and those of all ranks' shards.
+    """Returns the existing files of a part: for whole tensors, and for the shards of each rank.
 
     Raises ValueError if the shards of some ranks are missing.
     """

@@ -1,4 +1,4 @@
-"""The networks, the halting around them, and their losses.
+"""Models: networks, losses, halting, and compilation.
 
 The network of `arch.name` is `NETWORK` in models/<name>.py.
 """

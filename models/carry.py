@@ -143,7 +143,7 @@ class Carry(NamedTuple):
 
     @staticmethod
     def join(parts: list[Carry]) -> Carry:
-        """Returns the parts concatenated along the slots."""
+        """Returns several carries concatenated along the slots."""
         if len(parts) == 1:
             return parts[0]
         tensors = [part.tensors() for part in parts]
@@ -162,7 +162,7 @@ class StepOutput(NamedTuple):
 
     @staticmethod
     def join(parts: list[StepOutput]) -> StepOutput:
-        """Returns the parts, of this class, concatenated along the slots."""
+        """Returns several results concatenated along the slots."""
         columns = zip(*(part.prediction for part in parts), strict=True)
         joined = (None if column[0] is None else torch.cat(column) for column in columns)
         return StepOutput(Carry.join([part.carry for part in parts]), type(parts[0].prediction)(*joined))

@@ -83,7 +83,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary positions to x, [batch * n, length, heads, head_dim], computed in float32.
 
     x1, x2 are the halves of a head; the result is x1 cos - x2 sin and x2 cos + x1 sin. cos, sin: as in
-    `Rotary`; if they have a batch axis, each example's angles are for n consecutive rows of x.
+    `Rotary`; with a batch axis, each example's angles are for n consecutive rows of x.
     """
     rows = x if cos.ndim == 2 else x.unflatten(0, (len(cos), -1))
     x1, x2 = rows.float().chunk(2, dim=-1)
@@ -128,9 +128,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: Dropout | None = None) -
 class Dropout(NamedTuple):
     """A dropout (arXiv 1207.0580) with the same zeros for any number of micro-batches and ranks.
 
-    keys: int64 [batch], random keys of the slots (`models.random`). stream: number of the place of this
-    dropout in the network, to get different zeros for the same keys. probability: of a zero; other values are
-    divided by 1 - probability.
+    keys: int64 [batch], random keys of the slots (`models.random`). stream: number of this dropout in the
+    network, to get different zeros for the same keys. probability: of a zero; other values are divided by
+    1 - probability.
     """
 
     keys: Tensor
@@ -145,7 +145,7 @@ class Dropout(NamedTuple):
 
 
 class Cuttable:
-    """The interface of a layer that tensor-parallel ranks can divide: its output is the sum of their outputs.
+    """The interface of a layer that tensor-parallel ranks can divide: the output is the sum over ranks.
 
     reads_share: whether a rank's part of the layer reads only a part of the input features. num_shares:
     number of ranks that divide the layer.

@@ -168,7 +168,7 @@ class LDT(Network):
         return Board(candidates.bool(), torch.where(state["outcome"] == CONTRADICTORY, ANEW, state["guess"]))
 
     def _with_hints(self, entered: Tensor, solution: Tensor, draws: Draws) -> Tensor:
-        """Fills in open cells at random from the label on some boards; on others, some of these wrongly."""
+        """Fills in open cells at random: on some boards from the label, on others with some wrong values."""
         is_open = entered.sum(-1) > 1
         num_open = is_open.sum(-1)
         kind, share, part = draws.uniform((3,), use="hints").unbind(1)

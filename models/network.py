@@ -128,7 +128,7 @@ class Network(nn.Module):
         return None if self.puzzle_emb is None else self.puzzle_emb(puzzle_identifiers).to(self.dtype)
 
     def keep_puzzles(self, identifiers: Tensor) -> None:
-        """Keeps only the puzzle embeddings of `identifiers`, int64 [n], as those of identifiers 0 to n-1."""
+        """Keeps only the puzzle embeddings of `identifiers`, int64 [n], under identifiers 0 to n - 1."""
         if self.puzzle_emb is not None:
             self.puzzle_emb.weights = self.puzzle_emb.weights[identifiers]
 
@@ -180,8 +180,8 @@ class Network(nn.Module):
     def start(self, data: Batch, reasoning: Reasoning, draws: Draws | None, fresh: Tensor) -> State:
         """Returns the initial state of slots that start on `data`.
 
-        fresh: bool [batch], the slots whose rows the caller will use. With init_noise, the state is (as in
-        EqR) normal noise of that standard deviation, cut at 2 sigma.
+        fresh: bool [batch], the slots that start; callers ignore other rows. With init_noise, the state is
+        (as in EqR) normal noise of that standard deviation, cut at 2 sigma.
         """
         start = self.initial_state(len(data.inputs), seq_len=data.inputs.shape[1])
         if reasoning.init_noise and draws is not None:
@@ -194,7 +194,7 @@ class Network(nn.Module):
         return start
 
     def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
-        """Moves the boards of the last step with the weights after the update; returns them, and metric sums.
+        """Moves the boards of the last step with the updated weights; returns the new carry, and metric sums.
 
         Only for a network that `advances`. reasoning, draws: of the last step.
         """

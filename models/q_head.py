@@ -78,7 +78,7 @@ class QHead(TokenLosses):
         return tuple(targets)
 
     def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
-        """Returns the operations of a step, with calls for Q targets; if deferred, one call in max_steps."""
+        """Returns the operations of a step, with calls for Q targets (deferred: 1 / max_steps of a call)."""
         once = super().step_flops(reasoning, seq_len=seq_len, trains=trains)
         if not trains or self.no_ACT_continue or reasoning.max_steps == 1:
             return once

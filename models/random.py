@@ -62,8 +62,8 @@ def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) -> tuple[Tensor, ...]:
     """Returns four tensors of random numbers below 2**32, int64, the result of Philox4x32-10.
 
-    counter, key: four and two numbers below 2**32, which broadcast. Products wrap modulo 2**64 into negative
-    int64 numbers, whose bits are right.
+    counter, key: four and two numbers below 2**32, which broadcast. int64 products may overflow into the
+    sign: all bits are right.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -94,7 +94,7 @@ class Draws:
     def of_training(
         cls, seed: int, *, step: int, slots: range, device: torch.device, **arrays: Tensor
     ) -> Draws:
-        """Returns the draws of training step `step`. slots: their range in the global batch."""
+        """Returns the draws of training step `step`. slots: range in the global batch."""
         numbers = torch.arange(slots.start, slots.stop, device=device)
         return cls(seed, torch.stack([torch.full_like(numbers, step), numbers], dim=1), arrays)
 

@@ -62,7 +62,7 @@ def _sum_rows(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_of_rank(num_rows: int, index: int, size: int) -> range:
-    """Returns the identifiers whose rows rank `index` of `size` ranks owns: index, index + size, ...
+    """Returns the identifiers that rank `index` of `size` ranks owns: index, index + size, ...
 
     The row of identifier i is row number i // size on the owner.
     """
@@ -136,7 +136,7 @@ class _Table(NoTable):
 
 
 class Replicated(_Table):
-    """A table of which every rank holds all rows, equal after each step (local steps: after each `merge`).
+    """A table with all rows on every rank, equal after each step (local steps: after each `merge`).
 
     slot_counts: the number of slots of each rank.
     """
@@ -222,7 +222,7 @@ class Replicated(_Table):
 
 
 class RowsByOwner(_Table):
-    """A table of which each rank holds only its own rows; others fetch rows and send back gradients."""
+    """A table with each row on one rank only; other ranks fetch rows, and send back gradients."""
 
     is_spread = True
 

@@ -1,1 +1,1 @@
-"""Several processes as one run: who is who, how they agree, and what they exchange."""
+"""Distributed training: launch, process groups, collectives, strategies, sharding, watchdog, logs."""

@@ -42,7 +42,7 @@ def collective_errors() -> Iterator[None]:
 
 
 def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
-    """Ends all ranks with status 1 and rank 0's message, about `failed_rank`. All ranks must call it."""
+    """Ends all ranks with status 1; rank 0 prints the message, about `failed_rank`. All ranks call it."""
     if is_main():
         log.error(message, failed_rank=failed_rank)
     all_gather_objects(

@@ -71,7 +71,7 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
     """Sets up a program on all ranks, and yields the `Run`; closes everything after the block.
 
     All ranks enter. compose: called on rank 0, returns the config for all ranks, or None to end all ranks
-    with status 0 (after printing help). Its ValueError ends all ranks with status 1 and a one-line message.
+    with status 0 (after printing help). A ValueError of `compose` ends all ranks with status 1.
     """
     log.capture_library_warnings()
     with local_errors():

@@ -163,7 +163,7 @@ def leave_last_words(text: str) -> None:
 def capture_library_warnings() -> None:
     """Redirects warnings of all libraries loaded so far to the console and the file of this module.
 
-    Includes libraries such as torch, whose loggers do not propagate to the root logger.
+    Includes loggers that do not propagate to the root logger, such as torch's.
     """
     logging.captureWarnings(True)
     logging.getLogger().addHandler(_forward)

@@ -63,7 +63,7 @@ class Mesh:
     """The process groups of this rank along the axes of the mesh. All ranks build a mesh together.
 
     data: ranks with different slots. replicas: ranks with the same weights of blocks, which sum the gradients
-    of these. sharers: those of `replicas` that divide the update of the weights. pipeline, homes: the stages
+    of these. sharers: ranks of `replicas` that divide the update. pipeline, homes: the stages
     of one model, in two groups (`parallel.pipeline.Ring`). tensor: ranks with the same slots, which divide
     the weights. holders: ranks that together hold every weight of the blocks once.
     """
@@ -91,7 +91,7 @@ class Mesh:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
 
     def _along(self, axes: Collection[str]) -> Ranks:
-        """Returns the group of ranks whose positions differ from this rank's along these axes only."""
+        """Returns the group of ranks that differ from this rank in the position along these axes only."""
         lines: dict[tuple[int, ...], list[int]] = {}
         for number in range(world_size()):
             position = position_of(number, self.sizes)

@@ -29,7 +29,7 @@ class Level(Protocol):
 
 
 class Ring:
-    """The messages among the ranks of a pipeline. All of them build a `Ring`, and call levels, together.
+    """The messages among the ranks of a pipeline. All these ranks build a `Ring`, and call levels, together.
 
     stages: the ranks, for messages from stage to stage. homes: the same ranks in a second group, for messages
     that leave home or return: with NCCL, messages between two ranks in one group wait for each other, and the

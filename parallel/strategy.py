@@ -63,7 +63,7 @@ class Strategy:
 
     model: the module to call in the forward pass. name: of the gradient sync, for records.
 
-    syncs: one for each of `weights.flats`. batch_size: number of slots whose losses an update adds up: those
+    syncs: one for each of `weights.flats`. batch_size: number of slots in the loss of an update: slots
     of all ranks, or with local steps of one rank.
     """
 

@@ -238,7 +238,7 @@ class Watchdog:
             self._record.write(self._step, silent_seconds=silence)
 
     def _read_heartbeats(self, store: Store, ranks: list[int]) -> dict[int, _Heartbeat]:
-        """Returns {rank: newest heartbeat} of those of `ranks` that have written one."""
+        """Returns {rank: newest heartbeat}, for each of `ranks` that has a heartbeat."""
         if not self._ask(store.check, [_key(number) for number in ranks]):
             ranks = [number for number in ranks if self._ask(store.check, [_key(number)])]
         texts = self._ask(store.multi_get, [_key(number) for number in ranks]) if ranks else []

@@ -143,7 +143,7 @@ class Needs:
 
 
 def _ring(num_bytes: float, ranks: int) -> float:
-    """Returns the bytes that each of n ranks sends in a ring all-reduce: 2 (n - 1) / n of the buffer."""
+    """Returns the bytes that each of n = `ranks` sends in a ring all-reduce: 2 (n - 1) / n * num_bytes."""
     return 2 * (ranks - 1) / ranks * num_bytes
 
 

@@ -30,7 +30,7 @@ def evaluate(
 
     All ranks call it. Returns None if `interruption` asks to stop before the end. With EMA the averages are
     evaluated, and with `raw` the weights too (eval_raw/...). Sets of `test_data_path` are named
-    test/<folder>.<set>/..., held-out puzzles validation/... (without evaluators). The cycles are those of the
+    test/<folder>.<set>/..., held-out puzzles validation/... (without evaluators). The cycles are of the
     architecture, also in a stage that trains with others. only_first_batches: one batch a set, no files.
     """
     options: dict[str, Any] = {"only_first_batches": only_first_batches, "fetch_rows": state.table.fetch}

@@ -41,7 +41,7 @@ class Loggers:
     """The loggers of a run on rank 0: metrics.jsonl, the console and W&B; on other ranks there are none.
 
     steps: range(number of steps done, step at which this start ends). run_info: values for W&B's config
-    beside those of the run's config. tags: for W&B.
+    beside the run's config. tags: for W&B.
     """
 
     def __init__(

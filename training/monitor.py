@@ -24,7 +24,7 @@ _OF_START = ("num_parameters", "gigaflops_per_step", "gradient_sync")  # values 
 
 
 class Monitor:
-    """The monitor of a run: a context manager around the steps. All ranks have one, and call it together.
+    """The monitor of a run: a context manager around the steps. All ranks call the methods together.
 
     is_logged: whether the log already has the row of `state.step`.
     """

@@ -51,7 +51,7 @@ _LOCK_FILE = "lock"
 def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None:
     """Composes the config of a command line, checks what can be checked without the data, names the run.
 
-    arguments: its words; None: those of this process. Returns None where the words ask for help. Raises
+    arguments: its words; None: of this process. Returns None where the words ask for help. Raises
     ValueError with one line for a mistake.
     """
     words = name_arch(sys.argv[1:] if arguments is None else arguments)
@@ -139,8 +139,8 @@ def lock_folder(folder: Path, *, other: str) -> None:
     other: the key that chooses another folder, for the error message.
 
     A POSIX lock belongs to one process: unlike with flock, forked workers that outlive their parent do not
-    hold the lock. It also works between nodes on NFS. Closing any descriptor of the file releases the lock:
-    so the only descriptor stays open.
+    hold the lock. POSIX locks work between nodes on NFS too. Closing any descriptor of the file releases the
+    lock: so the only descriptor stays open.
     """
     descriptor = _open_lock(folder, os.O_CREAT)
     try:

@@ -1,8 +1,8 @@
 """One training step: forward and backward pass, sum over ranks, update of the weights, averages.
 
-A slot is a place in the global batch, a board the puzzle and network state that a slot works on. A network
-that searches (LDT) keeps several boards in each slot, any other network one. `state.carry` has the boards of
-this rank's slots between steps.
+A slot is one of the global_batch_size parts of the batch, a board the puzzle and the network state that a
+slot works on. A network that searches (LDT) keeps several boards in each slot, any other network one. Between
+steps, `state.carry` has the boards of this rank's slots.
 """
 
 from collections.abc import Callable
