@@ -39,9 +39,8 @@ class ScaledBlock(nn.Module):
 class FixedPointLevel(Level):
     """A level of FPRM: y = depthwise convolution of y over the cells, then scaled blocks on a2 y + b2 e.
 
-    a1 (scale in the blocks) and a2, [hidden] in (0, 1), are learned. b1 and b2 are computed from them, so
-    that the size of y stays about the same. The kernel is 3 x 3 cells of a grid, or a cell and the 3 before
-    it.
+    a1 (scale in the blocks) and a2, [hidden] in (0, 1), are learned; b1 and b2 are computed from a1 and a2,
+    so that the size of y stays about the same. The kernel has 3 x 3 cells of a grid, or a cell and 3 before.
     """
 
     def __init__(self, arch: FPRMConfig, metadata: Metadata, *, take: Take):
@@ -83,12 +82,11 @@ class FixedPointLevel(Level):
 class FPRM(OneState, TokenNetwork):
     """The network of FPRM: calls its level f on the state y (z_H) until y changes little.
 
-    A call replaces y by y + w (f(y) - y). Each slot keeps a residual r, the largest relative change |f(y) -
-    y| at any position, and the step size w. w shrinks when r is above a threshold and has not reached a new
-    minimum (`best`) for some calls; `patience` counts these calls down.
+    A call replaces y by y + w (f(y) - y). Each slot keeps a residual r, the largest relative difference of
+    f(y) and y at any position, and the step size w. w shrinks when r is above a threshold and has not reached
+    a new minimum (`best`) for some calls; `patience` counts these calls down.
 
-    All calls of a thinking step carry gradient. A slot halts when r or w is small; the Q head has no
-    influence.
+    All calls of a thinking step carry gradient. A slot halts when r or w is small, not by the Q head.
     """
 
     undecayed = ("L_level.alpha_1_param", "L_level.alpha_2_param")

@@ -1,9 +1,9 @@
 """Sets environment variables that libraries read when they load: programs import this module before torch.
 
 OpenMP's waiting threads shall spin only for a moment and then sleep, unless the user has chosen otherwise:
-spinning threads take the cores from other processes. With two busy processes beside it, a step of the demo
-on two threads takes 140 ms with these settings, and 2300 ms with OMP_WAIT_POLICY=ACTIVE. Alone on the machine
-a step takes 49 ms with either, and 80 ms with PASSIVE.
+spinning threads take the cores from other processes. Beside two busy processes, a step of the demo on two
+threads takes 140 ms with these settings, and 2300 ms with OMP_WAIT_POLICY=ACTIVE. Alone on the machine, a
+step takes 49 ms with either, and 80 ms with PASSIVE.
 """
 
 import os

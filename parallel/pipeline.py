@@ -32,8 +32,7 @@ class Ring:
     """The messages among the ranks of a pipeline. All these ranks build a `Ring`, and call levels, together.
 
     stages: the ranks, for messages from stage to stage. homes: the same ranks in a second group, for messages
-    that leave home or return: with NCCL, messages between two ranks in one group wait for each other, and the
-    two kinds could deadlock.
+    from and to home: with NCCL, messages of two ranks in one group wait for each other, and could deadlock.
     """
 
     def __init__(self, stages: Ranks, homes: Ranks):

@@ -215,8 +215,7 @@ def close_group() -> None:
     """Collects garbage, and calls dist.destroy_process_group.
 
     DistributedDataParallel is a reference cycle that holds the group. If the group ended with that garbage,
-    it would wait for gloo's threads while holding Python's lock, which one of these threads may need: a
-    deadlock.
+    it would wait for gloo's threads while holding Python's lock, which they may need: a deadlock.
     """
     gc.collect()
     dist.destroy_process_group()

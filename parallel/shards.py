@@ -27,8 +27,7 @@ class Shard(NamedTuple):
     tensor: the elements of the part, in the order of `spans`. spans: where these elements are in the
     flattened whole, disjoint and rising; () where this rank holds nothing. shape: of the whole. is_own:
     whether the whole is [ranks, ...], with row r held by rank r only; on loading, another number of ranks
-    takes the mean of the rows. is_copy: whether an earlier rank holds the same part, and writes it to
-    checkpoints.
+    takes the mean of the rows. is_copy: whether an earlier rank holds the same part, and saves it.
     """
 
     tensor: Tensor

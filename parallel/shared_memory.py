@@ -23,8 +23,7 @@ class SharedTensors:
     """The tensors of all ranks of one machine, one for each rank, which all these ranks can read and write.
 
     of_ranks: [size] each, in the order of `ranks` (of this machine). own: the tensor of this rank. leaders:
-    the group of the first ranks of all machines, if there are several machines and this rank is a first one;
-    otherwise None.
+    with several machines, on the first rank of each, the group of first ranks; otherwise None.
     """
 
     def __init__(self, of_ranks: list[Tensor], ranks: Ranks, leaders: Ranks | None = None):
@@ -72,8 +71,7 @@ def open_shared_tensors(
 
     Returns None on all ranks if these are not several ranks of one node, or if the system does not let a
     process map another's memory (not Linux, separate containers). spans_nodes: whether to accept several
-    nodes with several ranks each; then `all_reduce_sum_` sums over nodes too, and `all_gather_` is not
-    usable.
+    nodes with several ranks each; then `all_reduce_sum_` sums over all nodes, and `all_gather_` is forbidden.
     """
     everyone, leaders, nodes = ranks.group, None, num_nodes()
     if ranks.size <= nodes or (nodes > 1 and not (spans_nodes and ranks.size == world_size())):

@@ -47,9 +47,9 @@ class StepResult(NamedTuple):
     """The result of the steps since the last synchronisation: scalars on the device, equal on all ranks.
 
     merged_steps: these steps, up to this one. With local steps, a step that does not synchronise has an empty
-    range, and None in the other fields. loss: mean over these steps and the global batch. grad_norm: norm of
-    the summed gradients, or with local steps the mean of the ranks' norms. stop_requests: number of ranks
-    that a signal has asked to stop.
+    range, and None in the other fields. loss: mean over these steps and the global batch. grad_norm: of the
+    summed gradients, or with local steps the mean of the ranks' norms. stop_requests: number of ranks with
+    one.
     """
 
     merged_steps: range

@@ -2,12 +2,10 @@
 
 Every rank writes a heartbeat into the key-value store at every tick. Rank 0 reads the heartbeats of all
 ranks, and the others only rank 0's, to keep the load of the store low. A rank that misses a heartbeat, or
-makes no progress itself, sets the alarm in the store. Then all ranks read all heartbeats for a moment,
-report, and end.
+makes no progress itself, sets the alarm in the store: then all ranks read all heartbeats, report, and end.
 
-There are two threads: one exchanges heartbeats, the other watches the clock and never waits. The second is
-needed because a call to the store does not return, whatever its timeout, while the process that serves the
-store is stopped.
+One thread exchanges heartbeats, another one watches the clock and never waits: a call to the store does not
+return, whatever its timeout, while the process that serves the store is stopped.
 """
 
 import contextlib

@@ -90,9 +90,8 @@ class StepClock:
 
 
 def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str, float], str | None]:
-    """Returns on rank 0 metrics of speed and memory over all ranks, and a warning that names a slow rank.
-
-    All ranks call it. The warning is None where no rank is slow; metrics are {} where no step was timed.
+    """Returns on rank 0 metrics of speed and memory over all ranks ({} if no step was timed), and a warning
+    that names a slow rank, or None. All ranks call it.
     """
     mine, ranks = clock.pop(), all_ranks()
     if not mine:

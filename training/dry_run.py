@@ -94,8 +94,7 @@ class Needs:
         """Returns {purpose: what a process sends in a step}, for the process that sends most.
 
         Puzzle rows are an upper limit: on CPUs, and with local steps, rows of the same puzzle are sent once.
-        The number of buckets and the calls of q_target=deferred are estimates. A few numbers for metrics and
-        clipping are left out.
+        Buckets and calls of q_target=deferred are estimates. Messages of metrics and clipping are left out.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(seq_len)
