@@ -300,3 +300,8 @@ def test_puzzles_are_made_up_by_the_rules_of_their_kind():
     mazes, answers = find_kind("maze").make_up(metadata, 5)
     assert maze.is_path(mazes, answers).all()
     assert (maze.shortest_path_cells(mazes) >= 16).all()
+    is_open = mazes.reshape(-1, 8, 8) != maze.WALL  # and a tree
+    doors = (is_open[:, 1:] & is_open[:, :-1]).sum((1, 2)) + (is_open[..., 1:] & is_open[..., :-1]).sum(
+        (1, 2)
+    )
+    assert (doors == is_open.sum((1, 2)) - 1).all()
