@@ -116,8 +116,7 @@ def run_steps(
                     checkpoints.save(state)
 
             # Log a row: the metrics since the last row, over all ranks, and an evaluation if one is due. Only
-            # `monitor.log` resets the metric sums: a run that stops before that saves the sums, and the next
-            # start logs the row.
+            # `monitor.log` resets the metric sums: a run that stops before saves them for the next start.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):

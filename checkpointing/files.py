@@ -1,8 +1,7 @@
 """Checkpoint folders of a run: names, manifest, verification, removal; also the rows of the run's log.
 
-The manifest has the size and the sha256 of every file, and a digest of the manifest's own content. Its text
-is fully determined by these, so that any changed byte is noticed. A folder gets the name `step_<N>` only
-after all its files are written.
+The manifest has the size and the sha256 of every file, and a digest of its own content: any changed byte is
+noticed. A folder gets the name `step_<N>` only after all its files are written.
 """
 
 import contextlib

@@ -18,8 +18,7 @@ def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[s
 
     targets: this rank's weights; tensors are overwritten, shards are not. Returns {name: whole weight} for
     the shards, to be sent to all ranks. Sends no message. A puzzle table of another size is filled with the
-    mean of the checkpoint's rows; any other difference raises ValueError, with keys that fit. arch: of the
-    run.
+    mean of the checkpoint's rows; any other difference raises ValueError, with keys that fit.
     """
     checkpoint = find_checkpoint(location)
     try:

@@ -153,8 +153,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
     """Returns the checkpoint at a location, downloaded and verified; ValueError if there is none.
 
     A location is a run folder (the newest step), RUN_FOLDER/best, a step_<N> folder, a step_<N> file of the
-    public code, a folder with the files of `share push`, a NAME in weights/ of this repository, or
-    hf://OWNER/NAME[@REVISION] on the Hub.
+    public code, a folder of `share push`, a NAME in weights/ here, or hf://OWNER/NAME[@REVISION] on the Hub.
     """
     if str(location).startswith("hf:/"):
         from dataset.hub import download, parse_address
@@ -263,8 +262,7 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
 def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False) -> HaltingModel:
     """Builds the model of a checkpoint on the CPU, with its averages (EMA) if there are any, unless `raw`.
 
-    metadata: of the dataset to read. Raises ValueError if the model cannot read that dataset, or the weights
-    do not fit the checkpoint's architecture.
+    metadata: of the dataset to read. ValueError if the model cannot read it, or weights and config disagree.
     """
     weights = load_weights(checkpoint, raw=raw)
     network = network_class(checkpoint.arch.name)

@@ -82,8 +82,7 @@ class Board(NamedTuple):
     """The state of a search on each puzzle, for display.
 
     candidates: bool [batch, seq_len, vocab], the tokens that are still possible in a cell. guess: int16
-    [batch], the cell at which the last step guessed a value; NO_GUESS; or ANEW if the last step found a
-    contradiction and reset the board.
+    [batch], the cell at which the last step guessed a value; NO_GUESS; or ANEW if it reset the board.
     """
 
     candidates: Tensor

@@ -1,7 +1,7 @@
 """The model: a network with the carry of slots, which work on a puzzle for several steps until they halt.
 
-All random numbers come from the argument `draws`, which has numbers of its own for each slot: so results do
-not depend on the number of processes.
+Random numbers come from `draws`, separate ones for each slot, and not from torch: so results do not depend on
+the number of processes.
 """
 
 import torch

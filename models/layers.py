@@ -129,8 +129,7 @@ class Dropout(NamedTuple):
     """A dropout (arXiv 1207.0580) with the same zeros for any number of micro-batches and ranks.
 
     keys: int64 [batch], random keys of the slots (`models.random`). stream: number of this dropout in the
-    network, to get different zeros for the same keys. probability: of a zero; other values are divided by
-    1 - probability.
+    network, for different zeros. probability: of a zero; other values are divided by 1 - probability.
     """
 
     keys: Tensor
@@ -147,8 +146,7 @@ class Dropout(NamedTuple):
 class Cuttable:
     """The interface of a layer that tensor-parallel ranks can divide: the output is the sum over ranks.
 
-    reads_share: whether a rank's part of the layer reads only a part of the input features. num_shares:
-    number of ranks that divide the layer.
+    reads_share: whether each rank reads only a part of the input features. num_shares: number of these ranks.
     """
 
     reads_share: ClassVar[bool] = False

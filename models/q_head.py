@@ -6,8 +6,8 @@ right than wrong), and no extra network call is needed for a target of q_continu
 
 q_target says where the target of q_continue comes from. exact: from an extra call for all slots, as
 published. deferred: for slots that continue, from the next step's call; this trains only the Q head, because
-the graph of the earlier step is gone. For slots that halt, from an extra call; on CUDA the host waits once a
-step for the number of these slots.
+the graph of the earlier step is gone. For slots that halt, from an extra call; on CUDA the host waits for the
+number of these slots.
 """
 
 from typing import Any

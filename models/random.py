@@ -62,8 +62,7 @@ def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) -> tuple[Tensor, ...]:
     """Returns four tensors of random numbers below 2**32, int64, the result of Philox4x32-10.
 
-    counter, key: four and two numbers below 2**32, which broadcast. int64 products may overflow into the
-    sign: all bits are right.
+    counter, key: four and two numbers below 2**32, which broadcast. Products may overflow into the sign bit.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

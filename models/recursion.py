@@ -125,8 +125,7 @@ def _log_D_of(name: str) -> str:
 class OneState:
     """The recurrence of a network with one level, `L_level`: H_cycles x L_cycles times z_H = L(z_H + e).
 
-    To be inherited before `Network`. The last `gradient_cycles` H cycles carry gradient; with 0, the last
-    call.
+    To be inherited before `Network`. The last `gradient_cycles` H cycles carry gradient; 0: the last call.
     """
 
     state_names = ("z_H",)

@@ -59,8 +59,7 @@ def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
     """Returns atan2(y, sqrt(x)) for x >= 0, to 2 units in the last place unless y^2 underflows.
 
     For compiled kernels, without a branch: on a CPU, torch.atan2 takes twice as long as all memory access of
-    an update. The tangent of half the angle is y / (sqrt(x) + sqrt(x + y^2)), in [-1, 1]; a short polynomial
-    gives the arctangent there.
+    an update. The tangent of half the angle, y / (sqrt(x) + sqrt(x + y^2)), suits a short polynomial.
     """
     tangent = y / (x.sqrt() + (x + y * y).sqrt() + _TINY)  # 0 / 0 is 0
     tangent = tangent.clamp(-1, 1)  # larger where y^2 underflows

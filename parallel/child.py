@@ -18,8 +18,7 @@ def run_child(program: str, words: Sequence[str], *, processes: int = 1) -> None
     """Runs a program such as pretrain.py to its end, and prints the program's output on stdout.
 
     processes: more than 1 are started by torchrun. An exception during the wait, such as Ctrl-C, asks the
-    program to stop; the program saves, and then the exception is raised again. Raises ValueError with the
-    program's error message if it fails.
+    program to stop and save; then the exception is raised again. ValueError if the program fails.
     """
     if processes < 1:
         raise ValueError(f"processes={processes}: give 1 or more")

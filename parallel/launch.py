@@ -1,7 +1,6 @@
 """Launches a program on all ranks: config, device, process group and watchdog.
 
-Only rank 0 reads the command line. Other functions check that all nodes have one code, run folder and
-dataset.
+Only rank 0 reads the command line. Checks that all nodes have the same code, run folder and dataset are here.
 """
 
 from parallel.environment import num_cores
@@ -238,8 +237,7 @@ def check_folder_is_shared(folder: Path) -> None:
 def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
     """Ends all ranks with a message if nodes have different datasets. All ranks call it.
 
-    fingerprint: hash of the dataset; "" on ranks where another rank of the node has computed it. names: of
-    the dataset's folders, for the message.
+    fingerprint: hash of the dataset; "" if another rank of the node has computed it. names: for the message.
     """
     is_same = fingerprint in ("", broadcast_object(fingerprint))
     advice = "copy it to all nodes, or share the folder"

@@ -7,8 +7,8 @@
     error, exception   stderr of the calling rank                 of the calling rank
 
 Warnings and errors are one line on stderr, with the rank where there are several; the file adds time, rank
-and tracebacks. Warnings of libraries, by logging or by Python's `warnings`, appear like our own. Output of
-C++ code does not pass through this module.
+and tracebacks. Warnings of libraries, by logging or by Python's `warnings`, appear like our own, but not
+output of C++ code.
 """
 
 import contextlib

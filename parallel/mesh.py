@@ -25,8 +25,7 @@ def sizes_of(
 ) -> dict[str, int]:
     """Returns {axis: number of ranks}; the axis "replicate" gets all ranks that the others leave.
 
-    shard: -1: all ranks that pipeline and tensor leave; "auto": 1. ValueError if sizes do not divide
-    world_size.
+    shard: -1: all ranks that pipeline and tensor leave; "auto": 1. ValueError if sizes do not fit.
     """
     for key, size in (("pipeline_parallel_degree", pipeline), ("tensor_parallel_degree", tensor)):
         if world_size % size:

@@ -48,8 +48,7 @@ class StepResult(NamedTuple):
 
     merged_steps: these steps, up to this one. With local steps, a step that does not synchronise has an empty
     range, and None in the other fields. loss: mean over these steps and the global batch. grad_norm: of the
-    summed gradients, or with local steps the mean of the ranks' norms. stop_requests: number of ranks with
-    one.
+    summed gradients, or with local steps the mean of norms. stop_requests: number of ranks asked to stop.
     """
 
     merged_steps: range

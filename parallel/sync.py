@@ -237,8 +237,7 @@ def build_gradient_sync(
 ) -> GradientSync:
     """Builds the sync of the config's keys `sync`, `bucket_size_mb` and `sync_dtype`. All ranks call it.
 
-    auto: `SharedMemorySync` if `flat` is in shared memory, else `FlatSync`, as always without a process
-    group.
+    auto: `SharedMemorySync` if `flat` is in shared memory, else `FlatSync`. ddp needs a process group.
     """
     if flat.messages_of_ranks is not None:
         assert (sync, sync_dtype) == ("auto", "float32")

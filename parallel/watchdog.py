@@ -221,8 +221,7 @@ class Watchdog:
         is_paused = self._pauses > 0 or (is_main() and self._others_are_paused())
         heartbeat = _Heartbeat(time.time(), self._step, self._state(), is_paused, has_left)
         self._ask(store.set, _key(rank()), json.dumps(dataclasses.asdict(heartbeat)))
-        # Sets the alarm if this rank has found a reason and none is set, and reads it. `get` would wait for
-        # the key.
+        # Sets the alarm if this rank has found a reason and none is set, and reads it; `get` might wait.
         self._alarm = self._ask(store.compare_set, "alarm", "", self._found).decode()
         ranks = range(world_size()) if is_main() or self._alarm else (0, rank())
         asked_at, self._asked_at = self._asked_at, time.monotonic()

@@ -40,8 +40,7 @@ def _tidy_wandb_mode() -> None:
 class Loggers:
     """The loggers of a run on rank 0: metrics.jsonl, the console and W&B; on other ranks there are none.
 
-    steps: range(number of steps done, step at which this start ends). run_info: values for W&B's config
-    beside the run's config. tags: for W&B.
+    steps: range(number of steps done, step at which this start ends). run_info: further values for W&B.
     """
 
     def __init__(

@@ -51,8 +51,7 @@ _LOCK_FILE = "lock"
 def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None:
     """Composes the config of a command line, checks what can be checked without the data, names the run.
 
-    arguments: its words; None: of this process. Returns None where the words ask for help. Raises
-    ValueError with one line for a mistake.
+    arguments: its words; None: of this process. None if they ask for help. ValueError for a mistake.
     """
     words = name_arch(sys.argv[1:] if arguments is None else arguments)
     options = {"notice": log.warning, "dry_run": dry_run.describe}

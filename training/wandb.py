@@ -40,8 +40,7 @@ class WandbRun:
     """The logger of a run folder's run at W&B.
 
     W&B's client has a helper process. An unexpected answer of the server can end the helper process before
-    all rows are sent. `WandbRun` then restarts the client, once, without artifacts, and sends the missing
-    rows from metrics.jsonl.
+    all rows are sent. Then this class restarts the client, once, without artifacts, and sends the rest.
 
     run_info: values for W&B's config beside the run's config.
     """
