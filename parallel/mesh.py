@@ -27,15 +27,11 @@ def sizes_of(
 
     shard: -1: all ranks that pipeline and tensor leave; "auto": 1. ValueError if sizes do not fit.
     """
-    for key, size in (("pipeline_parallel_degree", pipeline), ("tensor_parallel_degree", tensor)):
-        if world_size % size:
-            raise ValueError(f"{key}={size} does not divide the {world_size} processes: change one of them")
     left, rest = divmod(world_size, pipeline * tensor)
     if rest:
-        raise ValueError(
-            f"pipeline_parallel_degree={pipeline} x tensor_parallel_degree={tensor} does not divide the "
-            f"{world_size} processes: change one of them"
-        )
+        degrees = {"pipeline_parallel_degree": pipeline, "tensor_parallel_degree": tensor}
+        given = " x ".join(f"{key}={size}" for key, size in degrees.items() if size > 1)
+        raise ValueError(f"{given} does not divide the {world_size} processes: change one of them")
     shard = {"auto": 1, -1: left}.get(shard, shard)
     if left % shard:
         raise ValueError(
@@ -81,10 +77,6 @@ class Mesh:
     def is_plain(self) -> bool:
         """Returns whether the mesh has no pipeline or tensor parallelism: each rank holds whole weights."""
         return self.sizes["pipeline"] == self.sizes["tensor"] == 1
-
-    def describe(self, number: int) -> str:
-        """Returns the position of rank `number` in this mesh as a text, such as "stage 1, shard 0"."""
-        return describe_position(number, self.sizes)
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)

@@ -1,8 +1,10 @@
 """The layout of a run's ranks along the axes of the mesh: pipeline, replicate, shard and tensor."""
 
+import functools
+
 from config.schema import PretrainConfig
 from parallel import log
-from parallel.mesh import Mesh, sizes_of
+from parallel.mesh import Mesh, describe_position, sizes_of
 from parallel.process_group import is_elastic, world_size
 
 
@@ -16,7 +18,7 @@ def build_mesh(config: PretrainConfig) -> Mesh:
     """Builds the process groups of this rank. All ranks call it; log messages then name a rank's position."""
     mesh = Mesh(layout_of(config, world_size()))
     if not mesh.is_plain:
-        log.locate_ranks(mesh.describe)
+        log.locate_ranks(functools.partial(describe_position, sizes=mesh.sizes))
     return mesh
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.checkpoints import FINGERPRINT, begin_training, do_step
+from tests.checkpoints import FINGERPRINT, do_step
 from tests.float64 import in_float64
 from tests.ranks import run_ranks
 from tests.test_layouts import (
@@ -18,7 +18,6 @@ from tests.test_layouts import (
     assert_files_close,
     assert_programs_agree,
     begin,
-    build_config,
     do_steps,
     go_on,
     save_in_the_middle,
@@ -105,8 +104,8 @@ def _compile(layouts: list[str]) -> None:
         counters.clear()
         gradients = []
         for forward_dtype, compiles in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
-            config = build_config("trm", layout, ACCUMULATION | {"arch": {"forward_dtype": forward_dtype}})
-            state = begin_training(config, compiles=compiles)
+            options = {"arch": {"forward_dtype": forward_dtype}, "compile": compiles}
+            state, config = begin("trm", layout, ACCUMULATION | options)
             do_step(state, config, random_batch(8))
             gradients.append(torch.cat([flat.gradients for flat in state.weights.flats]))
         exact, *others = gradients
