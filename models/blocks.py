@@ -121,7 +121,7 @@ class Level(nn.Module):
         return self.run_blocks(state + injection, *context)
 
     def run_blocks(self, h: Tensor, *context: Any) -> Tensor:
-        """Applies the blocks; a pipeline replaces this by what sends h through all stages."""
+        """Applies the blocks. A pipeline replaces this method by one that sends h through all stages."""
         for layer in self.layers:
             if self.recomputes_blocks and torch.is_grad_enabled():
                 h = checkpoint(layer, h, *context, use_reentrant=False, preserve_rng_state=False)

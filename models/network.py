@@ -311,7 +311,7 @@ class Network(nn.Module):
 
 
 def choose_dtype(name: str) -> torch.dtype:
-    """Returns the dtype of a forward_dtype; auto is bfloat16, unless a CUDA device only emulates that."""
+    """Returns the dtype of a forward_dtype; auto: bfloat16, or float32 if CUDA only emulates bfloat16."""
     emulates = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
     return getattr(torch, {"auto": "float32" if emulates else "bfloat16"}.get(name, name))
 
@@ -322,5 +322,4 @@ def plus_noise(z: Tensor, std: float, draws: Draws | None, *, use: str) -> Tenso
 
 
 def _init_of(name: str) -> str:
-    """Returns the buffer's name X_init for z_X."""
     return f"{name.removeprefix('z_')}_init"
