@@ -49,7 +49,7 @@ class Block(nn.Module):
         return attended if self.conv is None else attended + self.conv(h)
 
     def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Returns the operations on one input of this shape (`models.flops`)."""
+        """Counts the operations on one input of this shape (`models.flops`)."""
         shapes = {part: shape[::-1] if part is self.mlp_t else shape for part in self.children()}
         return sum(flops(part, each, trains=trains) for part, each in shapes.items())
 

@@ -12,7 +12,7 @@ Shape = tuple[int, ...]  # of an input, without the batch
 
 
 def flops(module: nn.Module, shape: Shape, *, trains: bool = False) -> int:
-    """Returns the operations of a module on one input, summed over tensor-parallel ranks.
+    """Counts the operations of a module on one input, on all tensor-parallel ranks together.
 
     Calls the module's method `flops` if it has one; otherwise counts a matrix `weight` as a product at every
     position, or adds up the submodules. trains: whether to add the backward pass: the operations once more
@@ -27,6 +27,6 @@ def flops(module: nn.Module, shape: Shape, *, trains: bool = False) -> int:
 
 
 def weight_flops(weight: Tensor, shape: Shape, *, trains: bool = False) -> int:
-    """Returns the operations of a product with `weight` at every position of an input of this shape."""
+    """Counts the operations of a product with `weight` at every position of an input of this shape."""
     passes = 2 + weight.requires_grad if trains else 1
     return passes * 2 * weight.numel() * math.prod(shape[:-1])

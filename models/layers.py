@@ -214,7 +214,7 @@ class Attention(Cuttable, nn.Module):
         self.num_heads //= num_shares
 
     def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Returns the operations on one input of this shape (`models.flops`): projections and attention."""
+        """Counts the operations on one input of this shape (`models.flops`): projections and attention."""
         products = 2 * 2 * math.prod(shape[:-1]) * shape[-2] * self.o_proj.weight.shape[1]
         projections = (flops(part, shape, trains=trains) for part in self.children())
         return sum(projections) + (3 if trains else 1) * products
@@ -248,7 +248,7 @@ class Convolution(Cuttable, Linear):
         return {"weight": (len(self.weight), len(self.weight))}
 
     def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Returns the operations on one input of this shape (`models.flops`), with those on the padding."""
+        """Counts the operations on one input of this shape (`models.flops`), with those on the padding."""
         return weight_flops(self.weight, (shape[0] - self.num_before, shape[1]), trains=trains)
 
 

@@ -245,7 +245,7 @@ class Network(nn.Module):
     # Cost in floating-point operations (`models.flops`).
 
     def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
-        """Returns the operations of a thinking step of one slot; trains: with the backward pass."""
+        """Counts the operations of a thinking step of one slot; trains: with the backward pass."""
         shape, total = self.state_shape(seq_len), self.head_flops(seq_len, trains=trains)
         for level, calls, with_gradient in self.calls(reasoning):
             with_gradient *= trains
@@ -258,7 +258,7 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def head_flops(self, seq_len: int, *, trains: bool = False) -> int:
-        """Returns the operations of `predict` for one slot."""
+        """Counts the operations of `predict` for one slot."""
         raise NotImplementedError
 
     # The thinking step: embed, reason, predict.

@@ -32,7 +32,7 @@ class QHead(TokenLosses):
         self.no_ACT_continue, self.q_target = arch.no_ACT_continue, arch.q_target
 
     def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
-        """Draws `min_steps`, int32 [batch_size]: before so many thinking steps a slot may not halt.
+        """Draws `min_steps`, int32 [batch_size]: a slot may not halt before this number of thinking steps.
 
         With probability halt_exploration_prob, the number is uniform in 2 to max_steps, otherwise 0.
         """
@@ -78,7 +78,7 @@ class QHead(TokenLosses):
         return tuple(targets)
 
     def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
-        """Returns the operations of a step, with calls for Q targets (deferred: 1 / max_steps of a call)."""
+        """Counts the operations of a step, with calls for Q targets (deferred: 1 / max_steps of a call)."""
         once = super().step_flops(reasoning, seq_len=seq_len, trains=trains)
         if not trains or self.no_ACT_continue or reasoning.max_steps == 1:
             return once

@@ -61,7 +61,7 @@ class AxialBlock(nn.Module):
         return rms_norm(h + self.mlp(h), eps=self.eps)
 
     def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Returns the operations on one input [symbols, positions, hidden] (`models.flops`)."""
+        """Counts the operations on one input [symbols, positions, hidden] (`models.flops`)."""
         symbols, positions, width = shape
         parts = ((self.attn, shape), (self.attn_t, (positions, symbols, width)), (self.mlp, shape))
         return sum(flops(part, each, trains=trains) for part, each in parts)

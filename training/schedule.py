@@ -35,7 +35,7 @@ class Schedule:
         return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)
 
     def petaflops(self, step: int, model: HaltingModel, *, seq_len: int) -> float:
-        """Returns the operations of the first `step` steps on all ranks, in 1e15 (see `models.flops`)."""
+        """Counts the operations of the first `step` steps on all ranks, in 1e15 (see `models.flops`)."""
         of_slot = 0.0
         for stage, number in self._plan.num_steps(step):
             reasoning = dataclasses.replace(model.reasoning, **stage.cycles)
