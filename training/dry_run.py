@@ -175,7 +175,7 @@ def describe(config: PretrainConfig, world_size: int) -> str:
             *(f"{part:<24}{num_bytes / _GB:10.3g}" for part, num_bytes in memory.items()),
             f"\n{'a process sends a step':<24}{'messages':>10}{'MB':>10}",
             *(f"{what:<24}{each.messages:10.3g}{each.bytes / _MB:10.3g}" for what, each in sent.items()),
-            f"\n{num_steps or 'unknown'} steps, {flops / _PETA:.3g} PF each",
+            f"\n{num_steps or 'unknown'} steps, {flops / _PETA:.3g} PFLOP each",
         ]
     )
 

@@ -79,14 +79,12 @@ def read_puzzles(text: str) -> list[Puzzle]:
 def _make_up(metadata: Metadata, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Makes perfect mazes: as with Sudokus made up, each has one answer."""
     size = math.isqrt(metadata.seq_len)
-    mazes, sizes = (
-        np.empty((0, size**2), np.uint8),
-        {"size": size, "min_path_cells": 2 * size, "is_perfect": True},
-    )
+    mazes = np.empty((0, size**2), np.uint8)
+    drawn = {"size": size, "min_path_cells": 2 * size, "is_perfect": True}
     for index in itertools.count():
         if len(mazes) >= count:
             return mazes[:count], rules.published_answers(mazes[:count])
-        mazes = np.concatenate([mazes, rules.draw_mazes(0, stream=_MADE_UP, index=index, **sizes)])
+        mazes = np.concatenate([mazes, rules.draw_mazes(0, stream=_MADE_UP, index=index, **drawn)])
 
 
 KIND = Kind(
