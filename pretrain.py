@@ -67,9 +67,9 @@ def train(run: Run[PretrainConfig]) -> int:
     with run.watchdog.paused():  # init_from may have to be downloaded
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
 
-    # End here if the last step of this start (at most `max_steps`) is done and logged. Where the run was
-    # killed in the evaluation after the last step, the row is missing: `run_steps` evaluates and logs it.
-    if state.step >= schedule.last_step and is_logged:
+    # End here if this launch has nothing left to do: its last step (`max_steps`, or the run's last) is done
+    # and logged. A run that was killed in the evaluation after that step lacks the row: `run_steps` logs it.
+    if state.step >= schedule.end_step and is_logged:
         write_status(folder, schedule.status(state.step), step=state.step)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
         return 0
@@ -81,6 +81,7 @@ def train(run: Run[PretrainConfig]) -> int:
     stopped = f"stopped: the same command goes on from here, with run_name={config.run_name};"
     outcome = stopped if is_stopped else "done:"
     log.info(f"{outcome} {schedule.describe(state.step)}")
+    # A stop by a signal ends torchrun too. The exit status tells an elastic torchrun to continue the run.
     return end_torchrun() if is_stopped else 0
 
 
@@ -115,8 +116,9 @@ def run_steps(
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Log a row: the metrics since the last row, over all ranks, and an evaluation if one is due. Only
-            # `monitor.log` resets the metric sums: a run that stops before saves them for the next start.
+            # Log a row: the metrics since the last row, over all ranks, and an evaluation if one is due.
+            # `reduce` leaves the metric sums, `log` resets them. Where a signal stops the run between the
+            # two, the last checkpoint has the sums, and the next launch logs the row.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):
@@ -128,7 +130,7 @@ def run_steps(
                     monitor.show_puzzles(state)
                 monitor.log(state, row)
 
-            if interruption.is_agreed() or state.step >= schedule.last_step:
+            if interruption.is_agreed() or state.step >= schedule.end_step:
                 break
 
             # Step. Each rank sends along with its gradients whether a signal has asked it to stop, so that
@@ -141,6 +143,7 @@ def run_steps(
                 config=config,
                 rates=schedule.learning_rates(state.step + 1),
                 clock=monitor.clock,
+                # A function of the step: a network that advances asks for the last step too.
                 reasoning_at=lambda step: schedule.reasoning(step, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
@@ -151,8 +154,8 @@ def run_steps(
                 with monitor.paused():
                     state.check_replicas()
 
-        # End: save, wait for the save, write status and report. `close` is called here, before the end of the
-        # `with` block, because no status is written after a failed save.
+        # End: save, wait for the save, then write status and report, on rank 0. Checkpoints and monitor are
+        # closed here (and again, without effect, by `with`): no status is written after a failed save.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # the last checkpoint may have much to write, W&B much to send
             checkpoints.save(state)

@@ -215,7 +215,7 @@ class Trainer:
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """Returns {part of a checkpoint: {name: tensor}} of this rank."""
-        parts = self.state.files()
+        parts = self.state.sections()
         return {part: {name: tensor_of(t) for name, t in each.items()} for part, each in parts.items()}
 
 

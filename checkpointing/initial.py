@@ -22,13 +22,13 @@ def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[s
     """
     checkpoint = find_checkpoint(location)
     try:
-        spread = fill_(targets, load_weights(checkpoint), source=f"init_from={location}")
+        whole = fill_(targets, load_weights(checkpoint), source=f"init_from={location}")
     except ValueError as error:
         words = " ".join(_words_for(checkpoint.arch, instead_of=arch))
         cure = f"{ARCH_WORD}, or {words}" if words else "data of its vocabulary and length"
         raise ValueError(f"{error}: give {cure}") from None
     log.info(f"beginning with the weights of {checkpoint}")
-    return spread
+    return whole
 
 
 def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:

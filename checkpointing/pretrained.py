@@ -242,7 +242,7 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """Reads a step_<N> folder of a run, or a file of the public code."""
+    """Reads a step_<N> folder of a run, or a file of the public code. step: N; None for a public file."""
     if path.is_file():
         beside = [path.absolute().with_name(name) for name in PUBLISHED_CONFIGS]
         config_path = next(filter(Path.is_file, beside), beside[0])

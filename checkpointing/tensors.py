@@ -1,8 +1,9 @@
 """Safetensors files of whole and sharded tensors: each rank writes its shards, any number of ranks can read.
 
-A part is a named set of tensors, such as "optimizer". <part>.safetensors has the part's whole tensors, and
-<part>_<r>_of_<w>.safetensors the shards of rank r of w; the metadata say which elements these are. A reader
-need not know how many ranks have written: `load_joined` returns whole tensors, `load_into_` fills shards.
+A section of a checkpoint is a named set of tensors, such as "optimizer". <section>.safetensors has the whole
+tensors of a section, and <section>_<r>_of_<w>.safetensors the shards of rank r of w; the metadata say which
+elements these are. A reader need not know how many ranks have written: `load_joined` returns whole tensors,
+`load_into_` fills shards.
 """
 
 import itertools
@@ -25,23 +26,23 @@ from parallel.process_group import is_main, rank, world_size
 from parallel.shards import Shard, Span, Spans, Tensors, tensor_of
 
 _MOST = 2**48  # elements of a tensor, at most
-_SHARDS = "shards"  # in the metadata, as JSON: {name: [spans, shape of the whole, is_own]}
+_SHARDS = "shards"  # in the metadata, as JSON: {name: [spans, shape of the whole, is_by_rank]}
 
 
-def files_of(parts: Mapping[str, Tensors]) -> dict[str, Tensors]:
+def files_of(sections: Mapping[str, Tensors]) -> dict[str, Tensors]:
     """Returns {file: tensors that this rank must write}: rank 0 writes whole tensors, every rank its shards.
 
     Sends no message. All ranks must give shards of the same names; these, without copies, must have every
     element of the whole once. A shard may be empty.
     """
     files: dict[str, Tensors] = {}
-    for part, tensors in parts.items():
+    for section, tensors in sections.items():
         whole = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
         shards = {key: _written(each) for key, each in tensors.items() if isinstance(each, Shard)}
         if whole and is_main():
-            files[f"{part}.safetensors"] = whole
+            files[f"{section}.safetensors"] = whole
         if shards:
-            files[_shard_file(part, rank(), world_size())] = shards
+            files[_shard_file(section, rank(), world_size())] = shards
     return files
 
 
@@ -52,38 +53,40 @@ def _written(shard: Shard) -> Shard:
 def save_tensors(tensors: Tensors, path: Path) -> None:
     """Writes one of the files that `files_of` returns."""
     shards = {
-        key: [each.spans, each.shape, each.is_own] for key, each in tensors.items() if isinstance(each, Shard)
+        key: [each.spans, each.shape, each.is_by_rank]
+        for key, each in tensors.items()
+        if isinstance(each, Shard)
     }
     plain = {key: tensor_of(each) for key, each in tensors.items()}
     save_file(plain, path, metadata={_SHARDS: json.dumps(shards)} if shards else None)
 
 
-def find_files(folder: Path, part: str) -> list[Path]:
-    """Returns the existing files of a part: for whole tensors, and for the shards of each rank.
+def find_files(folder: Path, section: str) -> list[Path]:
+    """Returns the existing files of a section: for whole tensors, and for the shards of each rank.
 
     Raises ValueError if the shards of some ranks are missing.
     """
-    pattern = re.compile(rf"{re.escape(part)}_(\d+)_of_(\d+)\.safetensors")
+    pattern = re.compile(rf"{re.escape(section)}_(\d+)_of_(\d+)\.safetensors")
     found = [match for path in folder.iterdir() if (match := pattern.fullmatch(path.name)) and path.is_file()]
     shards = []
     for size in sorted({int(match[2]) for match in found}):
         # The number in a file's name may be wrong and huge: check no more files than were found, and one.
         for number in range(min(size, len(found) + 1)):
-            path = folder / _shard_file(part, number, size)
+            path = folder / _shard_file(section, number, size)
             if not path.is_file():
                 raise ValueError(f"{path} is missing: each process saved its own shards, and all are needed")
             shards.append(path)
-    whole = folder / f"{part}.safetensors"
+    whole = folder / f"{section}.safetensors"
     return [whole] * whole.is_file() + shards
 
 
-def load_joined(folder: Path, part: str) -> dict[str, Tensor]:
-    """Returns {name: whole tensor} of a part, whatever number of ranks has written it.
+def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
+    """Returns {name: whole tensor} of a section, whatever number of ranks has written it.
 
     Raises ValueError if files are missing, OSError or SafetensorError if one cannot be read.
     """
     values: dict[str, Tensor] = {}
-    for stored in _stored(folder, part):
+    for stored in _stored(folder, section):
         if stored.spans is None:
             values[stored.key] = stored.read()
             continue
@@ -94,28 +97,33 @@ def load_joined(folder: Path, part: str) -> dict[str, Tensor]:
 
 
 def load_into_(
-    targets: Tensors, folder: Path, part: str, *, is_optional: bool = False, elsewhere: tuple[str, ...] = ()
+    targets: Tensors,
+    folder: Path,
+    section: str,
+    *,
+    is_optional: bool = False,
+    elsewhere: tuple[str, ...] = (),
 ) -> None:
-    """Overwrites tensors and shards of this rank from a part, whatever number of ranks has written it.
+    """Overwrites tensors and shards of this rank from a section, whatever number of ranks has written it.
 
-    Reads only tensors that have elements for this rank. Tensors that each rank had of its own (`is_own`) are
-    averaged if the number of ranks differs. is_optional: whether to do nothing without files. elsewhere: ends
-    of names that may be missing in `targets`, because only other ranks hold them. Raises ValueError if names,
-    shapes or dtypes differ, or files are missing.
+    Reads only tensors that have elements for this rank. Tensors of which each rank had its own (`is_by_rank`)
+    are averaged if the number of ranks differs. is_optional: whether to do nothing without files. elsewhere:
+    ends of names that may be missing in `targets`, because only other ranks hold them. Raises ValueError if
+    names, shapes or dtypes differ, or files are missing.
     """
-    if not targets or (is_optional and not find_files(folder, part)):
+    if not targets or (is_optional and not find_files(folder, section)):
         return
     absent, num_read = set(targets), Counter()
-    for stored in _stored(folder, part):
+    for stored in _stored(folder, section):
         if stored.key not in targets and stored.key.endswith(elsewhere):
             continue
         if stored.key not in targets:
             raise _does_not_fit(folder, stored.key, stored=stored.shape, own=None)
         absent.discard(stored.key)
         target, weight = targets[stored.key], 1.0
-        if _shape_of(target) != stored.shape and isinstance(target, Shard) and target.is_own:
+        if _shape_of(target) != stored.shape and isinstance(target, Shard) and target.is_by_rank:
             target = target.tensor[0]
-        if _shape_of(target) != stored.shape and stored.is_own:
+        if _shape_of(target) != stored.shape and stored.is_by_rank:
             num_read[stored.key] += 1
             stored, weight = stored.alone(), 1 / num_read[stored.key]
         stored.copy_into_(target, weight=weight)
@@ -135,12 +143,12 @@ def _shape_of(kept: Tensor | Shard) -> tuple[int, ...]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in an open file. spans, shape, is_own: as in `Shard`; spans None: the tensor is whole."""
+    """A tensor in an open file. spans, shape, is_by_rank: as in `Shard`; spans None: the tensor is whole."""
 
     key: str
     spans: Spans | None
     shape: tuple[int, ...]
-    is_own: bool
+    is_by_rank: bool
     file: safe_open
     folder: Path
 
@@ -148,8 +156,8 @@ class _Stored(NamedTuple):
         return self.file.get_tensor(self.key)
 
     def alone(self) -> "_Stored":
-        """Returns the same tensor without the axis of ranks, as a whole tensor. For `is_own`."""
-        return self._replace(spans=None, shape=self.shape[1:], is_own=False)
+        """Returns the same tensor without the axis of ranks, as a whole tensor. For `is_by_rank`."""
+        return self._replace(spans=None, shape=self.shape[1:], is_by_rank=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0) -> None:
         """Copies the elements that the target has too: target = (1 - weight) * target + weight * copy."""
@@ -170,15 +178,15 @@ class _Stored(NamedTuple):
             to.copy_(flat.view_as(to))
 
 
-def _stored(folder: Path, part: str) -> Iterator[_Stored]:
-    """Yields the tensors of a part, file by file.
+def _stored(folder: Path, section: str) -> Iterator[_Stored]:
+    """Yields the tensors of a section, file by file.
 
     After the last tensor, raises ValueError if the shards of a tensor overlap or leave a gap.
     """
-    paths = find_files(folder, part)
+    paths = find_files(folder, section)
     if not paths:
         raise ValueError(
-            f"{folder} has no {part}.safetensors: give the config that it was trained with, or "
+            f"{folder} has no {section}.safetensors: give the config that it was trained with, or "
             f"init_from={folder} to begin with its weights alone"
         )
     found: dict[str, list[Span]] = defaultdict(list)
@@ -188,30 +196,30 @@ def _stored(folder: Path, part: str) -> Iterator[_Stored]:
             metadata = file.metadata() or {}
             shards = parse_json(metadata.get(_SHARDS, "{}"), where=f"{path}: {_SHARDS}")
             for key in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
-                shape, spans, is_own = tuple(file.get_slice(key).get_shape()), None, False
+                shape, spans, is_by_rank = tuple(file.get_slice(key).get_shape()), None, False
                 num_stored = math.prod(shape)
                 if key in shards:
-                    spans, shape, is_own = _parse_shard(shards[key], num_stored, where=f"{path}: {key}")
+                    spans, shape, is_by_rank = _parse_shard(shards[key], num_stored, where=f"{path}: {key}")
                 found[key] += (Span(0, num_stored),) if spans is None else spans
                 if shapes.setdefault(key, shape) != shape:
                     raise ValueError(f"{path}: {key} has another shape than in the other files")
-                yield _Stored(key, spans, shape, is_own, file, folder)
+                yield _Stored(key, spans, shape, is_by_rank, file, folder)
     for key, spans in found.items():
         if not _are_whole(spans, math.prod(shapes[key])):
             raise ValueError(f"{folder}: its files have an element of {key} twice, or not at all")
 
 
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
-    """Returns (spans, shape, is_own) of a shard of `num_stored` elements; ValueError if these are invalid."""
+    """Returns (spans, shape, is_by_rank) of a shard of `num_stored` elements; ValueError if invalid."""
     try:
-        spans, shape, is_own = entry
+        spans, shape, is_by_rank = entry
         spans, size = tuple(Span(*span) for span in spans), math.prod(shape)
         are_counts = all(type(number) is int and number >= 0 for number in itertools.chain(shape, *spans))
         is_inside = all(
             each.start + each.stride * (each.count - 1) + each.length <= size < _MOST for each in spans
         )
         if are_counts and is_inside and sum(span.length * span.count for span in spans) == num_stored:
-            return spans, tuple(shape), bool(is_own)
+            return spans, tuple(shape), bool(is_by_rank)
     except (TypeError, ValueError):
         pass
     raise ValueError(f"{where} is no shard as its metadata say")
@@ -255,5 +263,5 @@ def _units_of(span: Span, unit: int) -> np.ndarray:
     return (first[:, None] + np.arange(span.length // unit)).reshape(-1)
 
 
-def _shard_file(part: str, number: int, size: int) -> str:
-    return f"{part}_{number}_of_{size}.safetensors"
+def _shard_file(section: str, number: int, size: int) -> str:
+    return f"{section}_{number}_of_{size}.safetensors"

@@ -29,7 +29,7 @@ from parallel.process_group import connect_store, is_main, rank, world_size
 from parallel.shards import Shard, Tensors, tensor_of
 
 _Files = dict[str, Tensors]  # by name
-_PART_SECONDS = 600.0  # how long rank 0, when its own files are written, waits for those of other ranks
+_OTHERS_SECONDS = 600.0  # how long rank 0, when its own files are written, waits for those of other ranks
 _POLL_SECONDS = 0.05
 
 
@@ -44,7 +44,7 @@ class CheckpointWriter:
         self._run_folder, self._after_commit = run_folder, after_commit
         self._thread: threading.Thread | None = None
         self._copies: _Files = {}
-        self._part_seconds = 0.0
+        self._others_seconds = 0.0
         self.failure: str | None = None
 
     def start(self, step: int, tensors: _Files, texts: dict[str, str]) -> None:
@@ -63,19 +63,19 @@ class CheckpointWriter:
             self._copy_to_host(tensors)
         except Exception as error:  # no memory left
             failure = _describe(error)
-        self._part_seconds = _PART_SECONDS
+        self._others_seconds = _OTHERS_SECONDS
         arguments = (unfinished, goal, texts, failure)
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
-    def wait(self, *, timeout_seconds: float | None = None, part_seconds: float | None = None) -> None:
+    def wait(self, *, timeout_seconds: float | None = None, others_seconds: float | None = None) -> None:
         """Waits until the current save is complete or has failed; on ranks other than 0, only for own files.
 
-        timeout_seconds: for the whole wait; None: without limit. part_seconds: how long rank 0, when its own
-        files are written, waits for those of other ranks; None: unchanged.
+        timeout_seconds: for the whole wait; None: without limit. others_seconds: how long rank 0, when its
+        own files are written, waits for those of other ranks; None: unchanged.
         """
-        if part_seconds is not None:
-            self._part_seconds = part_seconds
+        if others_seconds is not None:
+            self._others_seconds = others_seconds
         if self._thread is not None:
             self._thread.join(timeout_seconds)
             if not self._thread.is_alive():
@@ -108,15 +108,15 @@ class CheckpointWriter:
 
     def _write(self, unfinished: Path, goal: Path, texts: dict[str, str], failure: str) -> None:
         # Runs in the thread, with all functions that it calls.
-        part = {"failure": failure} if failure else _write_part(unfinished, self._copies, texts)
+        written = {"failure": failure} if failure else _write_own(unfinished, self._copies, texts)
         if is_main():
-            self._commit(unfinished, goal, part)
+            self._commit(unfinished, goal, written)
         else:
-            _send_to_rank_0(unfinished.name, part)
+            _send_to_rank_0(unfinished.name, written)
 
-    def _commit(self, unfinished: Path, goal: Path, part: dict[str, Any]) -> None:
+    def _commit(self, unfinished: Path, goal: Path, written: dict[str, Any]) -> None:
         try:
-            files = self._files_of_all(unfinished.name, part)
+            files = self._files_of_all(unfinished.name, written)
             write_text(unfinished / MANIFEST_FILE, manifest_text(files))
             with contextlib.suppress(OSError):  # some file systems cannot flush a folder
                 flush(unfinished)
@@ -132,36 +132,36 @@ class CheckpointWriter:
 
     def _files_of_all(self, name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Waits for all ranks; returns {file: entry of the manifest}. RuntimeError if a rank has failed."""
-        parts = [own]
+        of_ranks = [own]
         if world_size() > 1:
             store, keys = connect_store(), [f"{name}/{other}" for other in range(1, world_size())]
             began = time.monotonic()
             while not store.check(keys):
-                if time.monotonic() - began > self._part_seconds:  # `wait` may lower it meanwhile
+                if time.monotonic() - began > self._others_seconds:  # `wait` may lower it meanwhile
                     missing = [other for other, key in enumerate(keys, start=1) if not store.check([key])]
-                    raise RuntimeError(f"no word of {log.name_ranks(missing)} for {self._part_seconds:g} s")
+                    raise RuntimeError(f"no word of {log.name_ranks(missing)} for {self._others_seconds:g} s")
                 time.sleep(_POLL_SECONDS)
-            parts += [json.loads(part) for part in store.multi_get(keys)]
+            of_ranks += [json.loads(each) for each in store.multi_get(keys)]
             for key in keys:
                 store.delete_key(key)
-        for number, part in enumerate(parts):
-            if part["failure"]:
-                raise RuntimeError(f"rank {number}: {part['failure']}")
-        return {file: entry for part in parts for file, entry in part["files"].items()}
+        for number, written in enumerate(of_ranks):
+            if written["failure"]:
+                raise RuntimeError(f"rank {number}: {written['failure']}")
+        return {file: entry for written in of_ranks for file, entry in written["files"].items()}
 
     def _fail(self, goal: Path, reason: str) -> None:
         self.failure = reason
         log.warning(f"THE CHECKPOINT {goal} COULD NOT BE SAVED, the run goes on without it ({reason})")
 
 
-def _send_to_rank_0(name: str, part: dict[str, Any]) -> None:
+def _send_to_rank_0(name: str, written: dict[str, Any]) -> None:
     try:
-        connect_store().set(f"{name}/{rank()}", json.dumps(part))
+        connect_store().set(f"{name}/{rank()}", json.dumps(written))
     except Exception as error:  # rank 0 will run into its time limit
         log.warning(f"{name}: rank 0 cannot be reached ({_describe(error)})")
 
 
-def _write_part(folder: Path, tensors: _Files, texts: dict[str, str]) -> dict[str, Any]:
+def _write_own(folder: Path, tensors: _Files, texts: dict[str, str]) -> dict[str, Any]:
     """Writes the files of this rank; returns {"files": entries of the manifest, "failure": reason or ""}."""
     try:
         for name, named in tensors.items():

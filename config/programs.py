@@ -78,8 +78,8 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
             yield "select=rules needs the rules of the puzzle: add evaluators=[KIND], such as [sudoku]"
 
     @property
-    def asks_for_grid(self) -> bool:
-        """Returns whether a puzzle has several samples or depths, or `select` is not the default."""
+    def asks_for_settings(self) -> bool:
+        """Returns whether the evaluation has several settings, several samples, or another `select`."""
         return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
 
 

@@ -97,7 +97,7 @@ def write_results(
     metrics, scaling = all_metrics(results, selected_by=selected_by), None
     write_outputs(folder, results)
     log.info(metrics_table(metrics, title=title))
-    if config.asks_for_grid:
+    if config.asks_for_settings:
         scaling = scaling_of(results, config)
         log.info(scaling_table(scaling))
         write_json(folder / SCALING_FILE, scaling)

@@ -37,7 +37,7 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Grid
     selects = tuple(config.select)
     if model.network.is_search:
         selects = ("first_to_halt",)
-    return reasoning, Grid(tuple(steps), tuple(samples), selects) if config.asks_for_grid else None
+    return reasoning, Grid(tuple(steps), tuple(samples), selects) if config.asks_for_settings else None
 
 
 def reasoning_of_samples(

@@ -100,7 +100,10 @@ class LDT(Network):
         self.register_buffer("symmetries", torch.tensor(may, dtype=torch.uint8))
         num_columns = columns_of(metadata, needed_by="arch=ldt")
         grid = np.arange(num_cells).reshape(-1, num_columns)
-        self.register_buffer("turned_cells", _turned_cells(grid, *may), persistent=False)
+        # Only puzzles with boxes (Sudoku) may have their values permuted.
+        self.register_buffer(
+            "turned_cells", _turned_cells(grid, may_turn=may[0], has_boxes=may[1]), persistent=False
+        )
 
         self.input_proj = Linear(len(values), width, bias=True)
         self.row_embed = self.col_embed = None
@@ -364,11 +367,12 @@ class LDT(Network):
         return {name: (counted * each).sum() for name, each in sums.items()}
 
 
-def _turned_cells(grid: np.ndarray, may_turn: bool, has_boxes: bool) -> Tensor:
-    """Returns the source cell of each cell for each symmetry of a grid: int64 [symmetries, cells].
+def _turned_cells(grid: np.ndarray, *, may_turn: bool, has_boxes: bool) -> Tensor:
+    """Returns for each allowed symmetry of a grid, and each cell, its source cell: int64 [symmetries, cells].
 
-    Symmetry 2 k + f is k quarter turns to the left, then a reflection if f = 1. A grid that is no square, or
-    has boxes that are no squares, has half turns only. grid: numbers of the cells, [rows, columns].
+    Symmetry 2 k + f is k quarter turns to the left, then a left-right reflection if f = 1. A grid that is no
+    square, or has boxes that are no squares, has just the four symmetries that map rows to rows.
+    grid: numbers of the cells, [rows, columns]. may_turn: whether more than the identity is allowed.
     """
     rows, columns = grid.shape
     is_square = rows == columns and (not has_boxes or np.isclose(rows**0.5 % 1, 0))

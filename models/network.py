@@ -194,9 +194,10 @@ class Network(nn.Module):
         return start
 
     def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
-        """Moves the boards of the last step with the updated weights; returns the new carry, and metric sums.
+        """Makes the moves of the last step by another forward pass, with the updated weights.
 
-        Only for a network that `advances`. reasoning, draws: of the last step.
+        A move strikes out candidates and guesses. Returns the new carry and metric sums. Only for a network
+        that `advances`. reasoning, draws: of the last step.
         """
         raise NotImplementedError
 

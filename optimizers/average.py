@@ -25,7 +25,7 @@ _FEW = 5  # after 5 / (1 - rate) steps, less than 0.01 of the average are the in
 class NoAverage:
     """The average of a run without EMA, which does nothing; also the interface of the other averages."""
 
-    def restart(self) -> None:
+    def reset_to_weights(self) -> None:
         """Resets the averages to the present weights, as at step 0."""
 
     def update(self, steps: range) -> None:
@@ -59,9 +59,9 @@ class Average(NoAverage):
         self._shares = [flat.average_shares() for flat in flats]
         self._own = [shares[flat.ranks.index] for flat, shares in zip(flats, self._shares, strict=True)]
         self._averages = [flat.zeros(flat.around(own)) for flat, own in zip(flats, self._own, strict=True)]
-        self.restart()
+        self.reset_to_weights()
 
-    def restart(self) -> None:
+    def reset_to_weights(self) -> None:
         for averages, weights in self._pairs():
             averages.copy_(weights)
 

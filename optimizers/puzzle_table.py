@@ -80,7 +80,7 @@ class NoTable:
     num_distinct = 0
     average = NoAverage()
 
-    def prefetch(self, identifiers: Tensor) -> None:
+    def prepare(self, identifiers: Tensor) -> None:
         """Fetches the rows of other owners that a step reads, int [n], with repeats. All ranks call it."""
 
     def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
@@ -154,7 +154,7 @@ class Replicated(_Table):
         self._slot_counts = slot_counts
         self._moved: list[Tensor] = []  # identifiers of the rows that this rank alone has moved
 
-    def prefetch(self, identifiers: Tensor) -> None:
+    def prepare(self, identifiers: Tensor) -> None:
         """Sets `num_distinct`, rounded up to 8 significant bits, which a message in bfloat16 can hold.
 
         On CUDA, sets 0 (not counted), because the host would have to wait for the number.
@@ -231,7 +231,7 @@ class RowsByOwner(_Table):
         nothing = torch.zeros(0, dtype=torch.int64, device=embedding.weights.device)
         embedding.read_from(nothing, embedding.weights[nothing])
 
-    def prefetch(self, identifiers: Tensor) -> None:
+    def prepare(self, identifiers: Tensor) -> None:
         distinct = torch.unique(identifiers.long())
         self._plan = AllToAllPlan(distinct, self.ranks)
         self.embedding.read_from(distinct, self._plan.fetch(self.embedding.weights))
@@ -302,9 +302,9 @@ class RowAverage(NoAverage):
         num_kept = len(self._owned) + 1
         self._rows = self._weights.new_zeros(num_kept, self._weights.shape[1])  # row i after step _steps[i]
         self._steps = torch.zeros(num_kept, dtype=torch.int32, device=self._weights.device)
-        self.restart()
+        self.reset_to_weights()
 
-    def restart(self) -> None:
+    def reset_to_weights(self) -> None:
         self._rows[:-1].copy_(self._weights)
         self._steps.zero_()
 

@@ -182,7 +182,7 @@ class AllToAllPlan:
         self.own_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
 
     def fetch(self, own: Tensor) -> Tensor:
-        """Returns the rows of `identifiers`, [n, ...], from their owners. own: all rows of this rank."""
+        """Returns the table rows of `identifiers`, [n, ...]. own: all rows that this rank owns."""
         lent = own[self.own_rows]
         arrived = self._ranks.all_to_all_rows(lent, sent=self._num_lent, received=self._num_read)
         return torch.empty_like(arrived).index_copy_(0, self._order, arrived)

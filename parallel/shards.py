@@ -25,7 +25,7 @@ class Shard(NamedTuple):
     """The part of a tensor that this rank holds.
 
     tensor: the elements of the part, in the order of `spans`. spans: where these elements are in the
-    flattened whole, disjoint and rising; () where this rank holds nothing. shape: of the whole. is_own:
+    flattened whole, disjoint and rising; () where this rank holds nothing. shape: of the whole. is_by_rank:
     whether the whole is [ranks, ...], with row r held by rank r only; on loading, another number of ranks
     takes the mean of the rows. is_copy: whether an earlier rank holds the same part, and saves it.
     """
@@ -33,7 +33,7 @@ class Shard(NamedTuple):
     tensor: Tensor
     spans: Spans
     shape: tuple[int, ...]
-    is_own: bool = False
+    is_by_rank: bool = False
     is_copy: bool = False
 
 
@@ -61,7 +61,7 @@ def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> T
 def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
     """Returns this rank's own tensor as a shard: row `ranks.index` of a tensor [ranks, ...]."""
     span = Span(ranks.index * tensor.numel(), tensor.numel())
-    return Shard(tensor[None], (span,), (ranks.size, *tensor.shape), is_own=True)
+    return Shard(tensor[None], (span,), (ranks.size, *tensor.shape), is_by_rank=True)
 
 
 def part_of_whole(whole: Tensor, shard: Shard) -> Tensor:

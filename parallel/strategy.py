@@ -113,7 +113,7 @@ class Strategy:
         """Makes the weights of all ranks equal, after the update; local steps do so after some steps only."""
         raise NotImplementedError
 
-    def restart(self) -> None:
+    def reset_to_weights(self) -> None:
         """Starts from weights that were just loaded, equal on all ranks, as after a synchronisation."""
 
     def moments(self) -> Tensors:
@@ -203,7 +203,7 @@ class LocalSteps(Strategy):
         loss = known["loss"].sum() / (self._batch_size * num_norms)
         return StepResult(steps, loss, known["grad_norm"].sum() / num_norms, known["stop"].sum())
 
-    def restart(self) -> None:
+    def reset_to_weights(self) -> None:
         self._anchor.copy_(self._masters)
 
     @property

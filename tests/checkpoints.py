@@ -70,7 +70,7 @@ def random_state(step: int, **changes) -> TrainState:
 
 def replicated_tensors(state: TrainState) -> dict[str, torch.Tensor]:
     """Returns what every rank holds as a whole, weights as the forward pass reads them."""
-    files = state.files() | {"weights": state.model.network.state_dict() | state.table.rows()}
+    files = state.sections() | {"weights": state.model.network.state_dict() | state.table.rows()}
     return {
         f"{name} of {file}": each
         for file, tensors in files.items()

@@ -95,7 +95,7 @@ def test_steps_beyond_where_this_start_ends_do_not_count(capsys):
 
 def test_reading_changes_nothing():
     state, other = _trained(reads=True), _trained(reads=False)
-    assert_equal(state.files()["ema_state"], other.files()["ema_state"])
+    assert_equal(state.sections()["ema_state"], other.sections()["ema_state"])
 
 
 def _trained(*, reads: bool, num_steps: int = 6):

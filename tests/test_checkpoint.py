@@ -49,13 +49,13 @@ def test_a_resumed_state_is_the_saved_one(run, optimizer):
 
 def test_what_changes_while_it_is_written_is_not_in_it(run, monkeypatch):
     may_write = threading.Event()
-    write_part = checkpointing.writer._write_part
+    write_part = checkpointing.writer._write_own
 
     def wait_and_write(*arguments):
         assert may_write.wait(30)
         return write_part(*arguments)
 
-    monkeypatch.setattr(checkpointing.writer, "_write_part", wait_and_write)
+    monkeypatch.setattr(checkpointing.writer, "_write_own", wait_and_write)
     state = random_state(1)
     with open_checkpoints(run) as checkpoints:
         for step in (1, 2):  # the second save finds the memory of the first
@@ -98,8 +98,8 @@ def test_the_averages_of_a_branch_begin_with_the_weights_where_there_are_none(ru
     save(run, 3)
     state = resume(tmp_path / "branch", resume=str(run), ema=0.5)
     assert "ema begins with the weights" in capsys.readouterr().out
-    assert_equal(dict(state.exports()["ema_weights"]), state.files()["weights"])
-    assert_equal(state.files()["weights"], random_state(3).files()["weights"])
+    assert_equal(dict(state.exports()["ema_weights"]), state.sections()["weights"])
+    assert_equal(state.sections()["weights"], random_state(3).sections()["weights"])
 
 
 def test_the_stall_is_told_once(run):

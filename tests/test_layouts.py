@@ -81,7 +81,7 @@ def do_steps(state: TrainState, config: PretrainConfig, number: int, folder: Pat
         result = do_step(state, config, random_batch(_SLOTS, seed=state.step))
         numbers += [float(result.loss), float(result.grad_norm)]
     folder.mkdir(exist_ok=True, parents=True)
-    for file, tensors in files_of(state.files() | state.exports()).items():
+    for file, tensors in files_of(state.sections() | state.exports()).items():
         save_tensors(tensors, folder / file)
     return numbers
 
@@ -190,11 +190,11 @@ def _begin_from_rank_0(folder: Path, layouts: list[str]) -> None:
     """Overwrites the weights with rank 0's copies of the whole, as init_from does, and writes them."""
     for layout in layouts:
         state = begin_training(build_config("trm", layout, {"arch": {"forward_dtype": "bfloat16"}}))
-        shards = {n: each for n, each in state.files()["weights"].items() if isinstance(each, Shard)}
+        shards = {n: each for n, each in state.sections()["weights"].items() if isinstance(each, Shard)}
         full = {name: torch.randn(each.shape, generator=_generator()) for name, each in shards.items()}
         state.broadcast_model_(full if rank() == 0 else {})
         (folder / layout).mkdir(exist_ok=True, parents=True)
-        for file, tensors in files_of({"weights": state.files()["weights"]}).items():
+        for file, tensors in files_of({"weights": state.sections()["weights"]}).items():
             save_tensors(tensors, folder / layout / file)
     barrier()
 
@@ -251,7 +251,7 @@ def _drift(layouts: list[str]) -> list[tuple[str, list[int], int] | None]:
     for layout in layouts:
         state = begin_training(build_config("trm", layout, {"arch": {"forward_dtype": "bfloat16"}}))
         for has_changed in (False, True):
-            for name, each in state.files()["weights"].items():
+            for name, each in state.sections()["weights"].items():
                 if has_changed and rank() == 3 and ".layers." in name:
                     tensor_of(each).add_(1)
             found.append(broadcast_difference(state.held()))

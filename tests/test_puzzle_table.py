@@ -63,7 +63,7 @@ def _optimize(num_used: int, is_spread: bool, counts: list[int]) -> torch.Tensor
     table = _build(embedding, _ROWS, is_spread=is_spread, counts=counts)
     first, count = sum(counts[: rank()]), counts[rank()]
     identifiers, weights = (part[first : first + count] for part in _used(num_used))
-    table.prefetch(identifiers)
+    table.prepare(identifiers)
     half = count // 2
     for part in (slice(None, half), slice(half, None)):  # two uses before the step: accumulation
         (embedding(identifiers[part]) * weights[part]).sum().backward()

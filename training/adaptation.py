@@ -53,7 +53,7 @@ def adapt(
     }
     config = config_with(PretrainConfig, **changes)
     state = build_first_state(config, dataclasses.replace(metadata, **table), device=device)
-    fill_(state.files()["weights"], load_weights(checkpoint, raw=raw), source=str(checkpoint.path))
+    fill_(state.sections()["weights"], load_weights(checkpoint, raw=raw), source=str(checkpoint.path))
     state.weights.gather_()
 
     log.info(

@@ -52,7 +52,7 @@ from training.state import TrainState
 
 # How long a run that an exception ends waits for a save under way: for the whole save, and, where the
 # connection to a rank is lost, for the files of the other ranks.
-_LAST_WAIT_SECONDS, _LAST_PART_SECONDS = 60.0, 3.0
+_LAST_WAIT_SECONDS, _LAST_OTHERS_SECONDS = 60.0, 3.0
 
 
 class CheckpointManager:
@@ -96,7 +96,7 @@ class CheckpointManager:
         self._newest_step, started = state.step, time.perf_counter()
         metrics = gather_objects(state.metrics.state(), state.ranks)
         texts = self._texts(state, metrics) if is_main() else {}
-        self._writer.start(state.step, files_of(state.files() | state.exports()), texts)
+        self._writer.start(state.step, files_of(state.sections() | state.exports()), texts)
         if not self._config.checkpoint_async:
             self._writer.wait()
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
@@ -179,8 +179,8 @@ class CheckpointManager:
         if error is None:
             self.close()
         else:  # not `close`, in which ranks talk: other ranks may be gone, or have no exception
-            part_seconds = None if lost_connection(error) is None else _LAST_PART_SECONDS
-            self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS, part_seconds=part_seconds)
+            others_seconds = None if lost_connection(error) is None else _LAST_OTHERS_SECONDS
+            self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS, others_seconds=others_seconds)
 
     def close(self) -> None:
         """Waits for the last save, and sets `last_save_failed`. All ranks call it, perhaps repeatedly."""
@@ -221,7 +221,7 @@ class CheckpointManager:
         chosen = broadcast_object(chosen)
         if chosen is not None:
             with collective_errors():
-                content = load_content(chosen, state, fingerprint=self._fingerprint)
+                content = load_state_(chosen, state, fingerprint=self._fingerprint)
                 if total_steps is not None and state.step > total_steps:
                     ends = f"this run ends at step {total_steps}: give more epochs or train_steps"
                     raise ValueError(f"{chosen} is at step {state.step}, but {ends}")
@@ -232,7 +232,7 @@ class CheckpointManager:
             full_copies = {}
             with collective_errors():
                 if is_main():
-                    weights, arch = state.files()["weights"], self._config.arch
+                    weights, arch = state.sections()["weights"], self._config.arch
                     full_copies = copy_weights_(weights, self._config.init_from, arch)
             state.broadcast_model_(full_copies)
         is_own = chosen is not None and chosen.parent == self._run_folder
@@ -321,7 +321,7 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
     return found
 
 
-def load_content(folder: Path, state: TrainState, *, fingerprint: str) -> dict[str, Any]:
+def load_state_(folder: Path, state: TrainState, *, fingerprint: str) -> dict[str, Any]:
     """Loads a verified checkpoint into `state`; returns the content of state.json.
 
     Every rank calls it, and none waits for another; any number of ranks may have saved the checkpoint. Raises
@@ -330,17 +330,17 @@ def load_content(folder: Path, state: TrainState, *, fingerprint: str) -> dict[s
     content = read_state(folder)
     if content["dataset_fingerprint"] != fingerprint:
         raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
-    for name, tensors in state.files().items():
+    for name, tensors in state.sections().items():
         # resume=PATH may be a run without averages, or without outer momentum, which then begins with zeros.
         is_optional, elsewhere = name in ("outer_optimizer", "ema_state"), state.weights.elsewhere
         load_into_(tensors, folder, name, is_optional=is_optional, elsewhere=elsewhere)
         if name == "ema_state" and tensors and not find_files(folder, name):
-            state.average.restart()
-            state.table.average.restart()
+            state.average.reset_to_weights()
+            state.table.average.reset_to_weights()
             log.info(
                 f"{folder} has no averages of its weights: ema begins with the weights as they are there"
             )
-    state.strategy.restart()
+    state.strategy.reset_to_weights()
     state.step = content["step"]
     state.metrics.load_state(content["metrics"])
     return content

@@ -43,7 +43,7 @@ class Monitor:
         self._checkpoints = checkpoints
         self._device, self._finite = run.device, FiniteCheck(run.device)
         self._step, self._logged_step = state.step, state.step if is_logged else None
-        self._remaining = range(state.step, data.schedule.last_step)
+        self._remaining = range(state.step, data.schedule.end_step)
         self._data = data
         self._seq_len = state.carry.data.inputs.shape[-1]
         flops_of_step = state.model.network.step_flops(state.model.eval_reasoning, seq_len=self._seq_len)

@@ -13,8 +13,8 @@ from parallel.strategy import next_sync, synced_steps
 class Schedule:
     """The schedule of a run: learning rates and cycles of each step, and what is due after each step.
 
-    total_steps: number of steps of the whole run. last_step: the step at which this start ends; earlier than
-    total_steps where `max_steps` says so. With `local_steps`, the weights of ranks are equal only after a
+    total_steps: number of steps of the run. end_step: the step after which this launch ends: `max_steps` if
+    that comes first. With `local_steps`, the weights of ranks are equal only after a
     synchronisation: what is due at a step is done at the next synchronisation.
     """
 
@@ -22,8 +22,8 @@ class Schedule:
         self._config, self._plan = config, plan
         self.total_steps = plan.total_steps
         self._interval = {"local_steps": config.local_steps, "total_steps": plan.total_steps}
-        self.last_step = next_sync(config.max_steps or plan.total_steps, **self._interval)
-        self._evaluations = {*plan.iteration_ends, self.last_step}
+        self.end_step = next_sync(config.max_steps or plan.total_steps, **self._interval)
+        self._evaluations = {*plan.iteration_ends, self.end_step}
 
     def learning_rates(self, step: int) -> dict[str, float]:
         """Returns the learning rates of step `step`, as {"lr": ..., "puzzle_emb_lr": ...}."""
@@ -53,7 +53,7 @@ class Schedule:
     def is_checkpoint(self, step: int) -> bool:
         """Returns whether a checkpoint is due after the step; after the last step it always is."""
         at_evaluation = self._config.checkpoint_every_eval and self.is_evaluation(step)
-        return step == self.last_step or at_evaluation or self._is_due(self._config.checkpoint_interval, step)
+        return step == self.end_step or at_evaluation or self._is_due(self._config.checkpoint_interval, step)
 
     def is_replica_check(self, step: int) -> bool:
         return self._is_due(self._config.replica_check_interval, step)
@@ -69,12 +69,12 @@ class Schedule:
 
     def status(self, step: int, *, lacks_row: bool = False) -> str:
         """Returns finished, max_steps or stopped (also where the last row is missing), for a run's end."""
-        if step < self.last_step or lacks_row:
+        if step < self.end_step or lacks_row:
             return "stopped"
         return "finished" if step >= self.total_steps else "max_steps"
 
     def describe(self, step: int) -> str:
         """Returns a phrase for messages: the run folder, the step and the last step."""
         config = self._config
-        end = f", max_steps={config.max_steps}" if self.last_step < self.total_steps else ""
+        end = f", max_steps={config.max_steps}" if self.end_step < self.total_steps else ""
         return f"{config.checkpoint_path} is at training step {step} of {self.total_steps}{end}"

@@ -52,8 +52,8 @@ class TrainState:
         """Returns the group of ranks that divide the global batch among them."""
         return self.mesh.data
 
-    def files(self) -> dict[str, Tensors]:
-        """Returns all tensors of this rank's state, as {file of a checkpoint: {name: tensor or shard}}."""
+    def sections(self) -> dict[str, Tensors]:
+        """Returns all tensors of this rank's state, as {section of a checkpoint: {name: tensor or shard}}."""
         share = {"rows": self.slots, "num_rows": self.num_slots, "ranks": self.ranks}
         carry = {name: shard_of_rows(each, **share) for name, each in self.carry.tensors().items()}
         rows = self._mark_copies(self.table.rows())
@@ -69,11 +69,11 @@ class TrainState:
         """Marks as copies the shards that tensor-parallel ranks hold alike; the first of them saves these."""
         if self.mesh.tensor.index == 0:
             return tensors
-        spread = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
+        cut = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
         copies = {
             name: each._replace(is_copy=True)
             for name, each in tensors.items()
-            if isinstance(each, Shard) and name.removeprefix("average.") not in spread
+            if isinstance(each, Shard) and name.removeprefix("average.") not in cut
         }
         return tensors | copies
 
@@ -81,7 +81,7 @@ class TrainState:
         """Returns the averages, named as weights, which a checkpoint has for evaluations; {} without EMA."""
         step = self.step
         averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
-        return {"ema_weights": self.files()["weights"] | averages} if averages else {}
+        return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
 
     def held(self) -> dict[Key, Tensor]:
         """Returns all tensors of this rank; two ranks that have the same key must have equal tensors.
@@ -92,10 +92,10 @@ class TrainState:
         cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
         read = self.model.network.state_dict() | self.table.rows()
         held = {}
-        for file, tensors in (self.files() | {"the forward pass": read}).items():
+        for section, tensors in (self.sections() | {"the forward pass": read}).items():
             for name, each in tensors.items():
                 part = each.spans if isinstance(each, Shard) else cuts.get(name, ())
-                held[f"{name} of {file}", part] = tensor_of(each)
+                held[f"{name} of {section}", part] = tensor_of(each)
         return held
 
     def check_replicas(self) -> None:
@@ -113,21 +113,21 @@ class TrainState:
         with self.average.averaged(step=self.step), self.table.average.averaged(step=self.step):
             yield
 
-    def broadcast_model_(self, spread: dict[str, Tensor] | None = None) -> None:
+    def broadcast_model_(self, whole: dict[str, Tensor] | None = None) -> None:
         """Overwrites the weights of all ranks with rank 0's, at step 0, and resets averages and strategy.
 
-        All ranks call it. spread: on rank 0 the sharded weights by name, each as a whole, {} elsewhere; None:
+        All ranks call it. whole: on rank 0 the sharded weights by name, each as a whole, {} elsewhere; None:
         sharded weights stay as they are.
         """
         assert self.step == 0
-        if spread is not None:
-            self.table.fill_(spread)
-            self.weights.fill_(spread, all_ranks())
-        tensors = dict(self.model.network.named_buffers()) | self.files()["weights"]  # not all are saved
+        if whole is not None:
+            self.table.fill_(whole)
+            self.weights.fill_(whole, all_ranks())
+        tensors = dict(self.model.network.named_buffers()) | self.sections()["weights"]  # not all are saved
         all_ranks().broadcast_([each for each in tensors.values() if isinstance(each, Tensor)])
         self.weights.gather_()
         for part in (self.average, self.table.average, self.strategy):
-            part.restart()
+            part.reset_to_weights()
 
 
 def build_first_state(

@@ -1,8 +1,8 @@
 """One training step: forward and backward pass, sum over ranks, update of the weights, averages.
 
-A slot is one of the global_batch_size parts of the batch, a board the puzzle and the network state that a
-slot works on. A network that searches (LDT) keeps several boards in each slot, any other network one. Between
-steps, `state.carry` has the boards of this rank's slots.
+A slot is one of the global_batch_size parts of the batch. A board is what a slot works on: a puzzle and the
+state of the network. A network that searches (LDT) keeps several boards in each slot; any other network keeps
+one. Between steps, `state.carry` has the boards of this rank's slots.
 """
 
 from collections.abc import Callable
@@ -40,14 +40,16 @@ def train_step(
     reasoning_at = reasoning_at or (lambda _: state.model.reasoning)
     reasoning = reasoning_at(state.step)
     draws = draw(state, config, reasoning, step=state.step)
+    # With the weights of the last update, end the last step's move (LDT alone; other networks do nothing).
     sums = advance_boards(state, config, reasoning_at)
     # One board of each slot, in new tensors (`state.carry` is unchanged): `draws` picks among several boards,
     # and a halted board starts on its row of `batch`.
     boards = state.model.refill(state.carry, batch, reasoning, draws)
-    # Fetch the puzzle embeddings that other ranks own (where every rank has all of them, only count the
-    # distinct ones), and sum over ranks what the losses are divided by.
+    # Fetch the puzzle embeddings that other ranks own. Where every rank has all of them, only count the
+    # distinct ones: by this number the table later chooses its message. Then sum over ranks the divisors of
+    # losses that depend on the data (LDT's alone; the number of slots is known).
     with clock.measure("sync"):
-        state.table.prefetch(boards.data.puzzle_identifiers)
+        state.table.prepare(boards.data.puzzle_identifiers)
         counts = state.strategy.all_reduce_counts(state.model.network.counts(boards))
     new_sums = forward_and_backward(state, boards, config, counts, reasoning, draws, is_asked_to_stop)
     grad_norm, result = update(state, config, rates, clock)
@@ -60,17 +62,18 @@ def train_step(
 def update(
     state: TrainState, config: PretrainConfig, rates: dict[str, float], clock: StepClock
 ) -> tuple[Tensor, StepResult]:
-    """Updates weights, puzzle embeddings and averages; returns gradient norm (before clipping) and result.
+    """Updates weights, puzzle embeddings and averages; returns the gradient norm and the result.
 
     Without local steps, gradients are summed over ranks in every step. With local steps, each rank updates
-    its weights from its own gradients, and `synchronize` merges the weights every `local_steps` steps.
+    its weights from its own gradients, and `synchronize` merges the weights every `local_steps` steps. The
+    norm is of the dense weights, before clipping; puzzle embeddings move by the signs of their gradients.
     """
     with clock.measure("sync"):  # sums gradients of weights and puzzle embeddings; not with local_steps
         state.strategy.reduce_gradients(step=state.step)
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    with clock.measure("sync"):  # the all-gather of sharded weights, or the merge after local steps
+    with clock.measure("sync"):  # all-gather of sharded weights, as the forward pass reads them; or merge
         result = state.strategy.synchronize(grad_norm, step=state.step)
     # The average of the dense weights: takes in all steps since the last merge, and does nothing where this
     # step did not merge. `state.table` itself averages the puzzle embeddings.
@@ -121,12 +124,13 @@ def forward_and_backward(
         if is_last:  # the last moment: the backward pass may send the scalars
             scalars.add(stop=int(is_asked_to_stop()))
         with strategy.micro_batch(is_last=is_last):
+            # The model, or the wrapper of DistributedDataParallel around it.
             output = strategy.model(before, reasoning, own_draws)
             loss, new_sums = network.losses(
                 before, output, counts=counts, reasoning=reasoning, draws=own_draws
             )
             scalars.add(loss=loss.detach())
-            strategy.backward(loss / counts["slots"])
+            strategy.backward(loss / counts["slots"])  # a sum over slots: the mean of the global batch
         after.append(output.carry)
         sums = _add(sums, new_sums)
     # The same draws pick the same boards as in `refill`: each board returns to where it was in its slot.

@@ -38,9 +38,10 @@ class Style:
     boxes           by number of cells: (rows, columns) of a box, between heavier lines on a page
     gap             text between the cells of a row
     marks_new       whether a cell of the answer that differs from the puzzle is green
-    first_of_field  for grids in a larger field (a token array of fixed size): the lowest token of a grid's
-                    cells, one above the token that marks the end of a grid; only the grid is drawn
-    num_columns     of the field; None: as `to_grid` chooses
+    first_of_field  where the grid fills only a part of the token array, the field (ARC): the lowest token of
+                    a cell; the token below it marks the grid's end; only the grid is drawn. None: the grid is
+                    the whole array
+    num_columns     of the token array; None: as `to_grid` chooses
     """
 
     symbols: Sequence[str] = ()
