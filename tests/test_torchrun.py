@@ -53,13 +53,13 @@ def test_a_rank_that_fails_alone_does_not_leave_the_others_hanging(tmp_path, sud
 
 def _train_where_rank_1_cannot_build(folder: Path, data: Path) -> None:
     import pretrain
-    from training import state
+    from training import model
 
     def fail(*_):
         raise ValueError("no memory for the table")
 
     if rank() == 1:
-        state.build_model = fail
+        model.build_model = fail
     with pytest.raises(SystemExit, match="1"):
         pretrain.train(run_of(tiny_config(data_path=str(data), checkpoint_path=str(folder / "run"))))
 
