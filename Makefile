@@ -53,6 +53,7 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in a 
 	@echo "how the model learned, and how it thinks: file://$(CURDIR)/$(DEMO_RUN)/report.html"
 
 page: setup ## all models of weights/ on a page that runs them in a browser
+	$(BIN)/python -m dataset.build arc --output-dir data/arc-mini --generate 40 --max-size 8 --dihedral
 	OMP_NUM_THREADS=1 $(BIN)/python -m share page output=$(DEMO_PAGE)
 
 test: setup ## all tests but test-system

@@ -146,16 +146,24 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
 
 
 def check_data_folders(folders: Sequence[str], *, experiment: str | None) -> None:
-    """Raises ValueError where a dataset folder is missing; the message has the experiment's build command."""
+    """Raises ValueError where a dataset folder is missing; the message has the experiment's build command.
+
+    experiment: None: any experiment that trains on the folder.
+    """
     for folder in folders:
         if not Path(folder).is_dir():
             problem = "is a file" if Path(folder).exists() else "does not exist"
             several = f"; several folders are data_path=[{folder}]" if "," in folder else ""
-            made = _data_of(experiment) if experiment else None
-            is_own = made and f"--output-dir {folder} " in f"{made} "
-            remedy = f"build it: {made}" if is_own else "build it (docs/data.md)"
-            if made and not is_own:
-                remedy += f", or that of experiment={experiment}: {made}"
+            names = (
+                [experiment]
+                if experiment
+                else [each.stem for each in sorted((FOLDER / "experiment").glob("*.yaml"))]
+            )
+            commands = [made for name in names if (made := _data_of(name))]
+            own = [made for made in commands if f"--output-dir {folder} " in f"{made} "]
+            remedy = f"build it: {own[0]}" if own else "build it (docs/data.md)"
+            if experiment and commands and not own:
+                remedy += f", or that of experiment={experiment}: {commands[0]}"
             raise ValueError(f"data folder {folder} {problem}: {remedy}; or set data_path{several}")
 
 

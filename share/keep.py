@@ -16,8 +16,8 @@ from checkpointing.pretrained import SHIPPED, Checkpoint, find_checkpoint, load_
 from dataset.build.command_line import OneLineParser, integer, one_line_errors
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.format import Dataset
-from dataset.loader import choose_rows
 from dataset.mixture import open_datasets
+from dataset.sets import ConcatenatedSet, PuzzleSet
 from evaluation.passes import evaluate_split
 from share.browser import in_float32
 from share.push import write_files
@@ -91,7 +91,7 @@ def answer(
         data,
         global_batch_size=checkpoint.global_batch_size,
         outputs=["preds", "q_halt_logits"],
-        puzzles={name: choose_rows(each, count) for name, each in data.splits["test"].sets.items()},
+        puzzles={name: _choose(each, count) for name, each in data.splits["test"].sets.items()},
     )
     return {
         (name, number): tokens
@@ -99,3 +99,10 @@ def answer(
         for number, tokens in enumerate(result.outputs["preds"])
         if not model.network.is_search or result.outputs["q_halt_logits"][number] > 0
     }
+
+
+def _choose(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
+    """Returns the indices of up to `count` puzzles, evenly spread over the set: int64 [n], rising."""
+    num_puzzles = len(puzzle_set.puzzle_identifiers)
+    count = min(count, num_puzzles)
+    return np.arange(count) * num_puzzles // count

@@ -12,6 +12,7 @@ import pretrain
 from config.architecture import architectures
 from config.compose import compose_config
 from config.files import fill_defaults, load_defaults
+from config.messages import check_data_folders
 from config.programs import EvaluateConfig, SolveConfig
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from models import network_class
@@ -276,6 +277,8 @@ def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch,
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "experiment=own_task", "data_path=data/mine"])
     with pytest.raises(ValueError, match=r"^data folder data/mine .* that of experiment=own_task: python"):
         compose_run()
+    with pytest.raises(ValueError, match="arc-mini does not exist: build it: python .* --generate 40 "):
+        check_data_folders(["data/arc-mini"], experiment=None)  # as of a model in weights/
 
 
 def test_numbers_are_not_guessed_from_other_types():
