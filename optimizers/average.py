@@ -125,6 +125,7 @@ def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) ->
     held = "" if corrects_bias else f", and {rate**num_steps:.2f} of it are the initial weights"
     advice = "" if corrects_bias else " or ema_bias_correction=true"
     log.warning(
-        f"ema={rate:g} averages over {1 / (1 - rate):.0f} steps, but the run has {num_steps}{held}: "
-        f"evaluation may say less than the weights can do (raw=true tells); a lower ema{advice} mends it"
+        f"ema={rate:g} averages over {1 / (1 - rate):.0f} steps, but this launch ends at step {num_steps}"
+        f"{held}: evaluation may say less than the weights can do (raw=true tells); a lower ema{advice} "
+        "mends it"
     )

@@ -91,7 +91,7 @@ def answer(
         data,
         global_batch_size=checkpoint.global_batch_size,
         outputs=["preds", "q_halt_logits"],
-        puzzles={name: _choose(each, count) for name, each in data.splits["test"].sets.items()},
+        puzzles={name: choose_puzzles(each, count) for name, each in data.splits["test"].sets.items()},
     )
     return {
         (name, number): tokens
@@ -101,7 +101,7 @@ def answer(
     }
 
 
-def _choose(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
+def choose_puzzles(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
     """Returns the indices of up to `count` puzzles, evenly spread over the set: int64 [n], rising."""
     num_puzzles = len(puzzle_set.puzzle_identifiers)
     count = min(count, num_puzzles)

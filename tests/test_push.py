@@ -20,6 +20,7 @@ from checkpointing.files import STARTS_FILE
 from checkpointing.pretrained import broadcast_checkpoints, find_checkpoint
 from checkpointing.tensors import load_joined
 from config.files import FOLDER
+from dataset.build import build_dataset
 from dataset.mixture import open_datasets
 from parallel.process_group import rank
 from share import keep
@@ -89,6 +90,14 @@ def test_a_model_is_kept_in_the_smallest_dtype_that_changes_no_answer(trained, t
     ours, theirs = (keep.answer(each, data, torch.float32, count=99) for each in asked)
     assert ours.keys() == theirs.keys() == {("all", number) for number in range(99)}
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_kept_weights_are_asked_puzzles_with_several_examples(tmp_path):
+    build_dataset("arc", ["--output-dir", str(tmp_path), "--generate", "5", "--max-size", "7", "--dihedral"])
+    (asked,) = open_datasets([tmp_path], splits=("test",), read_everything=False).splits["test"].sets.values()
+    assert asked.num_examples == 2 * 40
+    assert np.array_equal(keep.choose_puzzles(asked, 1000), np.arange(40))
+    assert keep.choose_puzzles(asked, 4).tolist() == [0, 10, 20, 30]
 
 
 def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):

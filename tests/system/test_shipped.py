@@ -13,6 +13,7 @@ from config.schema import validate_config
 from share.browser import prepare
 from tests.ranks import complete_program
 from tests.sudoku_source import REAL_DATA, build
+from tests.test_shipped import QUICK, SOLVED, check_solved
 
 
 @pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"no {REAL_DATA}; DATA_DIR names the folder above it")
@@ -25,6 +26,11 @@ def test_the_hardest_sudokus_are_solved(tmp_path):
     metrics = json.loads((tmp_path / "out/metrics.json").read_text())["all"]
     assert metrics["wrong"] == 0
     assert metrics["exact_accuracy"] >= 0.9
+
+
+@pytest.mark.parametrize("name", [name for name in SOLVED if name not in QUICK])
+def test_it_solves_new_puzzles(name, tmp_path):
+    check_solved(name, tmp_path)
 
 
 def test_a_shipped_model_begins_with_a_puzzle_that_it_solves():
