@@ -11,8 +11,8 @@ from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
 from share.browser import in_float32
 
-# Of each model the words of the builder that make its test puzzles, and how many of them it solves; QUICK: the
-# models that are asked here, the others are by tests/system.
+# The words of the builder that make the puzzles of each model, and how many of them it solves. QUICK: the
+# models that are asked here; tests/system asks the others.
 _NEW = "--generate 1 --num-test 200 --seed 7"
 SOLVED = {
     "demo": (f"sudoku --box 2x2 {_NEW}", 200),
