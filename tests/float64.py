@@ -6,6 +6,7 @@ float64 the room is wide, and `TOLERANCE` lies in its middle.
 """
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch._dynamo  # makes tables by dtype, which must not be made while one 
 # Relative, and absolute for numbers near 1. Rounding is 1.1e-16; 20 training steps let it grow by less than
 # 1e5 (measured: 1e-11). A difference of mathematics is above 1e-6, which is that of the smallest constants.
 TOLERANCE = 1e-9
+
+pickle.loads(pickle.dumps(torch.zeros(1)))  # makes tables by dtype too, as torch._dynamo does
 
 
 @contextlib.contextmanager
