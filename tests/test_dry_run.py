@@ -82,3 +82,17 @@ def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     assert "nowhere" not in capsys.readouterr().out
     with pytest.raises(ValueError, match="--world-size N is for"):
         compose_run(["--world-size", "64"])
+
+
+def test_local_steps_send_the_rows_of_several_steps_in_one_message():
+    """In the long run as many rows a step: no row of several steps is left out."""
+    with torch.device("meta"):
+        model = build_model(tiny_arch(), FACTS)
+    often, seldom = (
+        Needs(
+            tiny_config(global_batch_size=8, local_steps=steps), model.network, _ALONE | {"replicate": 2}
+        ).sent(model.reasoning, seq_len=FACTS.seq_len)["gradients of puzzle rows"]
+        for steps in (1, 4)
+    )
+    assert (seldom.bytes, seldom.messages) == (often.bytes, often.messages / 4)
+    assert often.bytes > 0
