@@ -77,8 +77,7 @@ def evaluate_checkpoint(
     folders = _folders(checkpoint, config)
     with collective_errors():
         data = open_datasets(folders, splits=("test",), read_everything=is_main())
-        votes = [Path(path) for path in config.arc_votes]
-        evaluators = Evaluators(config.evaluators, data, options={"arc": {"extra_votes": votes}})
+        evaluators = Evaluators(config.evaluators, data)
 
     # Model.
     batch_size = config.eval_batch_size or checkpoint.global_batch_size

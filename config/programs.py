@@ -21,7 +21,6 @@ from config.schema import (
     Several,
     Text,
     Value,
-    check_votes,
 )
 
 Select = Literal["q_head", "q_head_any_step", "first_to_halt", "vote", "residual", "rules"]
@@ -63,7 +62,6 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
     samples: Different[Count]
     noise: StandardDeviation
     select: Different[Select]
-    arc_votes: list[Text]
     eval_batch_size: PositiveInt | None
     report: bool
     save_outputs: list[SavedOutput]
@@ -71,9 +69,6 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
     def mistakes(self) -> Iterator[str]:
         if self.checkpoint is None:
             yield "checkpoint=PATH is needed: a run folder, a step_<N> in it, a published file, or hf://OWNER/NAME"
-        check_votes(self.arc_votes, self.evaluators)
-        if len(self.checkpoint) > 1 and self.arc_votes:
-            yield "arc_votes join one evaluation: give one checkpoint"
         if "rules" in self.select and not self.evaluators:
             yield "select=rules needs the rules of the puzzle: add evaluators=[KIND], such as [sudoku]"
 

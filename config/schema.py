@@ -67,12 +67,6 @@ def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str
         )
 
 
-def check_votes(votes: list[str], evaluators: list[str]) -> None:
-    """Raises ValueError for `arc_votes` without the evaluator `arc`, which counts votes."""
-    if votes and "arc" not in evaluators:
-        raise ValueError("arc_votes are for the evaluator arc: add evaluators=[arc]")
-
-
 class MachineConfig(Strict):
     """The keys that pretrain.py and evaluate.py share: device, processes, threads and timeouts."""
 
@@ -181,7 +175,6 @@ class PretrainConfig(MachineConfig):
     checkpoint_async: MayChange[bool]
     resume: MayChange[Text]
     evaluators: MayChange[list[str]]
-    arc_votes: MayChange[list[Text]]
     halting: MayChange[Literal["max", "act"]]
     raw: MayChange[bool]
     save_outputs: MayChange[list[SavedOutput]]
@@ -209,7 +202,6 @@ class PretrainConfig(MachineConfig):
         if self.ema_bias_correction and self.ema is None:
             yield "ema_bias_correction=true needs ema: without averages there is nothing to correct"
         self.arch.check_outputs(self.save_outputs)
-        check_votes(self.arc_votes, self.evaluators)
         if self.arch.confuses_symbols:
             yield (
                 "arch.equivariant_symbols=true alone cannot tell symbols that the input lacks from padding: "

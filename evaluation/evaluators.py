@@ -1,9 +1,8 @@
 """The evaluators of a pass: one for each requested kind of puzzle and dataset folder, on every rank."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -11,13 +10,12 @@ from dataset.format import Dataset, Metadata, load_metadata
 from dataset.kinds.kind import Answers, Evaluator, Rules, find_kind, kind_names
 from parallel.collectives import Ranks, gather_objects
 from parallel.errors import collective_errors
-from parallel.process_group import is_main
 
 
-def build_evaluator(name: str, *, folder: Path, metadata: Metadata, **options: Any) -> Evaluator:
+def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:
     """Builds the evaluator of the kind `name` for the test split of the dataset in `folder`.
 
-    ValueError, one line, where there is no such kind or the dataset is of another. options: of the kind.
+    ValueError, one line, where there is no such kind or the dataset is of another.
     """
     if name not in (kinds := kind_names()):
         raise ValueError(f"evaluators: {name!r} is no kind of puzzle: choose from {', '.join(kinds)}")
@@ -26,28 +24,24 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata, **options: A
         raise ValueError(
             f"{folder} is no {name} dataset: its {mismatch}; choose the evaluator of its puzzles"
         )
-    return kind.build_evaluator(folder, metadata, **options)
+    return kind.build_evaluator(folder, metadata)
 
 
 class Evaluators:
     """The evaluators of all test sets. Every rank has its own, and adds its own rows.
 
-    names: kinds of puzzles. options: by kind, keywords of its evaluator, such as ARC's extra_votes; only rank
-    0 uses them for the metrics. ValueError, perhaps on one rank only, where a kind has no folder.
+    names: kinds of puzzles. ValueError, perhaps on one rank only, where a kind has no folder.
     """
 
-    def __init__(
-        self, names: Sequence[str], data: Dataset, *, options: Mapping[str, Mapping[str, Any]] | None = None
-    ):
+    def __init__(self, names: Sequence[str], data: Dataset):
         self._data = data
         self._of_folder: dict[Path, list[Evaluator]] = {folder: [] for folder in data.folders}
         for name in names:
-            own = options[name] if options and name in options and is_main() else {}
             failures = []
             for folder, evaluators in self._of_folder.items():
                 try:
                     metadata = load_metadata(folder, "test")  # the folder's own, not the mixture's
-                    evaluators.append(build_evaluator(name, folder=folder, metadata=metadata, **own))
+                    evaluators.append(build_evaluator(name, folder=folder, metadata=metadata))
                 except ValueError as error:
                     failures.append(error)
             if len(failures) == len(self._of_folder):

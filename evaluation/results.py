@@ -30,7 +30,7 @@ INTERVAL_ENDS = ("low", "high")
 _SETTING = "@steps="  # in names such as exact_accuracy@steps=4,samples=1
 _ASKED = ("halting", "noise", "init_noise", "damping", "decision_cell", "decision_value")
 _ASKED += ("eval_conflict_threshold", "seed")
-_OPTIONS = (*_ASKED, "halt_max_steps", "samples", "select", "raw", "arc_votes")  # all that change results
+_OPTIONS = (*_ASKED, "halt_max_steps", "samples", "select", "raw")  # all that change results
 
 _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
 

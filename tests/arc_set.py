@@ -108,21 +108,19 @@ ONE_TASK: Tasks = {"a": [(A, B)]}
 VIEWS = ["a", TURNED, MIRRORED]
 
 
-def arc_evaluator(folder: Path, **options) -> ArcEvaluator:
-    return build_evaluator("arc", folder=folder, metadata=load_metadata(folder, "test"), **options)
+def arc_evaluator(folder: Path) -> ArcEvaluator:
+    return build_evaluator("arc", folder=folder, metadata=load_metadata(folder, "test"))
 
 
-def arc_evaluators(folder: Path, **options) -> Evaluators:
+def arc_evaluators(folder: Path) -> Evaluators:
     """As a run has them, which may be of several ranks."""
     data = open_dataset(folder, splits=("test",), read_everything=False)
-    return Evaluators(["arc"], data, options={"arc": options})
+    return Evaluators(["arc"], data)
 
 
-def evaluated(
-    folder: Path, tasks: Tasks, predictions: list[Prediction], *, extra_votes: tuple[Path, ...] = ()
-) -> tuple[dict[str, float], dict]:
+def evaluated(folder: Path, tasks: Tasks, predictions: list[Prediction]) -> tuple[dict[str, float], dict]:
     """Metrics of the set `all`, and the submission."""
-    evaluator = arc_evaluator(folder, extra_votes=extra_votes)
+    evaluator = arc_evaluator(folder)
     if predictions:
         evaluator.add("all", arc_answers(folder, tasks, predictions))
     metrics = metrics_of(evaluator)

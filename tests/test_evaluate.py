@@ -265,11 +265,6 @@ def test_arc_votes_are_logged_and_submitted(tmp_path):
         assert evaluated[f"{name}_low"] <= evaluated[name] <= evaluated[f"{name}_high"]
     assert (tmp_path / "alone" / "submission.json").read_bytes() == (left / "submission.json").read_bytes()
 
-    votes = f"arc_votes=[{left / 'votes.npz'}]"
-    _evaluate(tmp_path, *words, votes, "raw=true", "halting=act", "output_dir=twice", world_size=2)
-    together = json.loads((tmp_path / "twice" / "metrics.json").read_text())["all"]
-    assert together["arc/votes"] == 2 * evaluated["arc/votes"]
-
 
 def test_an_evaluator_of_other_puzzles_is_refused_before_the_first_step(tmp_path, sudoku_folder):
     options = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "evaluators=[arc]")

@@ -83,9 +83,7 @@ def open_data(config: PretrainConfig) -> RunData:
         held_out = hold_out(config, dataset)
         plan = build_plan(config, dataset, held_out)
         tests = open_tests(config, dataset)
-        votes = {"arc": {"extra_votes": [Path(each) for each in config.arc_votes]}}
-        evaluators = [Evaluators(config.evaluators, dataset, options=votes)]
-        evaluators += [Evaluators(config.evaluators, each) for each in tests.values()]
+        evaluators = [Evaluators(config.evaluators, each) for each in (dataset, *tests.values())]
         if local_rank() == 0:
             fingerprint = fingerprint_of(dataset.folders)
         if _read_manifests(manifests) != manifests:

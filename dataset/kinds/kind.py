@@ -282,7 +282,7 @@ class Kind:
     title            the name in headings; empty: the name with a capital
     plural           what several puzzles are called
     mismatch         metadata -> why a dataset is not of this kind; None: it may be
-    build_evaluator  (folder, metadata, **options of the kind) -> evaluator. ValueError where the dataset
+    build_evaluator  (folder, metadata) -> evaluator. ValueError where the dataset
                      cannot be evaluated
     augmentation     the name of its transforms in `AUGMENTATIONS`
     style            of its grids

@@ -9,9 +9,8 @@ number of ranks nor the batch size changes a metric or a byte of what is written
 and the grid itself breaks ties; with one set, pass@2 is the score of the submission.
 """
 
-import hashlib
-import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +25,6 @@ from dataset.format import IDENTIFIERS, Metadata, open_split
 from dataset.kinds.arc import tasks as arc
 from dataset.kinds.arc.tasks import COLOR_0, TEST_PUZZLES, VOCAB_SIZE, grid_bytes
 from dataset.kinds.arc.variants import IDENTITY, parse_variant_name
-from dataset.kinds.arc.votes import VOTES_FILE, TestInput, Votes, load_votes
 from dataset.kinds.kind import Answers
 from dataset.sets import PuzzleSet
 
@@ -35,6 +33,61 @@ SUBMISSION_FILE = "submission.json"
 
 _NUM_ATTEMPTS = 2
 _NO_ANSWER = [[0]]  # a submission needs a grid for every attempt
+_HALTING_ONE = 1 << 32  # a probability of 1 in fixed point
+
+
+class TestInput(NamedTuple):
+    """A test input that is voted on: its set, its task (a number) and its index in the task."""
+
+    __test__ = False  # for pytest
+
+    set_name: str
+    task: int
+    index: int
+
+
+class Votes:
+    """The votes of one rank, or of all: how often each test input got a grid, and how sure the model was.
+
+    sums: {test input: {grid: (number of votes, sum of the probabilities of being right, in fixed point)}}.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[TestInput, dict[bytes, tuple[int, int]]] = {}
+
+    def vote(self, test_input: TestInput, grid: bytes, q_halt: float) -> None:
+        """Adds one vote. q_halt: the logit of being right; NaN counts as probability 0."""
+        probability = 0.0 if math.isnan(q_halt) else (1 + math.tanh(q_halt / 2)) / 2  # the sigmoid
+        self._add(test_input, grid, 1, round(probability * _HALTING_ONE))
+
+    def _add(self, test_input: TestInput, grid: bytes, votes: int, halting: int) -> None:
+        sums = self.sums.setdefault(test_input, {})
+        old_votes, old_halting = sums.get(grid, (0, 0))
+        sums[grid] = old_votes + votes, old_halting + halting
+
+    def merge(self, other: "Votes") -> None:
+        for test_input, sums in other.sums.items():
+            for grid, counted in sums.items():
+                self._add(test_input, grid, *counted)
+
+    def count(self) -> Counter[str]:
+        """Counts the votes in each set that has any."""
+        totals: Counter[str] = Counter()
+        for test_input, sums in self.sums.items():
+            totals[test_input.set_name] += sum(votes for votes, _ in sums.values())
+        return totals
+
+    def ranked(self, test_inputs: Iterable[TestInput]) -> list[bytes]:
+        """Ranks the distinct grids that some test inputs got together, the best first.
+
+        The order is by votes, then by mean halting probability, then by bytes. The empty grid is always last.
+        """
+        votes, halting = Counter(), Counter()
+        for test_input in test_inputs:
+            for grid, counted in self.sums.get(test_input, {}).items():
+                votes[grid] += counted[0]
+                halting[grid] += counted[1]  # of equal votes the larger sum has the larger mean
+        return sorted(votes, key=lambda grid: (grid == arc.EMPTY, -votes[grid], -halting[grid], grid))
 
 
 class ArcEvaluator:
@@ -45,11 +98,8 @@ class ArcEvaluator:
 
     samples_vote = True
 
-    def __init__(self, folder: Path, metadata: Metadata, *, extra_votes: Sequence[Path] = ()):
-        """extra_votes: `votes.npz` files of earlier evaluations, which count too.
-
-        ValueError where a test set's identifier names no view of a task, or extra votes are on other tasks.
-        """
+    def __init__(self, folder: Path, metadata: Metadata):
+        """ValueError where a test set's identifier names no view of a task."""
         sets = open_split(folder, "test").sets
         identifiers = {name: np.unique(puzzle_set.puzzle_identifiers) for name, puzzle_set in sets.items()}
         used = np.unique(np.concatenate(list(identifiers.values())))
@@ -61,16 +111,7 @@ class ArcEvaluator:
         in_no_set = set(range(len(self._tasks))).difference(*tasks_of_set.values())
         self._tasks_of_set = {name: sorted(each | in_no_set) for name, each in tasks_of_set.items()}
         self._num_unknown = 0  # rows that show no test input of their task
-        self._votes, self._extra = Votes(), Votes()
-        self._gathered, self._total = Votes(), Votes()  # set in `metrics`: without, and with, the extra ones
-        if len({path.resolve() for path in extra_votes}) < len(extra_votes):
-            raise ValueError(f"extra votes name a file twice: {', '.join(map(str, extra_votes))}")
-        known = {
-            "num_test_inputs": [len(task.inputs) for task in self._tasks],
-            "set_names": self._tasks_of_set,
-        }
-        for path in extra_votes:
-            self._extra.merge(load_votes(path, digest=digest(self._tasks), **known))
+        self._votes, self._total = Votes(), Votes()  # of this rank; of all ranks, set in `metrics`
 
     def add(self, set_name: str, answers: Answers) -> None:
         """Counts the vote of each answer."""
@@ -107,10 +148,8 @@ class ArcEvaluator:
         if num_unknown := sum(number for _, number in partials):
             shown = f"{num_unknown} test examples show no test input of their task in {TEST_PUZZLES}"
             raise ValueError(f"{shown}: build the dataset again")
-        self._gathered, self._total = Votes(), Votes()
+        self._total = Votes()
         for votes, _ in partials:
-            self._gathered.merge(votes)
-        for votes in (self._gathered, self._extra):
             self._total.merge(votes)
         return {name: self._scores(name, count) for name, count in self._total.count().items()}
 
@@ -132,11 +171,10 @@ class ArcEvaluator:
         return {**means, "arc/count": len(scores[1]), "arc/test_inputs": num_inputs, "arc/votes": num_votes}
 
     def write(self, folder: Path) -> None:
-        """Writes `submission.json` in Kaggle's form, and `votes.npz`, which later evaluations may add.
+        """Writes `submission.json` in Kaggle's form.
 
-        The submission is {task: [{"attempt_1": grid, "attempt_2": grid} of each test input]}, by the votes of
-        all sets and the extra votes. A single grid fills both attempts; without one they are [[0]].
-        `votes.npz` has the votes of this evaluation alone.
+        It is {task: [{"attempt_1": grid, "attempt_2": grid} of each test input]}, by the votes of all sets. A
+        single grid fills both attempts; without one they are [[0]].
         """
         submission = {
             task.name: [self._attempts(number, task.index_of[grid]) for grid in task.inputs]
@@ -144,7 +182,6 @@ class ArcEvaluator:
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / SUBMISSION_FILE, submission, indent=None)
-        self._gathered.save(folder / VOTES_FILE, digest=digest(self._tasks))
 
     def _attempts(self, task: int, test_input: int) -> dict[str, list[list[int]]]:
         ranked = self._total.ranked(TestInput(name, task, test_input) for name in self._tasks_of_set)
@@ -198,15 +235,6 @@ def _tasks_in(sets: Iterable[PuzzleSet], names: Sequence[str]) -> list[Evaluated
                 grids = [[(grid - COLOR_0).astype(np.uint8) for grid in corner_grids(side)] for side in sides]
                 tests[name] = list(zip(*grids, strict=True))
     return [_evaluated_task(name, tests[name]) for name in sorted(tests)]
-
-
-def digest(tasks: Sequence[EvaluatedTask]) -> str:
-    """Returns a sha256 that identifies the names and tests of the tasks."""
-    content = [
-        [task.name, [grid.hex() for grid in task.inputs], [grid.hex() for grid in task.outputs]]
-        for task in tasks
-    ]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def to_lists(grid: bytes) -> list[list[int]]:
