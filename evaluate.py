@@ -84,8 +84,8 @@ def evaluate_checkpoint(
     with collective_errors():
         checkpoint.arch.check_outputs(config.save_outputs)
         model = load_trained_model(checkpoint, data.metadata, raw=config.raw).to(device)
-        reasoning, grid = set_up(model, config)
-        evaluators.check_rules(grid.selects if grid else ())
+        reasoning, settings = set_up(model, config)
+        evaluators.check_rules(settings.selects if settings else ())
         if is_main():
             output_folder = open_output_folder(folder_for(checkpoint, config))
             measured = measured_with(config, folders, checkpoint.find_data())
@@ -95,13 +95,14 @@ def evaluate_checkpoint(
             if config.report:
                 check_packages()
         num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
-        num_runs *= grid.samples[-1] if grid else 1
+        num_runs *= settings.samples[-1] if settings else 1
         num_calls = num_runs // batch_size * reasoning.max_steps
     compile_on_all_ranks(model, config.compile, device, num_steps=num_calls)
 
     # Evaluation: every rank works on its slice; sums and outputs come together on rank 0.
-    options = {"outputs": config.save_outputs, "evaluators": evaluators, "grid": grid, "seed": config.seed}
-    results = evaluate_split(model, data, global_batch_size=batch_size, reasoning=reasoning, **options)
+    options = {"outputs": config.save_outputs, "settings": settings, "seed": config.seed}
+    options |= {"global_batch_size": batch_size, "reasoning": reasoning}
+    results = evaluate_split(model, data, evaluators=evaluators, **options)
 
     # Report.
     metrics = {}

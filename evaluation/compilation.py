@@ -1,4 +1,4 @@
-"""Compilation of the blocks: one decision of all ranks, after a trial of the compiler."""
+"""Decides on all ranks alike whether to compile the blocks, after a trial of the compiler."""
 
 import torch
 from torch import nn
@@ -15,11 +15,10 @@ _COMPILING = (
 
 
 def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Decides whether to compile the blocks, alike on all ranks, after a trial of the compiler. All ranks
-    call it.
+    """Returns whether to compile the blocks, the same on all ranks. All ranks call it.
 
-    choice: True, False or "auto": where `num_steps` pay for it. A compiler that fails is a warning for
-    "auto", and ends all ranks for True.
+    choice: True, False, or "auto": if compiling pays off over `num_steps` calls of the network. Tries the
+    compiler first: where it fails, "auto" means False, with a warning, and True ends all ranks.
     """
     with collective_errors():
         compiles = should_compile(choice, device, num_steps=num_steps)
@@ -38,6 +37,6 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
 def compile_on_all_ranks(
     model: nn.Module, choice: bool | str, device: torch.device, *, num_steps: int
 ) -> None:
-    """Compiles the blocks where `compiles_on_all_ranks` says so. All ranks call it."""
+    """Compiles the blocks of a model if `compiles_on_all_ranks` says so. All ranks call it."""
     if compiles_on_all_ranks(choice, device, num_steps=num_steps):
         compile_blocks(model)

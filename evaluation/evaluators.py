@@ -1,4 +1,4 @@
-"""The evaluators of a pass: one for each requested kind of puzzle and dataset folder, on every rank."""
+"""The evaluators of an evaluation, on every rank: one for each asked kind and dataset folder."""
 
 import copy
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
 
 
 class Evaluators:
-    """The evaluators of all test sets. Every rank has its own, and adds its own rows.
+    """The evaluators of all test sets. Every rank has its own, and adds its own answers.
 
     names: kinds of puzzles. ValueError, perhaps on one rank only, where a kind has no folder.
     """
@@ -48,7 +48,7 @@ class Evaluators:
                 raise failures[0]
 
     def anew(self) -> "Evaluators":
-        """Returns a copy for another evaluation without reading the folders again. Call it before `add`."""
+        """Returns empty evaluators of the same folders, for another evaluation. To be called before `add`."""
         new = copy.copy(self)
         new._of_folder = copy.deepcopy(self._of_folder)
         return new
@@ -57,9 +57,10 @@ class Evaluators:
         return any(self._of_folder.values())
 
     def add(self, set_name: str, answers: Answers, *, samples: Answers | None = None) -> None:
-        """Adds this rank's answers to one batch. No communication.
+        """Adds this rank's answers to one batch; sends no message.
 
-        samples: all answers to the batch, where a puzzle has several, for evaluators in which samples vote.
+        samples: all answers to the batch, where a puzzle has several samples, for evaluators that count
+        votes.
         """
         folder, own_name, first_identifier = self._data.origin(set_name)
         for evaluator in self._of_folder[folder]:
@@ -70,7 +71,8 @@ class Evaluators:
     def rules_of(self, set_name: str) -> Rules | None:
         """Returns the rules of a set's puzzles; None where no evaluator has rules.
 
-        Rules are a function, (inputs, preds), tokens [n, seq_len] -> bool [n], that finds the valid answers.
+        Rules are a function (inputs, preds) -> bool [n], of tokens [n, seq_len], that finds the valid
+        answers.
         """
         evaluators = self._of_folder[self._data.origin(set_name).folder]
         nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)
@@ -89,7 +91,7 @@ class Evaluators:
     def gather_metrics(self, ranks: Ranks | None = None) -> dict[str, dict[str, float]]:
         """Returns {set: {"<kind>/<metric>": value}} over all ranks on rank 0, {} elsewhere.
 
-        All ranks call it; an error ends all of them. ranks: the ranks that share the puzzles; None: all.
+        All ranks call it; an error on one ends all. ranks: the ranks that share the puzzles; None: all.
         """
         metrics: dict[str, dict[str, float]] = {}
         for folder, evaluators in self._of_folder.items():
@@ -103,7 +105,7 @@ class Evaluators:
         return metrics
 
     def write(self, folder: Path) -> None:
-        """Writes the evaluators' files; each of several dataset folders has its own subfolder.
+        """Writes the evaluators' files; with several dataset folders, each has a subfolder.
 
         Rank 0 calls it, after `gather_metrics`.
         """

@@ -1,7 +1,8 @@
-"""Final answers in an evaluation: after all thinking steps, or where the network halts.
+"""Final answers of an evaluation: after all thinking steps, or after the step where the network halts.
 
-A puzzle that halts early leaves its slot to another one, so that the number of network calls depends on the
-mean of the puzzles' steps, not on the maximum. Invariant: a puzzle's answer is the same as when it is alone.
+Where a puzzle may halt early, another one takes over its slot: the number of network calls then depends on
+the mean of the puzzles' steps, not on the maximum. Invariant: a puzzle's answer does not depend on other
+puzzles.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +22,11 @@ OnStep = Callable[[StepOutput, Tensor], None]  # (output, bool [slots]: True at 
 
 
 class Race:
-    """A race between the samples of a puzzle: the first to halt answers, and samples that have lost may stop.
+    """A race between the samples of a puzzle: the first to halt answers; samples that have lost may stop.
 
-    An attempt is one sample of a puzzle, numbered as in `evaluation.test_time`. Of two that halt in one step
-    the lower sample wins. samples: several counts, ascending; for each count n the first n samples race. An
-    attempt has lost when another one wins the smallest race with both of them. The outcome does not depend on
-    which attempts share a batch.
+    samples: several counts, ascending; for each count n there is a race of the first n samples. Of two
+    samples that halt in one step the lower number wins. An attempt has lost when another sample wins the
+    smallest race with both of them. The outcome does not depend on which attempts share a batch.
     """
 
     def __init__(self, samples: Sequence[int]):
@@ -34,7 +34,7 @@ class Race:
         self._first: dict[tuple[int, int], tuple[int, int]] = {}  # (row, samples): (step, sample)
 
     def record(self, carry: Carry, wants_to_halt: Tensor) -> None:
-        """Records which attempts halt after a step."""
+        """Records the attempts that want to halt after a step."""
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
         for attempt, step in zip(carry.data.rows[slots].tolist(), carry.steps[slots].tolist(), strict=True):
             row, sample = divmod(attempt, self._samples[-1])
@@ -43,7 +43,7 @@ class Race:
                 self._first[row, number] = min(first, (step, sample))
 
     def is_lost(self, rows: Tensor, steps: Tensor) -> Tensor:
-        """Returns which attempts have lost: bool [n]. rows: attempts. steps: the steps that each has made."""
+        """Returns which attempts have lost: bool [n]. rows: their numbers. steps: how many each has made."""
         lost = []
         for attempt, step in zip(rows.tolist(), steps.tolist(), strict=True):
             row, sample = divmod(attempt, self._samples[-1])
@@ -62,11 +62,11 @@ def answer_batches(
     race: Race | None = None,
     stages: Ranks = ALONE,
 ) -> Iterator[StepOutput]:
-    """Yields the final outputs of all rows of `batches`: in pieces, and with early halting in any order.
+    """Yields the final outputs of all examples in `batches`, in pieces; with early halting in any order.
 
-    Rows of padding may be missing. draw: returns the random numbers of a step. on_step: called after every
-    step. race: stops attempts that have lost. stages: the ranks of a pipeline, which all call this function
-    and make the same calls of the network.
+    Padding may be left out. draw: returns the random numbers of a step. on_step: called after every step.
+    race: stops attempts that have lost. stages: the ranks of a pipeline, which all call this function and
+    make the same calls of the network.
     """
 
     def begin(batch: Batch) -> Carry:
@@ -134,7 +134,7 @@ def answer_batches(
 
 
 def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
-    """Returns the output of attempts that lose before their first step; its prediction is meaningless."""
+    """Returns, for counting, an output of attempts that lose before their first step: dummy predictions."""
     carry = carry._replace(halted=torch.ones_like(carry.halted))
     prediction = select_columns(like.prediction, torch.zeros_like(carry.steps).long())
     return StepOutput(carry, prediction), carry.halted

@@ -1,7 +1,7 @@
-"""Evaluation of a model on every example of a split.
+"""One pass over a split: runs a model on every example, and computes metrics.
 
 Every rank works on its slice of each global batch; metrics are sums over all ranks, and outputs are in
-dataset order. `halting` decides when a puzzle has its answer, `test_time` runs a puzzle several times.
+dataset order. `evaluation.halting` runs each puzzle once, `evaluation.test_time` several times.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.plan import EvaluationPlan
 from evaluation.evaluators import Evaluators
 from evaluation.halting import answer_batches
-from evaluation.selection import Grid, ScoreKey, Scores, predicted_tokens
-from evaluation.test_time import answer_grid, build_draw
+from evaluation.selection import ScoreKey, Scores, Settings, predicted_tokens
+from evaluation.test_time import build_draw, run_settings
 from models import HaltingModel
 from models.carry import Reasoning, StepOutput, divide, sum_names
 from models.losses import correct_sequences
@@ -31,13 +31,13 @@ from parallel.progress import Progress
 
 @dataclasses.dataclass(frozen=True)
 class SetResult:
-    """The result of one set.
+    """The result of evaluating one set.
 
-    - metrics: the network's, `count` among them, none without labels; the evaluators' as <kind>/<metric>;
-      where all slots ran all steps, also act_exact_accuracy and act_steps: what halting early would give
-    - exact_accuracy_after_each_step: after step 1, 2, ..., where all slots ran all steps
-    - outputs: {name: [rows, ...]}, in dataset order
-    - scores: sums of every setting of the grid, if there was one; the other fields are of its largest setting
+    metrics     of the network (none without labels; `count` among them), and <kind>/<metric> of evaluators;
+                where all slots ran all steps, also act_exact_accuracy and act_steps: with early halting
+    exact_accuracy_after_each_step  after step 1, 2, ..., where all slots ran all steps
+    outputs     {name: [rows, ...]}, in dataset order
+    scores      sums of every setting, if settings were evaluated; the other fields are of the largest one
     """
 
     metrics: dict[str, float]
@@ -55,7 +55,7 @@ def evaluate_split(
     reasoning: Reasoning | None = None,
     outputs: Sequence[str] = (),
     evaluators: Evaluators | None = None,
-    grid: Grid | None = None,
+    settings: Settings | None = None,
     seed: int = 0,
     only_first_batches: bool = False,
     puzzles: Mapping[str, np.ndarray] | None = None,
@@ -64,29 +64,29 @@ def evaluate_split(
     ranks: Ranks | None = None,
     stages: Ranks = ALONE,
 ) -> dict[str, SetResult] | None:
-    """Evaluates every set: {set: result} on rank 0, {} elsewhere. All ranks call it.
+    """Evaluates every set of a split: {set: result} on rank 0, {} elsewhere. All ranks call it.
 
     model               is evaluated in evaluation mode, and then in its own mode again
     global_batch_size   number of slots over all ranks; each sample of a puzzle takes one
-    reasoning           number of steps, halting, noise; None: as the architecture has it
-    outputs             names of arrays to keep of every row
-    grid                numbers of steps and samples to evaluate, instead of one run a puzzle
+    reasoning           of the evaluation; None: as the architecture has it
+    outputs             names of arrays to keep of every example, as in `save_outputs`
+    settings            numbers of steps and samples to evaluate, instead of one run a puzzle
     seed                of the noise, if there is any
     only_first_batches  whether to evaluate only one batch of each set
     puzzles             for each set the indices of the puzzles to evaluate, int64 [n], rising; None: all
     all_reduce_stop     called by all ranks before every batch; after True the result is None
-    fetch_rows          for sharded puzzle embeddings, called by all ranks before each set: loads the rows of
-                        this rank's identifiers, int64 [n], instead of the rows loaded before
+    fetch_rows          for sharded puzzle embeddings, called by all ranks before each set: loads those with
+                        these identifiers, int64 [n]
     ranks               the ranks that share the puzzles; None: all
-    stages              the ranks of this rank's pipeline; not with a grid
+    stages              the ranks of this rank's pipeline; without settings only
     """
     network, reasoning, ranks = model.network, reasoning or model.eval_reasoning, ranks or all_ranks()
     if network.is_search:
         reasoning = dataclasses.replace(reasoning, halts_early=True)
     device, was_training = next(model.parameters()).device, model.training
     num_puzzles = global_batch_size
-    if grid is not None and grid.samples[-1] > 1:  # at least a puzzle for each rank
-        num_puzzles = max(global_batch_size // grid.samples[-1], ranks.size)
+    if settings is not None and settings.samples[-1] > 1:  # at least a puzzle for each rank
+        num_puzzles = max(global_batch_size // settings.samples[-1], ranks.size)
     share = {"global_batch_size": num_puzzles, "only_first_batches": only_first_batches, "puzzles": puzzles}
     options = {"num_slots": -(-global_batch_size // ranks.size), "vocab_size": data.metadata.vocab_size}
     options["seed"], draw = seed, build_draw(network, reasoning, seed=seed)
@@ -109,11 +109,11 @@ def evaluate_split(
             dataset = PuzzleDataset(data, split, plan, rank=ranks.index, world_size=ranks.size)
             if fetch_rows is not None:
                 fetch_rows(torch.from_numpy(dataset.distinct_identifiers()).to(device))
-            num_steps = 0 if reasoning.halts_early or grid is not None else reasoning.max_steps
+            num_steps = 0 if reasoning.halts_early or settings is not None else reasoning.max_steps
             sums[name] = _SetSums(network, device, ranks, num_steps=num_steps, outputs=outputs)
-            if grid is not None:
+            if settings is not None:
                 rules = evaluators.rules_of(name) if evaluators else None
-                sums[name].scores = Scores(grid, rules=rules, is_search=network.is_search)
+                sums[name].scores = Scores(settings, rules=rules, is_search=network.is_search)
             bar = Progress(
                 desc=f"evaluating {name}",
                 total=puzzle_set.num_examples if puzzles is None else None,
@@ -126,7 +126,8 @@ def evaluate_split(
             with bar, torch.inference_mode(), read_batches(dataset, device=device) as source:
                 batches = until_stopped(source)
                 if sums[name].scores is not None:
-                    answered = answer_grid(model, batches, reasoning, scores=sums[name].scores, **options)
+                    options["scores"] = sums[name].scores
+                    answered = run_settings(model, batches, reasoning, **options)
                 else:
                     more = {"draw": draw, "on_step": sums[name].add_step, "stages": stages}
                     finals = answer_batches(model, batches, reasoning, **more)
@@ -147,9 +148,9 @@ def evaluate_split(
 
 
 class _SetSums:
-    """The sums and outputs of one set on this rank. scores: of the grid, if there is one.
+    """The metric sums and outputs of one set on this rank, added up over the batches.
 
-    num_steps: the steps that all slots run; 0 with early halting.
+    scores: of the settings, if any. num_steps: the steps that all slots run; 0 with early halting.
     """
 
     def __init__(
@@ -163,7 +164,10 @@ class _SetSums:
         self.scores: Scores | None = None
 
     def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
-        """Adds a step of all slots, unless they may halt early. acts_here: where they would halt first."""
+        """Adds a step for the accuracy after each step; does nothing with early halting.
+
+        acts_here: bool [slots], True in the step where the slot would halt first.
+        """
         if not len(self._exact_after_step):
             return
         labels, steps = output.carry.data.labels, output.carry.steps
@@ -189,7 +193,7 @@ class _SetSums:
         return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in words.items() if name in metrics)
 
     def reduce(self, extra: dict[str, float]) -> SetResult:
-        """Returns the result over all ranks, which all call it; only on rank 0 it is complete."""
+        """Returns the result over all ranks, whole on rank 0 only. All ranks call it. extra: more metrics."""
         sums = self._metrics.reduce()
         metrics = divide(sums, self._network.metrics, slots=sums.get("count", 0))
         passes = (self._exact_after_step, self._act_sums)
@@ -225,7 +229,7 @@ def _answers(final: StepOutput) -> Answers:
 
 
 def _output(name: str, output: StepOutput) -> Tensor:
-    """Returns the array `name` of `save_outputs`, [batch, ...]; preds also has cells without a label."""
+    """Returns the array `name` of the key `save_outputs`: [batch, ...]. preds has unscored cells too."""
     logits = output.prediction.logits
     if name == "preds":
         return predicted_tokens(logits)

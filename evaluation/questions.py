@@ -1,4 +1,4 @@
-"""The puzzle that solve.py is to solve: a text or a file, read in the symbols and sizes of a model's data."""
+"""Reads the puzzle that solve.py is to solve, in the symbols and sizes of the model's training data."""
 
 import dataclasses
 import difflib
@@ -23,8 +23,8 @@ _FILES = (".txt", ".json", ".csv")
 class Questions:
     """A reader of puzzles for one model.
 
-    info: describes the model's training data. folders: of these data, which may be missing; None: the
-    checkpoint's.
+    info: describes the model's training data. folders: dataset folders of these data, which may be missing;
+    None: the folders that the checkpoint names.
     """
 
     def __init__(self, checkpoint: Checkpoint, folders: list[Path] | None):
@@ -33,7 +33,7 @@ class Questions:
         self._folders = folders or checkpoint.find_data()
 
     def read(self, config: SolveConfig) -> Puzzle:
-        """Reads the puzzle of a config. ValueError where it is missing, malformed or has no solution."""
+        """Reads the puzzle that a config names. ValueError where it is missing, malformed or unsolvable."""
         text, source = read_question(config.puzzle)
         kind, vocab_size = self.info.kind, self.info.metadata.vocab_size
         try:
@@ -55,7 +55,7 @@ class Questions:
         return puzzle
 
     def metadata_for(self, puzzle: Puzzle) -> Metadata:
-        """Returns the metadata of a dataset of such puzzles. ValueError where the model cannot read these."""
+        """Returns the metadata of a dataset of such puzzles. ValueError where the model cannot read them."""
         trained = self.info.metadata
         sizes = {"vocab_size": puzzle.vocab_size, "seq_len": len(puzzle.tokens)}
         reads_any = self._checkpoint.arch.reads_any_length
@@ -128,9 +128,9 @@ def read_question(puzzle: str | None) -> tuple[str, str]:
 
 
 def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:
-    """Describes a model's data: by the given folders, else by the checkpoint, else by the folders it names.
+    """Describes a model's training data, from the folders or the checkpoint, or the folders that it names.
 
-    A public checkpoint without its folders has only sizes. ValueError where these do not suffice.
+    A checkpoint of public code without its folders has only sizes. ValueError where these do not suffice.
     """
     if folders is None and checkpoint.dataset_info is not None:
         return DatasetInfo.from_json(checkpoint.dataset_info, where=f"what {checkpoint} says of its data")

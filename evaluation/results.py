@@ -1,7 +1,7 @@
-"""The files of an evaluation: metrics.json, saved outputs and scaling.json; and tables of them.
+"""The files of an evaluation: metrics.json, saved outputs and scaling.json; and printed tables.
 
-Every accuracy has a 95 % interval: how far it would move with other test puzzles. Over several checkpoints
-there are a mean and a deviation: how far it moves with another seed.
+Every accuracy has a 95 % interval: how much it would vary with other test puzzles. For several checkpoints
+there are a mean and a deviation: how much an accuracy varies with the seed of the training.
 """
 
 import math
@@ -48,7 +48,10 @@ def open_output_folder(folder: Path) -> Path:
 
 
 def measured_with(config: EvaluateConfig, data: Sequence[Path], own_data: Sequence[Path]) -> dict[str, Any]:
-    """Returns the data folders, unless they are the run's own, and all options that are not the defaults."""
+    """Returns what made the results unlike a default evaluation: {key: value} of data folders and options.
+
+    The data folders are left out if they are `own_data`, the folders that the run itself names.
+    """
     usual = config_with(EvaluateConfig, checkpoint=config.checkpoint)
     others = [name for name in _OPTIONS if getattr(config, name) != getattr(usual, name)]
     are_own = [each.resolve() for each in data] == [each.resolve() for each in own_data]
@@ -57,7 +60,7 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], own_data: Sequen
 
 
 def write_measured(folder: Path, measured: Mapping[str, Any]) -> None:
-    """Writes measured.json, and first removes results in the folder that were measured otherwise."""
+    """Writes `measured` to measured.json; before, removes results in the folder that had other options."""
     path = folder / MEASURED_FILE
     try:
         is_same = read_json(path) == measured
@@ -70,7 +73,7 @@ def write_measured(folder: Path, measured: Mapping[str, Any]) -> None:
 
 
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
-    """Warns where the run's own dataset folders have changed since the training."""
+    """Warns where the dataset folders of the run have other content than during training."""
     try:
         trained_on = checkpoint.fingerprint
         is_new = trained_on is not None and trained_on != fingerprint_of(folders)
@@ -89,10 +92,11 @@ def write_results(
     title: str,
     selected_by: str | None,
 ) -> tuple[dict[str, dict[str, float | str]], dict[str, Any] | None]:
-    """Writes metrics, outputs and, for a grid, scaling.json into a folder, and prints tables; rank 0 only.
+    """Writes the files of an evaluation into a folder, and prints tables. Only rank 0 calls it.
 
-    Returns the metrics, also of every setting, and the content of scaling.json. selected_by: as in
-    `all_metrics`.
+    Returns ({set: {metric: value}} with those of every setting, content of scaling.json or None).
+    selected_by: the puzzles that selected this checkpoint as the best of its run, "validation" or "test";
+    None: none did.
     """
     metrics, scaling = all_metrics(results, selected_by=selected_by), None
     write_outputs(folder, results)
@@ -109,12 +113,12 @@ def write_results(
 
 
 def read_results(folder: Path) -> dict[str, dict[str, float | str]]:
-    """Reads the metrics, by set, that `write_results` wrote."""
+    """Reads {set: {metric: value}}, as `write_results` has written it into a folder."""
     return read_json(folder / EVALUATION_FILE)
 
 
 def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, output_dir: str | None) -> None:
-    """Prints mean and deviation over several checkpoints, and writes summary.json if output_dir is given."""
+    """Prints mean and deviation over several checkpoints; writes summary.json if output_dir is given."""
     summary = summarize(metrics)
     log.info(metrics_table(summary, title=f"mean and standard deviation of {len(metrics)} checkpoints"))
     if output_dir:
@@ -126,9 +130,9 @@ def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, ou
 def all_metrics(
     results: Mapping[str, SetResult], *, selected_by: str | None = None
 ) -> dict[str, dict[str, float | str]]:
-    """Returns {set: {metric: value}}, each accuracy with its interval, <metric>_low and <metric>_high.
+    """Returns {set: {metric: value}}, with <metric>_low and <metric>_high, the interval of each accuracy.
 
-    selected_by: puzzles that selected the checkpoint as the best of its run, if any; every set has this text.
+    selected_by: the puzzles that selected this checkpoint, if any did; a text that is added to every set.
     """
     metrics, chosen = {}, {} if selected_by is None else {"selected_by": selected_by}
     for name, result in results.items():
@@ -140,7 +144,7 @@ def all_metrics(
 
 
 def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
-    """Returns metrics in which each accuracy is followed by its interval, where its count is known."""
+    """Returns metrics with <metric>_low and <metric>_high after each accuracy, if its count is known."""
     completed = {}
     for name, value in values.items():
         completed[name] = value
@@ -156,7 +160,7 @@ def _interval(metric: str, share: float, count: int) -> dict[str, float]:
 
 
 def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
-    """Writes <set>__outputs.npz for every set that has outputs: the real rows, in dataset order."""
+    """Writes the outputs of every set to <set>__outputs.npz, in dataset order, without padding."""
     for name, result in results.items():
         if result.outputs:
             folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +169,10 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
 
 
 def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
-    """Computes {set: {metric: mean over the runs, <metric>_deviation: sample standard deviation}}."""
+    """Computes {set: {metric: mean, <metric>_deviation: sample standard deviation}} over several runs.
+
+    runs: {set: {metric: value}} of each.
+    """
     summary: dict[str, dict[str, float]] = {}
     for name in runs[0]:
         columns = [run.get(name, {}) for run in runs]
@@ -183,7 +190,7 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
 
 
 def metrics_table(metrics: _Columns, *, title: str) -> str:
-    """Makes a table: a line for each metric, a column for each set, accuracies with interval or deviation."""
+    """Returns a table as text: a line a metric, a column a set, accuracies with interval or deviation."""
     names = metric_names(metrics)
     columns = [["", *names]]
     for set_name, values in metrics.items():
@@ -195,13 +202,13 @@ def metrics_table(metrics: _Columns, *, title: str) -> str:
 
 
 def metric_names(metrics: _Columns) -> list[str]:
-    """Lists the metrics of all sets, without intervals and deviations."""
+    """Lists the metrics of all sets, each once, without the names of intervals and deviations."""
     names = dict.fromkeys(metric for values in metrics.values() for metric in values)
     return [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
 
 
 def metric_cell(values: Mapping[str, float | str], name: str) -> str:
-    """Formats a metric with its interval or deviation."""
+    """Returns the text of a metric in a table, with its interval or deviation if `values` has one."""
     if name not in values:
         return ""
     value = values[name]
@@ -215,7 +222,7 @@ def metric_cell(values: Mapping[str, float | str], name: str) -> str:
 
 
 def with_suffix(metric: str, suffix: str) -> str:
-    """Returns accuracy_low for accuracy, and accuracy_low@steps=4,samples=1 for one setting's metric."""
+    """Appends to a metric's name: accuracy -> accuracy_low, accuracy@steps=4 -> accuracy_low@steps=4."""
     name, at, setting = metric.partition(_SETTING)
     return f"{name}_{suffix}{at}{setting}"
 
@@ -228,10 +235,11 @@ def _has_suffix(metric: str, *suffixes: str) -> bool:
 
 
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
-    """Returns the content of scaling.json: the options, and the `corners` of each set with labels.
+    """Returns the content of scaling.json: the options of the evaluation, and `corners` of each labelled set.
 
-    A corner is one setting of the grid: steps, samples, and for each way to select (`any`, the oracle, last)
-    accuracies with intervals and network calls of a puzzle. The number of processes changes nothing in it.
+    A corner is one setting: steps, samples, and for each way to select (the last is the oracle `any`: right
+    where any sample is) accuracies with intervals, and network calls a puzzle. The number of ranks changes
+    nothing.
     """
     sets = {}
     for name, result in results.items():
@@ -249,9 +257,10 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
 
 
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns {set: {metric: value}} of all settings, under names such as exact_accuracy@steps=64,samples=8.
+    """Returns {set: {metric: value}} of all settings, named such as exact_accuracy@steps=64,samples=8.
 
-    Names of another way to select than the first end with ,select=NAME; the oracle's begin with any_.
+    A name ends with ,select=NAME for a way to select other than the first, and begins with any_ for the
+    oracle.
     """
     metrics: dict[str, dict[str, float]] = {}
     for set_name, content in scaling["sets"].items():
@@ -266,7 +275,7 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
-    """Makes a table: a line for each setting of each set, with the exact accuracy by each way to select.
+    """Returns a table as text: a line a setting of each set, with the exact accuracy by each way to select.
 
     For a search, which may end undecided, also the shares of wrong answers and of puzzles without an answer.
     """

@@ -1,8 +1,8 @@
 """Selection: which of several samples answers a puzzle, how often this is right, and what it costs.
 
-No way to select sees a label. Each prefers the samples with the smallest value of something; of equal ones
-the sample with the largest q_halt, then the first. Sums are of integers, so that neither the number of ranks
-nor the batch size changes a figure.
+No way to select sees a label. Each way takes the sample with the smallest value of some number, such as its
+steps; of equal samples the one with the largest q_halt, then the first. Sums are of integers: neither the
+number of ranks nor the batch size changes a figure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ScoreKey = tuple[int, int, str, str]  # steps, samples, way to select or `ORACLE
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class Settings:
     """The settings of an evaluation: every number of steps with every number of samples.
 
     steps, samples: ascending. selects: ways to select; metrics outside `Scores` use the first.
@@ -47,14 +47,14 @@ class Grid:
 
 
 class Samples(NamedTuple):
-    """The samples of some puzzles, with one answer each; arrays are [puzzles, samples] unless given.
+    """Several samples of each of some puzzles, with one answer a sample; arrays are [puzzles, samples].
 
     preds       uint8 or int32 [puzzles, samples, seq_len]
-    q_halt      float32: of the answer
+    q_halt      float32: logit of "the answer is right"
     steps       int32: network calls up to the answer
     has_halted  bool: whether the Q head halts the sample in any step
     residuals   float32: the mean change of the logits over the last steps
-    are_valid   bool: whether the last answer obeys the rules; None without rules
+    are_valid   bool: whether the answer after the last step obeys the rules; None without rules
     """
 
     preds: np.ndarray
@@ -65,16 +65,16 @@ class Samples(NamedTuple):
     are_valid: np.ndarray | None
 
     def take(self, *index: slice | np.ndarray) -> Samples:
-        """Returns the samples at an index into the first axes."""
+        """Returns the samples at an index into the axes [puzzles, samples] of every array."""
         return Samples(*(None if column is None else column[index] for column in self))
 
 
 def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarray:
-    """Chooses a sample of each puzzle: int64 [puzzles].
+    """Chooses the sample that answers each puzzle: int64 [puzzles].
 
-    samples: with the answers that `ANSWER_AT` names for `by`. Where no sample halted, or none is valid, the
-    choice is by `q_head`. is_search: the network answers only where it halts; then the first of equal samples
-    is chosen, and -1 where none has halted.
+    samples: with the answers of the step that `ANSWER_AT` names for `by`. Where no sample halted, or no
+    answer is valid, the choice is by `q_head`. is_search: whether the network answers only where it halts;
+    then the first of equal samples is chosen, and -1 where no sample has halted.
     """
     values = {
         "first_to_halt": lambda: np.where(samples.has_halted, samples.steps, np.inf),
@@ -101,7 +101,7 @@ def votes(preds: np.ndarray) -> np.ndarray:
 
 
 def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
-    """Returns the output at the answer `at`, from what a `HistoryNetwork` has kept in the state."""
+    """Returns an output with the answer of step `at`, which a `HistoryNetwork` has kept in the state."""
     if at == "end":
         return output
     state, prediction = output.carry.state, output.prediction
@@ -116,23 +116,24 @@ def predicted_tokens(logits: Tensor) -> Tensor:
 
 
 class Scores:
-    """The sums of every setting of a grid over the puzzles with a label, on one rank.
+    """The sums over labelled puzzles that figures of all settings are computed from, on one rank.
 
-    sums: of exact and valid (right by the label and by the rules), calls of the network, and undecided
-    (puzzles without an answer, of a search). rules: needed to select by `rules`; None: no sum of valid.
+    sums: {(steps, samples, way to select, figure): sum}. The figures are exact and valid (answers that are
+    right by the label, by the rules), calls (of the network), and for a search undecided (puzzles without an
+    answer). rules: needed to select by `rules`; None: no sums of valid.
     """
 
-    def __init__(self, grid: Grid, *, rules: Rules | None, is_search: bool = False):
-        assert rules is not None or "rules" not in grid.selects
-        self.grid, self._rules, self._is_search = grid, rules, is_search
+    def __init__(self, settings: Settings, *, rules: Rules | None, is_search: bool = False):
+        assert rules is not None or "rules" not in settings.selects
+        self.settings, self._rules, self._is_search = settings, rules, is_search
         self.sums: Counter[ScoreKey] = Counter()
 
     def add(self, depth: int, attempts: StepOutput) -> np.ndarray:
-        """Adds whole puzzles after `depth` steps; `attempts` has all samples of a puzzle side by side.
+        """Adds puzzles after `depth` steps; `attempts` has all samples of a puzzle side by side.
 
-        Returns which sample the first way to select chooses among all, int64 [puzzles]; -1: none.
+        Returns the sample of each puzzle that the first way selects among all: int64 [puzzles]; -1: none.
         """
-        num_samples = self.grid.samples[-1]
+        num_samples = self.settings.samples[-1]
 
         def columns(tensor: Tensor) -> np.ndarray:
             return tensor.cpu().numpy().reshape(-1, num_samples, *tensor.shape[1:])
@@ -145,7 +146,7 @@ class Scores:
         is_valid = self._are_valid(inputs, end_preds)
         is_exact = _are_exact(end_preds, labels[:, None])
         every = {}
-        for at in {*map(ANSWER_AT.get, self.grid.selects)}:
+        for at in {*map(ANSWER_AT.get, self.settings.selects)}:
             answer = answer_at(at, attempts)
             every[at] = Samples(
                 preds=columns(predicted_tokens(answer.prediction.logits)),
@@ -155,9 +156,9 @@ class Scores:
                 residuals=columns(state["history.changes"].nanmean(dim=1)),
                 are_valid=is_valid,
             )
-        for number in self.grid.samples:
+        for number in self.settings.samples:
             all_calls = calls[:, :number].sum(axis=1)
-            for by in self.grid.selects:
+            for by in self.settings.selects:
                 samples = every[ANSWER_AT[by]].take(slice(None), slice(number))
                 chosen = select(by, samples, is_search=self._is_search)
                 is_open = chosen < 0
@@ -172,7 +173,7 @@ class Scores:
                     "undecided": is_open if self._is_search else None,
                 }
                 self._add((depth, number, by), counted, figures)
-                if by == self.grid.selects[0]:
+                if by == self.settings.selects[0]:
                     of_first = chosen
             if not self._is_search:  # in a search lost samples stop: nobody knows their answers
                 any_valid = None if is_valid is None else is_valid[:, :number].any(axis=1)
@@ -181,7 +182,7 @@ class Scores:
         return of_first
 
     def _are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Checks answers [..., seq_len] to inputs of this shape by the rules: bool [...]; None without."""
+        """Checks by the rules answers to `inputs`, both [..., seq_len]: bool [...]; None without rules."""
         if self._rules is None:
             return None
         flat = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (inputs, preds))

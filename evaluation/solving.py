@@ -12,8 +12,8 @@ from dataset.drawing import symbols_of
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Puzzle, Style
 from dataset.loader import Batch
-from evaluation.selection import Grid, Scores
-from evaluation.test_time import answer_grid, reasoning_of_samples
+from evaluation.selection import Scores, Settings
+from evaluation.test_time import reasoning_of_samples, run_settings
 from evaluation.trace import Trace, trace_step
 from models import HaltingModel
 from models.carry import StepOutput
@@ -109,9 +109,9 @@ def answer_puzzle(
     def record(output: StepOutput, _: torch.Tensor) -> None:
         seen.append((output.carry.data.rows.cpu().numpy(), trace_step(model, output)))
 
-    grid = Grid((max_steps,), (config.samples,), ("first_to_halt" if is_search else config.select,))
-    scores = Scores(grid, rules=puzzle.rules, is_search=is_search)
-    ((final, _, chosen),) = answer_grid(
+    settings = Settings((max_steps,), (config.samples,), ("first_to_halt" if is_search else config.select,))
+    scores = Scores(settings, rules=puzzle.rules, is_search=is_search)
+    ((final, _, chosen),) = run_settings(
         model,
         iter([_batch_of(puzzle, identifier, row).to(device)]),
         reasoning,
@@ -134,7 +134,7 @@ def answer_puzzle(
         steps=steps,
         sample=sample,
         num_samples=config.samples,
-        select=grid.selects[0],
+        select=settings.selects[0],
         valid=bool(puzzle.rules(puzzle.tokens[None], step.tokens[None])[0]) if puzzle.rules else None,
         correct=None if puzzle.solution is None else puzzle.is_solution(step.tokens),
         is_decided=int(chosen[0]) >= 0,

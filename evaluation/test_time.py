@@ -1,9 +1,9 @@
-"""Test-time compute: every puzzle is run as several samples, for more thinking steps, and one sample answers.
+"""Test-time compute: runs every puzzle as several samples, for more thinking steps; one sample answers.
 
 A slot works on an attempt: a puzzle and the number of its sample. All attempts run the largest number of
-steps, and on the way the answers at each (steps, samples) of a grid are kept: a 64-step result continues the
-16-step one, and 8 samples include the first 4. So the grid costs what its largest setting costs. Invariant:
-an attempt depends on the seed, its puzzle and its sample alone, as does the selection.
+steps. On the way the answers at every setting are kept: a 64-step result continues the 16-step one, and 8
+samples include the first 4. So all settings together cost what the largest one costs. Invariant: an attempt
+depends on the seed, its puzzle and its sample alone, and so does the choice of the answer.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from config.programs import EvaluateConfig, SolveConfig
 from dataset.loader import Batch
 from evaluation.halting import Draw, OnStep, Race, answer_batches
-from evaluation.selection import ANSWER_AT, Grid, Scores, answer_at
+from evaluation.selection import ANSWER_AT, Scores, Settings, answer_at
 from models import HaltingModel
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput, where
 from models.network import Network
@@ -25,9 +25,8 @@ from models.random import Draws
 _RESIDUAL_STEPS = 3  # the residual of EqR: the mean change over so many last steps
 
 
-def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Grid | None]:
-    """Returns an evaluation's reasoning (steps, halting, noise) and its grid, None if the config asks for
-    none.
+def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
+    """Returns the reasoning of an evaluation, and its settings; None if the config asks for plain runs.
 
     ValueError where an option does not go with the model.
     """
@@ -37,13 +36,13 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Grid
     selects = tuple(config.select)
     if model.network.is_search:
         selects = ("first_to_halt",)
-    return reasoning, Grid(tuple(steps), tuple(samples), selects) if config.asks_for_settings else None
+    return reasoning, Settings(tuple(steps), tuple(samples), selects) if config.asks_for_settings else None
 
 
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns the model's reasoning with the config's options; ValueError for one that the model lacks."""
+    """Returns the model's reasoning, changed by the config. ValueError for an option that the model lacks."""
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
     searches = ("decision_cell", "decision_value", "eval_conflict_threshold")
@@ -69,9 +68,9 @@ def reasoning_of_samples(
 
 
 def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples: int = 1) -> Draw:
-    """Returns a function: carry -> random numbers of its slots' next step; None where the network needs none.
+    """Returns a function that maps a carry to the draws of its slots' next step; None without random numbers.
 
-    The carry's rows must be attempts: row * num_samples + sample.
+    The carry's `data.rows` must have the numbers of attempts: row * num_samples + sample.
     """
 
     def draw(carry: Carry) -> Draws | None:
@@ -84,9 +83,9 @@ def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples
 
 
 def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots: int) -> Iterator[Batch]:
-    """Yields every row num_samples times, in batches of at most num_slots; padding stays padding.
+    """Yields every example num_samples times, in batches of at most num_slots; padding stays padding.
 
-    The attempt, row * num_samples + sample, replaces the row.
+    `rows` of a yielded batch has the number of the attempt, row * num_samples + sample, in place of the row.
     """
     for batch in batches:
         slots = torch.arange(len(batch.rows) * num_samples, device=batch.rows.device)
@@ -97,11 +96,11 @@ def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots
 
 
 class HistoryNetwork(nn.Module):
-    """A network that also keeps, in its state, what the ways to select need of earlier steps.
+    """A network that also keeps answers of earlier steps in its state, from which a sample is selected.
 
-    State keys `halt.*` have the answer of the first step where the network wants to halt, until then the
-    newest; `peak.*` have the answer with the largest q_halt. An answer is logits, q_halt, q_continue, and
-    steps, int32 [batch], the number of its step.
+    State keys `halt.*` have the answer of the first step where the network wants to halt (before that, the
+    newest answer); `peak.*` have the answer with the largest q_halt. An answer is logits, q_halt, q_continue,
+    and steps, int32 [batch], the number of its step.
     """
 
     def __init__(self, network: Network, *, vocab_size: int):
@@ -157,7 +156,7 @@ class HistoryNetwork(nn.Module):
         return after, prediction
 
 
-def answer_grid(
+def run_settings(
     model: HaltingModel,
     batches: Iterator[Batch],
     reasoning: Reasoning,
@@ -168,23 +167,24 @@ def answer_grid(
     scores: Scores,
     on_step: OnStep = lambda *_: None,
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-    """Yields the outputs that the first way to select chooses at the largest setting, as puzzles end.
+    """Runs all attempts; yields the selected outputs of the largest setting, as soon as puzzles end.
 
-    Each item is (outputs of chosen samples, last outputs of all attempts, numbers of chosen samples). All
-    attempts of a puzzle are side by side; the numbers are int64 [puzzles], -1 where none is an answer.
-    num_slots: of this rank. scores: takes the sums of the whole grid. on_step: called after every step.
+    Each item is (outputs of selected samples, last outputs of all attempts, numbers of selected samples). All
+    attempts of a puzzle are side by side; the numbers are int64 [puzzles], -1 where a search has no answer.
+    num_slots: of this rank. scores: has the settings, and gets the sums of all of them. on_step: called after
+    every step.
     """
-    grid, num_samples = scores.grid, scores.grid.samples[-1]
+    settings, num_samples = scores.settings, scores.settings.samples[-1]
     history = HistoryNetwork(model.network, vocab_size=vocab_size)
     watched = HaltingModel(history, reasoning=reasoning, eval_reasoning=reasoning).eval()
     attempts = split_into_attempts(batches, num_samples=num_samples, num_slots=num_slots)
     draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
-    race = Race(grid.samples) if model.network.is_search else None
-    needed = ("history.has_halted", "history.changes", *(f"{ANSWER_AT[by]}." for by in grid.selects))
-    waiting: dict[int, list[StepOutput]] = {depth: [] for depth in grid.steps}  # attempts by depth
+    race = Race(settings.samples) if model.network.is_search else None
+    needed = ("history.has_halted", "history.changes", *(f"{ANSWER_AT[by]}." for by in settings.selects))
+    waiting: dict[int, list[StepOutput]] = {depth: [] for depth in settings.steps}  # attempts by depth
 
     def collect(output: StepOutput, halts: Tensor) -> None:
-        """Keeps the attempts that are at a depth of the grid, or have halted before."""
+        """Keeps the attempts that have made a setting's number of steps, or have halted before."""
         carry = output.carry
         kept = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
         for depth, parts in waiting.items():
@@ -195,15 +195,15 @@ def answer_grid(
         on_step(output, halts)
 
     def take() -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-        """Yields what was selected for puzzles that have all their attempts."""
-        for depth in grid.steps:
+        """Scores the puzzles with all their attempts collected; yields the results of the largest setting."""
+        for depth in settings.steps:
             if (whole := _pop_whole(waiting[depth], num_samples)) is None:
                 continue
             chosen = scores.add(depth, whole)
-            if depth == grid.steps[-1]:
+            if depth == settings.steps[-1]:
                 slots = np.arange(len(chosen)) * num_samples + np.maximum(chosen, 0)
                 of_puzzles = torch.from_numpy(slots).to(whole.carry.steps.device)
-                yield answer_at(ANSWER_AT[grid.selects[0]], whole).select(of_puzzles), whole, chosen
+                yield answer_at(ANSWER_AT[settings.selects[0]], whole).select(of_puzzles), whole, chosen
 
     num_ended = 0
     for final in answer_batches(watched, attempts, reasoning, draw=draw, on_step=collect, race=race):
@@ -215,7 +215,7 @@ def answer_grid(
 
 
 def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
-    """Takes puzzles that have all attempts out of `parts`: by row and sample, with the puzzles' rows."""
+    """Removes puzzles with all attempts from `parts`; returns them, sorted by row and sample, or None."""
     if not parts:
         return None
     joined = StepOutput.join(parts)
@@ -229,5 +229,5 @@ def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
     output = joined.select(whole[attempts[whole].argsort()])
     data = output.carry.data
     data = data._replace(rows=data.rows // num_samples)
-    has_ended = torch.ones_like(output.carry.halted)  # for the grid, even if the slot goes on
+    has_ended = torch.ones_like(output.carry.halted)  # for the settings, even if the slot goes on
     return output._replace(carry=output.carry._replace(data=data, halted=has_ended))

@@ -1,4 +1,4 @@
-"""The trace of a model: after each step its answers, their probabilities, its Q value, its guesses."""
+"""The trace of a model: its answers, probabilities, Q values and guesses after each thinking step."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ MOST_TOKENS = 31  # for bit masks, as a browser's integers have 32 bits
 
 
 class Trace(NamedTuple):
-    """The answers of a model in each run of a puzzle, after each step.
+    """The answers of a model after each thinking step; a run is one puzzle in one slot.
 
     preds          uint8 or int32 [runs, steps, seq_len]: the likeliest token of each cell
     confidence     float32 [runs, steps, seq_len]: the probability of that token
@@ -36,16 +36,16 @@ class Trace(NamedTuple):
 
     @property
     def halting_steps(self) -> np.ndarray:
-        """The step, from 1, after which each run would stop, or the last one: int64 [runs]."""
+        """Returns the step, from 1, after which each run would stop, or else the last step: int64 [runs]."""
         first = self.wants_to_halt.argmax(axis=1)
         return np.where(self.wants_to_halt.any(axis=1), first, self.wants_to_halt.shape[1] - 1) + 1
 
 
 @torch.inference_mode()
 def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0) -> Trace:
-    """Runs every slot of a batch through all steps of a model in evaluation mode; in one process.
+    """Runs every puzzle of a batch through all thinking steps, in one process. seed: of noise, if any.
 
-    seed: of the noise, where there is any.
+    The model must be in evaluation mode.
     """
     assert not model.training
     steps: list[Trace] = []
@@ -60,7 +60,7 @@ def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0) -> Trace:
 
 
 def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
-    """Returns the trace of one step: the arrays of `Trace` without their axis of steps."""
+    """Returns the trace of one step: the arrays of `Trace` without the axis of steps."""
     logits, state = output.prediction.logits, output.carry.state
     candidates = torch.zeros(len(logits), 0, dtype=torch.int64)
     guesses = torch.full((len(logits),), NO_GUESS, dtype=torch.int16)

@@ -18,7 +18,7 @@ from models.network import Network
 def build_model(arch: Architecture, metadata: Metadata, **options: Any) -> HaltingModel:
     """Builds the model of an architecture for a dataset, initialized from torch's global generator.
 
-    options: of the network, such as `take` of `models.blocks.Level`.
+    options: further keyword arguments of the network class, such as `take`, which divides blocks among ranks.
     """
     max_steps, eval_max_steps = arch.halt_max_steps, arch.eval_halt_max_steps or arch.halt_max_steps
     eval_reasoning = Reasoning.of_arch(arch, max_steps=eval_max_steps, halts_early=False)

@@ -98,15 +98,16 @@ Take = Callable[[nn.Module, int, int], nn.Module]
 
 
 def take_all(block: nn.Module, number: int, num_blocks: int) -> nn.Module:
-    """Keeps every block."""
+    """Returns the block itself: the default `take` of a level, for ranks that hold all blocks whole."""
     return block
 
 
 class Level(nn.Module):
     """A stack of blocks, applied to state + injection.
 
-    build: returns a new block for a number. take: returns what this rank keeps of a block, called before the
-    next block is built. recomputes_blocks: whether the backward pass recomputes activations of each block.
+    build: returns a new block for a number. take: called with each new block, before the next one is built;
+    returns what this rank holds of the block (the block, a part, or `Elsewhere`). recomputes_blocks: whether
+    the backward pass recomputes activations of each block.
     """
 
     def __init__(self, build: Callable[[int], nn.Module], num_blocks: int, *, take: Take = take_all):
@@ -121,7 +122,7 @@ class Level(nn.Module):
         return self.run_blocks(state + injection, *context)
 
     def run_blocks(self, h: Tensor, *context: Any) -> Tensor:
-        """Applies the blocks. A pipeline replaces this method by one that sends h through all stages."""
+        """Applies the blocks to h. A pipeline replaces this method, to send h through all stages."""
         for layer in self.layers:
             if self.recomputes_blocks and torch.is_grad_enabled():
                 h = checkpoint(layer, h, *context, use_reentrant=False, preserve_rng_state=False)

@@ -54,7 +54,7 @@ class Reasoning:
 
     @classmethod
     def of_arch(cls, arch: Any, *, max_steps: int, halts_early: bool) -> Reasoning:
-        """Takes the values from an architecture's config, as far as the config has these keys."""
+        """Takes over the keys of an architecture's config that this class has; others keep their defaults."""
         names = ("H_cycles", "L_cycles", "loops", "init_noise", "state_noise", "damping")
         names += ("decision_cell", "decision_value", "eval_conflict_threshold")
         values = {name: getattr(arch, name) for name in names if hasattr(arch, name)}
@@ -62,7 +62,7 @@ class Reasoning:
 
     @property
     def is_noisy(self) -> bool:
-        """Returns whether thinking steps add noise."""
+        """Returns whether the initial state or a thinking step has noise."""
         return any((self.init_noise, self.step_noise, self.state_noise))
 
 
@@ -111,7 +111,7 @@ class Carry(NamedTuple):
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Carry:
-        """Makes a carry from the tensors that `tensors` returns; all other names belong to the state."""
+        """Makes a carry from the result of `tensors`. Names that no field explains belong to the state."""
         state = dict(tensors)
         return cls(
             steps=state.pop("steps"),
@@ -125,14 +125,14 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
 
     def boards(self, picked: Tensor | None) -> Carry:
-        """Returns the carry of one board of each slot. picked: int64 [batch]; None: slots have one board."""
+        """Returns a carry with one board of each slot. picked: int64 [batch]; None: slots have one board."""
         if picked is None:
             return self
         slots = torch.arange(len(picked), device=picked.device)
         return Carry.from_tensors({name: tensor[slots, picked] for name, tensor in self.tensors().items()})
 
     def with_boards_(self, picked: Tensor | None, boards: Carry) -> Carry:
-        """Returns the carry with new boards; changes it in place if slots hold several boards."""
+        """Returns the carry with `boards` put back where `picked`; in place if slots hold several boards."""
         if picked is None:
             return boards
         slots, tensors = torch.arange(len(picked), device=picked.device), self.tensors()
@@ -168,7 +168,7 @@ class StepOutput(NamedTuple):
 
 
 def select_columns(prediction: Prediction, slots: slice | Tensor) -> Prediction:
-    """Returns the prediction of some slots. slots: slice or int64 [n]."""
+    """Returns a prediction of some slots: every field at `slots`, a slice or int64 [n]."""
     return type(prediction)(*(None if column is None else column[slots] for column in prediction))
 
 
@@ -178,15 +178,15 @@ def where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
 
 
 def sum_names(metrics: Metrics) -> tuple[str, ...]:
-    """Returns the names of all sums that are needed to compute the metrics."""
+    """Returns the names of all sums from which `divide` computes the metrics."""
     divisors = {name for name in metrics.values() if name not in (None, "slots")}
     return (*metrics, *sorted(divisors - metrics.keys()))
 
 
 def divide(sums: dict[str, float], metrics: Metrics, *, slots: float) -> dict[str, float]:
-    """Returns {metric: value} from sums over all ranks and steps, undivided sums last.
+    """Returns {metric: value}, from sums over all ranks and steps; metrics that are plain sums come last.
 
-    slots: the divisor "slots". Leaves out a metric if its divisor or its undivided sum is 0.
+    slots: the divisor "slots". Leaves out a metric with divisor 0, and a plain sum that is 0.
     """
     divisors = {**sums, "slots": slots}
     means = {name: by for name, by in metrics.items() if by is not None and divisors.get(by) and name in sums}

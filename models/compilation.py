@@ -32,7 +32,7 @@ COMPILER_OPTIONS = {
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
     """Returns whether to compile. choice: True, False, or "auto": if compiling saves time over `num_steps`.
 
-    num_steps: of the whole run, all starts together. Raises ValueError for True without a compiler.
+    num_steps: of the whole run, all starts of the run together. ValueError for True without a compiler.
     """
     if choice == "auto":
         pays_off = num_steps >= _STEPS_TO_PAY.get(device.type, float("inf"))
@@ -77,7 +77,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def eager_blocks(*, unless: bool = False) -> contextlib.AbstractContextManager:
-    """Returns a context in which compiled blocks run uncompiled, as for rare batch sizes, not if `unless`."""
+    """Returns a context in which compiled blocks run uncompiled, as for rare batch sizes; not if `unless`."""
     return contextlib.nullcontext() if unless else torch.compiler.set_stance("force_eager")
 
 

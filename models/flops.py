@@ -27,6 +27,6 @@ def flops(module: nn.Module, shape: Shape, *, trains: bool = False) -> int:
 
 
 def weight_flops(weight: Tensor, shape: Shape, *, trains: bool = False) -> int:
-    """Counts the operations of a product with `weight` at every position of an input of this shape."""
+    """Counts the operations of multiplying an input of this shape by `weight` at every position."""
     passes = 2 + weight.requires_grad if trains else 1
     return passes * 2 * weight.numel() * math.prod(shape[:-1])

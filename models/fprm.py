@@ -82,9 +82,9 @@ class FixedPointLevel(Level):
 class FPRM(OneState, TokenNetwork):
     """The network of FPRM: calls its level f on the state y (z_H) until y changes little.
 
-    A call replaces y by y + w (f(y) - y). Each slot keeps a residual r, the largest relative difference of
-    f(y) and y at any position, and the step size w. w shrinks when r is above a threshold and has not reached
-    a new minimum (`best`) for some calls; `patience` counts these calls down.
+    A call replaces y by y + w (f(y) - y). Each slot keeps the step size w and a residual r, the largest
+    relative difference of f(y) and y at any position. w shrinks when r is above a threshold and has had no
+    new minimum (`best`) for some calls; `patience` counts these calls down.
 
     All calls of a thinking step carry gradient. A slot halts when r or w is small, not by the Q head.
     """
@@ -119,7 +119,7 @@ class FPRM(OneState, TokenNetwork):
         return state
 
     def _judge(self, state: State, y: Tensor, z: Tensor) -> State:
-        """Returns the numbers that a slot keeps, updated after a call. z: the result f(y)."""
+        """Returns step size, patience, best and residual of each slot after a call. z: the result f(y)."""
         change, size = (each.float().abs().amax(-1) for each in (y - z, z))
         residual = (change / (size + 1e-8)).amax(-1)
         full = torch.full_like(state["patience"], self.arch.decay_patience)

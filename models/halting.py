@@ -1,7 +1,7 @@
 """The model: a network with the carry of slots, which work on a puzzle for several steps until they halt.
 
-Random numbers come from `draws`, separate ones for each slot, and not from torch: so results do not depend on
-the number of processes.
+Random numbers come from `Draws`, which has separate ones for each slot, and not from torch: so results do not
+depend on the number of processes.
 """
 
 import torch
@@ -24,13 +24,13 @@ class HaltingModel(nn.Module):
         self.network, self.reasoning, self.eval_reasoning = network, reasoning, eval_reasoning
 
     def initial_carry(self, batch: Batch) -> Carry:
-        """Returns a carry of the shape of `batch` with all slots halted: `refill` starts each on a row."""
+        """Returns a carry with as many slots as `batch`, all halted, so that `refill` starts every slot."""
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
         state = self.network.start(batch, self.reasoning, None, steps == 0)
         return Carry(state, steps, steps == 0, batch)
 
     def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
-        """Returns a carry of halted slots for the start of training, as `initial_carry` without a batch."""
+        """Returns the carry of a run's step 0, all slots halted; a checkpoint can be loaded into it."""
         tokens = torch.zeros(num_slots, seq_len, dtype=torch.int32, device=device)
         rows, boards = torch.zeros(num_slots, dtype=torch.int64, device=device), self.network.boards_per_slot
         tensors = self.initial_carry(Batch(tokens, tokens, rows.int(), rows)).tensors()
@@ -41,9 +41,9 @@ class HaltingModel(nn.Module):
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, draws: Draws | None = None) -> Carry:
-        """Returns the carry that a step works on; halted slots start on their row of `batch`.
+        """Returns the boards that a step works on: halted slots start on their row of `batch`, others go on.
 
-        If slots hold several boards in training, `draws` picks one board of each. Returns new tensors. Each
+        Returns new tensors. If slots hold several boards in training, `draws` picks one board of each. Each
         row of the result depends only on the same row of the arguments.
         """
         boards = carry.boards(self._picked(draws))
@@ -65,7 +65,7 @@ class HaltingModel(nn.Module):
         return carry.with_boards_(picked, boards), sums
 
     def forward(self, carry: Carry, reasoning: Reasoning, draws: Draws | None = None) -> StepOutput:
-        """Runs one thinking step. carry: from `refill` in training, from the last call in evaluation."""
+        """Runs one thinking step. carry: from `refill`; in evaluation also the result of the last call."""
         data = carry.data
         state, prediction = self.network(
             carry.state, data.inputs, data.puzzle_identifiers, reasoning=reasoning, draws=draws
@@ -76,10 +76,10 @@ class HaltingModel(nn.Module):
         return StepOutput(after._replace(halted=halted), prediction)
 
     def put_back(self, carry: Carry, boards: Carry, draws: Draws) -> Carry:
-        """Returns the carry with the boards of a training step put back. draws: those given to `refill`."""
+        """Puts the boards of a training step back into their slots. draws: the same that `refill` had."""
         return carry.with_boards_(self._picked(draws), boards)
 
     def _picked(self, draws: Draws | None) -> Tensor | None:
-        """Draws the board of each slot that a step works on: int64 [batch]; None if slots have one board."""
+        """Draws which board of each slot a step works on: int64 [batch]; None if slots have one board."""
         boards = self.network.boards_per_slot if self.training else 1
         return None if boards == 1 else draws.integers((), below=boards, use="picked board")

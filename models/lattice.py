@@ -49,7 +49,7 @@ def move(
     *,
     in_search: bool = False,
 ) -> State:
-    """Strikes out candidates, and pins one cell of each board that is then neither solved nor contradictory.
+    """Strikes out candidates; then pins a random cell of each board that is neither solved nor contradictory.
 
     last: outputs of the last loop. in_search: whether this is an evaluation. In training, a share of the
     pins, which falls to 0 along the run, takes the value of the target.
@@ -90,7 +90,7 @@ def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
 def leaves(carry: Carry, reasoning: Reasoning) -> Tensor:
     """Returns which boards leave their slot in training: bool [batch].
 
-    These are boards that look solved (perhaps wrongly), are rightly called contradictory, or are too old.
+    These boards look solved (perhaps wrongly), are rightly called contradictory, or have had max_steps moves.
     """
     outcome, bad = carry.state["outcome"], is_bad(carry.state)
     is_old = carry.steps >= reasoning.max_steps
@@ -98,7 +98,7 @@ def leaves(carry: Carry, reasoning: Reasoning) -> Tensor:
 
 
 def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) -> Sums:
-    """Returns the metric sums of a move: kills on boards that still have the solution, boards that leave."""
+    """Returns sums for metrics: of struck-out candidates on sound boards, and of boards that leave."""
     sound, left, state = ~is_bad(before.state), after.halted, after.state
     killed = kills(before.state, keep, arch) & sound[:, None, None]
     solved = left & (state["outcome"] == SOLVED)
@@ -114,10 +114,10 @@ def holds(alive: Tensor, solution: Tensor) -> Tensor:
 
 
 def is_bad(state: State) -> Tensor:
-    """Returns which boards have lost the target's value in some cell: bool [batch]."""
+    """Returns which boards are not sound, having lost the target's value in some cell: bool [batch]."""
     return holds(state["alive"], state["target"]) == 0
 
 
 def digit_cells(state: State) -> Tensor:
-    """Returns the cells of the digit loss, not given and on boards with the target: bool [batch, cells]."""
+    """Returns the cells of the digit loss, open at the start and on sound boards: bool [batch, cells]."""
     return (state["entered"].sum(-1) != 1) & ~is_bad(state)[:, None]

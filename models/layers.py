@@ -144,7 +144,7 @@ class Dropout(NamedTuple):
 
 
 class Cuttable:
-    """The interface of a layer that tensor-parallel ranks can divide: the output is the sum over ranks.
+    """The interface of a layer that tensor-parallel ranks can divide: the output is the sum of theirs.
 
     reads_share: whether each rank reads only a part of the input features. num_shares: number of these ranks.
     """
@@ -153,7 +153,7 @@ class Cuttable:
     num_shares = 1
 
     def cuts(self) -> dict[str, tuple[int, int]]:
-        """Returns {weight's name: (outer, middle)}: ranks divide the middle axis of [outer, middle, rest]."""
+        """Returns {weight: (outer, middle)}: ranks divide the middle of its shape [outer, middle, rest]."""
         raise NotImplementedError
 
     def keep_share(self, num_shares: int) -> None:
@@ -226,8 +226,8 @@ class Convolution(Cuttable, Linear):
     Repeated calls carry information far: with more calls the same weights solve larger mazes (Schwarzschild
     et al., arXiv 2106.04537; Bansal et al., arXiv 2202.05826).
 
-    num_columns: of the grid, which positions fill row by row. num_before: number of positions before the
-    grid. weight: [hidden, hidden * 9], for each input feature a 3x3 kernel, row by row.
+    num_columns: of the grid; positions fill it row by row. num_before: number of positions before the grid.
+    weight: [hidden, hidden * 9], for each input feature a 3x3 kernel, row by row.
     """
 
     reads_share = True

@@ -155,7 +155,7 @@ class LDT(Network):
     # Start of boards.
 
     def start(self, data: Batch, reasoning: Reasoning, draws: Draws | None, fresh: Tensor) -> State:
-        """Returns boards with the candidates of their inputs; in training, some get hints from the label."""
+        """Returns new boards, with the candidates that the inputs leave; in training some get hints."""
         entered = self.candidates[data.inputs.long()][..., self.values]
         solution = (data.labels[..., None] == self.values).to(torch.uint8)
         if self.training and draws is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
@@ -171,7 +171,7 @@ class LDT(Network):
         return Board(candidates.bool(), torch.where(state["outcome"] == CONTRADICTORY, ANEW, state["guess"]))
 
     def _with_hints(self, entered: Tensor, solution: Tensor, draws: Draws) -> Tensor:
-        """Fills in open cells at random: on some boards from the label, on others with some wrong values."""
+        """Fills in random open cells: on some boards from the label, on others partly with wrong values."""
         is_open = entered.sum(-1) > 1
         num_open = is_open.sum(-1)
         kind, share, part = draws.uniform((3,), use="hints").unbind(1)
@@ -198,7 +198,7 @@ class LDT(Network):
         reasoning: Reasoning,
         draws: Draws | None = None,
     ) -> tuple[State, LDTPrediction]:
-        """Runs the network on the boards, and moves them; in training with `advance=second_pass`, only runs.
+        """Runs the network on the boards, and moves them; with advance=second_pass, training only runs it.
 
         In evaluation (a search), contradictory boards are reset, and solved boards stay as they are.
         """
@@ -215,7 +215,7 @@ class LDT(Network):
         return state, LDTPrediction(self._logits(state["alive"], inputs), q_halt, None, *outputs)
 
     def _logits(self, alive: Tensor, inputs: Tensor) -> Tensor:
-        """Returns logits that predict a cell's only candidate, or the input of a cell with several."""
+        """Returns logits of the answer: a cell's only candidate is the likeliest token, else the input is."""
         logits = alive.new_zeros(*alive.shape[:2], len(self.candidates), dtype=self.dtype)
         logits[..., self.values] = 8 * alive.to(self.dtype)
         is_open = (alive.sum(-1, keepdim=True) != 1).to(self.dtype)
@@ -274,7 +274,7 @@ class LDT(Network):
         return look(trains=True) - enter() + (look() if self.advances else 0)
 
     def _draw_symmetry(self, draws: Draws, *, use: str) -> Tensor:
-        """Draws a symmetry for each board, as the source of each entry: int64 [batch, cells * values]."""
+        """Draws a symmetry for each board: the index that each entry is read from, int64 [batch, entries]."""
         number = draws.integers((), below=len(self.turned_cells), use=f"{use} symmetry")
         values = torch.arange(len(self.values), device=number.device).expand(len(number), -1)
         if self.symmetries[1]:
@@ -283,7 +283,7 @@ class LDT(Network):
         return (cells[:, :, None] * len(self.values) + values[:, None]).flatten(1)
 
     def _positions(self, num_cells: int) -> Tensor:
-        """Returns the learned positions of the cells and the extra token: [1, cells + 1, hidden]."""
+        """Returns the learned positions of the cells and of the last token, which predicts contradictions."""
         if self.row_embed is None:
             return F.pad(self.cls_pos, (0, 0, num_cells, 0))
         table = (self.row_embed[:, None] + self.col_embed).flatten(0, 1)

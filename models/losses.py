@@ -52,9 +52,9 @@ CROSS_ENTROPIES = {
 
 
 def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the share of cells that are right, float32 [batch], and whether all are, bool [batch].
+    """Returns the share of scored cells that are right, float32 [batch], and whether all are, bool [batch].
 
-    Counts only cells with a label; 0 and False for a slot without any.
+    0 and False for a slot without any scored cell.
     """
     counted = labels != IGNORE_LABEL_ID
     num_counted = counted.sum(-1)
@@ -63,7 +63,7 @@ def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class ContinueTarget(NamedTuple):
-    """A training target of q_continue: float32 [batch] logits and targets in [0, 1].
+    """A training target of q_continue: float32 [batch] logits, and targets in [0, 1] to compare them with.
 
     counts: bool [batch], the slots that have this target.
     """
@@ -117,19 +117,19 @@ class TokenLosses:
         return total["lm_loss"] + self.loss.halting_weight * halting_loss, sums
 
     def sums(self, output: StepOutput) -> Sums:
-        """Returns the metric sums over final answers, without label smoothing."""
+        """Returns the metric sums of final answers; the losses among them have no label smoothing."""
         return self._losses_and_sums(output, (), label_smoothing=0.0)[1]
 
     def continue_targets(
         self, before: Carry, output: StepOutput, reasoning: Reasoning, draws: Draws | None
     ) -> tuple[ContinueTarget, ...]:
-        """Returns the targets of q_continue; here none, so that q_continue is not trained."""
+        """Returns the targets of q_continue: none here, so that q_continue is not trained."""
         return ()
 
     def _losses_and_sums(
         self, output: StepOutput, targets: tuple[ContinueTarget, ...], *, label_smoothing: float
     ) -> tuple[dict[str, list[Tensor]], Sums]:
-        """Returns {loss: its terms, [batch] each}, and the detached sums of losses and metrics."""
+        """Returns {loss: its terms, [batch] each}, and the sums without gradient. targets: of q_continue."""
         labels, prediction = output.carry.data.labels, output.prediction
         labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)
         has_labels = labels_per_slot > 0

@@ -36,7 +36,7 @@ class PuzzleEmbedding(nn.Module):
         self._fetched: tuple[Tensor, Tensor] | None = None
 
     def read_from(self, identifiers: Tensor, rows: Tensor) -> None:
-        """Makes later calls read only these rows, [n, ndim]. identifiers: of the rows, int64 [n], rising."""
+        """Makes later calls read fetched rows [n, ndim] only. identifiers: of the rows, int64 [n], rising."""
         self._fetched = identifiers, rows
 
     def forward(self, identifiers: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Network(nn.Module):
         self.puzzle_emb = None
 
     def register_initial_values(self) -> None:
-        """Draws and registers the initial value X_init of each state z_X."""
+        """Draws the initial value X_init of each state z_X; registers it as a buffer."""
         for name in self.state_names:
             self.register_buffer(_init_of(name), truncated_normal(self.hidden_size, std=1).to(self.dtype))
 
@@ -118,7 +118,7 @@ class Network(nn.Module):
         return (self.rotary_cos, self.rotary_sin) if hasattr(self, "rotary_cos") else None
 
     def register_puzzle_rows(self, arch: ArchConfig, metadata: Metadata, *, width: int | None = None) -> None:
-        """Creates `puzzle_emb` if the architecture has one. width: of a row; None: arch.puzzle_emb_ndim."""
+        """Creates `puzzle_emb` if the architecture has one. width: numbers a row; None: puzzle_emb_ndim."""
         if arch.has_puzzle_embeddings:
             width = width or arch.puzzle_emb_ndim
             self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, width)
@@ -128,13 +128,13 @@ class Network(nn.Module):
         return None if self.puzzle_emb is None else self.puzzle_emb(puzzle_identifiers).to(self.dtype)
 
     def keep_puzzles(self, identifiers: Tensor) -> None:
-        """Keeps only the puzzle embeddings of `identifiers`, int64 [n], under identifiers 0 to n - 1."""
+        """Drops all puzzle embeddings except those of `identifiers`, int64 [n], which become 0 to n - 1."""
         if self.puzzle_emb is not None:
             self.puzzle_emb.weights = self.puzzle_emb.weights[identifiers]
 
     @staticmethod
     def sizes_in(weights: State, arch: ArchConfig) -> dict[str, int]:
-        """Returns the sizes that a dataset must have for trained weights, as {field of `Metadata`: size}."""
+        """Returns {field of `Metadata`: size} that a dataset must have for a model with these weights."""
         raise NotImplementedError
 
     @staticmethod
@@ -144,11 +144,11 @@ class Network(nn.Module):
 
     @staticmethod
     def complete(metadata: Metadata, weights: State) -> Metadata:
-        """Returns the metadata, completed by facts about the training data that the weights may contain."""
+        """Returns the metadata with facts about the training data added, which only the weights know."""
         return metadata
 
     def levels(self) -> dict[str, Level]:
-        """Returns {name of module: level}."""
+        """Returns the levels by the names of their modules."""
         return {name: each for name, each in self.named_modules() if isinstance(each, Level)}
 
     def block_weights(self) -> frozenset[str]:
@@ -165,7 +165,7 @@ class Network(nn.Module):
     # State, losses and halting, which a subclass may override.
 
     def needs_draws(self, reasoning: Reasoning) -> bool:
-        """Returns whether a step needs random numbers in evaluation."""
+        """Returns whether a step of an evaluation needs `Draws`."""
         return reasoning.is_noisy
 
     @property
@@ -174,7 +174,7 @@ class Network(nn.Module):
         return bool(self.initial_state(1, seq_len=1))
 
     def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
-        """Draws {name: [batch_size, ...]} for the global batch of a training step, a row for each slot."""
+        """Draws {name: [batch_size, ...]} on the host: a row for each slot of a step's global batch."""
         return {}
 
     def start(self, data: Batch, reasoning: Reasoning, draws: Draws | None, fresh: Tensor) -> State:
@@ -206,14 +206,11 @@ class Network(nn.Module):
         return None
 
     def search_facts(self) -> dict[str, Any] | None:
-        """Returns constants, as JSON values, with which another program runs the search; None without one."""
+        """Returns constants as JSON values, by which a web page runs the search itself; None without one."""
         return None
 
     def counts(self, carry: Carry) -> Sums:
-        """Returns numbers besides `slots` that losses are divided by, computed before the forward pass.
-
-        The training step sums these over ranks; {} means that there are none.
-        """
+        """Returns divisors of losses besides `slots`, known before the forward pass, to sum over ranks."""
         return {}
 
     def losses(
@@ -237,7 +234,7 @@ class Network(nn.Module):
     def halts(
         self, carry: Carry, prediction: Prediction, reasoning: Reasoning, draws: Draws | None
     ) -> Tensor:
-        """Returns which slots halt after a step: bool [batch]. carry: after this step."""
+        """Returns which slots halt after a step: bool [batch]. carry: after it, `halted` as before it."""
         halted = carry.steps >= reasoning.max_steps
         if reasoning.halts_early and reasoning.max_steps > 1:
             halted = halted | self.wants_to_halt(carry.state, prediction)
@@ -246,7 +243,7 @@ class Network(nn.Module):
     # Cost in floating-point operations (`models.flops`).
 
     def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
-        """Counts the operations of a thinking step of one slot; trains: with the backward pass."""
+        """Counts the operations of a thinking step of one slot. trains: with the backward pass."""
         shape, total = self.state_shape(seq_len), self.head_flops(seq_len, trains=trains)
         for level, calls, with_gradient in self.calls(reasoning):
             with_gradient *= trains
@@ -255,11 +252,11 @@ class Network(nn.Module):
         return total
 
     def calls(self, reasoning: Reasoning) -> list[tuple[Level, int, int]]:
-        """Returns (level, calls in a step, calls with gradient) for each level."""
+        """Returns (level, number of calls in a step, number of those with gradient) for each level."""
         raise NotImplementedError
 
     def head_flops(self, seq_len: int, *, trains: bool = False) -> int:
-        """Counts the operations of `predict` for one slot."""
+        """Counts the operations of the output heads (`predict`) for one slot."""
         raise NotImplementedError
 
     # The thinking step: embed, reason, predict.
@@ -280,7 +277,7 @@ class Network(nn.Module):
     def reason(
         self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
     ) -> State:
-        """Runs the recurrence of one step; returns z_H and all other states that are kept, with gradient."""
+        """Runs the recurrence of one step from e; returns z_H and all other kept states, with gradient."""
         raise NotImplementedError
 
     def predict(self, z_H: Tensor) -> Prediction:

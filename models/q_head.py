@@ -25,7 +25,7 @@ from models.random import Draws, draw_uniform
 
 
 class QHead(TokenLosses):
-    """The halting and the Q targets of a network with `q_values`. To be inherited before `Network`."""
+    """The halting and the Q targets of a network with a method `q_values`. Inherit it before `Network`."""
 
     def __init__(self, arch: TokenConfig, *more: Any, **options: Any):
         super().__init__(arch, *more, **options)
@@ -57,8 +57,10 @@ class QHead(TokenLosses):
     def continue_targets(
         self, before: Carry, output: StepOutput, reasoning: Reasoning, draws: Draws | None
     ) -> tuple[ContinueTarget, ...]:
-        """Returns the targets of q_continue of this step; if deferred, those of the last step's q_continue,
-        and those of slots that halt now.
+        """Returns the training targets of q_continue in this step.
+
+        exact: one for all slots. deferred: one for the last step's q_continue, and one for slots that halt
+        now.
         """
         if reasoning.max_steps == 1 or self.no_ACT_continue:
             return ()
@@ -78,7 +80,7 @@ class QHead(TokenLosses):
         return tuple(targets)
 
     def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
-        """Counts the operations of a step, with calls for Q targets (deferred: 1 / max_steps of a call)."""
+        """Counts the operations of a step, with the extra calls for Q targets (deferred: estimated)."""
         once = super().step_flops(reasoning, seq_len=seq_len, trains=trains)
         if not trains or self.no_ACT_continue or reasoning.max_steps == 1:
             return once

@@ -93,7 +93,7 @@ class Draws:
     def of_training(
         cls, seed: int, *, step: int, slots: range, device: torch.device, **arrays: Tensor
     ) -> Draws:
-        """Returns the draws of training step `step`. slots: range in the global batch."""
+        """Returns the draws of a training step. slots: numbers in the global batch. arrays: as in `Draws`."""
         numbers = torch.arange(slots.start, slots.stop, device=device)
         return cls(seed, torch.stack([torch.full_like(numbers, step), numbers], dim=1), arrays)
 
@@ -128,7 +128,7 @@ class Draws:
         return (self.uniform(shape, use=use).double() * below).long()
 
     def _symmetric(self, shape: Sequence[int], use: str) -> Tensor:
-        """Returns uniform odd multiples of 2**-23 between -1 and 1, all exact in float32."""
+        """Returns uniform numbers between -1 and 1: odd multiples of 2**-23, exact in float32."""
         size = math.prod(shape)
         blocks = torch.arange(-(-size // 4), device=self.counters.device)[None]
         name = torch.tensor([[zlib.crc32(use.encode())]], device=self.counters.device)

@@ -78,7 +78,7 @@ class RecursiveNetwork(TokenNetwork):
 
     @property
     def slow_and_fast(self) -> tuple[Level, Level]:
-        """Returns the levels that update z_H and z_L."""
+        """Returns (the level that updates z_H, the level that updates z_L)."""
         raise NotImplementedError
 
     def reason(
@@ -125,7 +125,8 @@ def _log_D_of(name: str) -> str:
 class OneState:
     """The recurrence of a network with one level, `L_level`: H_cycles x L_cycles times z_H = L(z_H + e).
 
-    To be inherited before `Network`. The last `gradient_cycles` H cycles carry gradient; 0: the last call.
+    Inherit it before `Network`. The last `gradient_cycles` H cycles carry gradient; 0: only the last call
+    does.
     """
 
     state_names = ("z_H",)
@@ -159,7 +160,7 @@ class OneState:
 def update(z: Tensor, proposed: Tensor, reasoning: Reasoning, draws: Draws | None, *, use: str) -> Tensor:
     """Returns the new state after a call of a level: z + damping * (proposed - z), plus noise (EqR).
 
-    proposed: the result of the call. use: name of the noise (`Draws`).
+    proposed: the result of the call. use: a name for the noise, as in `Draws`.
     """
     if reasoning.damping != 1:
         proposed = torch.lerp(z, proposed, reasoning.damping)
@@ -167,5 +168,5 @@ def update(z: Tensor, proposed: Tensor, reasoning: Reasoning, draws: Draws | Non
 
 
 def gradient(is_wanted: bool) -> contextlib.AbstractContextManager:
-    """Returns a context with or without gradient."""
+    """Returns a context that keeps the gradient mode if `is_wanted`, and otherwise turns gradients off."""
     return contextlib.nullcontext() if is_wanted else torch.no_grad()

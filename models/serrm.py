@@ -70,7 +70,8 @@ class AxialBlock(nn.Module):
 class SERRM(OneState, TokenLosses, Network):
     """The network of SE-RRM: a level of axial blocks on [batch, symbols, seq_len + add_tokens, hidden].
 
-    There is no Q head. q_halt is the confidence of the least certain cell; in training slots halt at random.
+    There is no Q head: q_halt is the logit of the probability in the least certain cell. In training slots
+    halt at random.
     """
 
     def __init__(self, arch: SERRMConfig, metadata: Metadata, *, take: Take = take_all):
@@ -160,7 +161,7 @@ class SERRM(OneState, TokenLosses, Network):
         return e
 
     def _of_symbols(self, special: Tensor, ordinary: Tensor) -> Tensor:
-        """Returns the weights of all symbols, [1, symbols, ...]: `special` for 0 and 1, `ordinary` else."""
+        """Returns a vector for each symbol: `special` for symbols 0 and 1, `ordinary` for all others."""
         return torch.cat((special, ordinary.expand(-1, self.num_symbols - _NUM_SPECIAL, -1, -1)), dim=1)
 
     def refine(
@@ -184,9 +185,9 @@ class SERRM(OneState, TokenLosses, Network):
 
 
 def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
-    """Returns rotary angles, [seq_len, head_dim / 2], for rope2d half by row, half by column of the grid.
+    """Returns the angles of rotary positions: [seq_len, head_dim / 2].
 
-    Raises ValueError for rope2d if the puzzles are no grids.
+    rope2d: half by row and half by column of the grid; ValueError if the puzzles are no grids.
     """
     if arch.pos_encodings == "rope":
         return rotary_angles(torch.arange(metadata.seq_len), arch.head_dim, base=arch.rope_theta)
@@ -195,9 +196,10 @@ def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
 
 
 def _least_confidence(logits: Tensor) -> Tensor:
-    """Returns the logit of the best symbol's probability in the least certain cell: [batch].
+    """Returns how sure the least certain cell is, as a logit in place of q_halt: [batch].
 
-    logits: float32 [batch, seq_len, vocab].
+    logits: float32 [batch, seq_len, vocab]. The result is log(p / (1 - p)), where p is the smallest over
+    cells of the largest probability over symbols.
     """
     largest, best = logits.max(dim=-1, keepdim=True)
     others = logits.scatter(-1, best, -torch.inf).logsumexp(dim=-1)

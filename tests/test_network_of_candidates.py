@@ -22,7 +22,7 @@ from dataset.format import IGNORE_LABEL_ID, Dataset, open_dataset
 from dataset.loader import Batch
 from evaluation.halting import Race
 from evaluation.passes import SetResult, evaluate_split
-from evaluation.selection import Grid
+from evaluation.selection import Settings
 from evaluation.test_time import set_up
 from models import HaltingModel, build_model, network_class
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput
@@ -291,7 +291,7 @@ def test_a_resumed_run_is_the_same(sudoku_folder, arch, alone, tmp_path, before,
 
 # ----------------------------------------------------------------------------------------------- evaluation
 
-_GRID = Grid((3, 12), (1, 4, 8), ("first_to_halt",))
+_SETTINGS = Settings((3, 12), (1, 4, 8), ("first_to_halt",))
 
 
 def _model(data: Dataset, arch: str = "candidates") -> HaltingModel:
@@ -299,12 +299,12 @@ def _model(data: Dataset, arch: str = "candidates") -> HaltingModel:
     return build_model(tiny_config(arch=_ARCHS[arch]).arch, data.metadata).eval()
 
 
-def _evaluate(folder: Path, batch_size: int, arch: str, grid: Grid | None = _GRID) -> tuple[SetResult, int]:
+def _evaluate(folder: Path, batch_size: int, arch: str, settings=_SETTINGS) -> tuple[SetResult, int]:
     """Evaluates a search; returns also how many rows were called."""
     data, rows = _open(folder), []
     model = _model(data, arch)
     model.network.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[1])))
-    result = evaluate_split(model, data, global_batch_size=batch_size, grid=grid, seed=3)
+    result = evaluate_split(model, data, global_batch_size=batch_size, settings=settings, seed=3)
     return result.get("all"), sum(rows)
 
 
@@ -326,7 +326,7 @@ def test_a_search_decides_or_does_not_and_drops_what_cannot_win(sudoku_folder, a
         assert fewer < 0.9 * num_rows
     ours, _ = run_ranks(_evaluate, 2, sudoku_folder, 64, arch)[0]
     assert ours.scores == whole.scores
-    plain, _ = _evaluate(sudoku_folder, 64, arch, grid=None)  # halts early too
+    plain, _ = _evaluate(sudoku_folder, 64, arch, settings=None)  # halts early too
     assert _undecided(plain) == pytest.approx(undecided[12, 1] / 100)
 
 
@@ -338,7 +338,7 @@ def _undecided(result: SetResult) -> float:
 def test_the_first_to_halt_answers_whatever_is_asked_for(sudoku_folder):
     model = _model(open_dataset(sudoku_folder, read_everything=False))
     asked = load_defaults("evaluate") | {"checkpoint": "run", "samples": [8]}
-    reasoning, grid = set_up(model, validate_config(EvaluateConfig, asked))
-    assert (reasoning.halts_early, grid.selects) == (True, ("first_to_halt",))
+    reasoning, settings = set_up(model, validate_config(EvaluateConfig, asked))
+    assert (reasoning.halts_early, settings.selects) == (True, ("first_to_halt",))
     with pytest.raises(ValueError, match="select=vote"):
         set_up(model, validate_config(EvaluateConfig, asked | {"select": "vote"}))

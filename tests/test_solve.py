@@ -27,7 +27,7 @@ from dataset.kinds.kind import Puzzle, find_kind
 from dataset.kinds.sudoku.texts import SYMBOLS
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
-from evaluation.selection import Grid
+from evaluation.selection import Settings
 from evaluation.solving import Answer, answer_puzzle
 from solve import Solver, load
 from tests.arc_source import make_tasks
@@ -87,7 +87,7 @@ def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, sampl
         reasoning=dataclasses.replace(model.eval_reasoning, **changes),
         outputs=["preds", "q_halt_logits"],
         evaluators=Evaluators(["sudoku"], data),
-        grid=Grid((steps,), (samples,), (select,)),
+        settings=Settings((steps,), (samples,), (select,)),
         seed=3,
         puzzles={"all": np.array([row])},
     )["all"]

@@ -1,4 +1,4 @@
-"""Several runs of each puzzle in one pass: every corner of the grid against a plain loop, in any batch."""
+"""Several runs of each puzzle in one pass: every setting against a plain loop, in any batch."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from dataset.format import open_dataset
 from dataset.loader import Batch, read_rows
 from evaluation.evaluators import Evaluators
 from evaluation.passes import SetResult, evaluate_split
-from evaluation.selection import ORACLE, Grid, Samples, select
+from evaluation.selection import ORACLE, Samples, Settings, select
 from evaluation.test_time import set_up
 from models import HaltingModel
 from models.carry import Reasoning
@@ -27,7 +27,7 @@ from tests.tiny import halting_model, tiny_model
 
 _STEPS, _SAMPLES, _SEED, _COUNT = (2, 3, 6), (1, 2, 3), 5, 34
 _SELECTS = ("vote", "q_head", "q_head_any_step", "first_to_halt", "residual", "rules")
-_GRID = Grid(_STEPS, _SAMPLES, _SELECTS)
+_SETTINGS = Settings(_STEPS, _SAMPLES, _SELECTS)
 
 
 def _reasoning(model: HaltingModel, halting: str = "max", noise: float = 0.5) -> Reasoning:
@@ -37,7 +37,7 @@ def _reasoning(model: HaltingModel, halting: str = "max", noise: float = 0.5) ->
 
 def _evaluate(
     folder: Path,
-    grid: Grid | None = _GRID,
+    settings: Settings | None = _SETTINGS,
     *,
     batch_size: int = 32,
     halting: str = "max",
@@ -51,7 +51,7 @@ def _evaluate(
         data,
         reasoning=_reasoning(model, halting, noise),
         global_batch_size=batch_size,
-        grid=grid,
+        settings=settings,
         seed=_SEED,
         evaluators=Evaluators(["sudoku"], data),
         **{"outputs": ("preds", "logits", "q_halt_logits", "labels"), **options},
@@ -116,9 +116,9 @@ def _naive_runs(model: HaltingModel, batch: Batch, *, stops: bool) -> list[list[
     return runs
 
 
-def _naive_score(runs, batch: Batch, corner: tuple[int, int], by: str, rules) -> tuple[int, int]:
-    """The exact answers of a corner, and the calls, puzzle by puzzle."""
-    depth, num_samples = corner
+def _naive_score(runs, batch: Batch, setting: tuple[int, int], by: str, rules) -> tuple[int, int]:
+    """The exact answers of a setting, and the calls, puzzle by puzzle."""
+    depth, num_samples = setting
     num_exact = num_calls = 0
     for row in range(len(batch.rows)):
         label = batch.labels[row].numpy()
@@ -181,7 +181,7 @@ def _naive_score(runs, batch: Batch, corner: tuple[int, int], by: str, rules) ->
         ),
     ],
 )
-def test_every_corner_is_that_of_a_plain_loop(answerable, name, halting):
+def test_every_setting_is_that_of_a_plain_loop(answerable, name, halting):
     """`act` is as `max` read at halting."""
     batch = read_rows(open_dataset(answerable, read_everything=False), "all", np.arange(_COUNT))
     found = _evaluate(
@@ -189,19 +189,19 @@ def test_every_corner_is_that_of_a_plain_loop(answerable, name, halting):
     ).scores
     rules = Evaluators(["sudoku"], open_dataset(answerable, read_everything=False)).rules_of("all")
     runs = _naive_runs(halting_model(answerable, name, steps=_STEPS[-1]), batch, stops=halting == "act")
-    corners = set(itertools.product(_STEPS, _SAMPLES, (*_SELECTS, ORACLE)))
-    assert set(found) == {(*corner, name) for corner in corners for name in ("exact", "valid", "calls")}
+    settings = set(itertools.product(_STEPS, _SAMPLES, (*_SELECTS, ORACLE)))
+    assert set(found) == {(*setting, name) for setting in settings for name in ("exact", "valid", "calls")}
     distinct = set()
-    for *corner, by in corners:
-        expected = _naive_score(runs, batch, tuple(corner), by, rules)
-        assert (found[(*corner, by, "exact")], found[(*corner, by, "calls")]) == expected, (corner, by)
+    for *setting, by in settings:
+        expected = _naive_score(runs, batch, tuple(setting), by, rules)
+        assert (found[(*setting, by, "exact")], found[(*setting, by, "calls")]) == expected, (setting, by)
         distinct.add(expected)
-    assert len(distinct) > 10, "the corners must differ, or this proves little"
+    assert len(distinct) > 10, "the settings must differ, or this proves little"
 
 
 def test_one_run_without_noise_is_the_plain_evaluation_to_the_bit(answerable):
     plain = _evaluate(answerable, None, noise=0.0)
-    ours = _evaluate(answerable, Grid(_STEPS), noise=0.0)
+    ours = _evaluate(answerable, Settings(_STEPS), noise=0.0)
     for name, array in plain.outputs.items():
         assert np.array_equal(ours.outputs[name], array), name
     steps = {"act_exact_accuracy", "act_steps"}
@@ -216,8 +216,8 @@ def test_one_run_without_noise_is_the_plain_evaluation_to_the_bit(answerable):
 def test_noise_of_the_architecture_is_drawn_in_a_plain_evaluation_too(answerable):
     noises = {"init_noise": 1.0, "state_noise": 0.1, "damping": 0.9}
     model = halting_model(answerable, steps=_STEPS[-1], **noises)
-    plain, grid = (_evaluate(answerable, each, noise=0.0, model=model) for each in (None, Grid(_STEPS)))
-    assert np.array_equal(plain.outputs["logits"], grid.outputs["logits"])
+    plain, deep = (_evaluate(answerable, each, noise=0.0, model=model) for each in (None, Settings(_STEPS)))
+    assert np.array_equal(plain.outputs["logits"], deep.outputs["logits"])
     quiet = _evaluate(answerable, None, noise=0.0)
     assert not np.array_equal(plain.outputs["logits"], quiet.outputs["logits"])
 
@@ -240,19 +240,21 @@ def test_neither_ranks_nor_batch_size_change_anything(answerable, alone, world_s
 
 
 @pytest.mark.slow
-def test_a_corner_is_that_corner_alone(answerable, alone):
+def test_a_setting_is_that_setting_alone(answerable, alone):
     halting, expected = alone
-    for corner in ((2, 1), (3, 2), (6, 1)):
-        own = _in_float64(answerable, {"grid": Grid(corner[:1], corner[1:], _SELECTS), "halting": halting})
-        assert own.scores == {key: each for key, each in expected.scores.items() if key[:2] == corner}
-        if corner[1] > 1:
+    for setting in ((2, 1), (3, 2), (6, 1)):
+        only = Settings(setting[:1], setting[1:], _SELECTS)
+        own = _in_float64(answerable, {"settings": only, "halting": halting})
+        assert own.scores == {key: each for key, each in expected.scores.items() if key[:2] == setting}
+        if setting[1] > 1:
             assert (
-                own.metrics["exact_accuracy"] == own.scores[(*corner, "vote", "exact")] / own.metrics["count"]
+                own.metrics["exact_accuracy"]
+                == own.scores[(*setting, "vote", "exact")] / own.metrics["count"]
             )
 
 
 @pytest.mark.slow
-def test_metrics_and_outputs_are_of_the_largest_corner_by_the_first_select(answerable, alone):
+def test_metrics_and_outputs_are_of_the_largest_setting_by_the_first_select(answerable, alone):
     halting, result = alone
     num_exact = result.scores[_STEPS[-1], _SAMPLES[-1], "vote", "exact"]
     assert result.metrics["exact_accuracy"] == pytest.approx(num_exact / result.metrics["count"])
@@ -273,11 +275,11 @@ def test_set_up():
     assert set_up(model, _config()) == (model.eval_reasoning, None)
     asked = {"halt_max_steps": [16, 2], "samples": [8, 1], "noise": 0.3, "init_noise": 0.0, "damping": 0.9}
     changed = {"max_steps": 16, "step_noise": 0.3, "init_noise": 0, "damping": 0.9, "halts_early": True}
-    reasoning, grid = set_up(model, _config(**asked, halting="act"))
+    reasoning, settings = set_up(model, _config(**asked, halting="act"))
     assert reasoning == dataclasses.replace(model.eval_reasoning, **changed)
-    assert grid == Grid((2, 16), (1, 8), ("q_head",))
+    assert settings == Settings((2, 16), (1, 8), ("q_head",))
     assert set_up(tiny_model(eval_halt_max_steps=9), _config())[0].max_steps == 9
-    assert set_up(tiny_model("transformer"), _config(select="vote"))[1] == Grid((1,), (1,), ("vote",))
+    assert set_up(tiny_model("transformer"), _config(select="vote"))[1] == Settings((1,), (1,), ("vote",))
 
 
 def test_what_means_nothing_is_refused():
