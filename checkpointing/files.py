@@ -159,7 +159,7 @@ def set_aside(folder: Path) -> Path:
 def newest_whole(folders: list[Path], *, are_ours: bool) -> Path | None:
     """Returns the newest undamaged checkpoint among `folders` (newest last); None without folders.
 
-    Warns of newer, damaged ones. are_ours: whether to rename these. Raises ValueError if all are damaged, so
+    Warns of newer, damaged ones, and renames them if `are_ours`. Raises ValueError if all are damaged, so
     that the user decides whether to start again.
     """
     damaged = []

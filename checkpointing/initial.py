@@ -14,7 +14,7 @@ _TABLE = PuzzleEmbedding.weights_name
 
 
 def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[str, Tensor]:
-    """Overwrites weights of this rank with a checkpoint's averages, or its weights if it has no averages.
+    """Overwrites this rank's weights with the averages of a checkpoint, or without averages its raw weights.
 
     targets: this rank's weights; tensors are overwritten, shards are not. Returns {name: whole weight} for
     the shards, to be sent to all ranks. Sends no message. A puzzle table of another size is filled with the
@@ -32,7 +32,7 @@ def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[s
 
 
 def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
-    """Returns the command-line words that change the architecture `instead_of` into `arch`."""
+    """Returns the key=value words that turn the architecture `instead_of` into `arch`."""
     words, own = [], instead_of.model_dump()
     if arch.name != instead_of.name:
         words, own = [f"arch={arch.name}"], load_defaults(f"arch/{arch.name}")
@@ -40,7 +40,11 @@ def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
 
 
 def fill_(targets: Tensors, stored: dict[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Copies as `copy_weights_` does. stored: {name: whole weight}. source: of `stored`, for messages."""
+    """Overwrites the tensors of `targets` with `stored`; returns {name: whole weight} for the shards.
+
+    stored: {name: whole weight}. source: where these are from, for messages. ValueError for other names or
+    shapes.
+    """
     if missing := sorted(targets.keys() ^ stored.keys()):
         where = "this run" if missing[0] not in targets else "the checkpoint"
         raise ValueError(f"{source} is of another architecture: {where} has no {missing[0]}")

@@ -111,9 +111,9 @@ class Checkpoint:
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
     def find_data(self) -> list[Path]:
-        """Returns the paths of `data_paths`, relative to where a dataset is found.
+        """Returns the folders of `data_paths`, which the config may name relative to an unknown folder.
 
-        Looks in the working directory, in the run folder and in three folders above. A path without a dataset
+        Looks in the working directory, the run folder and three folders above. A path without a dataset
         anywhere is returned relative to the working directory.
         """
         above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])  # of the run's start
@@ -191,7 +191,7 @@ def _by_hand(address: Address) -> str:
 
 
 def _choose_files(names: list[str]) -> list[str]:
-    """Returns the file names of config and weights, among the names in a repository of the Hub."""
+    """Chooses the files of config and weights among the file names of a repository on the Hub."""
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
@@ -260,9 +260,10 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
 
 
 def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False) -> HaltingModel:
-    """Builds the model of a checkpoint on the CPU, with its averages (EMA) if there are any, unless `raw`.
+    """Builds the model of a checkpoint on the CPU, with the averages (EMA) if there are any, unless `raw`.
 
-    metadata: of the dataset to read. ValueError if the model cannot read it, or weights and config disagree.
+    metadata: of the dataset that the model will read. ValueError if the model cannot read such a dataset, or
+    weights and config disagree.
     """
     weights = load_weights(checkpoint, raw=raw)
     network = network_class(checkpoint.arch.name)
@@ -300,7 +301,7 @@ def _other_architecture(checkpoint: Checkpoint, reason: object) -> ValueError:
 
 
 def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tensor]:
-    """Loads {name in our network: tensor} of a checkpoint: averages (EMA) if there are any, unless `raw`.
+    """Loads the weights of a checkpoint, by their names in our network: averages if any, unless `raw`.
 
     Raises ValueError if the file is damaged, or `raw` weights are missing.
     """

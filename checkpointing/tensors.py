@@ -104,10 +104,10 @@ def load_into_(
     is_optional: bool = False,
     elsewhere: tuple[str, ...] = (),
 ) -> None:
-    """Overwrites tensors and shards of this rank from a section, whatever number of ranks has written it.
+    """Overwrites this rank's tensors and shards with a saved section; any number of ranks may have saved it.
 
-    Reads only tensors that have elements for this rank. Tensors of which each rank had its own (`is_by_rank`)
-    are averaged if the number of ranks differs. is_optional: whether to do nothing without files. elsewhere:
+    Reads only tensors that have elements for this rank. Where each rank saved its own tensor (`is_by_rank`),
+    another number of ranks loads their mean. is_optional: whether to do nothing without files. elsewhere:
     ends of names that may be missing in `targets`, because only other ranks hold them. Raises ValueError if
     names, shapes or dtypes differ, or files are missing.
     """
@@ -156,11 +156,11 @@ class _Stored(NamedTuple):
         return self.file.get_tensor(self.key)
 
     def alone(self) -> "_Stored":
-        """Returns the same tensor without the axis of ranks, as a whole tensor. For `is_by_rank`."""
+        """Returns the tensor of the one rank that saved it, as a whole: without the axis of ranks."""
         return self._replace(spans=None, shape=self.shape[1:], is_by_rank=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0) -> None:
-        """Copies the elements that the target has too: target = (1 - weight) * target + weight * copy."""
+        """Copies the elements that `target` holds as well: target += weight * (copy - target)."""
         if self.shape != _shape_of(target):
             raise _does_not_fit(self.folder, self.key, stored=self.shape, own=_shape_of(target))
         everything = (Span(0, math.prod(self.shape)),)
@@ -239,7 +239,7 @@ _Index = slice | Tensor
 
 
 def _common(stored: Spans, kept: Spans) -> tuple[int, _Index, _Index] | None:
-    """Returns which elements two shards have in common; None if there are none.
+    """Returns which elements two shards have in common, as indices into both; None if there are none.
 
     The result is (unit, index in stored, index in kept): both indices count units of `unit` elements.
     """

@@ -69,7 +69,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self, *, timeout_seconds: float | None = None, others_seconds: float | None = None) -> None:
-        """Waits until the current save is complete or has failed; on ranks other than 0, only for own files.
+        """Waits until the current save has ended; ranks other than 0 wait for their own files only.
 
         timeout_seconds: for the whole wait; None: without limit. others_seconds: how long rank 0, when its
         own files are written, waits for those of other ranks; None: unchanged.
@@ -94,7 +94,7 @@ class CheckpointWriter:
         return unfinished
 
     def _copy_to_host(self, tensors: _Files) -> None:
-        """Copies tensors into buffers that all saves use, in pinned memory for CUDA tensors."""
+        """Copies tensors into host buffers, which later saves use again; pinned memory for CUDA tensors."""
         for file, named in tensors.items():
             copies = self._copies.setdefault(file, {})
             for name, kept in named.items():
@@ -131,7 +131,7 @@ class CheckpointWriter:
             self._after_commit(goal)
 
     def _files_of_all(self, name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Waits for all ranks; returns {file: entry of the manifest}. RuntimeError if a rank has failed."""
+        """Waits until all ranks have written; returns {file: manifest entry}. RuntimeError if one failed."""
         of_ranks = [own]
         if world_size() > 1:
             store, keys = connect_store(), [f"{name}/{other}" for other in range(1, world_size())]

@@ -137,9 +137,6 @@ def _adam_atan2_in_chunks_(*tensors: Tensor, **factors: float) -> None:
 
 
 def _as_tensors(factors: dict[str, float], device: torch.device) -> dict[str, Tensor]:
-    """Returns the factors as float32 scalars on the device; for floats, a kernel would be compiled again.
-
-    Does not wait for the device.
-    """
+    """Returns the factors as float32 scalars on the device; for floats, a kernel would be compiled again."""
     values = torch.tensor(list(factors.values()), pin_memory=device.type == "cuda")
     return dict(zip(factors, values.to(device, non_blocking=True), strict=True))

@@ -40,11 +40,11 @@ class NoAverage:
         yield
 
     def values(self, *, step: int) -> Tensors:
-        """Returns the averages after `step` that this rank keeps, by the names of the weights."""
+        """Returns this rank's part of the averages after `step`, by the names of the weights."""
         return {}
 
     def tensors(self) -> Tensors:
-        """Returns the stored state of this rank, for checkpoints; loading overwrites these tensors."""
+        """Returns the tensors to save in a checkpoint; loading a checkpoint overwrites these tensors."""
         return {}
 
 

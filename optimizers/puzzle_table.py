@@ -72,8 +72,8 @@ def rows_of_rank(num_rows: int, index: int, size: int) -> range:
 class NoTable:
     """The table of a model without puzzle embeddings; also the interface of the other tables.
 
-    is_spread: whether each rank holds only a part of the rows. num_distinct: number of distinct rows that the
-    slots of this rank use in a step; 0: not counted. average: the average of the rows.
+    is_spread: whether each rank holds only a part of the rows. num_distinct: number of different rows that
+    the slots of this rank use in a step; 0: not counted. average: the average of the rows.
     """
 
     is_spread = False
@@ -81,7 +81,7 @@ class NoTable:
     average = NoAverage()
 
     def prepare(self, identifiers: Tensor) -> None:
-        """Fetches the rows of other owners that a step reads, int [n], with repeats. All ranks call it."""
+        """Prepares a step that reads the rows of `identifiers`, int [n], with repeats. All ranks call it."""
 
     def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
         """Sums over ranks the gradients of the backward passes of `step`, for `update_`. All ranks call it.
@@ -90,16 +90,16 @@ class NoTable:
         """
 
     def keep_own(self, *, step: int) -> None:
-        """Takes only this rank's gradients for `update_` (local steps); step: the first after a merge."""
+        """Takes this rank's gradients for `update_`, in local steps; step: the first one after a merge."""
 
     def update_(self, lr: float) -> None:
         """Brings the average of the used rows up to date, and updates these rows. Sends no message."""
 
     def merge(self, *, step: int) -> None:
-        """Makes the tables of all ranks equal after local steps, the first one `step`. All ranks call it."""
+        """Makes the tables of all ranks equal after local steps, from `step` on. All ranks call it."""
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Fetches the rows that an evaluation reads, int [n], instead of a step's. All ranks call it."""
+        """Fetches the rows of `identifiers`, int [n], for an evaluation on this rank. All ranks call it."""
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
         """Overwrites the rows, if ranks hold different ones, with rank 0's table. All ranks call it.
@@ -108,7 +108,7 @@ class NoTable:
         """
 
     def rows(self) -> Tensors:
-        """Returns {the table's name among the weights: rows of this rank}, for checkpoints."""
+        """Returns {the table's name among the weights: this rank's rows}, for checkpoints."""
         return {}
 
 
@@ -116,8 +116,8 @@ class _Table(NoTable):
     """The base of `Replicated` and `RowsByOwner`.
 
     A subclass has `_identifiers_of` (the identifiers of row numbers on this rank), `owned_weights` (a view of
-    the rows that this rank owns), and `all_gather_owned` (from values [owned rows, ndim] on each rank,
-    returns values for all rows of this rank's embedding).
+    the rows that this rank owns), and `all_gather_owned` (gathers a value [owned rows, ndim] from each rank;
+    returns the values of all rows that this rank holds).
 
     embedding: of the model, with weights [rows on this rank, ndim]. num_rows: of the whole table.
     """
@@ -208,7 +208,7 @@ class Replicated(_Table):
         return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
     def all_gather_owned(self, own: Tensor) -> Tensor:
-        """Joins the values of all owners, one after the other, to need little more memory than the result."""
+        """Joins the values of all owners, in one broadcast each, to save memory."""
         if not has_group():
             return own
         whole = own.new_empty(self.num_rows, *own.shape[1:])
@@ -389,7 +389,7 @@ def _round_up(count: int) -> int:
 
 
 def _pad(identifiers: Tensor, sums: Tensor, *, length: int) -> tuple[Tensor, Tensor]:
-    """Pads to `length` entries: repeats the first identifier, with sums of 0."""
+    """Pads both to `length` entries, for messages of equal length: the first identifier again, sums of 0."""
     missing = length - len(identifiers)
     padding = identifiers[:1].expand(missing), sums.new_zeros(missing, sums.shape[1])
     return torch.cat([identifiers, padding[0]]), torch.cat([sums, padding[1]])

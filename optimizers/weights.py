@@ -54,9 +54,10 @@ class Muon(torch.optim.Muon):
 class CutMuon(torch.optim.Optimizer):
     """Muon for matrices that tensor-parallel ranks divide among them.
 
-    For each matrix, one rank gathers the parts, orthogonalizes the whole, and sends the parts back; ranks
-    take turns. The momentum is elementwise, and stays with the parts. matrices: this rank's parts, by name,
-    perhaps empty. cuts: {name: which part}. ranks: those that divide the matrices, and step together.
+    For each matrix, one rank (another one each time) gathers the parts, orthogonalizes the whole, and sends
+    the parts back. The momentum is elementwise, and stays with the parts. matrices: this rank's parts, by
+    name, perhaps empty. cuts: {name: which part}. ranks: those that divide the matrices; they call `step`
+    together.
     """
 
     def __init__(
@@ -86,7 +87,10 @@ class CutMuon(torch.optim.Optimizer):
             matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
     def _change(self, update: Tensor, cut: Cut, *, lr: float, owner: int) -> Tensor:
-        """Returns this rank's part of the orthogonalized update, which rank `owner` computes."""
+        """Returns this rank's part of a matrix's change, which rank `owner` computes for all.
+
+        update: this rank's part of the momentum to orthogonalize.
+        """
         parts = self._ranks.gather(update, goal=owner)
         if parts is None:
             return self._ranks.scatter(None, like=update, source=owner)
@@ -99,7 +103,7 @@ class CutMuon(torch.optim.Optimizer):
 
 
 class ParameterGroup(NamedTuple):
-    """The weights, by name, that one optimizer updates with one weight decay."""
+    """The names of the weights that one optimizer updates with one weight decay; flat: their buffers."""
 
     names: tuple[str, ...]
     optimizer: torch.optim.Optimizer

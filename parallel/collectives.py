@@ -36,7 +36,7 @@ class Ranks:
 
     @property
     def talks(self) -> bool:
-        """Returns whether collectives send messages: several members, and an open process group."""
+        """Returns whether collectives send messages: among several members, with an open process group."""
         return self.size > 1 and has_group()
 
     def barrier(self) -> None:
@@ -182,13 +182,13 @@ class AllToAllPlan:
         self.own_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
 
     def fetch(self, own: Tensor) -> Tensor:
-        """Returns the table rows of `identifiers`, [n, ...]. own: all rows that this rank owns."""
+        """Returns the table rows of `identifiers`, [n, ...]. own: all table rows that this rank owns."""
         lent = own[self.own_rows]
         arrived = self._ranks.all_to_all_rows(lent, sent=self._num_lent, received=self._num_read)
         return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
 
     def send(self, rows: Tensor) -> Tensor:
-        """Sends rows [n, ...] of `identifiers` to the owners; returns the rows of `own_rows`, [m, ...]."""
+        """Sends rows [n, ...] of `identifiers` to their owners; returns what arrives, for `own_rows`."""
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
 
@@ -296,10 +296,11 @@ Key = tuple[str, tuple]  # (name of a tensor, which part of the tensor)
 
 
 def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], int] | None:
-    """Compares by checksum the tensors that ranks hold under equal keys; a rank may lack some of the keys.
+    """Compares tensors that should be equal on all ranks that hold them, by checksum.
 
-    Returns (name of the first tensor that differs, ranks that differ from the first rank with that key, this
-    first rank), or None where all are equal. All ranks call it, and get the same answer.
+    tensors: a rank may lack keys that others have. Returns (name of the first tensor that differs, ranks that
+    differ from the first rank with that key, this first rank), or None where all are equal. All ranks call
+    it, and get the same answer.
     """
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
     gathered = gather_objects(dict(zip(tensors, sums, strict=True)))

@@ -42,7 +42,7 @@ def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
 
 
 def _quota(group: Path) -> int | None:
-    """Returns the number of whole cores, at least 1, of a cgroup's quota; None without a quota."""
+    """Returns the whole cores, at least 1, that a cgroup's quota allows; None without a quota."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()

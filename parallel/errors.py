@@ -109,7 +109,7 @@ def _lack_of_memory(error: BaseException) -> str | None:
 
 
 def _write_snapshot(folder: Path | None) -> str:
-    """Writes a snapshot of a CUDA device's memory into a folder; returns a phrase with the path, or ""."""
+    """Writes a snapshot of a CUDA device's memory into a folder; returns words with its path, or ""."""
     if folder is None or not torch.cuda.is_initialized():
         return ""
     path = folder / f"memory_{rank()}.pickle"

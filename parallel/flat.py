@@ -220,7 +220,7 @@ class FlatParameters:
 
     @property
     def _cast(self) -> set[str]:
-        """Returns the names of parameters in another dtype than the gradients."""
+        """Returns the names of parameters whose dtype is not that of the gradients."""
         return self._spread if self.is_mixed else set()
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
@@ -232,10 +232,10 @@ class FlatParameters:
         }
 
     def shards(self, pieces: Pieces, share: slice, names: Collection[str] | None = None) -> Tensors:
-        """Returns {name: tensor or shard} of the parameters, or of `names`, in memory for a share.
+        """Returns {name: tensor or shard} of the parameters, or of `names`, in the memory `pieces`.
 
         pieces: memory for the ranges `around(share)`. Of a spread parameter, `pieces` has only the part in
-        the share, perhaps nothing; any other parameter is whole.
+        the range `share`, perhaps nothing; any other parameter is whole.
         """
         shards: Tensors = {}
         # All ranks must decide alike whether tensors are whole: the share of one may happen to be everything.
@@ -255,7 +255,7 @@ class FlatParameters:
         return shards
 
     def _part(self, name: str, share: slice) -> slice:
-        """Returns the range of a parameter, without the gap behind; of a spread one, the part in `share`."""
+        """Returns the range of a parameter, without the gap behind; if spread, only its part in `share`."""
         begin = self._ranges[name].start
         end = begin + self.parameters[name].numel()
         if name not in self._spread:
@@ -265,7 +265,7 @@ class FlatParameters:
     def around(self, share: slice) -> list[slice]:
         """Returns rising ranges, as few as possible, with `share` and all parameters that are not spread.
 
-        They begin and end at multiples of 1024, because kernels round by the position within a range.
+        The ranges begin and end at multiples of 1024, because kernels round by the position within a range.
         """
         rest, unit = self.ranges(self.parameters.keys() - self._spread), _SHARE_ALIGNMENT
         rest = [
@@ -284,7 +284,7 @@ class FlatParameters:
         return Pieces(ranges, [self.message.new_zeros(each.stop - each.start) for each in ranges])
 
     def kept_of(self, names: Collection[str]) -> list[slice]:
-        """Returns the ranges of these parameters that this rank updates."""
+        """Returns the ranges of these parameters, as far as this rank updates them."""
         pairs = itertools.product(self.ranges(names), self.kept)
         common = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
         return [each for each in common if each.start < each.stop]
@@ -304,13 +304,13 @@ class FlatParameters:
             self.sharers.all_gather_ranges_(self._padded, self.shares)
 
     def average_shares(self) -> list[slice]:
-        """Returns a range for each rank, disjoint, in which this rank has updated weights: for averages."""
+        """Returns the range that each rank averages: disjoint, of weights that this rank itself updates."""
         shares = self.shares if self.is_mixed else [slice(0, self.size)]
         number = self.ranks.size // len(shares)
         return [_cut_evenly(share, number)[copy] for copy in range(number) for share in shares]
 
     def all_gather_views(self, pieces: Pieces, shares: Sequence[slice]) -> dict[str, Tensor]:
-        """All-gathers values such as averages; returns {name: whole tensor} as the forward pass reads it.
+        """Returns {name: whole tensor} of values that ranks hold in shares, to put them in place of weights.
 
         All ranks call it. shares: a range for each rank. pieces: this rank's values, `around` its range.
         """
@@ -350,7 +350,10 @@ class FlatParameters:
         return ranges
 
     def buckets(self, num_bytes: float) -> list[slice]:
-        """Cuts `message` into ranges of about `num_bytes`: the first smaller, the last with the scalars."""
+        """Cuts `message` into ranges of about `num_bytes`, which are sent one by one in the backward pass.
+
+        The first is smaller, so that sending starts early; the last has the scalars too.
+        """
         element_bytes = self.message.element_size()
         buckets: list[slice] = []
         begin = 0

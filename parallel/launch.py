@@ -182,7 +182,7 @@ def _warn_of_threads(threads: int) -> None:
 
 
 def _warn_of_other_code(starts: list[dict]) -> None:
-    """Warns, once for each host, of code that differs from rank 0's. starts: host and code of each rank."""
+    """Warns, once a host, of code that differs from rank 0's. starts: {"host", "code"} of each rank."""
     first, ranks = starts[0]["code"], defaultdict(list)
     for number, start in enumerate(starts):
         code = start["code"]

@@ -30,7 +30,7 @@ _MAX_NAMED = 8  # ranks in one sentence
 
 
 class _Console(logging.Handler):
-    """A handler that prints records on stdout or stderr, and each warning only once."""
+    """A handler that prints records on stdout or stderr, and each warning text only once."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -57,10 +57,10 @@ def describe_position(number: int, sizes: dict[str, int]) -> str:
 class Mesh:
     """The process groups of this rank along the axes of the mesh. All ranks build a mesh together.
 
-    data: ranks with different slots. replicas: ranks with the same weights of blocks, which sum the gradients
-    of these. sharers: ranks of `replicas` that divide the update. pipeline, homes: the stages
-    of one model, in two groups (`parallel.pipeline.Ring`). tensor: ranks with the same slots, which divide
-    the weights. holders: ranks that together hold every weight of the blocks once.
+    data: ranks with different slots. replicas: ranks with the same part of the blocks, which sum its
+    gradients. sharers: ranks of `replicas` that divide the update. pipeline, homes: the ranks of one
+    pipeline, in two groups (`parallel.pipeline.Ring` says why). tensor: ranks with the same slots, which
+    divide the weights of blocks. holders: ranks that together hold every weight of the blocks once.
     """
 
     def __init__(self, sizes: dict[str, int]):
@@ -82,7 +82,7 @@ class Mesh:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
 
     def _along(self, axes: Collection[str]) -> Ranks:
-        """Returns the group of ranks that differ from this rank in the position along these axes only."""
+        """Returns the group of ranks with this rank's position on all axes but these."""
         lines: dict[tuple[int, ...], list[int]] = {}
         for number in range(world_size()):
             position = position_of(number, self.sizes)

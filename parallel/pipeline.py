@@ -29,10 +29,11 @@ class Level(Protocol):
 
 
 class Ring:
-    """The messages among the ranks of a pipeline. All these ranks build a `Ring`, and call levels, together.
+    """The messages among the ranks of a pipeline, which all build a `Ring` and call levels together.
 
-    stages: the ranks, for messages from stage to stage. homes: the same ranks in a second group, for messages
-    from and to home: with NCCL, messages of two ranks in one group wait for each other, and could deadlock.
+    stages: these ranks, for messages from stage to stage. homes: the same ranks in a second group, for
+    messages from and to home: with NCCL, messages of two ranks in one group wait for each other, and could
+    deadlock.
     """
 
     def __init__(self, stages: Ranks, homes: Ranks):
@@ -62,9 +63,10 @@ class Ring:
 
 
 def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *, forward: bool) -> Tensor:
-    """Sends the tensor `own` of each home through all stages and back; returns the result for this home.
+    """Sends the tensor `own` of every home through all stages and back; returns the result of this home.
 
-    work: computes this stage's output from (number of the home, input). forward: False: in reverse.
+    work: computes this stage's output from (number of a home, input). forward: False: through the stages in
+    reverse, for gradients.
     """
     step, homes = (1, range(ring.size)) if forward else (-1, range(ring.size)[::-1])
     first, last, result = homes[0], homes[-1], None
@@ -97,7 +99,7 @@ def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *,
 class _Call(torch.autograd.Function):
     """The autograd function of a level's call; each stage keeps a piece of the graph for each home.
 
-    context: further arguments of the blocks; gradients of tensors among them are over the slots of all homes.
+    context: further arguments of the blocks; if these are tensors, their gradients are sums over all homes.
     """
 
     @staticmethod
@@ -139,6 +141,6 @@ def call(ring: Ring, run: RunBlocks, h: Tensor, *context: Any) -> Tensor:
 
 
 def pipe_levels(levels: Iterable[Level], ring: Ring) -> None:
-    """Makes calls of these levels go through the ring; this rank must hold only its stage's blocks."""
+    """Makes calls of these levels go through the pipeline; this rank must hold only its stage's blocks."""
     for level in levels:
         level.run_blocks = functools.partial(call, ring, level.run_blocks)

@@ -149,9 +149,9 @@ def _wait_for_name(host: str) -> None:
 
 
 def leave_store(ranks: Iterable[int]) -> None:
-    """Makes rank 0, if it serves the store, wait until `ranks` have read the store. All of `ranks` call it.
+    """Lets a program end before a process group exists. All of `ranks` call it, at the end.
 
-    For a program that ends before a process group exists.
+    If rank 0 serves the store, it waits here until the others have read what they need.
     """
     if world_size() == 1:
         return

@@ -41,7 +41,7 @@ Tensors = dict[str, Tensor | Shard]  # tensors of a run's state by name; a Tenso
 
 
 def as_shard(tensor: Tensor, spans: Spans, shape: tuple[int, ...], ranks: Ranks) -> Tensor | Shard:
-    """Returns the shard; for a single rank, which holds the whole, the tensor itself, in shape `shape`."""
+    """Returns `tensor` as a shard; for a single rank, which holds the whole, as a tensor of this shape."""
     return Shard(tensor, spans, shape) if ranks.size > 1 else tensor.view(shape)
 
 
@@ -74,7 +74,7 @@ def part_of_whole(whole: Tensor, shard: Shard) -> Tensor:
 
 
 def tensor_of(kept: Tensor | Shard) -> Tensor:
-    """Returns the memory of this rank: the tensor, or the elements of the shard."""
+    """Returns the memory on this rank, to copy to or from: the tensor itself, or the shard's elements."""
     return kept.tensor if isinstance(kept, Shard) else kept
 
 

@@ -60,10 +60,9 @@ class StepResult(NamedTuple):
 class Strategy:
     """The base of `EveryStep` and `LocalSteps`. All ranks call the methods together.
 
-    model: the module to call in the forward pass. name: of the gradient sync, for records.
-
-    syncs: one for each of `weights.flats`. batch_size: number of slots in the loss of an update: slots
-    of all ranks, or with local steps of one rank.
+    model: the module to call in the forward pass. name: of the gradient sync, for records. syncs: one for
+    each of `weights.flats`. batch_size: number of slots in the loss of one update: of all ranks, or with
+    local steps of this rank.
     """
 
     def __init__(
@@ -114,14 +113,14 @@ class Strategy:
         raise NotImplementedError
 
     def reset_to_weights(self) -> None:
-        """Starts from weights that were just loaded, equal on all ranks, as after a synchronisation."""
+        """Takes weights that were just loaded, equal on all ranks, as the result of a synchronisation."""
 
     def moments(self) -> Tensors:
         """Returns the optimizers' moments, named <moment>.<weight>, for a checkpoint."""
         return self._weights.moments()
 
     def tensors(self) -> Tensors:
-        """Returns the strategy's own state (outer momentum), by the weights' names, for a checkpoint."""
+        """Returns the strategy's own state for a checkpoint: outer momentum, by the names of the weights."""
         return {}
 
 

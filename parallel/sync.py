@@ -69,7 +69,7 @@ class GradientSync:
         raise NotImplementedError
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Prevents messages in the block, of forward and backward passes before the last micro-batch."""
+        """Prevents messages in forward and backward passes before the last micro-batch."""
         return contextlib.nullcontext()
 
 

@@ -43,7 +43,7 @@ class _Sum(torch.autograd.Function):
 class Cut(NamedTuple):
     """A rank's part of a weight: [:, begin:end] of the whole weight, viewed as [outer, middle, rest].
 
-    shape: of the whole weight.
+    shape: of the whole weight, as the model has it.
     """
 
     outer: int
@@ -59,7 +59,7 @@ class Cut(NamedTuple):
         return whole.reshape(self.outer, self.middle, -1)[:, self.begin : self.end].reshape(shape).clone()
 
     def of(self, index: int, size: int) -> "Cut":
-        """Returns the cut of the same weight for rank `index` of `size` ranks."""
+        """Returns the cut by which rank `index` of `size` ranks holds a part of the same weight."""
         begin, end = (number * self.middle // size for number in (index, index + 1))
         return self._replace(begin=begin, end=end)
 

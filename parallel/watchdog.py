@@ -345,7 +345,10 @@ def _key(number: int) -> str:
 
 
 def _warn_of_clock(number: int, written_at: float, most_seconds: float) -> None:
-    """Warns if a rank's clock is more than 5 s off rank 0's; the heartbeat is at most `most_seconds` old."""
+    """Warns if the clock of rank `number` is more than 5 s off rank 0's.
+
+    written_at: the heartbeat's time on that rank's clock. most_seconds: how old it can be.
+    """
     age = time.time() - written_at
     difference = age if age < 0 else max(0.0, age - most_seconds)
     if abs(difference) > _CLOCK_SECONDS:
