@@ -1,4 +1,4 @@
-"""Trains a new puzzle embedding on the demonstrations of a puzzle; all other weights stay as they are."""
+"""Trains a new puzzle embedding on a puzzle's demonstrations; all other weights stay as they are."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def adapt(
     device: torch.device,
     raw: bool = False,
 ) -> HaltingModel:
-    """Trains puzzle embeddings alone on `demonstrations`, in one process; returns the model in eval mode.
+    """Trains only new puzzle embeddings, on `demonstrations`; returns the model in evaluation mode.
 
-    demonstrations: one puzzle for each training step, all with the same number of examples; the puzzle
-    identifiers number rows of the returned model's table. New rows begin as the mean of the checkpoint's
-    rows. raw: whether to take the weights instead of the averages (EMA).
+    Runs in one process. demonstrations: one puzzle for each training step, all with the same number of
+    examples; identifiers are row numbers in the table of the returned model. Each new row starts as the mean
+    of the checkpoint's rows. raw: whether to take the raw weights instead of the averages (EMA).
     """
     num_steps = len(demonstrations.puzzle_identifiers)
     num_examples = demonstrations.num_examples // num_steps

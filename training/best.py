@@ -1,4 +1,4 @@
-"""The choice of a run's best checkpoint: by which metric, on which puzzles."""
+"""Chooses a run's best checkpoint: by which metric, on which puzzles."""
 
 import math
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class Selection:
         self.lowest_is_best = goal_of(keep_best) == "min"
 
     def value(self, row: Mapping[str, float]) -> float | None:
-        """Returns the value of the metric in a row of the log; None where the row lacks it."""
+        """Returns the value of `keep_best` in a row of the log; None where the row has no such metric."""
         if self._is_one_value:
             return row.get(self.metric)
         evaluator, slash, _ = self.metric.rpartition("/")
@@ -46,12 +46,12 @@ class Selection:
         return sum(each[self.metric] * count for each, count in zip(sets, counts, strict=True)) / sum(counts)
 
     def short_name(self, name: str) -> str | None:
-        """Returns the metric in a name: exact_accuracy of eval/all/exact_accuracy; None for other puzzles."""
+        """Returns exact_accuracy for eval/all/exact_accuracy; None if that is not of `selected_by`."""
         split, _, rest = name.partition("/")
         return rest.partition("/")[2] if split == self._pass else None
 
     def is_evaluated(self, row: Mapping[str, float]) -> bool:
-        """Returns whether the row has an evaluation of the puzzles that select (`selected_by`)."""
+        """Returns whether a row of the log has an evaluation of the puzzles `selected_by`."""
         return any(name.startswith(f"{self._pass}/") for name in row)
 
     def best_step(self, values: Mapping[int, float]) -> int | None:

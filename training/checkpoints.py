@@ -58,7 +58,7 @@ _LAST_WAIT_SECONDS, _LAST_OTHERS_SECONDS = 60.0, 3.0
 class CheckpointManager:
     """The manager of a run's saves and resume. All ranks call the methods together, except `record_metrics`.
 
-    A context manager around the steps: leaving the block, also by an exception, waits for the save under way.
+    A context manager around the steps: leaving the block, also by an exception, waits for the current save.
     Threads write a checkpoint after `save` has returned, and a failed save is a warning. `close` waits for
     the last save; then `last_save_failed` says on all ranks whether it failed.
 
@@ -89,7 +89,7 @@ class CheckpointManager:
         """Saves the state of all ranks as `step_<N>`; all ranks call it.
 
         Returns when the tensors are copied, or with checkpoint_async=false when they are on disk. Does
-        nothing if this step is that of the last save, successful or not, or of the resume.
+        nothing if this step was the last one that was saved, successfully or not, or resumed from.
         """
         if state.step == self._newest_step:
             return
@@ -102,7 +102,7 @@ class CheckpointManager:
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
 
     def _texts(self, state: TrainState, metrics: list[dict[str, float]]) -> dict[str, str]:
-        """Returns the text of state.json and config.yaml. metrics: `state.metrics.state()` of each rank."""
+        """Returns the texts of state.json and config.yaml. metrics: `state.metrics.state()` of each rank."""
         content = {
             "step": state.step,
             "metrics": metrics,
@@ -120,7 +120,7 @@ class CheckpointManager:
         return {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_to_yaml(self._config)}
 
     def pop_stall_seconds(self) -> dict[str, float]:
-        """Returns, as a metric, the seconds that `save` took since the last call; {} without a save."""
+        """Returns, as a metric, how long `save` has kept the run since the last call; {} without a save."""
         seconds, self._stall_seconds = self._stall_seconds, None
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
 
@@ -134,10 +134,10 @@ class CheckpointManager:
         self._prune()
 
     def record_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float | str]:
-        """Records how good the state of `step` is, for `keep_best`. Only the record of rank 0 is used.
+        """Records a row of the log for the choice of the best checkpoint. Only rank 0's record is used.
 
-        metrics: a row of the log. Returns the best value so far, as best/<metric>, best/step and
-        best/selected_by; {} where the row has no evaluation.
+        Returns the best value so far, as best/<metric>, best/step and best/selected_by; {} where the row has
+        no evaluation.
         """
         if self._selection is None or not self._selection.is_evaluated(metrics):
             return {}
@@ -208,11 +208,12 @@ class CheckpointManager:
                     log.warning(f"the old checkpoint {folder} cannot be removed ({error})")
 
     def resume(self, state: TrainState, *, total_steps: int | None = None) -> bool:
-        """Loads into `state` the checkpoint that the config's `resume` chooses. All ranks call it.
+        """Loads into `state` the checkpoint that the key `resume` chooses. All ranks call it.
 
-        Without a checkpoint the run begins at step 0, with the weights of `init_from` if given. Rows of the
-        log after the step are dropped. Returns whether the log has the row of that step (True at step 0); if
-        not, the state has the metric sums for that row. Ends all ranks if the step is beyond `total_steps`.
+        Without a checkpoint the state stays that of step 0, with the weights of `init_from` if given. Drops
+        the log's rows of later steps. Returns whether the log has the row of this step (True at step 0); if
+        not, the state has the metric sums to log this row. Ends all ranks if the checkpoint's step is beyond
+        `total_steps`.
         """
         chosen, content = None, {}
         with collective_errors():
@@ -246,7 +247,7 @@ class CheckpointManager:
         return broadcast_object(is_logged) or state.step == 0
 
     def _take_over(self, content: dict[str, Any], *, step: int) -> bool:
-        """Makes the run folder that of a run at `step`; returns whether the log has the row of that step.
+        """Prepares the run folder for going on at `step`; returns whether the log has the row of `step`.
 
         content: state.json of a checkpoint in this folder; {} without one.
         """
@@ -267,7 +268,7 @@ class CheckpointManager:
 def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointManager:
     """Creates and locks the run folder (rank 0), and opens a log file there on each rank. All ranks call it.
 
-    described: `fingerprint` and `dataset_info` for the `CheckpointManager` that is returned.
+    described: the arguments `fingerprint` and `dataset_info` of the returned manager.
     """
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
@@ -301,7 +302,7 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
 
 
 def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
-    """Returns the checkpoint of resume=`path`. newest: the newest checkpoint of the run folder itself."""
+    """Returns the checkpoint for resume=`path`. newest: the newest checkpoint in the run folder, if any."""
     if newest is not None:
         if path.resolve().parent == run_folder.resolve() and path.resolve() != newest.resolve():
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Measures the speed of a run: the time of steps and waits, and a profile. Measuring waits for no device."""
+"""Measures the speed of a run: the time of steps and waits, and a profile. Measuring adds no wait."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ _SKIPPED, _WARMUP, _TRACED = 2, 2, 3
 
 
 class StepClock:
-    """A clock for the wall time of this rank's steps, stopped while the run does anything but steps."""
+    """A clock for the wall time of this rank's steps; stopped while the run does anything else."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -54,7 +54,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to the wait `name`, one of `WAITS`.
+        """Adds the time of the block to `name`, one of `WAITS`: what this rank waits for within a step.
 
         On CUDA, events measure the wait "sync" on the device, without stopping the host.
         """
@@ -70,7 +70,7 @@ class StepClock:
         self._waits[name] += time.perf_counter() - begin_seconds
 
     def pop(self) -> dict[str, float]:
-        """Stops the clock; returns mean seconds of a step and of the waits in a step since the last call.
+        """Stops the clock; returns mean seconds of a step, and of each wait in it, since the last call.
 
         compute_seconds is the time of a step without the waits. Returns {} where no step was timed.
         """
@@ -90,8 +90,9 @@ class StepClock:
 
 
 def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str, float], str | None]:
-    """Returns on rank 0 metrics of speed and memory over all ranks ({} if no step was timed), and a warning
-    that names a slow rank, or None. All ranks call it.
+    """Returns on rank 0 (metrics of speed and memory over all ranks, warning about a slow rank or None).
+
+    All ranks call it. The metrics are {} on other ranks, and where no step was timed.
     """
     mine, ranks = clock.pop(), all_ranks()
     if not mine:
@@ -124,7 +125,7 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this process in bytes: of tensors on a CUDA device, otherwise resident."""
+    """Returns the peak memory of this process: of tensors on a CUDA device, otherwise resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

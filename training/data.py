@@ -61,7 +61,7 @@ class RunData:
     def read_train_batches(
         self, *, first_step: int, ranks: Ranks, device: torch.device
     ) -> AbstractContextManager[Iterator[tuple[str, Batch]]]:
-        """Returns a context that yields (set name, this rank's batch) from step first_step + 1 on."""
+        """Returns a context that yields an iterator of (set name, this rank's batch), after `first_step`."""
         share = {"rank": ranks.index, "world_size": ranks.size}
         dataset = PuzzleDataset(self.dataset, "train", self.plan, first_step=first_step, **share)
         return read_batches(dataset, device=device)
@@ -118,7 +118,7 @@ def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
 
 
 def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
-    """Reads the manifest file of each folder; b"" where it is missing or cannot be read."""
+    """Reads the manifest of each folder, to notice later changes; b"" where there is none to read."""
     found = {}
     for folder in folders:
         try:

@@ -1,4 +1,4 @@
-"""Estimates what a run needs on any number of processes, without starting it: memory, messages, operations.
+"""Estimates what a run needs on any number of processes, before it starts: memory, messages, operations.
 
 docs/parallel.md shows the output.
 """
@@ -60,7 +60,7 @@ class Needs:
         self._row, self._rows = (0, 0) if table is None else (table.weights.shape[1], len(table.weights))
 
     def memory(self) -> dict[str, float]:
-        """Returns the bytes that are kept between steps, by kind, without the alignment of flat buffers."""
+        """Returns {kind: bytes} that a process keeps between steps, without the gaps of flat buffers."""
         config, blocks, rest = self._config, self._blocks, self._rest
         in_one_flat = self._is_plain and not self._is_mixed
         updated = blocks / self._shares + rest / (self._shares if in_one_flat else 1)
@@ -181,7 +181,7 @@ def describe(config: PretrainConfig, world_size: int) -> str:
 
 
 def _build(config: PretrainConfig) -> tuple[HaltingModel, int, int | None, list[str]]:
-    """Returns the model on the meta device, the tokens of a puzzle, the number of steps, missing data paths.
+    """Returns (model on the meta device, seq_len, number of steps or None, missing dataset folders).
 
     Without the data, the sizes are usual ones, and the number of steps is the key `train_steps`, or None.
     """

@@ -29,9 +29,10 @@ def evaluate(
     """Evaluates all test and validation sets; returns on rank 0 {"eval/<set>/<metric>": value, ...} to log.
 
     All ranks call it. Returns None if `interruption` asks to stop before the end. With EMA the averages are
-    evaluated, and with `raw` the weights too (eval_raw/...). Sets of `test_data_path` are named
-    test/<folder>.<set>/..., held-out puzzles validation/... (without evaluators). The cycles are of the
-    architecture, also in a stage that trains with others. only_first_batches: one batch a set, no files.
+    evaluated, and with the key `raw` the raw weights too (eval_raw/...). Sets of `test_data_path` are named
+    test/<folder>.<set>/..., held-out puzzles validation/... (without evaluators). The cycles are the
+    architecture's, even if the curriculum trains with others now. only_first_batches: one batch a set, no
+    files.
     """
     options: dict[str, Any] = {"only_first_batches": only_first_batches, "fetch_rows": state.table.fetch}
     options |= {"ranks": state.ranks, "stages": state.mesh.pipeline}

@@ -29,7 +29,7 @@ _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
 
 
 def _tidy_wandb_mode() -> None:
-    """Rewrites the variable WANDB_MODE to a mode that the client knows; drops a wrong one, with a warning."""
+    """Replaces the variable WANDB_MODE by a mode that W&B's client knows, or drops a wrong one."""
     if typed := os.environ.pop("WANDB_MODE", "").strip():
         if mode := _WANDB_MODES.get(typed.lower()):
             os.environ["WANDB_MODE"] = mode
@@ -40,7 +40,7 @@ def _tidy_wandb_mode() -> None:
 class Loggers:
     """The loggers of a run on rank 0: metrics.jsonl, the console and W&B; on other ranks there are none.
 
-    steps: range(number of steps done, step at which this start ends). run_info: further values for W&B.
+    steps: range(number of steps done, last step of this start). run_info: more values for W&B's config.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Console:
             self._show_evaluation(step, where, dict(_words(each, self._keep_best)), is_best=is_best)
 
     def _show_evaluation(self, step: int, where: str, words: dict[str, str], *, is_best: bool) -> None:
-        """Prints a line. words: {name: value}, the first for the metric that may be the best so far."""
+        """Prints the line of an evaluated set. words: {name: value}, the first perhaps the best so far."""
         elapsed = self._bar.format_interval(self._bar.format_dict["elapsed"])
         head = f"step {step:>{len(str(self._bar.total))}}  {elapsed:>6}{where}"
         line, colored = [head], [self._paint(head, _FAINT)]
@@ -149,7 +149,7 @@ class Console:
 
 
 def _words(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
-    """Yields (name, value) for the console line of a set, the metric of `keep_best` first."""
+    """Yields (short name, value) of the metrics to show of an evaluated set, the one of `keep_best` first."""
     of_kind = [name for name in metrics if "/" in name and is_share(name)]
     of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")][:2]  # pass@1, pass@2
     names = [name for name in ("exact_accuracy", *of_kind, *_EVALUATED) if name in metrics]

@@ -11,16 +11,16 @@ from parallel.errors import abort_all
 def training_metrics(
     network: Network | type[Network], sums: dict[str, float], *, steps: int, global_batch_size: int
 ) -> dict[str, float]:
-    """Returns {metric: value} of a network from sums over all ranks and `steps` steps, if there are data."""
+    """Returns {metric: value} from sums over all ranks and `steps` steps; leaves out metrics without data."""
     metrics = network.metrics | network.training_metrics | {"grad_norm": "updates"}
     sums = sums | {"updates": steps}
     return divide(sums, metrics, slots=steps * global_batch_size)
 
 
 class FiniteCheck:
-    """A check that loss and gradient norm are finite; if not, ends the run before the next checkpoint.
+    """A check that loss and gradient norm are finite: if not, the run ends before the next checkpoint.
 
-    `add` records the result on the device, so that the host waits for a GPU only in `check`.
+    `add` keeps its finding on the device, so that the host waits for a GPU only in `check`.
     """
 
     def __init__(self, device: torch.device):
@@ -30,7 +30,7 @@ class FiniteCheck:
         self._set_names: dict[int, str] = {}
 
     def add(self, step: int, *, set_name: str, loss: Tensor, grad_norm: Tensor) -> None:
-        """Records loss and gradient norm of a step, which all ranks have alike; on a CPU, checks them now."""
+        """Notes whether a step's loss and gradient norm, equal on all ranks, are finite; a CPU checks now."""
         self._set_names[step] = set_name
         values = torch.stack((loss.detach().float(), grad_norm.float()))
         is_first_bad = ~torch.isfinite(values).all() & (self._first_bad == 0)
@@ -40,7 +40,7 @@ class FiniteCheck:
             self.check()
 
     def check(self) -> None:
-        """Ends all ranks if a step since the last check was not finite. All call it after the same step."""
+        """Ends all ranks if a step was not finite. All ranks call it after the same step."""
         step = int(self._first_bad)
         if step:
             loss, grad_norm = self._values.tolist()

@@ -34,7 +34,7 @@ class OwnModel:
     compiler_options: dict[str, Any] | None
 
     def compile_(self) -> None:
-        """Compiles the blocks, if the run compiles; to be called after the weights are in flat buffers."""
+        """Compiles the blocks, if the run compiles; to be called when the weights are in flat buffers."""
         if self.compiler_options is not None:
             compile_blocks(self.model)
 
@@ -71,7 +71,7 @@ def build_own_model(
 
 
 def _draw(config: PretrainConfig, metadata: Metadata, mesh: Mesh) -> tuple[HaltingModel, dict[str, Cut]]:
-    """Initializes the model from the seed; returns this rank's part, and the cuts by name of the weight.
+    """Initializes the model from the seed; returns this rank's part, and {name of weight: its cut}.
 
     Every rank draws every block, so that the numbers do not depend on the mesh, but keeps only its own.
     """

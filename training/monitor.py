@@ -101,7 +101,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Measures the wait for the next batch, in the block; the time of a step begins here."""
+        """Measures the wait for the next batch, in the block. A step is timed from here."""
         self.clock.start()
         with self.clock.measure("data_wait"):
             yield
@@ -121,7 +121,7 @@ class Monitor:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops step clock and watchdog in the block, for work of any duration: a save, an evaluation.
+        """Stops step clock and watchdog during the block: a save or an evaluation may take any time.
 
         Before the block, ends the run if a loss or gradient norm was not finite.
         """
@@ -131,7 +131,7 @@ class Monitor:
             yield
 
     def is_row_due(self, step: int) -> bool:
-        """Returns whether a row is due after the step and not logged yet; the same on all ranks."""
+        """Returns whether the log should have a row of this step, and has none yet; the same on all ranks."""
         return self._schedule.has_row(step) and step != self._logged_step
 
     def reduce(self, state: TrainState) -> dict[str, float]:
@@ -168,7 +168,7 @@ class Monitor:
                     wandb.log_puzzles(state.step, draw)
 
     def log(self, state: TrainState, row: dict[str, float]) -> None:
-        """Logs the row of a step from rank 0, with the best value so far; resets the metric sums."""
+        """Logs the row of a step on rank 0, with the best evaluation so far; resets the metric sums."""
         self._loggers.log(state.step, row | self._checkpoints.record_metrics(state.step, row))
         self._logged_step = state.step
         state.metrics.reset()

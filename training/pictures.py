@@ -98,7 +98,7 @@ def _draw_grid(
 
 
 def _in_words(label: np.ndarray, trace: Trace, number: int) -> str:
-    """Returns a phrase: after which step the answer was right, and where the model would halt."""
+    """Returns a phrase on a puzzle: after which step the answer was right, and where the model would halt."""
     is_right = ((trace.preds[number] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
     last = f"right after step {is_right.argmax() + 1}" if is_right.any() else "never right"
     if is_right.any() and not is_right[-1]:

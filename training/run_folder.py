@@ -49,9 +49,9 @@ _LOCK_FILE = "lock"
 
 
 def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None:
-    """Composes the config of a command line, checks what can be checked without the data, names the run.
+    """Returns the checked config of a command line, with the run named; the data is not read yet.
 
-    arguments: its words; None: of this process. None if they ask for help. ValueError for a mistake.
+    arguments: the words; None: of this process. Returns None after --help. ValueError for a mistake.
     """
     words = name_arch(sys.argv[1:] if arguments is None else arguments)
     options = {"notice": log.warning, "dry_run": dry_run.describe}
@@ -69,9 +69,9 @@ def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None
 
 
 def name_arch(words: Sequence[str]) -> list[str]:
-    """Replaces the command-line word arch=checkpoint by words for the architecture of `init_from`.
+    """Replaces the word arch=checkpoint by key=value words for the architecture of `init_from`.
 
-    Without that word, returns the words as they are. Raises ValueError if `init_from` is no checkpoint.
+    Returns other words as they are. Raises ValueError if `init_from` is no checkpoint.
     """
     if ARCH_WORD not in words:
         return list(words)
@@ -177,9 +177,9 @@ def is_in_use(folder: Path) -> bool:
 
 
 def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
-    """Lists the keys that changed although they may not change on resume: "key: old -> new, ..."; "" if none.
+    """Lists keys that may not change on resume, but did: "key: old -> new, ..."; "" if there are none.
 
-    before: the values of the run's config, perhaps of an older version in which keys were missing.
+    before: the config of the run so far, perhaps of an older version with fewer keys.
     """
     old, new = flatten(fill_defaults(before)), flatten(now.model_dump())
     may_change = keys_that_may_change(PretrainConfig)
@@ -215,7 +215,7 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
 def record_start(folder: Path, *, step: int, device: torch.device, **described: Any) -> None:
     """Adds a line to starts.jsonl: command, code and hardware of this start of the run, at `step`.
 
-    described: more values, as of the model. A diff of uncommitted changes is written to a file of its own.
+    described: more values for the line. A diff of uncommitted changes is written to a file of its own.
     """
     start = {
         "step": step,
@@ -257,9 +257,9 @@ def _describe_hardware(device: torch.device) -> str:
 
 
 def cut_metrics_back(folder: Path, *, step: int) -> bool:
-    """Drops the rows of metrics.jsonl after `step`; returns whether there is a row of `step`.
+    """Drops the rows after `step` from the log; returns whether there is a row of `step`.
 
-    The run will log the dropped steps again. W&B cannot drop rows: `last_wandb_step` says what it has.
+    The run will log later steps again. W&B cannot drop rows: `last_wandb_step` is the last one there.
     """
     path = folder / METRICS_FILE
     if not path.exists():
@@ -274,6 +274,6 @@ def cut_metrics_back(folder: Path, *, step: int) -> bool:
 
 
 def last_wandb_step(folder: Path) -> int:
-    """Returns the last step that W&B has from earlier starts, if rows were dropped from the log; else 0."""
+    """Returns the last step that W&B got before rows were dropped from the log; 0 if none were."""
     path = folder / _WANDB_STEP_FILE
     return int(read_text(path)) if path.exists() else 0

@@ -11,11 +11,11 @@ from parallel.strategy import next_sync, synced_steps
 
 
 class Schedule:
-    """The schedule of a run: learning rates and cycles of each step, and what is due after each step.
+    """The schedule of a run: learning rates and cycles of each step, and what is due after it.
 
-    total_steps: number of steps of the run. end_step: the step after which this launch ends: `max_steps` if
-    that comes first. With `local_steps`, the weights of ranks are equal only after a
-    synchronisation: what is due at a step is done at the next synchronisation.
+    total_steps: number of steps of the run. end_step: the step after which this start ends: `max_steps`, if
+    that comes first. With `local_steps`, the weights of ranks are equal only after a synchronisation: what is
+    due at a step is done at the next synchronisation.
     """
 
     def __init__(self, config: PretrainConfig, plan: TrainPlan):
@@ -30,7 +30,7 @@ class Schedule:
         return learning_rates(self._config, step, total_steps=self.total_steps)
 
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
-        """Returns the reasoning of step `step`: `usual`, with the cycles of the curriculum's stage."""
+        """Returns the reasoning of a step: `usual`, with the cycles of its stage, and with `progress`."""
         cycles = self._plan.stage_of(step).cycles
         return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)
 
@@ -62,13 +62,14 @@ class Schedule:
         return interval is not None and any(each > 0 and each % interval == 0 for each in self._steps(step))
 
     def _steps(self, step: int) -> range:
-        """Returns the steps for which due work is done after `step`: `step`; with local_steps all steps since
-        the last synchronisation, and none where `step` does not synchronise.
-        """
+        """Returns the steps with work to do after `step`: with local_steps perhaps several, or none."""
         return synced_steps(step, **self._interval)
 
     def status(self, step: int, *, lacks_row: bool = False) -> str:
-        """Returns finished, max_steps or stopped (also where the last row is missing), for a run's end."""
+        """Returns how a run ends at `step`: finished, max_steps or stopped.
+
+        lacks_row: whether the log has no row of `step`, which a later start must add; then stopped.
+        """
         if step < self.end_step or lacks_row:
             return "stopped"
         return "finished" if step >= self.total_steps else "max_steps"

@@ -84,10 +84,11 @@ class TrainState:
         return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
 
     def held(self) -> dict[Key, Tensor]:
-        """Returns all tensors of this rank; two ranks that have the same key must have equal tensors.
+        """Returns {key: tensor} of all tensors on this rank, to compare ranks: equal keys, equal tensors.
 
         With `local_steps` this holds only after a synchronisation. Weights appear twice: as the optimizer
-        updates them, and as the forward pass reads them. A key is (name, part), part () for a whole tensor.
+        updates them, and as the forward pass reads them. A key is (name, part of the tensor); part () is the
+        whole.
         """
         cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
         read = self.model.network.state_dict() | self.table.rows()
@@ -116,8 +117,8 @@ class TrainState:
     def broadcast_model_(self, whole: dict[str, Tensor] | None = None) -> None:
         """Overwrites the weights of all ranks with rank 0's, at step 0, and resets averages and strategy.
 
-        All ranks call it. whole: on rank 0 the sharded weights by name, each as a whole, {} elsewhere; None:
-        sharded weights stay as they are.
+        All ranks call it. whole: on rank 0 the whole weight for each sharded one, by name, {} elsewhere;
+        None: sharded weights stay as they are.
         """
         assert self.step == 0
         if whole is not None:

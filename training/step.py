@@ -86,8 +86,8 @@ def advance_boards(
 ) -> Sums:
     """Moves the boards of the last step to their next state; returns the metric sums of these moves.
 
-    Only for a network that `advances` (LDT with a second pass); otherwise does nothing and returns {}. Uses
-    the weights after the last update, but the reasoning and the random numbers of the last step.
+    Does nothing and returns {} unless the network `advances` (LDT with a second pass). Uses the weights after
+    the last update, but the reasoning and the random numbers of the last step.
     """
     if not state.model.network.advances or state.step == 1:
         return {}

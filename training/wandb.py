@@ -37,10 +37,10 @@ _EVALUATED = ("eval/", "eval_raw/", "validation/")
 
 
 class WandbRun:
-    """The logger of a run folder's run at W&B.
+    """The logger that sends a run folder's rows to Weights & Biases (W&B).
 
-    W&B's client has a helper process. An unexpected answer of the server can end the helper process before
-    all rows are sent. Then this class restarts the client, once, without artifacts, and sends the rest.
+    W&B's client has a helper process. An unexpected answer of the server can end that process before all rows
+    are sent. Then this class restarts the client, once, without artifacts, and sends the rest.
 
     run_info: values for W&B's config beside the run's config.
     """
@@ -103,9 +103,9 @@ class WandbRun:
         return f"`wandb sync --include-online {self._folder}/wandb/*run-*` sends it later"
 
     def _catch_up(self) -> None:
-        """Reads metrics.jsonl: records the best values, and sends the rows that the server lacks.
+        """Reads the log: records the best values, and sends the rows that the server lacks after a kill.
 
-        Rows may be missing at the server after a kill. Offline, no rows are sent again.
+        Offline, no rows are sent again.
         """
         if not self._run.offline:
             self._last_step = self._run.starting_step - 1
@@ -211,7 +211,7 @@ class WandbRun:
 
 
 class _Extras:
-    """A thread that runs tasks one after the other. A failure is a warning; the process does not wait."""
+    """A daemon thread that runs tasks one after the other; an exception of a task becomes a warning."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -239,7 +239,7 @@ class _Extras:
 
 
 def choose_mode(asked: str) -> str:
-    """Returns the mode for the client. asked: `auto` means WANDB_MODE, or else online if a login exists."""
+    """Returns the mode for W&B's client. asked: `auto`: WANDB_MODE, or else online if a login exists."""
     mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
     if mode == "online" and not has_wandb_login():
         if asked == "online":
