@@ -72,7 +72,7 @@ def evaluate(run: Run[EvaluateConfig]) -> None:
 def evaluate_checkpoint(
     config: EvaluateConfig, checkpoint: Checkpoint, device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Evaluates a checkpoint, and writes its results. Returns {set: metrics} on rank 0. All ranks call it."""
+    """Evaluates a checkpoint, and writes the files. Returns {set: metrics} on rank 0. All ranks call it."""
     # Data; rank 0 reads every token.
     folders = _folders(checkpoint, config)
     with collective_errors():

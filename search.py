@@ -48,7 +48,7 @@ def main() -> None:
 def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
     """Runs the remaining trials, and prints the best one. Exits with status 1 if no trial is complete.
 
-    run: the config of a trial, with any values of the searched keys.
+    run: the config of pretrain.py for a trial, in which the searched keys have arbitrary values.
     """
     launch_command(config, slot=0)
     folder = open_folder(config)
@@ -81,7 +81,7 @@ def introduce(study: Study, config: SearchConfig) -> None:
 
 
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
-    """Prints how many trials ended in which way, and writes the best one as best.yaml, or a grid's tables."""
+    """Prints how many trials ended in which way; writes the best one as best.yaml, or a grid's tables."""
     folder, best = folder_of(config), study.best()
     outcome = "stopped: the same command goes on from here;" if is_stopped else "done:"
     log.info(f"{outcome} {study.describe_counts()} of {study.num_trials} trials; {folder / PAGE_FILE}")

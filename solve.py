@@ -111,7 +111,7 @@ class Solver:
         return self.answer(config_with(SolveConfig, **keys))
 
     def answer(self, config: SolveConfig) -> Answer:
-        """Solves the puzzle of a config. Keys about checkpoint, weights and machine are ignored."""
+        """Solves the puzzle of a config, with this model: keys about checkpoint and machine are ignored."""
         puzzle = self.questions.read(config)
         metadata = self.questions.metadata_for(puzzle)
         identifier = self.questions.find_identifier(puzzle, config)

@@ -43,7 +43,7 @@ class Strict(pydantic.BaseModel):
 
 
 class LossConfig(Strict):
-    """The keys of the training loss: on label tokens, and the weights of halting loss and thinking steps."""
+    """The keys of the training loss: its kind, and the weights of the halting loss and of thinking steps."""
 
     loss_type: Literal["stablemax_cross_entropy", "softmax_cross_entropy"]
     label_smoothing: Annotated[float, Field(ge=0, lt=1)]
@@ -52,7 +52,7 @@ class LossConfig(Strict):
 
 
 class ArchConfig(Strict):
-    """The base class of every model's config, with the facts that the rest of the program asks for.
+    """The base class of every model's config; class variables are facts that other packages ask for.
 
     title: the model's short name in papers. paper: its full name, and the arXiv number.
     """
@@ -76,7 +76,7 @@ class ArchConfig(Strict):
 
     @property
     def reads_any_length(self) -> bool:
-        """Returns whether the same weights work for grids of any size."""
+        """Returns whether the same weights can read puzzles with another number of cells."""
         return False
 
     def check_outputs(self, names: list[str]) -> None:
@@ -86,7 +86,7 @@ class ArchConfig(Strict):
 
 
 class NetworkConfig(ArchConfig):
-    """The keys of models that are made of blocks and output a token for each cell."""
+    """The keys of networks that are made of blocks and give one token a cell as answer."""
 
     num_heads: _AtLeastOne
     expansion: _Positive
@@ -274,7 +274,7 @@ class SERRMConfig(CyclesConfig):
 
 
 class TransformerConfig(TokenConfig):
-    """The baseline without recurrence: each slot halts after one pass, so that the halting keys are fixed."""
+    """The baseline without recurrence. Each slot halts after one pass: no key of halting can be set."""
 
     halt_max_steps: ClassVar[int] = 1
     eval_halt_max_steps: ClassVar[None] = None

@@ -1,4 +1,4 @@
-"""The command line of the programs: Hydra composes a config, and the schema checks it.
+"""Composes the config from a program's command line, by Hydra, and checks it by the schema.
 
 In a run rank 0 alone composes, and broadcasts the config.
 """
@@ -97,9 +97,9 @@ def compose_config(
 ) -> Config | None:
     """Composes and checks the config of a command line. Raises ValueError, one line, for a mistake.
 
-    arguments: the words of the command line; None: those of this process. notice: called with a message
-    where values of an experiment do not fit the chosen arch and are left out. dry_run: returns the text for
-    --world-size N. Returns None after --help and --cfg job, which only print.
+    arguments: the words of the command line; None: of this process. notice: called with a message where
+    values of an experiment do not fit the chosen arch and are left out. dry_run: (config, N) -> the text to
+    print for --world-size N. Returns None after --help and --cfg job, which only print.
     """
     asked = _read_command_line(arguments)
     return _compose_or_show(schema, asked, asked.overrides, notice, dry_run)
@@ -123,10 +123,10 @@ def config_with(schema: type[Config], **values: Any) -> Config:
 
 
 def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
-    """Splits this process's command line between `schema` and the program that will be started.
+    """Splits this process's command line: keys of `schema`, and words for a program to be started.
 
-    Returns the config of `schema`, and the unchecked overrides with other keys. Returns None after --help
-    and --cfg job, which only print.
+    Returns the checked config of `schema`, and the other words unchecked. Returns None after --help and --cfg
+    job, which only print.
     """
     asked, own, others = _read_command_line(), [], []
     for override in asked.overrides:
@@ -193,9 +193,9 @@ def _compose(
 
 
 def _leave_out_of_experiment(composed: DictConfig, given: set[str], notice: Callable[[str], None]) -> None:
-    """Resets values of `arch` that the experiment sets for another model than the chosen one.
+    """Resets those `arch` values of an experiment that the model given on the command line does not have.
 
-    given: the keys of the command line; their values stay.
+    given: the keys of the command line, with values that stay. notice: called with a message.
     """
     name, arch = composed.arch.name, OmegaConf.to_container(composed.arch, resolve=True)
     schema, defaults = architectures()[name], load_defaults(f"arch/{name}")
@@ -221,7 +221,7 @@ def _leave_out_of_experiment(composed: DictConfig, given: set[str], notice: Call
 
 
 def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> list[str] | None:
-    """Returns the keys with a wrong value: [] where only a combination is wrong, None for a valid config."""
+    """Returns the keys with a wrong value; None if all is right, [] if only values together are wrong."""
     try:
         schema.model_validate(values)
     except pydantic.ValidationError as error:
@@ -240,7 +240,7 @@ def _validate(schema: type[Config], composed: DictConfig) -> Config:
 
 
 def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:
-    """Returns NAME of experiment=NAME on a command line, or None. arguments: None: those of this process."""
+    """Returns NAME of experiment=NAME on a command line, or None. arguments: None: of this process."""
     given = (override.partition("=") for override in _read_command_line(arguments).overrides)
     names = [name for key, _, name in given if key == "experiment"]
     return names[-1] if names else None
@@ -298,7 +298,7 @@ class _CommandLine(argparse.ArgumentParser):
 
 
 def show(text: str) -> None:
-    """Prints a text on stdout. Raises ValueError for a failed write, but not where the reader is gone."""
+    """Prints a text on stdout. ValueError for a failed write, but none if the reader (`| head`) has left."""
     try:
         print(text, file=Patient(sys.stdout), flush=True)
     except OSError as error:

@@ -18,7 +18,7 @@ def config_to_yaml(config: pydantic.BaseModel) -> str:
 
 
 def load_defaults(name: str) -> dict[str, Any]:
-    """Returns the values of config/<name>.yaml, such as arch/hrm. `pretrain` has no `arch` among them."""
+    """Returns the values of config/<name>.yaml, such as arch/hrm; those of `pretrain` lack `arch`."""
     return OmegaConf.to_container(_load(FOLDER / f"{name}.yaml"), resolve=True)
 
 

@@ -122,7 +122,7 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
 
 
 def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
-    """Returns the dotted key of a pydantic error, without the names of union members in its path."""
+    """Returns the dotted key that a pydantic error is about; pydantic's own path also names types."""
     *path, last = error["loc"] or ("",)
     names = {name for key in _keys((schema,)) for name in key.split(".")}
     if error["type"] == "extra_forbidden":
@@ -168,7 +168,10 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None) -> Non
 
 
 def _data_of(experiment: str) -> str | None:
-    """Returns the build command after `# Data:` in an experiment's file; follows `as for experiment=NAME`."""
+    """Returns the command that builds an experiment's data, from `# Data:` in the experiment's file.
+
+    Follows `as for experiment=NAME` to another file.
+    """
     path = FOLDER / "experiment" / f"{experiment}.yaml"
     text = path.read_text() if path.is_file() else ""
     found = re.search(r"^# Data: *((?:.*\\\n)*.*)$", text, re.MULTILINE)
@@ -213,7 +216,7 @@ def help_text(program: str, topic: str = "") -> str:
 
 
 def _help_of_arch(file: Path, *, has_shared: bool = True) -> list[str]:
-    """Returns lines with the keys of a model. has_shared: also the keys that several models share."""
+    """Returns help lines for the keys of a model. has_shared: also for the keys that several models share."""
     lines = [*_wrap(f"arch={file.stem}: {_title(file)}"), *_keys_of(file, prefix="arch.")]
     while has_shared and (base := re.search(r"^  - (\S+)@_here_", file.read_text(), re.MULTILINE)):
         file = file.parent / f"{base[1]}.yaml"
@@ -229,7 +232,7 @@ def _help_of_experiments() -> list[str]:
 
 
 def _help_of_key(program: str, key: str) -> list[str]:
-    """Returns lines with the default and the comment of a key. Raises ValueError for an unknown key."""
+    """Returns help lines for a key: default and comment. Raises ValueError for an unknown key."""
     is_of_arch, name = key.startswith("arch."), key.removeprefix("arch.")
     lines: list[str] = []
     for file in sorted((FOLDER / "arch").rglob("*.yaml")) if is_of_arch else [FOLDER / f"{program}.yaml"]:
@@ -263,7 +266,7 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
 def _keys_of(
     path: Path, *, prefix: str = "", only: Sequence[str] | None = None, is_brief: bool = False
 ) -> Iterator[str]:
-    """Yields lines with the keys of a file under their headings. is_brief: cuts comments at `; `."""
+    """Yields help lines for the keys of a file, under their headings. is_brief: cuts comments at `; `."""
     for heading, entries in itertools.groupby(_entries(path), key=lambda entry: entry[3]):
         chosen = [entry for entry in entries if only is None or entry[0] in only]
         if heading and chosen:

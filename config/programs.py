@@ -74,7 +74,7 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
 
     @property
     def asks_for_settings(self) -> bool:
-        """Returns whether the evaluation has several settings, several samples, or another `select`."""
+        """Returns whether there are several step counts, several samples, or a `select` other than q_head."""
         return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
 
 

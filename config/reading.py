@@ -57,7 +57,7 @@ def _open_unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
-    """Reads a whole file, a .gz unpacked. ValueError as `open_regular`, and for more than `most` bytes."""
+    """Reads a whole file; unpacks a .gz. ValueError, one line: not readable, or over `most` bytes."""
     with _open_unpacked(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -66,7 +66,10 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
-    """Reads a UTF-8 file, without a byte order mark. ValueError as `read_bytes`, and for other encodings."""
+    """Reads a UTF-8 file, without a byte order mark.
+
+    ValueError, one line: not readable, over `most` bytes, or another encoding.
+    """
     try:
         return read_bytes(path, most=most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -76,7 +79,7 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
 def read_lines(path: Path, *, most: int = MOST_BYTES) -> Iterator[str]:
     """Yields the lines of a UTF-8 file, line ends included; invalid bytes become U+FFFD.
 
-    ValueError as `open_regular`, for a line of more than `most` characters, and for a zero byte.
+    ValueError, one line: not readable, a line of more than `most` characters, or a zero byte.
     """
     with _open_unpacked(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="")
@@ -92,7 +95,7 @@ def read_lines(path: Path, *, most: int = MOST_BYTES) -> Iterator[str]:
 
 
 def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
-    """Reads a JSON file. ValueError as `read_bytes` and `parse_json`."""
+    """Reads a JSON file. ValueError, one line: not readable, over `most` bytes, or not valid."""
     return parse_json(read_bytes(path, most=most), where=str(path))
 
 
@@ -111,9 +114,9 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
 
 
 def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYTES) -> list[np.ndarray]:
-    """Reads the named arrays of a .npz file; pickled arrays are refused.
+    """Reads the named arrays of a .npz file; refuses pickled arrays.
 
-    ValueError as `open_regular`, for a missing array, and for over `most` bytes, checked before unpacking.
+    ValueError, one line: not readable, a missing array, or over `most` bytes (checked before unpacking).
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
@@ -129,7 +132,7 @@ def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYT
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads a YAML mapping. ValueError as `read_text`, for aliases, repeated keys, and over 40 levels."""
+    """Reads a YAML mapping. ValueError, one line: not readable, aliases, repeated keys, over 40 levels."""
     text = read_text(path)
     try:
         value = yaml.load(text, _Loader)

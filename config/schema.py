@@ -89,8 +89,7 @@ class MachineConfig(Strict):
 
 
 class StageConfig(Strict):
-    """A stage of a curriculum, with its own cycles: `epochs` before the main training, on `data_path` if
-    given, or the `share` of the main training's steps."""
+    """A stage of a curriculum, before the main training or a `share` of it, with cycles of its own."""
 
     data_path: Paths | None = None
     epochs: PositiveInt | None = None
@@ -102,7 +101,7 @@ class StageConfig(Strict):
 
     @property
     def cycles(self) -> dict[str, int]:
-        """Returns {key: value} of the cycles that this stage sets; `arch` has all others."""
+        """Returns {key: value} of the cycles that this stage sets; others are the architecture's."""
         values = {"H_cycles": self.H_cycles, "L_cycles": self.L_cycles, "loops": self.loops}
         return {key: value for key, value in values.items() if value}
 
@@ -282,7 +281,7 @@ class PretrainConfig(MachineConfig):
 
     @property
     def sharding_keys(self) -> list[str]:
-        """Returns the keys by which weights, moments or puzzle embeddings are divided over processes."""
+        """Returns the keys with a value by which ranks divide weights, moments or puzzle embeddings."""
         unshared = {"data_parallel_shard_degree": ("auto", 1), "puzzle_emb_sharding": ("replicated",)}
         unshared |= {"pipeline_parallel_degree": (1,), "tensor_parallel_degree": (1,)}
         return [key for key, values in unshared.items() if getattr(self, key) not in values]

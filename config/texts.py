@@ -37,7 +37,7 @@ def quote_value(typed: str) -> str:
 
 
 def expand_home(key: str, value: Any) -> Any:
-    """Replaces a leading ~ or $NAME of a path. Raises ValueError for an unknown user or variable."""
+    """Replaces ~ or $NAME at the start of a path, the value of `key`. ValueError if there is no such."""
     if isinstance(value, list):
         return [expand_home(key, each) for each in value]
     found = _HOME.match(value) if isinstance(value, str) else None
@@ -52,7 +52,7 @@ def expand_home(key: str, value: Any) -> Any:
 
 
 def _leaves(annotation: Any) -> set[Any]:
-    """Returns the types inside lists, unions and Annotated: {str, NoneType} for list[str] | None."""
+    """Returns the types that lists, unions and Annotated contain: {str, NoneType} for list[str] | None."""
     origin, members = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _leaves(members[0])

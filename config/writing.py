@@ -88,7 +88,7 @@ def open_closed_streams() -> None:
 
 
 class Patient:
-    """A wrapper of a stream: output is dropped, without an error, once the reader is gone (`| head`)."""
+    """A wrapper of a stream that drops output, without an error, once the reader is gone (`| head`)."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

@@ -136,7 +136,7 @@ def check_ranks(options: argparse.Namespace) -> None:
 
 
 def _read_layout(overrides: Sequence[str]) -> tuple[dict[str, int], list[str]]:
-    """Returns the size of each axis of the mesh, and the keys that divide state over ranks."""
+    """Returns the mesh, {axis: number of ranks}, of key=value words, and the keys that divide state."""
     if not overrides:
         return {}, []
     config = compose_overrides(PretrainConfig, overrides)

@@ -69,7 +69,7 @@ def compare(plan: dict[str, Any], folder: Path) -> None:
 
 
 def tune(plan: dict[str, Any], name: str, folder: Path) -> float:
-    """Returns the learning rate with the best accuracy on held-out training puzzles: exact, then cells."""
+    """Returns the learning rate with the best exact accuracy (then cell accuracy) on held-out puzzles."""
     tuning, found = plan["tuning"], {}
     for lr in plan["models"][name]["rates"]:
         words = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
@@ -83,7 +83,10 @@ def tune(plan: dict[str, Any], name: str, folder: Path) -> float:
 def build_rerun(
     plan: dict[str, Any], name: str, training: dict[str, Any], folder: Path, *words: str
 ) -> Rerun:
-    """Prepares the runs of a model, with the number of steps nearest to `petaflops`; builds missing data."""
+    """Returns the `Rerun` of a model's training that costs about `petaflops`; builds missing data.
+
+    training: an entry of the plan, with its rung and petaflops. words: more key=value words.
+    """
     model, rung = plan["models"][name], RUNGS[training["rung"]]
     data = Rerun(rung, folder / rung.name, source=None)
     data.build_data()
@@ -101,7 +104,7 @@ def build_rerun(
 
 
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
-    """Trains a seed, and evaluates it also with more thinking; returns accuracies and costs of both."""
+    """Trains a model with a seed, and evaluates it, also with more thinking; returns accuracies and costs."""
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
     run, steps = read_run(rerun.run_folder(seed)), final_evaluation(rerun.rows(seed, data_seconds=0), "steps")
     each = run.starts[-1]["gigaflops_per_step"]

@@ -82,7 +82,7 @@ def _p(record: dict[str, Any]) -> str:
 
 
 def _thinking_longer(rung: Rung, record: dict[str, Any]) -> str:
-    """Returns the mean accuracy at the setting with most thinking steps and samples."""
+    """Returns, as text, the mean accuracy of the setting with most thinking steps and samples."""
     settings = [run["test_time"][-1] for run in record["runs"] if run.get("test_time")]
     if len(settings) < record["seeds"]:
         return ""

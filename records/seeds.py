@@ -31,13 +31,16 @@ _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
 
 
 class Rerun:
-    """The runs of a rung in a folder. source: path of data that is not shipped. overrides: of the recipe."""
+    """The trainings and evaluations of a rung, in a folder. overrides: key=value words for the recipe.
+
+    source: path of data that the project does not ship.
+    """
 
     def __init__(self, rung: Rung, folder: Path, *, source: Path | None, overrides: tuple[str, ...] = ()):
         self.rung, self.folder, self.source, self.overrides = rung, folder, source, overrides
 
     def check(self, seeds: range) -> None:
-        """Exits with one line where the recipe is invalid, or the folder has runs of another recipe."""
+        """Exits with one line where the recipe is invalid, or the folder has runs with other keys."""
         for seed in seeds:
             for run, recipe in self._trainings(seed):
                 try:
@@ -49,7 +52,7 @@ class Rerun:
                     fail(f"{self.folder} holds a run of another recipe ({changes}): choose another --folder")
 
     def build_data(self) -> float:
-        """Builds the data, once for all seeds; returns the seconds that this took, now or earlier."""
+        """Builds the data, unless that is done; returns the seconds that it took, now or earlier."""
         commands, made = self.rung.build_commands(self.folder, self.source), self.folder / "data.json"
         if not made.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -118,7 +121,7 @@ class Rerun:
         return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
 
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
-        """Evaluates a trained seed with the `test_time` of the rung, once.
+        """Evaluates a trained seed with more test-time compute, as the rung's `test_time` says, once.
 
         Returns a dict for each setting: `steps`, `samples`, and accuracies, means over test sets, with the
         first way to select. The last setting, with most steps and samples, also has the rung's metric.
@@ -136,7 +139,7 @@ class Rerun:
         return settings
 
     def _evaluate(self, seed: int, words: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
-        """Evaluates a trained seed into a folder, once; returns the metrics of each test set."""
+        """Evaluates a trained seed into a folder, unless done before; returns metrics of each test set."""
         if not (folder / EVALUATION_FILE).exists():
             data = {name: self.folder / name for name in ("data", "more_data")}
             asked = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
@@ -156,7 +159,7 @@ class Rerun:
         return self.folder / f"seed_{seed}" / "run"
 
     def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
-        """Yields run folder and arguments of pretrain.py for each training of a seed, in order."""
+        """Yields (run folder, arguments of pretrain.py) for each training of a seed; the last one counts."""
         values = {"name": self.rung.name, "seed": seed, "before": ""}
         values |= {name: self.folder / name for name in ("data", "more_data")}
         last = len(self.rung.trainings)
@@ -169,10 +172,7 @@ class Rerun:
 
 
 def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:
-    """Returns a metric of the last evaluation in the log, as the mean over sets; None: the log has none.
-
-    of: `eval` for the test split, `validation` for held-out training puzzles.
-    """
+    """Returns a metric of the log's last evaluation, the mean over sets; None: none. of: eval, validation."""
     for row in reversed(rows):
         values = [each[metric] for each in metrics_by_set(row, of).values() if metric in each]
         if values:

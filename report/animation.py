@@ -73,7 +73,7 @@ def draw_animation(answer: Answer) -> str:
 
 
 def _movement(num_steps: int) -> str:
-    """Returns the CSS by which the steps appear one after the other, and stay to the end."""
+    """Returns the CSS that makes the steps appear one after the other, and stay to the end."""
     whole, lines = _PUZZLE_SECONDS + _STEP_SECONDS * (num_steps - 1) + _LAST_SECONDS, []
     for number in range(num_steps):
         begin = _PUZZLE_SECONDS + _STEP_SECONDS * number

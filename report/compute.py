@@ -1,4 +1,4 @@
-"""Charts of accuracy over network calls, from an evaluation's scaling.json: for pages and scaling.svg."""
+"""Charts of accuracy over network calls, from scaling.json of an evaluation: for pages and scaling.svg."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

@@ -222,7 +222,7 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
 
 
 def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str]]:
-    """Returns how the run was made, as (name, value); a missing value is `not recorded`."""
+    """Returns the facts of how the run was made, as (name, value); a missing value is `not recorded`."""
     config, start = run.config, run.starts[-1] if run.starts else {}
     commit = start.get("git_commit") or ""
 

@@ -108,7 +108,7 @@ class RunRecord:
         return (self.curve("train/petaflops")[1] or [None])[-1]
 
     def curve(self, name: str) -> Curve:
-        """Returns (steps, values) of a metric, from the rows with a finite value."""
+        """Returns (steps, values) of a metric in the log, without values that are not finite."""
         points = [(row["step"], float(row[name])) for row in self.rows if is_number(row.get(name))]
         return [step for step, _ in points], [value for _, value in points]
 
@@ -193,10 +193,10 @@ def _fingerprint(checkpoint: Path) -> str | None:
 def _read_evaluation(
     folder: Path, evaluation: Path | None, warnings: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Returns the content of metrics.json and scaling.json. evaluation: their folder.
+    """Returns the content of metrics.json and scaling.json in `evaluation`, an evaluation's folder.
 
-    None: the newest in the run folder: metrics.json of an evaluation with default options, scaling.json of an
-    evaluation on the run's own data. Appends to `warnings`.
+    None: the newest metrics.json with default options, and the newest scaling.json on the run's own data.
+    Appends problems to `warnings`.
     """
     files = [evaluation / EVALUATION_FILE] if evaluation else folder.glob(f"evaluation/*/{EVALUATION_FILE}")
     results, scaling = {}, None
@@ -221,7 +221,7 @@ def _read_evaluation(
 
 
 def _typed(row: Any, types: Mapping[str, type]) -> Row:
-    """Returns the values of a row that have the expected type, as the file may be damaged or forged."""
+    """Returns only those values of a row that have the expected type: the file may be damaged or forged."""
     row = row if isinstance(row, dict) else {}
     return {name: value for name, value in row.items() if isinstance(value, types.get(name, ()))}
 

@@ -63,7 +63,7 @@ def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:
 
 
 def _tested(run: RunRecord, metric: str) -> list[float]:
-    """Returns a test metric of each evaluation in the log, as the mean over test sets."""
+    """Returns the values of a test metric over the log's evaluations, each the mean over test sets."""
     curves = [run.curve(f"eval/{name}/{metric}")[1] for name in run.eval_sets()]
     return [fmean(values) for values in zip(*filter(None, curves), strict=False)]
 

@@ -57,7 +57,7 @@ class Exhibit:
 
     @property
     def listed(self) -> dict[str, Any]:
-        """Returns the entry of models.json, from which the page offers a choice of models."""
+        """Returns the model's entry in models.json, the list from which a visitor chooses."""
         facts = self.facts
         first, *rest = facts["plural"]
         title = f"{first.upper()}{''.join(rest)} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
@@ -155,7 +155,7 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
 
 
 def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
-    """Generates 100 new puzzles like those of the dataset, as in page.json; [] where that is impossible."""
+    """Generates 100 new puzzles like those of the dataset, as `choose_puzzles` does; [] where impossible."""
     if info.kind is None or info.kind.make_up is None:
         return []
     puzzles = zip(*(each.tolist() for each in info.kind.make_up(info.metadata, _NUM_MADE_UP)), strict=True)

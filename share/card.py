@@ -176,7 +176,7 @@ def _build_command(folder: Path, *, name: str) -> str | None:
 
 
 def _plain(text: Any) -> str:
-    """Replaces characters with a meaning in Markdown, HTML or a shell, and cuts to 200 characters."""
+    """Returns a text without characters that mean something in Markdown, HTML or a shell; 200 at most."""
     return re.sub(r"[^\w.+@/=, -]", "-", str(text))[:200]
 
 
@@ -188,7 +188,7 @@ def _train_command(run: Mapping[str, Any]) -> str:
 
 
 def commit_of(checkpoint: Checkpoint) -> str | None:
-    """Returns the commit of the code at the run's last start before the checkpoint; None: unknown."""
+    """Returns the git commit of the code that saved a checkpoint; None: unknown."""
     starts = [start for start, _ in read_rows(checkpoint.run_folder, STARTS_FILE)]
     commits = [start.get("git_commit") for start in starts if start["step"] < checkpoint.step]
     return commits[-1] if commits else None

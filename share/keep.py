@@ -77,9 +77,10 @@ def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.
 def answer(
     checkpoint: Checkpoint, data: Dataset, dtype: torch.dtype, *, count: int
 ) -> dict[tuple[str, int], np.ndarray]:
-    """Answers `count` puzzles of each test set with weights rounded to `dtype`.
+    """Answers `count` puzzles of each test set, with weights rounded to `dtype`, to compare dtypes.
 
-    Returns {(test set, number of the puzzle): tokens [seq_len]}, without puzzles that a search left open.
+    Returns {(test set, number of the puzzle): tokens [seq_len]}, without puzzles that a search left
+    undecided.
     """
     model = load_trained_model(checkpoint, data.metadata)
     with torch.no_grad():

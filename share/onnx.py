@@ -38,7 +38,7 @@ _LARGEST_COPY = 1 << 16  # elements; the exporter makes a copy of smaller consta
 
 
 class Step(nn.Module):
-    """The module that is exported: a thinking step; slots with `starts` begin from the initial state."""
+    """The module that is exported: one thinking step; slots where `starts` is true begin a new puzzle."""
 
     def __init__(self, network: Network, reasoning: Reasoning):
         super().__init__()
@@ -61,7 +61,7 @@ class Step(nn.Module):
 
 
 class Pass(nn.Module):
-    """The module that is exported of a search (LDT): a forward pass, with the outputs of its last loop."""
+    """The module that is exported for a search (LDT): one forward pass, with the outputs of the last loop."""
 
     def __init__(self, network: Network, reasoning: Reasoning):
         super().__init__()

@@ -30,8 +30,9 @@ def run_trials(
 ) -> bool:
     """Runs the remaining trials, `config.parallel` at a time; returns whether a signal stopped the search.
 
-    run: the config of a trial, with any values of the searched keys. on_end: called after each trial. Raises
-    ValueError where the first three trials all fail. Uses asyncio: threads make starting processes unsafe.
+    run: the config of a trial, in which the searched keys have arbitrary values. on_end: called after each
+    trial. Raises ValueError where the first three trials all fail. Uses asyncio: threads make starting
+    processes unsafe.
     """
     return asyncio.run(_run_trials(study, config, run, on_end))
 
@@ -55,7 +56,7 @@ async def _run_trials(
             trial.is_pruned = trial.is_stopped = True
 
     async def run_in(slot: int) -> None:
-        """Runs one trial after the other, those that an earlier start left unfinished first."""
+        """Runs one trial after the other, first those that an earlier start of the search left unfinished."""
         nonlocal num_failed
         while not is_asked.is_set() and (waiting or study.num_left()):
             number = waiting.pop(0) if waiting else None
@@ -93,10 +94,10 @@ async def _run_trials(
 def _begin(
     study: Study, config: SearchConfig, run: PretrainConfig, *, slot: int, number: int | None
 ) -> Trial | None:
-    """Prepares a new trial, or with `number` an unfinished one.
+    """Prepares a new trial, or the unfinished trial `number`; returns None if there is nothing to run.
 
-    slot: 0 ... parallel - 1, different for trials that run at the same time. Returns None where a complete
-    trial had the same parameters: Optuna then gets that trial's value, and nothing is run.
+    slot: 0 ... parallel - 1, different for trials that run at the same time. Nothing is run where a complete
+    trial had the same parameters: Optuna then gets that trial's value.
     """
     drawn, values = study.begin(number)
     log.info(f"trial {drawn.number}: {format_values(values)}")
@@ -122,7 +123,7 @@ def _begin(
 
 
 def _conclude(study: Study, trial: Trial) -> None:
-    """Tells Optuna the result of a trial; one that was stopped with the search stays unfinished."""
+    """Gives Optuna the result of a trial; leaves a trial that stopped with the search unfinished."""
     study.report(trial.drawn, trial.values())
     if trial.is_pruned:
         study.optuna.tell(trial.number, state=TrialState.PRUNED)

@@ -62,7 +62,7 @@ class Space:
         return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
 
     def written(self, values: dict[str, Any]) -> dict[str, str]:
-        """Returns values as texts for a command line; {} if one is missing. ValueError: outside the space."""
+        """Returns values as texts for a command line; {} if one is missing. ValueError: not in the space."""
         if self.parameters.keys() - values.keys():
             return {}
         return {key: _written(key, of, values[key]) for key, of in self.parameters.items()}
@@ -74,7 +74,7 @@ class Space:
         return {key: str(of) for key, of in self.parameters.items()}
 
     def check(self) -> PretrainConfig:
-        """Returns the config of one combination. ValueError where a value is valid in no combination."""
+        """Returns the config of one combination of values. ValueError if a value fits into no combination."""
         extremes = {}  # of a range only the ends are checked
         for key, of in self.parameters.items():
             values = of.choices if isinstance(of, CategoricalDistribution) else (of.low, of.high)
@@ -116,9 +116,10 @@ def _written(key: str, of: BaseDistribution, value: Any) -> str:
 
 
 def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
-    """Reads the command line: the config of search.py, the space, and the config of a trial with any values.
+    """Returns the config of search.py, the space, and the config of a trial, from the command line.
 
-    Returns None after --help and --cfg job, which only print. Raises ValueError, one line, for a mistake.
+    The searched keys of the last have arbitrary values. Returns None after --help and --cfg job, which only
+    print. Raises ValueError, one line, for a mistake.
     """
     asked = split_command_line(SearchConfig)
     if asked is None:
@@ -179,7 +180,7 @@ def _distribution(override: Override) -> BaseDistribution:
 
 
 def _ends(sweep: RangeSweep, word: str) -> tuple[float, float, float]:
-    """Returns (lowest value, highest value, step) of a range."""
+    """Returns (lowest value, highest value, step) of a range. ValueError, with `word`, if it is empty."""
     start, stop, step = (Decimal(str(number)) for number in (sweep.start, sweep.stop, sweep.step))
     count = math.ceil((stop - start) / step) if step else 0  # Decimal: floats could count one too many
     if count < 1:

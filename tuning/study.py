@@ -25,8 +25,8 @@ _CONFIG, _SEARCH = "config", "search"
 class Study:
     """The trials of a search, stored by Optuna in the SQLite file `path`.
 
-    run: the config of a trial, with any values of the searched keys. Raises ValueError where the file is
-    unreadable, or holds another search of the same name.
+    run: the config of a trial, in which the searched keys have arbitrary values. Raises ValueError where the
+    file is unreadable, or holds another search of the same name.
     """
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
@@ -55,7 +55,7 @@ class Study:
         self._claim(path, run, known)
 
     def _claim(self, path: Path, run: PretrainConfig, known: dict[str, Any]) -> None:
-        """Stores the settings of the search, or compares them. known: attributes stored earlier."""
+        """Stores the settings of a new search; ValueError if `known`, the attributes of the file, differ."""
         now: dict[str, Any] = {
             "metric": self.selection.metric,
             "chosen by": self.selection.selected_by,
@@ -99,7 +99,7 @@ class Study:
         return max(self.num_trials - len(self.trials), 0)
 
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
-        """Begins a trial, or continues the unfinished `number`; returns the trial and its parameters."""
+        """Begins a trial, or continues the unfinished one `number`; returns the trial and its parameters."""
         trial_number = len(self.trials) if number is None else number
         seed = int(np.random.SeedSequence([self._config.sampler_seed, trial_number]).generate_state(1)[0])
         self.optuna.sampler = optuna.samplers.TPESampler(

@@ -57,7 +57,7 @@ class Trial:
     async def run(self, on_poll: Callable[[Trial], None]) -> None:
         """Runs all commands to their ends, or until `is_stopped`. on_poll: called five times a second.
 
-        Restarts a run that ended early, if it has saved a newer checkpoint; else raises ValueError, one line.
+        Starts a run again that ended early, if it saved a newer checkpoint; else raises ValueError, one line.
         """
         for folder, command in self._commands.items():
             while not (self.is_stopped or self._has_ended(folder)):
@@ -104,7 +104,7 @@ class Trial:
         return all(map(self._has_ended, self._commands))
 
     def values(self) -> list[float]:
-        """Returns the values of all evaluations so far, of all runs in order."""
+        """Returns the values of the metric at all evaluations so far, of all runs in order."""
         return [value for folder in self._commands for value in self._evaluations(folder).values()]
 
     def score(self) -> float:
@@ -130,12 +130,12 @@ class Trial:
 
 
 def _stop_signal(command: Sequence[str]) -> signal.Signals:
-    """Returns the signal on which a run saves and ends. SIGUSR1 for srun, as SIGTERM would kill the run."""
+    """Returns the signal that makes a command's run save and end: SIGUSR1 for srun, which dies by SIGTERM."""
     return signal.SIGUSR1 if Path(command[0]).name == "srun" else signal.SIGTERM
 
 
 def _leash(cores: Sequence[int] | None, stop_signal: signal.Signals) -> Callable[[], None]:
-    """Returns a preexec_fn: the child keeps to `cores`, and gets `stop_signal` when the search dies."""
+    """Returns a preexec_fn: the child runs on `cores`, and gets `stop_signal` if the search is killed."""
 
     def hold() -> None:
         if cores is not None:
@@ -147,7 +147,7 @@ def _leash(cores: Sequence[int] | None, stop_signal: signal.Signals) -> Callable
 
 
 def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
-    """Returns the CPU cores for one of `num_slots` trials at a time; None: no restriction."""
+    """Returns the CPU cores for the trial in `slot`, of `num_slots` side by side; None: no restriction."""
     if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
         return None
     cores = sorted(os.sched_getaffinity(0))
