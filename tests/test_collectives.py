@@ -24,28 +24,22 @@ def test_any_changed_bit_changes_the_checksum(dtype):
         bits[place] ^= 1
 
 
-def _compare(changed: dict[int, str]) -> tuple[str, list[int], int] | None:
-    """Ranks 1 and 2 have the same part of d, and rank 0 another one."""
-    tensors = {"a": torch.ones(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16), "c": torch.arange(4)}
-    tensors["d"] = torch.full((5,), float(rank() > 0))
-    if name := changed.get(rank()):
-        tensors[name].view(-1)[2] += 1
-    parts = {"d": (rank() > 0,)}
-    return broadcast_difference({(name, parts.get(name, ())): each for name, each in tensors.items()})
+def _compare(cases: list[dict[int, str]]) -> list[tuple[str, list[int], int] | None]:
+    """Compares in each case; ranks 1 and 2 have the same part of d, and rank 0 another one."""
+    found = []
+    for changed in cases:
+        tensors = {"a": torch.ones(3, 5), "b": torch.zeros(7, dtype=torch.bfloat16), "c": torch.arange(4)}
+        tensors["d"] = torch.full((5,), float(rank() > 0))
+        if name := changed.get(rank()):
+            tensors[name].view(-1)[2] += 1
+        parts = {"d": (rank() > 0,)}
+        found.append(broadcast_difference({(n, parts.get(n, ())): each for n, each in tensors.items()}))
+    return found
 
 
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ({}, None),
-        ({0: "d"}, None),
-        ({1: "b"}, ("b", [1], 0)),
-        ({0: "c"}, ("c", [1, 2], 0)),
-        ({1: "c", 2: "a"}, ("a", [2], 0)),
-        ({2: "d"}, ("d", [2], 1)),
-    ],
-)
-def test_the_first_differing_tensor_is_named_on_all_ranks(changed, expected):
+def test_the_first_differing_tensor_is_named_on_all_ranks():
+    changed = [{}, {0: "d"}, {1: "b"}, {0: "c"}, {1: "c", 2: "a"}, {2: "d"}]
+    expected = [None, None, ("b", [1], 0), ("c", [1, 2], 0), ("a", [2], 0), ("d", [2], 1)]
     assert run_ranks(_compare, 3, changed) == [expected] * 3
 
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from evaluation import compilation
 from evaluation.halting import answer_batches
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from parallel.collectives import true_on_all_ranks
 from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step
-from tests.ranks import run_program, run_ranks
-from tests.tiny import OVERRIDES, random_batch, run_losses, tiny_arch, tiny_config, tiny_model
+from tests.ranks import run_ranks
+from tests.tiny import random_batch, run_losses, tiny_arch, tiny_config, tiny_model
 
 _CPU, _CUDA, _MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
@@ -70,22 +71,21 @@ def test_it_needs_the_compiler_that_torch_would_take_and_the_headers_of_python(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", ["auto", "true"])
-def test_a_compiler_that_fails_is_one_line_and_auto_does_without(sudoku_folder, tmp_path, choice):
+def test_a_compiler_that_fails_is_one_line_and_auto_does_without(tmp_path, monkeypatch, capsys):
     compiler = tmp_path / "some_c++"
     lines = ('case "$*" in *--version*) exec g++ --version;; esac', 'echo "In file included" >&2')
     compiler.write_text("\n".join(("#!/bin/sh", *lines, 'echo "x.h: fatal error: it is gone" >&2', "exit 1")))
     compiler.chmod(0o755)
-    words = (f"data_path={sudoku_folder}", *OVERRIDES, "epochs=100000", "eval_interval=100000", "max_steps=2")
-    words += (f"compile={choice}", "sanity_check=false", "checkpoint_path=run")
-    environment = {"CXX": str(compiler), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    finished = run_program("pretrain", *words, folder=tmp_path, **environment)
-    begin = "error: compile=true, but" if choice == "true" else "warning: blocks are not compiled, since"
-    told = [line for line in finished.error_lines if "it is gone" in line]
-    assert finished.statuses == [int(choice == "true")]
-    assert "Traceback" not in finished.stderr
-    assert len(told) == 1
-    assert told[0].startswith(f"{begin} the compiler fails (x.h: fatal error: it is gone)")
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    assert not compilation.compiles_on_all_ranks("auto", _CPU, num_steps=10**9)
+    monkeypatch.setattr(compilation, "find_compiler_failure", lambda _: "found once: it takes seconds")
+    with pytest.raises(SystemExit):
+        compilation.compiles_on_all_ranks(True, _CPU, num_steps=1)
+    warning, error = capsys.readouterr().err.splitlines()
+    told = "warning: blocks are not compiled, since the compiler fails (x.h: fatal error: it is gone): "
+    assert warning.startswith(told)
+    assert error.startswith("error: compile=true, but the compiler fails (found once: it takes seconds): ")
 
 
 def _agreed() -> list[bool]:
@@ -154,8 +154,9 @@ def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
-def test_blocks_in_bfloat16_compile_in_one_piece(sizes):
+def test_blocks_in_bfloat16_compile_in_one_piece(sizes, monkeypatch):
     """Beside float32 gradients, which the compiler breaks a graph at where it meets them."""
+    monkeypatch.setattr(compilation, "find_compiler_failure", lambda _: None)  # a trial takes seconds
     counters.clear()
     arch = tiny_arch("trm", forward_dtype="bfloat16").model_dump()
     config = tiny_config(arch=arch, compile=True, optimizer="adamw")
