@@ -51,7 +51,7 @@ def test_parts_and_the_rest():
 
 
 def _time_steps(*cases: list[float]) -> list[tuple[dict[str, float], str | None]]:
-    """Times five steps a case, by a clock that is given the seconds of each rank: a busy machine adds none."""
+    """Times five steps a case, by a clock that is given the seconds of each rank: no busy machine counts."""
     shown, timings = 0.0, []
     training.clock.time = SimpleNamespace(perf_counter=lambda: shown)
     for seconds_of_ranks in cases:
