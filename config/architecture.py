@@ -306,7 +306,6 @@ class LDTConfig(ArchConfig):
     pos_encodings: Literal["learned", "rope"]
     rope_theta: _Positive
     dropout: Annotated[float, Field(ge=0, lt=1)]
-    eval_dropout: Annotated[float, Field(ge=0, lt=1)]
     boards_per_slot: _Repeats
     advance: Literal["second_pass", "training_pass"]
     kill_threshold: Fraction

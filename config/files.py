@@ -33,7 +33,8 @@ def _load(path: Path) -> DictConfig:
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Fills in the default of every missing key except `data_path`; returns the new config, unchecked.
 
-    values: a config of pretrain.py, which an earlier version or the public code may have written.
+    values: a config of pretrain.py, which an earlier version or the public code may have written. Unknown
+    keys that are off (false, null, 0 or empty) are dropped: an earlier version may have had them.
     """
     defaults, arch = load_defaults("pretrain"), values.get("arch")
     del defaults["data_path"]
@@ -63,7 +64,7 @@ def word(key: str, value: Any) -> str:
 
 
 def _merge(defaults: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    merged = defaults | values
+    merged = defaults | {key: value for key, value in values.items() if key in defaults or value}
     for key in defaults.keys() & values.keys():
         if isinstance(defaults[key], dict) and isinstance(values[key], dict):
             merged[key] = _merge(defaults[key], values[key])

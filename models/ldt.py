@@ -202,7 +202,7 @@ class LDT(Network):
 
         In evaluation (a search), contradictory boards are reset, and solved boards stay as they are.
         """
-        dropout = self.arch.dropout if self.training else self.arch.eval_dropout
+        dropout = self.arch.dropout if self.training else 0.0
         outputs = self.look(state["alive"], draws, loops=reasoning.loops, use="look", dropout=dropout)
         if not self.training:
             moved = move(state, outputs.last(), self.arch, reasoning, draws, in_search=True)

@@ -164,17 +164,17 @@ def test_the_composed_config_can_be_shown(monkeypatch, capsys):
     ],
 )
 def test_what_a_config_leaves_out_has_the_published_value(name, defaults):
-    """Public code and older runs do not have every key."""
+    """Public code and older runs do not have every key, and have others, which are dropped where off."""
     defaults |= {"q_target": "exact", "mlp_t": False, "forward_dtype": "bfloat16", "rms_norm_eps": 1e-5}
     whole = load_defaults(f"arch/{name}") | {"hidden_size": 64}
     arch = {key: value for key, value in whole.items() if key not in defaults}
     arch["loss"] = {"loss_type": "softmax_cross_entropy", "halting_weight": 2.0}
-    filled = fill_defaults({"arch": arch, "lr": 3.0})
+    filled = fill_defaults({"arch": arch | {"old": 0.0}, "lr": 3.0, "of_old": [], "on": True})
     loss = whole["loss"] | arch["loss"]
     assert {"label_smoothing": 0.0, "supervision_decay": 1.0}.items() <= loss.items()
     assert filled["arch"] == arch | defaults | {"loss": loss}
     assert (filled["optimizer"], filled["ema"], filled["lr"]) == ("adam_atan2", None, 3.0)
-    assert "data_path" not in filled
+    assert filled.keys() & {"data_path", "of_old", "on"} == {"on"}
 
 
 def test_keys_that_may_change_on_resume():
