@@ -26,15 +26,15 @@ PAD, END, FIRST_SYMBOL = 0, 1, 2  # tokens of "fields", explained below
 
 
 class Augmentation(NamedTuple):
-    """A family of transforms.
+    """A family of transforms: functions for their bytes, and what a model may know about them.
 
-    num_bytes         (seq_len, vocab_size) -> bytes of a transform
+    num_bytes         (seq_len, vocab_size) -> number of bytes of a transform
     is_valid          (transforms [n, num_bytes], seq_len) -> bool [n]
     apply             (tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2]
                       or None) -> tokens uint8 [n, seq_len]
     has_translations  whether each example also has a translation, which moves its grid in the field
-    may_turn          whether turning and mirroring a whole puzzle are among the transforms
-    may_permute       whether all permutations of the symbols are
+    may_turn          whether every turned or mirrored puzzle is valid too, so that a model may turn it (LDT)
+    may_permute       whether every permutation of the symbols is valid too
     """
 
     num_bytes: Callable[[int, int], int]
@@ -58,7 +58,7 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
 
 
 def _look_up(tables: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Returns tables[i, indices[i, j]], for tables [n, k] and indices [n, m]: a faster take_along_axis."""
+    """Returns tables[i, indices[i, j]], like take_along_axis but faster: tables [n, k], indices [n, m]."""
     return tables.ravel()[indices + (np.arange(len(tables)) * tables.shape[1])[:, None]]
 
 
@@ -76,7 +76,7 @@ def _apply_to_squares(
 
 @functools.cache
 def _dihedral_cells(size: int) -> np.ndarray:
-    """Returns, by dihedral number, the index of the original cell of each cell: int64 [8, size * size]."""
+    """Returns the original cell of each cell, for each dihedral number: int64 [8, size * size]."""
     cells = np.arange(size * size).reshape(size, size)
     return np.stack([dihedral(cells, number).ravel() for number in range(NUM_DIHEDRAL)])
 
@@ -90,7 +90,7 @@ def _dihedral_cells(size: int) -> np.ndarray:
 
 
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
-    """Splits transforms [count, 1 + 3 n] into views: is transposed, row order, column order, new digits."""
+    """Splits transforms [count, 1 + 3 n] into four views: is transposed, row order, column order, digits."""
     size = (transforms.shape[1] - 1) // 3
     return np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
 
@@ -130,10 +130,9 @@ def _are_sudoku_transforms(transforms: np.ndarray, seq_len: int) -> np.ndarray:
 def _apply_to_fields(
     tokens: np.ndarray, transforms: np.ndarray, translations: np.ndarray | None
 ) -> np.ndarray:
-    """Applies transforms to grids in the top left corner of their fields.
+    """Applies transforms to grids in the top left corner of their fields, and then translations.
 
-    translations: how far the results are moved, rows down and columns right. In a field that is no square,
-    only the symbols change.
+    translations: rows down and columns right. In a field that is no square, only the symbols change.
     """
     size = math.isqrt(tokens.shape[1])
     if size**2 == tokens.shape[1] and (translations is not None or transforms[:, 0].any()):
@@ -179,7 +178,7 @@ def _move(
 def _line(
     positions: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
 ) -> np.ndarray:
-    """Returns what each row or column adds to the index of an original cell; `outside` where no cell is."""
+    """Returns a row's or column's term in the index of the original cell; `outside` where there is none."""
     is_inside = (positions >= 0) & (positions < length)
     return np.where(is_inside, np.where(from_end, length - 1 - positions, positions) * step, outside)
 

@@ -1,4 +1,4 @@
-"""The description of a dataset: all that is needed to read and draw its puzzles. Checkpoints keep a copy."""
+"""The description of a dataset: what it takes to read and draw the puzzles. Checkpoints keep a copy."""
 
 import dataclasses
 import functools
@@ -37,14 +37,14 @@ class DatasetInfo:
 
     @property
     def style(self) -> Style:
-        """The style of the dataset's grids; a dataset of no known kind shows tokens as numbers."""
+        """Returns the style of the grids; a dataset of no known kind shows tokens as numbers."""
         if self.vocabulary is not None:
             return self.vocabulary.style
         return self.kind.style if self.kind else Style()
 
     @functools.cached_property
     def vocabulary(self) -> "Vocabulary | None":
-        """The symbols in the dataset's metadata; None where the kind of puzzle defines them."""
+        """Returns the symbols in the dataset's metadata; None where the kind of puzzle defines them."""
         return Vocabulary.of(self.metadata)
 
     def to_json(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class DatasetInfo:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], *, where: str) -> "DatasetInfo":
-        """Reverses `to_json`. ValueError, which begins with `where`, for malformed values."""
+        """Makes a description from the result of `to_json`. ValueError, after `where`, for wrong values."""
         try:
             info = pydantic.TypeAdapter(cls).validate_python(values)
         except pydantic.ValidationError as error:
@@ -64,13 +64,16 @@ class DatasetInfo:
 
 
 def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
-    """Describes the dataset in one folder, or the mixture of several. metadata: of all folders together."""
+    """Returns the description of one dataset folder or a mixture. metadata: of all folders together."""
     builders = {builder and builder["name"] for builder in map(read_builder, folders)}
     return DatasetInfo(metadata, builders.pop() if len(builders) == 1 else None)
 
 
 def with_candidates(data: Dataset) -> Dataset:
-    """Adds `Metadata.candidates`, `may_turn` and `may_permute`, from all original training puzzles."""
+    """Returns the dataset with facts that a search needs in its metadata, from all original training puzzles.
+
+    These are `candidates` (which labels go with each input token), `may_turn` and `may_permute`.
+    """
     metadata, found = data.metadata, set()
     for each in data.splits["train"].sets.values():
         puzzles = np.asarray(each.group_indices[:-1], np.int64)
@@ -88,7 +91,7 @@ def with_candidates(data: Dataset) -> Dataset:
 
 
 def read_names(folder: Path) -> list[str]:
-    """Reads the names of the puzzle identifiers, in order; an empty list where the dataset has none."""
+    """Reads the names of the puzzle identifiers, in order; [] where the dataset has none."""
     try:
         names = read_json(folder / IDENTIFIERS, most=_MOST_NAME_BYTES)
     except MissingFileError:
@@ -97,7 +100,7 @@ def read_names(folder: Path) -> list[str]:
 
 
 def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
-    """Reads the names of all puzzle identifiers. ValueError unless each has one."""
+    """Reads the names of all puzzle identifiers. ValueError unless each identifier has a name."""
     names, num = read_names(folder), metadata.num_puzzle_identifiers
     if len(names) != num:
         path = folder / IDENTIFIERS
@@ -115,7 +118,7 @@ def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The symbols of the tokens 2 and up, and the size of the field in which grids lie."""
+    """The symbols that tokens 2, 3, ... stand for, and the size of the field in which grids lie."""
 
     symbols: tuple[str, ...]
     num_rows: int
@@ -130,7 +133,7 @@ class Vocabulary:
 
     @property
     def parts_by_spaces(self) -> bool:
-        """Whether spaces separate the cells of a row."""
+        """Returns whether spaces separate the cells of a row."""
         return any(len(symbol) > 1 for symbol in self.symbols)
 
     def parse(self, text: str) -> list[list[str]]:
@@ -147,12 +150,12 @@ class Vocabulary:
         return grid
 
     def read_puzzle(self, text: str) -> "FieldPuzzle":
-        """Reads a puzzle. ValueError as in `parse`."""
+        """Reads a puzzle from a text. ValueError where the text is no grid of these symbols."""
         tokens = self.tokens_of(self.parse(text))
         return FieldPuzzle(tokens, FIRST_SYMBOL + len(self.symbols), vocabulary=self)
 
     def tokens_of(self, grid: Grid) -> np.ndarray:
-        """Lays a grid into the field: tokens, uint8 [seq_len]. ValueError as in `parse`."""
+        """Lays a grid into the field: tokens, uint8 [seq_len]. ValueError where the grid does not fit."""
         rows, columns = size_of(grid, "the grid")
         if rows > self.num_rows or columns > self.num_columns:
             most = f"the dataset has at most {self.num_rows}x{self.num_columns}"
@@ -193,7 +196,7 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class FieldPuzzle(Puzzle):
-    """A puzzle in a dataset's own symbols. vocabulary: the dataset's."""
+    """A puzzle in symbols that its dataset defines. vocabulary: these symbols."""
 
     vocabulary: Vocabulary | None = None
 

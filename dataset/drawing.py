@@ -1,4 +1,4 @@
-"""A grid of cells, drawn for a terminal (text with ANSI codes) or for a page (SVG).
+"""Draws grids of cells, for a terminal (text with ANSI codes) or for a page (SVG).
 
 Colours in an SVG are the variables of theme.css, light or dark as the reader's system is. An SVG file has a
 background of its own, so that any page may show it.
@@ -26,9 +26,9 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = None) -> np.ndarray:
-    """Returns the indices in tokens [seq_len] of the cells to draw: int64 [rows, columns].
+    """Returns the indices in `tokens`, [seq_len], of the cells to draw: int64 [rows, columns].
 
-    frame: tokens [seq_len] of another grid, such as the label's; draws that grid's cells and end marks.
+    frame: tokens [seq_len] of another grid, such as the label's, that decides which cells are drawn.
     """
     cells = to_grid(np.arange(len(tokens)), num_columns=style.num_columns)
     if style.first_of_field is None:
@@ -69,8 +69,7 @@ def draw(
     is_new: np.ndarray | None = None,
     is_wrong: np.ndarray | None = None,
 ) -> list[str]:
-    """Draws tokens [seq_len] as a grid. Returns the title, then a line for each row; ANSI codes take no
-    width.
+    """Draws tokens [seq_len] as a grid for a terminal. Returns the title, then a line for each row.
 
     frame: as in `cells_of`. is_new, is_wrong: bool [seq_len]. New cells are green where `style.marks_new`; an
     x follows a wrong cell.
@@ -100,7 +99,7 @@ def draw_cells(
 ) -> list[str]:
     """Draws texts [rows, columns] in columns of equal width. Returns the title, then a line for each row.
 
-    styles: ANSI codes of each cell. gap: between cells. marks: behind each text, in the same codes.
+    styles: ANSI codes of each cell. gap: text between cells. marks: a text behind each cell, in its codes.
     """
     width = max(map(len, texts.flat), default=0)
     marks = np.full(texts.shape, "") if marks is None else marks
@@ -115,7 +114,7 @@ def draw_cells(
 
 
 def without_codes(text: str) -> str:
-    """Drops the ANSI codes of a text."""
+    """Drops the ANSI codes of a text, to measure how wide a terminal shows it."""
     return _ANSI.sub("", text)
 
 
@@ -145,7 +144,7 @@ _COLOR = re.compile(r"--([\w-]+): light-dark\((#\w+), (#\w+)\);")
 
 
 class Paint(NamedTuple):
-    """The look of a cell on a page: colour and opacity of its background, its text, the text's CSS class."""
+    """The look of a cell on a page: colour and opacity of its ground, its text, and the text's CSS class."""
 
     ground: str = ""
     opacity: float = 0
@@ -154,7 +153,7 @@ class Paint(NamedTuple):
 
 
 def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
-    """Chooses the look of a cell. is_clue: whether the puzzle gives the cell. doubt: from 0 to 1."""
+    """Returns the look of a cell. is_clue: whether the puzzle gives the cell. doubt: from 0 (sure) to 1."""
     if token in style.colors:
         return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))
     ground = ("var(--clue)", 1) if is_clue else ("var(--ring)", round(TINT * doubt, 3))
@@ -174,7 +173,7 @@ class Board:
 
     @property
     def frame(self) -> str:
-        """The SVG attributes of a rectangle around all cells."""
+        """Returns the SVG attributes of a rectangle around all cells."""
         width, height = self.columns * self.size, self.rows * self.size
         return f'x="{self.left:.4g}" y="{self.top:.4g}" width="{width:.4g}" height="{height:.4g}"'
 

@@ -1,8 +1,8 @@
 """The format of a dataset folder: names of files, metadata, and `open_dataset`, which reads and checks all.
 
-`<folder>/{train,test}/dataset.json` holds the metadata of a split; `<set>__<field>.npy` beside it hold the
-arrays of each set (`sets`). The public HRM and TRM tools read and write the same layout, unless a dataset
-holds transforms instead of written-out variants.
+`<folder>/{train,test}/dataset.json` has the metadata of a split; `<set>__<field>.npy` beside it have the
+arrays of each set (`dataset.sets`). The public HRM and TRM tools read and write the same layout, unless a
+dataset has transforms instead of written-out variants.
 
 Invariant: what `open_split` returns is consistent (shapes, dtypes, offsets, identifiers), so that no caller
 checks again. A set cannot name a file outside its folder; the files themselves may be links.
@@ -44,7 +44,7 @@ _SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """The properties of a split, as in its `dataset.json`. Token and identifier ids are integers >= 0."""
+    """The properties of a split, read from its `dataset.json`. Ids of tokens and identifiers are >= 0."""
 
     pad_id: _Number
     ignore_label_id: Annotated[int, Field(ge=IGNORE_LABEL_ID, le=_MOST)] | None
@@ -115,16 +115,16 @@ class Split:
 
 
 def usual_metadata(*, vocab_size: int, seq_len: int, num_puzzle_identifiers: int, **others: Any) -> Metadata:
-    """Makes the metadata of a split with one set, "all", as our builders write it.
+    """Returns the metadata of a split with one set, "all", as our builders write it.
 
-    Token 0 is padding, without loss or metrics; identifier 0 is the blank one. others: fields of `Metadata`.
+    Token 0 is padding, which is not scored; identifier 0 is the blank one. others: fields of `Metadata`.
     """
     usual = {"total_groups": 1, "mean_puzzle_examples": 1.0, "sets": ("all",), **others}
     return Metadata(0, 0, 0, vocab_size, seq_len, num_puzzle_identifiers, **usual)
 
 
 def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, **others: Any) -> Split:
-    """Makes a split of one set, "all", with the `usual_metadata`. others: fields of `Metadata`."""
+    """Returns a split with one set, "all", and the `usual_metadata`. others: fields of `Metadata`."""
     num_puzzles = len(puzzles.puzzle_identifiers)
     metadata = usual_metadata(
         vocab_size=vocab_size,
@@ -140,7 +140,7 @@ def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, 
 
 
 class Origin(NamedTuple):
-    """The origin of a test set: its folder, its name there, and the offset of the folder's identifiers."""
+    """The origin of a test set of a mixture: its folder, its name there, and its first identifier here."""
 
     folder: Path
     set_name: str
@@ -149,14 +149,14 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """The splits of one dataset folder or of a mixture. origins: by test set of a mixture, else empty."""
+    """The splits of one dataset folder or a mixture. origins: {test set of a mixture: origin}, else {}."""
 
     folders: tuple[Path, ...]
     splits: dict[str, Split]
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def origin(self, set_name: str) -> Origin:
-        """Returns the `Origin` of a test set of this dataset."""
+        """Returns the folder and the name there of a test set, also without a mixture."""
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
@@ -166,7 +166,7 @@ class Dataset:
 
     @property
     def metadata(self) -> Metadata:
-        """The metadata of the first opened split; what concerns tokens and identifiers is equal in all."""
+        """Returns the metadata of the first opened split; tokens and identifiers are equal in all splits."""
         return next(iter(self.splits.values())).metadata
 
 

@@ -35,7 +35,7 @@ class Address:
 
     @property
     def url(self) -> str:
-        """The web page of the repository. Imports the client, which knows the Hub's server (HF_ENDPOINT)."""
+        """Returns the web page of the repository, on the server that the client uses (HF_ENDPOINT)."""
         from huggingface_hub import constants
 
         return f"{constants.ENDPOINT}/{self._path}"
@@ -103,10 +103,9 @@ def download(
 def download_file(
     pinned: Address, name: str, *, by_hand: str, num_bytes: int | None = None, say: Say = print
 ) -> Path:
-    """Returns the path of a file in the cache; a missing file is downloaded, and compared with the Hub's
-    digest.
+    """Returns the path of a file in the cache; downloads a missing file, and checks the Hub's digest.
 
-    pinned: the address with a commit. ValueError as in `download`.
+    pinned: the address with a commit. by_hand: advice. ValueError, one line, for every failure.
     """
     client = import_client()
     file = {"repo_id": pinned.repo, "repo_type": pinned.kind, "revision": pinned.revision, "filename": name}
@@ -121,7 +120,7 @@ def download_file(
 
 
 def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int | None]]:
-    """Returns the address with its commit, and file sizes by name; without the Hub only cached files."""
+    """Returns (the address with its commit, {file: size}); if the Hub is out of reach, of cached files."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 

@@ -20,12 +20,11 @@ _END_SECONDS = 5.0  # for the thread to finish what it reads
 
 
 class Batch(NamedTuple):
-    """One rank's share of a global batch, as tensors. A carry has one too: the examples in its slots.
+    """This rank's share of a global batch, as tensors; in a carry, the examples in the slots.
 
-    inputs              int32 [batch, seq_len]
-    labels              int32 [batch, seq_len]: IGNORE_LABEL_ID where a cell counts nowhere
-    puzzle_identifiers  int32 [batch]
-    rows                int64 [batch]: the example's index in its set; -1 in padding of a short batch
+    inputs int32 [batch, seq_len] labels int32 [batch, seq_len]: IGNORE_LABEL_ID where a cell is not scored
+    puzzle_identifiers int32 [batch] rows int64 [batch]: the example's index in its set; -1 in padding of a
+    short batch
     """
 
     inputs: torch.Tensor
@@ -35,7 +34,7 @@ class Batch(NamedTuple):
 
     @property
     def is_real(self) -> torch.Tensor:
-        """Whether a row is an example, not padding: bool [batch]."""
+        """Returns which rows are examples, not padding: bool [batch]."""
         return self.rows >= 0
 
     def to(self, device: torch.device) -> "Batch":
@@ -83,7 +82,7 @@ class PuzzleDataset(IterableDataset):
             yield batch.set_name, load_batch(*own, rows, puzzles, size=size)
 
     def distinct_identifiers(self) -> np.ndarray:
-        """Returns the distinct puzzle identifiers of this rank's batches and padding: int64 [n], rising."""
+        """Returns the different identifiers that this rank will read, padding's too: int64 [n], rising."""
         data = self.data.splits[self.split]
         found = [np.array([data.metadata.blank_identifier_id])]
         for batch in self.plan.batches(self.first_step):
@@ -99,7 +98,7 @@ def load_batch(
     *,
     size: int,
 ) -> Batch:
-    """Reads the examples `rows`, int64 [n], padded to `size`. puzzles: int64 [n], the puzzle of each."""
+    """Reads the examples `rows`, int64 [n], as a batch padded to `size`. puzzles: int64 [n], of each row."""
     inputs, labels = puzzle_set.read(rows, puzzles)
     columns = (
         (inputs, np.int32, metadata.pad_id),
@@ -158,25 +157,25 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
 
 
 def choose_rows(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
-    """Chooses up to `count` examples of original puzzles, evenly spread: int64 rows, rising."""
+    """Returns the rows of up to `count` examples of originals, evenly spread: int64, rising."""
     rows = original_rows(puzzle_set)
     return rows if len(rows) <= count else rows[np.arange(count) * len(rows) // count]
 
 
 def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
-    """Returns the rows of each group's first puzzle, the original; the others are variants: int64 [n]."""
+    """Returns the rows of examples that are no variants: of each group's first puzzle, int64 [n]."""
     return rows_of(puzzle_set.puzzle_indices, np.asarray(puzzle_set.group_indices[:-1], np.int64))
 
 
 def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
-    """Reads examples of a test set, int64 [n], as one batch on the CPU."""
+    """Reads the examples `rows`, int64 [n], of a test set as one batch on the CPU."""
     split = data.splits["test"]
     puzzles = np.asarray(split.sets[set_name].puzzle_indices).searchsorted(rows, side="right") - 1
     return load_batch(split.sets[set_name], split.metadata, rows, puzzles, size=len(rows))
 
 
 def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:
-    """Returns the names of puzzle identifiers, "" for a blank one. set_names: the set of each identifier."""
+    """Returns the names of puzzle identifiers, "" for the blank one. set_names: the set of each."""
     known = {folder: read_names(folder) for folder in data.folders}
     names = []
     for set_name, identifier in zip(set_names, identifiers.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""A mixture of several dataset folders: for a run that trains on all of them, or on one after the other.
+"""Mixtures of several dataset folders, for runs that train on all of them, or on one after the other.
 
 Training sets of one name are concatenated, so that every epoch mixes their groups. Test sets stay apart, as
 `<folder>.<set>`. Each folder has its own range of puzzle identifiers, in the order of the folders, so that
@@ -91,7 +91,7 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
 
 
 def fingerprint(folder: Path) -> str:
-    """Computes a sha256 that identifies the content of a dataset's splits, to detect changed data.
+    """Returns a sha256 that identifies the content of a dataset's splits, to notice changed data.
 
     The manifest of our builders has the sha256 of each file. Without a manifest, or where a file is newer
     than the manifest or of another size, all files are read (about 1 GB/s).

@@ -36,11 +36,11 @@ class GlobalBatch:
 
 
 class _SetPlan:
-    """The order in which a stage visits one set.
+    """The order in which a stage visits the groups of one set.
 
-    A batch takes visits, a puzzle each, until it has `global_batch_size` examples, and cuts the last to fit.
-    groups: bool [num_groups], those to visit. stream: random bits; its index is the epoch.
-    steps_per_iteration: a number for each iteration of the stage.
+    A visit is of one puzzle, drawn from the group. A batch takes visits until it has `global_batch_size`
+    examples; the last visit is cut to fit. groups: bool [num_groups], those to visit. stream: random bits;
+    its index is the epoch. steps_per_iteration: number of steps in each iteration of the stage.
     """
 
     def __init__(
@@ -72,9 +72,7 @@ class _SetPlan:
         return len(self.group_sizes)
 
     def _count_steps(self, num_iterations: int) -> list[int]:
-        """Counts the steps of each iteration. Unless all puzzles have the same size, this draws every epoch
-        of the run: about 25 microseconds each with 1,000 groups.
-        """
+        """Returns the number of steps in each iteration; draws every epoch if puzzles differ in size."""
         if self.same_size is not None:
             visits_per_batch = -(-self.global_batch_size // self.same_size)
             return [self.eval_interval * self.num_groups // visits_per_batch] * num_iterations
@@ -96,9 +94,10 @@ class _SetPlan:
         return self.puzzle_sizes[self._draw_puzzles(epoch)]
 
     def _batch_ends(self, visit_sizes: np.ndarray, open_examples: int) -> tuple[list[int], int]:
-        """Finds where the batches of an epoch end: (ends, number of examples in the batch left unfinished).
+        """Returns where an epoch's batches end, and the number of examples in the last, unfinished batch.
 
-        An end counts the epoch's examples before it. open_examples: how many the previous epoch left.
+        An end is a number of examples from the start of the epoch. open_examples: of the previous epoch,
+        unfinished.
         """
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
         is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
@@ -118,7 +117,7 @@ class _SetPlan:
         return self.first_puzzle[groups] + (fractions * self.group_sizes[groups]).astype(np.int64)
 
     def _visits(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draws an epoch: (rows, puzzles, visit sizes). The examples of each visit are shuffled."""
+        """Draws an epoch: (rows, puzzle of each row, examples of each visit), each visit shuffled."""
         visited = self._draw_puzzles(epoch)
         sizes = self.puzzle_sizes[visited].astype(np.int64)
         puzzles = visited.repeat(sizes)
@@ -129,7 +128,7 @@ class _SetPlan:
         return self.first_example[puzzles] + inside, puzzles, sizes
 
     def batches(self, iteration: int, *, skip: int) -> Iterator[GlobalBatch]:
-        """Yields the batches of an iteration; the first `skip` are only counted."""
+        """Yields the batches of an iteration except the first `skip`, which are only counted."""
         batch = open_examples = 0  # number of the unfinished batch, and of its examples
         pieces = []
         for epoch in self._epochs(iteration):
@@ -152,9 +151,7 @@ class _SetPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of a run, such as easier data first. folders: numbers of the dataset folders to visit. cycles:
-    H_cycles and the like, by key, where unlike the architecture's.
-    """
+    """A stage of a run. folders: numbers of the dataset folders to visit. cycles: {"H_cycles": ...}."""
 
     folders: tuple[int, ...]
     epochs: int
@@ -183,7 +180,9 @@ class TrainPlan:
         train_steps: int | None = None,
         eval_steps: int | None = None,
     ):
-        """parts: (share, stage) pairs: from the first step of the main stage on, each takes its share of the
+        """Plans all stages; the last of `stages` is the main one.
+
+        parts: (share, stage) pairs: from the first step of the main stage on, each takes its share of the
         steps, with the same data and other cycles. held_out: for each set bool [num_groups], the groups that
         no stage visits. train_steps: steps of the main stage, which then is one iteration of as many epochs
         as needed. eval_steps: steps between evaluations in the main stage; None: only one at its end.
@@ -227,7 +226,7 @@ class TrainPlan:
         self._stages = [*stages[:-1], *(stage for _, stage in parts), self.main]
 
     def _plan_sets(self, stage: Stage, stream: int) -> list[_SetPlan]:
-        """Plans the sets that a stage visits. stream: of the first set; later sets have the next ones."""
+        """Returns plans for the sets that a stage visits. stream: of the first set; later ones count up."""
         plans = []
         for number, (name, data) in enumerate(self._sets.items()):
             groups = np.isin(data.folder_of_group, stage.folders)
@@ -243,7 +242,7 @@ class TrainPlan:
         return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
     def num_steps(self, last: int) -> list[tuple[Stage, int]]:
-        """Counts how many of the first `last` training steps belong to each stage."""
+        """Returns (stage, how many of the first `last` training steps belong to it) for each stage."""
         ends = [min(last, each) for each in (0, *self._last_steps)]
         return [(stage, b - a) for stage, (a, b) in zip(self._stages, itertools.pairwise(ends), strict=True)]
 
@@ -259,10 +258,10 @@ class TrainPlan:
 
 
 def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: float) -> np.ndarray:
-    """Chooses the groups of a training set that are held out for validation: bool [num_groups].
+    """Returns which groups of a training set are held out for validation: bool [num_groups].
 
-    Of the groups of each dataset folder, the fraction is chosen, rounded down; a larger fraction adds groups
-    to the choice of a smaller one. A group has all variants of a puzzle, so that no variant of a validation
+    Chooses the fraction of the groups of each dataset folder, rounded down; a larger fraction adds groups to
+    the choice of a smaller one. A group has all variants of a puzzle, so that no variant of a validation
     puzzle is trained on. The choice depends on the seed and on the number of groups of each folder alone.
     """
     held_out = np.zeros(len(data.folder_of_group), bool)

@@ -30,11 +30,11 @@ class PuzzleSet:
     """A set of puzzles. The arrays are memory-mapped where they were read from a folder.
 
     inputs, labels      any integer dtype [num_examples, seq_len]; with augmentation uint8 [num_originals,
-                        seq_len]: the examples of one puzzle of each group, group after group
+                        seq_len]: only the examples of each group's original, group after group
     puzzle_identifiers  [num_puzzles]
     puzzle_indices      [num_puzzles + 1]: puzzle p has the examples range(*puzzle_indices[p : p + 2])
     group_indices       [num_groups + 1]: group g has the puzzles range(*group_indices[g : g + 2])
-    augmentation        name of a family of transforms, or None: materialized
+    augmentation        name of a family of transforms; None: all variants are written out
     transforms          uint8 [num_puzzles, bytes]: what makes each puzzle of its group's original
     translations        uint8 [num_examples, 2]: rows down and columns right that an ARC grid is moved
     """
@@ -54,11 +54,11 @@ class PuzzleSet:
 
     @property
     def folder_of_group(self) -> np.ndarray:
-        """The number of each group's dataset folder: int64 [num_groups], zeros, as there is only one."""
+        """Returns the number of each group's dataset folder: int64 [num_groups], zeros, for the only one."""
         return np.zeros(len(self.group_indices) - 1, np.int64)
 
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads inputs and labels, [n, seq_len] each, of the examples `rows` of `puzzles`, both int64 [n]."""
+        """Reads inputs and labels [n, seq_len] of examples, int64 [n]. puzzles: the puzzle of each row."""
         if self.augmentation is None:
             return self.inputs[rows], self.labels[rows]
         originals = self._first_original[puzzles] + rows - self.puzzle_indices[puzzles]
@@ -70,7 +70,7 @@ class PuzzleSet:
 
     @functools.cached_property
     def _first_original(self) -> np.ndarray:
-        """The index of the first original of each puzzle's group: int64 [num_puzzles]."""
+        """Returns, for each puzzle, the index in `inputs` of its group's first example: int64."""
         first_puzzles = self.group_indices[:-1]
         sizes = self.puzzle_indices[first_puzzles + 1] - self.puzzle_indices[first_puzzles]
         ends = sizes.cumsum(dtype=np.int64)
@@ -83,7 +83,7 @@ class PuzzleSet:
             yield rows, self.puzzle_indices.searchsorted(rows, side="right") - 1
 
     def materialize(self) -> "PuzzleSet":
-        """Makes the same set with every variant written out."""
+        """Returns the same set with every variant written out."""
         if self.augmentation is None:
             return self
         inputs, labels = (np.empty((self.num_examples, self.inputs.shape[1]), np.uint8) for _ in range(2))
@@ -116,7 +116,7 @@ class ConcatenatedSet:
         return int(self._first_rows[-1])
 
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads (inputs, labels) int32 [n, seq_len] of the examples `rows`, which belong to `puzzles`."""
+        """Reads inputs and labels, int32 [n, seq_len], of the examples `rows`. puzzles: of each row."""
         part_of_row = self._first_rows.searchsorted(rows, side="right") - 1
         read = np.empty((2, len(rows), self._parts[0].inputs.shape[1]), np.int32)
         for number in np.unique(part_of_row):
@@ -127,7 +127,7 @@ class ConcatenatedSet:
 
 
 def rows_of(puzzle_indices: np.ndarray, puzzles: np.ndarray) -> np.ndarray:
-    """Returns the indices of all examples of `puzzles` (indices too), puzzle after puzzle: int64."""
+    """Returns the rows of all examples of `puzzles` (indices too), puzzle after puzzle: int64."""
     indices = np.asarray(puzzle_indices, np.int64)
     sizes = indices[puzzles + 1] - indices[puzzles]
     begins = sizes.cumsum() - sizes

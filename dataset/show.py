@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Prints what the options ask for. ValueError where something is missing."""
+    """Prints the examples, or the model's answers, that the options name. ValueError if there are none."""
     data = open_split(options.data, options.split)
     where = f"{options.data} ({options.split} split)"
     if options.set not in data.sets:
@@ -92,7 +92,7 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], str]:
-    """Reads an evaluation's outputs on a set, [rows, seq_len] each, and a line on its accuracy."""
+    """Reads the saved outputs of an evaluation: ({name: [rows, seq_len]}, a line on the accuracy)."""
     try:
         saved = read_arrays(folder / f"{set_name}__outputs.npz", _NEEDED)
         arrays = dict(zip(_NEEDED, saved, strict=True))
@@ -109,7 +109,7 @@ def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], s
 
 
 def _describe(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str]) -> str:
-    """Returns two lines that identify an example. All numbers count from 0."""
+    """Returns two lines on an example: its puzzle, identifier and group. All numbers count from 0."""
     group = int(puzzle_set.group_indices.searchsorted(puzzle, side="right")) - 1
     identifier = int(puzzle_set.puzzle_identifiers[puzzle])
     name = names[identifier] if identifier < len(names) else "without a name"

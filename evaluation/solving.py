@@ -1,4 +1,4 @@
-"""One puzzle, solved as evaluate.py does it, with every step of the sample that answers."""
+"""Solves one puzzle as evaluate.py does, and keeps every step of the sample that answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Step:
 
     @property
     def text(self) -> str:
-        """The grid as lines; with spaces where a symbol has several characters."""
+        """Returns the grid as lines; with spaces where a symbol has several characters."""
         gap = "" if all(len(symbol) == 1 for symbol in self.grid.flat) else " "
         return "\n".join(gap.join(row) for row in self.grid.tolist())
 
@@ -74,7 +74,7 @@ class Answer(Step):
 
     @property
     def halting_step(self) -> int | None:
-        """The step after which the Q head would stop; None where it never would."""
+        """Returns the step after which the Q head would stop; None where it never would."""
         return next((step.number for step in self.steps if step.wants_to_halt), None)
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ def answer_puzzle(
 
 
 def _noise(model: HaltingModel, config: SolveConfig) -> float:
-    """Returns the config's noise, or a default where several samples would otherwise be equal."""
+    """Returns the config's noise, or a default if several samples would otherwise be equal."""
     reasoning = model.eval_reasoning
     init_noise = reasoning.init_noise if config.init_noise is None else config.init_noise
     if config.noise is not None or config.samples == 1 or reasoning.state_noise or init_noise:

@@ -1,5 +1,7 @@
-"""Builders of datasets: the modules in `BUILDERS`, each with add_options(parser), check_options(options) and
-build(options). --help prints the first line of a builder's docstring.
+"""The builders of datasets, by the name of their kind in `BUILDERS`.
+
+A builder is a module with add_options(parser), check_options(options) and build(options); --help prints the
+first line of its docstring.
 """
 
 import importlib

@@ -39,21 +39,21 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
-    """Raises ValueError where one of the options `names` was given. other: what they are for, in words."""
+    """Raises ValueError where one of the options `names` was given, which only go with `other` (in words)."""
     for name in names:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for {other}: drop it")
 
 
 def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options as a manifest has them: without output_dir, and with the values of `instead`."""
+    """Returns the options as the manifest records them: without output_dir, some replaced by `instead`."""
     return {name: value for name, value in vars(options).items() if name != "output_dir"} | dict(instead)
 
 
 def matching(pattern: str, form: str, convert: Callable[..., Any]) -> Callable[[str], Any]:
-    """Makes an argparse `type`, which returns convert(*groups) of a text that matches `pattern`.
+    """Returns an argparse `type`: text -> convert(*groups), where the groups are those of `pattern`.
 
-    form: what the text must be, for the error. convert: returns None to refuse the text.
+    form: what the text must be, for the error. convert: may return None to refuse the text.
     """
 
     def parse(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Sources of puzzles: the options that name one, CSV files, and dataset repositories of the Hub."""
+"""Reads sources of puzzles: the options that name a source, CSV files, dataset repositories of the Hub."""
 
 import argparse
 import csv
@@ -34,7 +34,7 @@ NUM_TEST = {"type": integer(at_least=1), "metavar": "T", "help": _SO_MANY}
 
 
 def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
-    """Adds --source and --generate; one of them must be given."""
+    """Adds the options --source and --generate; one must be given. Arguments: words for the help texts."""
     group = parser.add_mutually_exclusive_group(required=True)
     source = (
         "a folder with train.csv and test.csv, hf://datasets/OWNER/NAME[@REVISION], a dataset with them on "
@@ -52,8 +52,8 @@ def find_source_files(
 ) -> list[Path]:
     """Returns the files that --source means: a file, files of a folder, or files downloaded from the Hub.
 
-    choose: names of a folder's files -> the needed ones, training first; raises ValueError, with what is
-    missing. needed: the needed files, in words. ValueError, one line, for every mistake.
+    choose: names of a folder's files -> the needed ones, training first; raises ValueError if some are
+    missing. needed: the needed files, in words, for messages. ValueError, one line, for every mistake.
     """
     if is_address(source):
         address = parse_address(source, kind="dataset")
@@ -82,7 +82,7 @@ def check_source(source: Path, *files: Path, output_dir: Path) -> None:
 
 
 def _choose_and_tell(names: list[str], choose: Callable[[list[str]], Sequence[str]]) -> Sequence[str]:
-    """Chooses among the names of a folder's files, and prints other names that look like puzzles."""
+    """Chooses files by `choose`, and prints which other files look like puzzles too."""
     chosen = choose([name for name in names if not name.endswith("/")])
     endings = {_ending_of(name) for name in chosen} | {".csv", ".jsonl", ".parquet"}
     others = sorted(set(names).difference(chosen))
@@ -130,11 +130,12 @@ def read_columns(
     optional: Sequence[str] = (),
     is_grid: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Yields chunks of a CSV file: line numbers of the rows, and the columns `names`, or all (read_others).
+    """Yields (line numbers, {column: texts}) of a CSV file, in chunks of rows: columns `names`, or all.
 
-    Commas, semicolons or tabs separate columns. The first line names the columns, also by other usual names.
-    If it has grids already (is_grid), `names` are the columns with grids, in order. given: the value of
-    --columns, the file's own names. optional: columns that may be missing. ValueError with file and line.
+    Commas, semicolons or tabs separate columns. The first line names the columns (other usual names are
+    known); if `is_grid` finds grids there, the file has no names, and `names` are its columns with grids, in
+    order. read_others: whether to return all columns. given: the value of --columns, the file's own names.
+    optional: columns that may be missing. ValueError with file and line.
     """
     optional = () if given and "," in given else optional
     content = read_lines(path)
@@ -166,7 +167,7 @@ def read_columns(
 def _find_columns(
     header: Sequence[str], names: Sequence[str], given: str | None, *, where: str
 ) -> dict[str, int]:
-    """Finds the columns that are there: name -> position. ValueError where a name is there twice."""
+    """Returns {column: position}, of columns that the header has. ValueError where it has one twice."""
     typed = [name.strip().lower() for name in header]
     there = {name: position for position, name in enumerate(typed)}
     wanted = {name: (name, *_KNOWN.get(name, ())) for name in names}
@@ -198,10 +199,11 @@ def parse_grids(
     largest: Sequence[int],
     remark: str = "",
 ) -> list[np.ndarray]:
-    """Turns question and answer, the first two columns, into tokens: uint8 [n, num_cells] of each.
+    """Turns the texts of question and answer, the first two columns, into tokens: uint8 [n, num_cells] each.
 
-    check: `expect` with path and lines. token_of: token by character. largest: the largest token of each
-    column; with one number only the question is parsed. remark: ends the message on a wrong length.
+    check: raises ValueError for rows that are not good, given bool [n] and a message. token_of: token by
+    character. largest: the largest token of each column; with one number only the question is parsed. remark:
+    ends the message on a wrong length.
     """
     table, grids = np.full(256, 255, np.uint8), []
     table[list(map(ord, token_of))] = list(token_of.values())

@@ -42,10 +42,11 @@ def write_dataset(
     builder: dict,
     extra_files: dict[str, Any] | None = None,
 ) -> None:
-    """Writes a dataset and its manifest, reads everything back through every check, and replaces the folder.
+    """Writes a dataset and its manifest, reads all of it back with every check, then replaces the folder.
 
     builder: name and arguments for the manifest, JSON values that do not depend on the machine; equal
-    arguments give equal bytes. extra_files: JSON values by file name. ValueError as in `check_output_folder`.
+    arguments give equal bytes. extra_files: JSON values by file name. ValueError where the folder may not be
+    replaced.
     """
     with replaced_folder(check_output_folder(folder, builder=builder.get("name"))) as new:
         _write(new, splits, identifiers=identifiers, builder=builder, extra_files=extra_files or {})
@@ -56,7 +57,7 @@ def write_dataset(
 def replaced_folder(folder: Path) -> Iterator[Path]:
     """Yields an empty folder, which replaces `folder` when the block ends without an error.
 
-    folder: as `check_output_folder` returned it. ValueError where another process is writing it.
+    folder: a result of `check_output_folder`. ValueError where another process is writing there.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _scratch_folder(folder) as scratch:
@@ -79,11 +80,11 @@ def check_output_folder(
     maker: str = "a builder",
     key: str = "--output-dir",
 ) -> Path:
-    """Returns the folder to write, with links followed, if it may be replaced: to be called before the work.
+    """Returns the folder to write, with links followed, after a check that it may be replaced.
 
-    builder: the calling builder, which does not replace another's dataset. mark: the file that every folder
-    of `maker` has. key: the option that names the folder. ValueError where the folder has other content or
-    cannot be replaced.
+    To be called before long work. builder: name of the calling builder, which does not replace another's
+    dataset. mark: the file that every folder of `maker` has. key: the option that names the folder.
+    ValueError where the folder has other content or cannot be replaced.
     """
     goal, another = Path(os.path.realpath(folder)), f"choose another {key}"
     if goal.is_symlink():
@@ -138,7 +139,7 @@ def _write(
 
 @contextlib.contextmanager
 def _scratch_folder(goal: Path) -> Iterator[Path]:
-    """Yields a locked folder beside the goal; cleans up after itself and after a killed attempt."""
+    """Yields a locked folder beside the goal; removes it later, and first what a killed attempt has left."""
     scratch = goal.with_name(f"{goal.name}.unfinished")
     if scratch.exists() and any(scratch.iterdir()) and not (scratch / _LOCK).exists():
         raise ValueError(f"{scratch} is in the way: move it elsewhere")
@@ -158,7 +159,7 @@ def _scratch_folder(goal: Path) -> Iterator[Path]:
 
 
 def _clear_up(scratch: Path, goal: Path) -> None:
-    """Removes the new and the old folder of an attempt; first moves an old one back that was not replaced."""
+    """Removes the folders of an attempt; an old folder that was not replaced goes back to the goal first."""
     if (scratch / "old").exists() and (scratch / "new").exists() and not goal.exists():
         (scratch / "old").rename(goal)
     for name in ("new", "old"):

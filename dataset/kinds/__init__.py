@@ -1,1 +1,1 @@
-"""The kinds of puzzles: all that sets Sudokus, mazes and ARC tasks apart, a module or a package each."""
+"""The kinds of puzzles, a module or a package each, with all that differs between kinds."""

@@ -32,15 +32,14 @@ Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class Style:
     """The style of a kind's grids, in a terminal and on a page.
 
-    symbols         by token; a token beyond the last one shows as its number
-    ansi            ANSI codes by token
-    colors          #rrggbb by token: the background of a cell on a page
-    boxes           by number of cells: (rows, columns) of a box, between heavier lines on a page
+    symbols         {token: text}; a token beyond the last one shows as its number
+    ansi            {token: ANSI codes}
+    colors          {token: #rrggbb}, the background of a cell on a page
+    boxes           {number of cells: (rows, columns) of a box}; a page has heavier lines between boxes
     gap             text between the cells of a row
     marks_new       whether a cell of the answer that differs from the puzzle is green
-    first_of_field  where the grid fills only a part of the token array, the field (ARC): the lowest token of
-                    a cell; the token below it marks the grid's end; only the grid is drawn. None: the grid is
-                    the whole array
+    first_of_field  for grids in a field (ARC): the lowest token of a cell; the token below ends the grid, and
+                    only the grid is drawn. None: a grid fills the whole array
     num_columns     of the token array; None: as `to_grid` chooses
     """
 
@@ -55,7 +54,7 @@ class Style:
 
     @property
     def has_areas(self) -> bool:
-        """Whether cells are drawn as areas of colour, without gaps."""
+        """Returns whether cells are drawn as areas of colour, without gaps."""
         return not self.gap
 
     def symbol(self, token: int) -> str:
@@ -63,7 +62,7 @@ class Style:
         return self.symbols[token] if token < len(self.symbols) else str(token)
 
     def is_blank(self, token: int) -> bool:
-        """Returns whether a cell with this token is empty to a reader."""
+        """Returns whether a cell with this token shows nothing."""
         is_space = token < len(self.symbols) and not self.symbols[token].strip()
         return is_space or self.ansi.get(token) == FAINT
 
@@ -90,12 +89,12 @@ class Puzzle:
         return to_grid(np.arange(len(tokens)))
 
     def is_solution(self, tokens: np.ndarray) -> bool:
-        """Returns whether the grid in an answer, tokens [seq_len], is the one in the solution."""
+        """Returns whether an answer, tokens [seq_len], has the grid of the solution."""
         cells, right = self.cells_of(tokens), self.cells_of(self.solution)
         return np.array_equal(cells, right) and bool((tokens[cells] == self.solution[right]).all())
 
     def laid_into(self, seq_len: int) -> "Puzzle":
-        """Returns the puzzle in a field of `seq_len` cells; unchanged if puzzles of its kind fill all cells.
+        """Returns the puzzle in a field of `seq_len` cells; itself if puzzles of this kind fill all cells.
 
         ValueError where a grid is larger than the field.
         """
@@ -103,18 +102,18 @@ class Puzzle:
 
     @property
     def remark(self) -> str | None:
-        """A remark for people, such as that the puzzle has several solutions; None: nothing to say.
+        """Returns a remark for people, such as that the puzzle has several solutions; None: nothing to say.
 
         ValueError where the puzzle has no solution.
         """
         return None
 
     def find_identifier(self, training: Split) -> int | None:
-        """Finds the puzzle identifier that was trained on this puzzle's demonstrations; None if none was."""
+        """Returns the identifier that was trained on this puzzle's demonstrations; None without one."""
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet | None:
-        """Makes a set of `num_views` puzzles of identifier 1, each with all demonstrations; None without."""
+        """Returns `num_views` puzzles with all demonstrations, for training identifier 1; None without."""
         return None
 
 
@@ -129,7 +128,7 @@ def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
 
 
 def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
-    """Cuts out the smallest rectangle of a grid with all cells where `is_inside`, bool [rows, columns]."""
+    """Cuts the smallest rectangle with all cells where `is_inside`, bool [rows, columns], out of a grid."""
     for axis in (0, 1):
         found = np.flatnonzero(is_inside.any(axis=1 - axis))
         grid = grid.take(range(found[0], found[-1] + 1) if len(found) else [], axis=axis)
@@ -137,7 +136,7 @@ def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
 
 
 def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[Puzzle]:
-    """Reads a puzzle of symbols, separated by spaces or, where each is one character, side by side.
+    """Reads a puzzle of any kind from its symbols, separated by spaces or, if all are characters, by nothing.
 
     symbols: by token; if empty, a token is its number. ValueError where a symbol is unknown.
     """
@@ -185,12 +184,12 @@ class Evaluator(Protocol):
         """
 
     def partial(self) -> Any:
-        """Returns what was added on this rank, in a form that can be pickled, for `metrics`."""
+        """Returns what this rank has added, in a form that can be pickled, for `metrics` on rank 0."""
 
     def metrics(self, partials: Sequence[Any]) -> dict[str, dict[str, float]]:
         """Returns {set: {"<kind>/<metric>": value}}, from the `partial` of every rank.
 
-        A share is a fraction of `<kind>/count`. A set without data is left out.
+        Shares are fractions of `<kind>/count` examples. A set without data is left out.
         """
 
     def write(self, folder: Path) -> None:
@@ -198,9 +197,9 @@ class Evaluator(Protocol):
 
 
 class RowEvaluator:
-    """An evaluator that checks each example with a label by itself.
+    """An evaluator that checks each labelled example alone, and counts those that pass.
 
-    The check `exact` is that all labelled cells are right; a kind adds others, such as `valid`.
+    The check `exact` is that all scored cells are right; a kind adds others, such as `valid`.
     """
 
     samples_vote = False
@@ -212,10 +211,10 @@ class RowEvaluator:
         *,
         tasks: Sequence[str] = (),
     ):
-        """check: (inputs, preds), tokens [n, seq_len] -> {name: bool [n]}; the name `valid` means right by
-        the rules.
+        """Takes the kind's checks: (inputs, preds), tokens [n, seq_len] -> {name: which pass, bool [n]}.
 
-        tasks: names of the puzzle identifiers, for a file with the shares of each; empty: no such file.
+        The check `valid` means right by the rules. tasks: names of the puzzle identifiers, to write the
+        shares of each into a file; empty: no such file.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
         # (set, check): examples of each task that pass, on this rank and on all; all pass "count".
@@ -252,7 +251,7 @@ class RowEvaluator:
         return [set_name for (set_name, name), rows in self._total.items() if name == "count" and rows.any()]
 
     def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
-        """Returns the share of examples of one task or several that pass each check, and their number."""
+        """Returns {"<check>_accuracy": share that passes, "count": examples} of a set, or of some tasks."""
         of_set = {
             name: int(rows[tasks].sum()) for (own, name), rows in self._total.items() if own == set_name
         }
@@ -260,7 +259,7 @@ class RowEvaluator:
         return {f"{name}_accuracy": number / count for name, number in of_set.items()} | {"count": count}
 
     def write(self, folder: Path) -> None:
-        """Writes `tasks.json`, {set: {task: {"exact_accuracy": share, "count": rows}}}, for several tasks."""
+        """Writes `tasks.json`, {set: {task: {"exact_accuracy": ..., "count": ...}}}, for several tasks."""
         if len(self._tasks) < 2:
             return
         tasks = {
@@ -276,14 +275,13 @@ class RowEvaluator:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of puzzle.
+    """A kind of puzzle: all that the rest of the program asks about it.
 
     name             of its module, its builder, its evaluator and its metrics
     title            the name in headings; empty: the name with a capital
     plural           what several puzzles are called
     mismatch         metadata -> why a dataset is not of this kind; None: it may be
-    build_evaluator  (folder, metadata) -> evaluator. ValueError where the dataset
-                     cannot be evaluated
+    build_evaluator  (folder, metadata) -> evaluator. ValueError where the dataset cannot be evaluated
     augmentation     the name of its transforms in `AUGMENTATIONS`
     style            of its grids
     read_puzzles     text -> puzzles of any size; ValueError, one line, for a bad one. None: texts are symbols
@@ -321,12 +319,12 @@ def find_kind(name: str) -> Kind:
 
 
 def kinds_of(metadata: Metadata) -> list[Kind]:
-    """Finds every kind that a dataset may be of, by its metadata alone."""
+    """Returns every kind that a dataset may be of, by its metadata alone."""
     return [kind for kind in map(find_kind, kind_names()) if kind.mismatch_of(metadata) is None]
 
 
 def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
-    """Finds the kind of a dataset; None where its metadata fits none.
+    """Returns the kind of a dataset; None where no kind fits its metadata.
 
     Of several that fit, the kind named `builder` (in the manifest) is chosen, else one with the dataset's
     augmentation, else the first.

@@ -62,7 +62,7 @@ class ArcPuzzle(Puzzle):
         return dataclasses.replace(self, **laid)
 
     def find_identifier(self, training: Split) -> int | None:
-        """Returns the identifier of the original training puzzle with all demonstrations of this task."""
+        """Finds the identifier of the original training puzzle that has all demonstrations of this task."""
         wanted = {pair.key for pair in self.task.train}
         for puzzle_set in training.sets.values():
             for puzzle in puzzle_set.group_indices[:-1].tolist():
@@ -79,9 +79,9 @@ class ArcPuzzle(Puzzle):
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet:
-        """Lays all demonstrations out `num_views` times, each time at random positions in the field.
+        """Returns the demonstrations laid out `num_views` times, at random positions in the field.
 
-        They are neither turned nor recoloured, since such variants are puzzles with embeddings of their own.
+        The grids are neither turned nor recoloured: such variants are puzzles with embeddings of their own.
         """
         pairs, transforms = self.task.train, np.tile(np.array(IDENTITY, np.uint8), (num_views, 1))
         size = math.isqrt(len(self.tokens))

@@ -150,7 +150,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
-    """Generates or reads the tasks, up to --max-size; returns also the subsets to evaluate.
+    """Returns the tasks, generated or read, up to --max-size; and the subsets to evaluate.
 
     ValueError where such a subset is missing, or has only larger tasks.
     """
@@ -177,7 +177,7 @@ def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
 
 
 def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks: int) -> None:
-    """Raises ValueError where too many test pairs are trained on, or examples are too many for int32."""
+    """Raises ValueError for more than `allow_leaks` test pairs that are trained on, or too many examples."""
     if leaks := find_leaks(tasks, evaluated=evaluated):
         message = f"evaluated test pairs that are also trained on: {len(leaks)}, the first: {leaks[0]}"
         if len(leaks) > allow_leaks:
@@ -188,7 +188,7 @@ def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks
 
 
 def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[str]) -> dict:
-    """Returns the arguments for the manifest: a digest of each subset's tasks instead of the sources."""
+    """Returns the options for the manifest, with a digest of each subset's tasks in place of the sources."""
     digests = {subset: hashlib.sha256() for subset in sorted({task.subset for task in tasks})}
     for task in tasks:
         for part in (task.id.encode(), *(pair.key for pair in task.pairs), str(len(task.train)).encode()):
@@ -201,7 +201,7 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
 def _lay_out_sets(
     tasks: list[Task], transforms: list[np.ndarray], *, evaluated: list[str], size: int, seed: int
 ) -> dict[str, PuzzleSet]:
-    """Makes the set of each split."""
+    """Returns {split: its set}. transforms: of each task's puzzles. size: of the field."""
     # The identifiers of each task's puzzles; 0 is blank.
     ends = np.cumsum([len(each) for each in transforms])
     identifiers = np.split(np.arange(1, 1 + ends[-1], dtype=np.int32), ends[:-1])

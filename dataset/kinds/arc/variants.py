@@ -54,9 +54,9 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
-    """Draws the transforms of the original and `num_aug` different variants: uint8 [1 + variants, 11].
+    """Draws the transforms of a task's original and `num_aug` different variants: uint8 [1 + variants, 11].
 
-    There are fewer variants where 5 * num_aug draws find no more.
+    Returns fewer variants where 5 * num_aug draws find no more.
     """
     bits, num_draws = BitStream(seed, stream=_TRANSFORMS), _DRAWS_PER_VARIANT * num_aug
     bits.seek(_index(task))
@@ -81,7 +81,7 @@ def _keep_distinct(task: Task, transforms: Iterable[bytes], *, most: int) -> np.
 
 
 def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
-    """Makes a function: transform -> bytes that are equal for the same puzzles, and only for these."""
+    """Returns a function: transform -> bytes that are equal where two transforms make the same puzzle."""
     # Numbers of rows and columns are shifted beyond the colours: bytes.translate changes colours alone.
     others = bytes(range(NUM_COLORS, 256))
 
@@ -99,7 +99,7 @@ def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
 
 
 def _draw(stream: BitStream, count: int) -> np.ndarray:
-    """Draws the next transforms, uint8 [count, 11]; their bits are read one transform after the other."""
+    """Draws `count` transforms, uint8 [count, 11], from the next bits; more draws only add transforms."""
     bits = stream.read(count * _NUMBERS_PER_TRANSFORM).reshape(count, _NUMBERS_PER_TRANSFORM)
     transforms = np.zeros((count, 1 + NUM_COLORS), np.uint8)
     transforms[:, 0] = random_below(bits[:, 0], NUM_DIHEDRAL)
@@ -108,14 +108,14 @@ def _draw(stream: BitStream, count: int) -> np.ndarray:
 
 
 def _index(task: Task) -> int:
-    """Returns the index of the task's random bits, below 2**64: a function of the task's id alone."""
+    """Returns the index of a task's random bits, below 2**64: a function of the task's id alone."""
     return int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8], "big")
 
 
 def draw_translations(
     task: Task, transforms: np.ndarray, num_examples: int, *, size: int, seed: int
 ) -> np.ndarray:
-    """Draws how far down and right each grid is moved in a field of `size` x `size`, in each puzzle.
+    """Draws how far down and right the grids of each example are moved in a field of `size` x `size`.
 
     Returns uint8 [puzzles, num_examples, 2], for the first `num_examples` pairs of each of `transforms`. Both
     grids of a pair move alike, uniformly over the positions with room for both; one random pair stays.
@@ -134,9 +134,9 @@ def draw_translations(
 
 
 def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
-    """Makes a set with a group for each task, in a field of `size` rows and columns.
+    """Returns a set with a group for each task, in a field of `size` rows and columns.
 
-    tasks: for each task the pairs, and the transforms, translations and identifiers of its puzzles.
+    tasks: for each task (pairs, and of each of its puzzles: transforms, translations, identifiers).
     """
     pairs, transforms, translations, identifiers = zip(*tasks, strict=True)
     num_puzzles = [len(each) for each in transforms]

@@ -40,7 +40,7 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray
 
 
 def to_square(text: str) -> str:
-    """Returns the cells of a maze drawn in several lines, row by row, with walls added to make a square.
+    """Returns the cells of a maze that is drawn in several lines, row by row; walls complete a square.
 
     Spaces at the end of a row, which editors drop, are restored as open cells.
     """
@@ -54,9 +54,9 @@ def to_square(text: str) -> str:
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads one maze: a line for each row, or all rows in one line, of '#', space (or '.'), S and G (or E).
+    """Reads a maze, as a list of one puzzle: a line for each row, or all rows in one line.
 
-    '+', '-' and '|' are walls too.
+    '#' is a wall, and '+', '-' and '|' too; space or '.' an open cell; S the start, G or E the goal.
     """
     for number, row in enumerate(text.splitlines(), 1):
         if unknown := next((cell for cell in row if TOKEN_OF.get(cell, rules.PATH) == rules.PATH), None):
@@ -77,7 +77,7 @@ def read_puzzles(text: str) -> list[Puzzle]:
 
 
 def _make_up(metadata: Metadata, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Makes perfect mazes: as with Sudokus made up, each has one answer."""
+    """Generates mazes without loops, so that each has one answer."""
     size = math.isqrt(metadata.seq_len)
     mazes = np.empty((0, size**2), np.uint8)
     drawn = {"size": size, "min_path_cells": 2 * size, "is_perfect": True}

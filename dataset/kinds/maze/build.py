@@ -98,7 +98,7 @@ def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> np.ndarra
 
 
 def _read(files: Sequence[Path], *, given: str | None) -> list[np.ndarray]:
-    """Reads the pairs of each file; warns of answers other than the paths that the published rule chooses."""
+    """Reads the pairs of each file; warns of answers that are not the published rule's choice of path."""
     read, num_cells, num_others, names = [], 0, 0, ("question", "answer")
     for path in files:
         parts = []

@@ -84,7 +84,7 @@ def _published_answer(maze: list[int]) -> list[int]:
 
 
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the cells first reached after 0, 1, 2, ... steps, until no maze has more.
+    """Yields the cells that are first reached after 0, 1, 2, ... steps, until no maze has more.
 
     is_open, is_start: bool [cells, count]. Yields bits, uint8 [size, size, count / 8]; each array is
     overwritten two steps later.
@@ -120,7 +120,7 @@ def _is_anywhere(bits: np.ndarray) -> np.ndarray:
 def draw_mazes(
     seed: int, *, stream: int, index: int, size: int, min_path_cells: int, is_perfect: bool = False
 ) -> np.ndarray:
-    """Draws random mazes with a shortest path of `min_path_cells` cells or more: uint8 [any number, cells].
+    """Draws random mazes with a shortest path of `min_path_cells` cells or more: uint8 [some number, cells].
 
     Each maze has a wall probability from 0.3 to 0.5, the same for all cells; start and goal are random open
     cells. is_perfect: one path between any two cells instead (`_dig_perfect_mazes`).

@@ -1,4 +1,4 @@
-"""The kind `pairs`: input and output grids or texts of a person's own task, with symbols of their own."""
+"""The kind `pairs`: a person's own task, with grids or texts as input and output, and its own symbols."""
 
 from pathlib import Path
 

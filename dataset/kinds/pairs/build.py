@@ -122,9 +122,9 @@ def check_options(options: argparse.Namespace) -> None:
 def write_pairs(
     pairs: list[Pair], options: argparse.Namespace, *, builder: str, instead: dict[str, Any]
 ) -> None:
-    """Divides the pairs into the splits, lays them out, draws variants for training, and writes the folder.
+    """Writes a dataset of pairs: divides them into splits, lays them out, draws variants for training.
 
-    instead: values of options that the manifest records instead of the given ones.
+    instead: values of options that the manifest records in place of the given ones.
     """
     pairs = _fitting(pairs, options.max_size)
     splits = _split(pairs, options.test_fraction, seed=options.seed)
@@ -165,7 +165,7 @@ def write_pairs(
 
 
 def _fitting(pairs: list[Pair], max_size: tuple[int, int] | None) -> list[Pair]:
-    """Drops repeated pairs, and pairs larger than `max_size`, rows and columns; prints how many."""
+    """Returns the pairs without repeated and too large ones (`max_size`: rows, columns); prints how many."""
     kept = list({pair[:4]: pair for pair in reversed(pairs)}.values())[::-1]
     if num_repeats := len(pairs) - len(kept):
         print(f"repeated pairs, taken once: {num_repeats}")
@@ -233,7 +233,7 @@ def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
 
 
 def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
-    """Finds all symbols, integers by value and then others, and the size of a field for every grid."""
+    """Returns all symbols, integers by value and then others, and the size of a field for every grid."""
     found = {cell for pair in pairs for grid in pair[:2] for row in grid for cell in row}
     if len(found) > _MAX_SYMBOLS:
         raise ValueError(f"the pairs have {len(found)} different symbols, more than {_MAX_SYMBOLS}")

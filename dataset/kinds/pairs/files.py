@@ -38,7 +38,7 @@ _MOST_CELLS, _MOST_VALUES = 1 << 20, 1 << 27  # of a grid, and of a part of a pa
 
 
 class Pair(NamedTuple):
-    """A puzzle as read from a file. task, split: "" where the file has none. where: the file and the line."""
+    """An input and its output as read from a file. task, split: "" if missing. where: file and line."""
 
     input: Cells
     output: Cells
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 
 def choose_files(names: Sequence[str]) -> list[str]:
-    """Chooses among a folder's names the files of all pairs, or of both splits, training first."""
+    """Chooses, among a folder's file names, the file of all pairs or those of both splits, training first."""
     found = sorted(name for name in names if name.endswith(_ENDINGS))
     if any(name.endswith(_ENDINGS[:-2]) for name in found):  # then .json files only describe the data
         found = [name for name in found if not name.endswith(_ENDINGS[-2:])]
@@ -89,7 +89,7 @@ def _list_endings() -> str:
 
 
 def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tuple[list[Pair], list[str]]:
-    """Reads all pairs of one file, or of the files of both splits; returns also the names of unused fields.
+    """Reads all pairs of one file, or of the files of both splits; returns the names of unused fields too.
 
     fields: names of the input field and the output field. ValueError with file and line.
     """
@@ -182,8 +182,7 @@ def _shown(value: Any) -> str:
 def _parse_list(value: Any, name: str, *, is_cell: bool) -> Any:
     """Parses a CSV cell that begins with "[" as JSON; returns other values unchanged.
 
-    ValueError for malformed JSON, and for a text such as "[1 2]", a printed list: its characters would be
-    symbols.
+    ValueError for malformed JSON, and for a printed list such as "[1 2]", which would be read as symbols.
     """
     if not isinstance(value, str):
         return value

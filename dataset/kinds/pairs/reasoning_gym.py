@@ -88,7 +88,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 class _List(argparse.Action):
-    """An option that prints the tasks and ends the program, as --help does."""
+    """An option that prints the tasks of the package and ends the program, as --help does."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         for name, summary in TASKS.items():
@@ -98,7 +98,7 @@ class _List(argparse.Action):
 
 
 def _registry() -> dict[str, tuple[type, type]]:
-    """Returns the package's tasks: the dataset and the config of each."""
+    """Returns {task: (class of its puzzles, class of its config)} of the package."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a package that it imports, at the first import

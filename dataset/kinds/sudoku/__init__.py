@@ -56,7 +56,7 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class SudokuPuzzle(Puzzle):
-    """A Sudoku. box: rows and columns of its boxes."""
+    """A Sudoku of a person. box: (rows, columns) of a box."""
 
     box: Box = (3, 3)
 
@@ -85,7 +85,7 @@ def read_puzzles(text: str) -> list[Puzzle]:
 
 
 def _puzzle(grid: GridText) -> SudokuPuzzle:
-    """Checks a puzzle. ValueError where it is no grid, or its clues contradict each other."""
+    """Makes a puzzle of a text. ValueError where it is no grid, or its clues contradict each other."""
     if unknown := next((cell for cell in grid.cells if cell not in EMPTY_CELLS + SYMBOLS), None):
         raise ValueError(
             f"{unknown!r} is no cell of a Sudoku: give digits, and '.', '0', '_' or '-' where it is empty"

@@ -126,7 +126,7 @@ def _draw(
 
 
 def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.ndarray:
-    """Returns the inputs with clues added, up to a number in `clues`; an input with more stays as it is."""
+    """Returns the inputs with clues added, up to a random number in `clues`; one with more stays as it is."""
     numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
     for index, pair in enumerate(train - 1):
         bits = random_bits(seed, stream=_EASIER, index=index, count=1 + train.shape[2])
@@ -138,10 +138,10 @@ def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.
 def _draw_transforms(
     num_groups: int, num_aug: int, *, num_examples: int, box: rules.Box, seed: int
 ) -> np.ndarray:
-    """Draws a transform for each puzzle of a group, the identity first: uint8 [groups, 1 + num_aug, bytes].
+    """Draws a transform for each puzzle of each group: uint8 [groups, 1 + num_aug, bytes].
 
-    A variant may still equal a test puzzle. This is common with 2x2 boxes, where all minimal puzzles are
-    variants of 36, and unheard of with 3x3. num_examples: of each puzzle.
+    The first one is the identity. A variant may still equal a test puzzle. This is common with 2x2 boxes,
+    where all minimal puzzles are variants of 36, and unheard of with 3x3. num_examples: of each puzzle.
     """
     check_count(num_groups, 1 + num_aug, num_examples)
     width, first = rules.bits_per_symmetry(box), rules.no_symmetry(box)
@@ -194,7 +194,7 @@ def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndar
 def _tables(
     path: Path, names: Sequence[str], *, num_cells: int, given: str | None
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Yields line numbers and columns of a CSV file or a list; the column answer may be missing."""
+    """Yields (line numbers, {column: texts}) of a CSV file or a list; the column answer may be missing."""
     if sources.is_table(path):
         is_grid = functools.partial(is_grid_of, num_cells=num_cells)
         tables = sources.read_columns(path, names, given=given, optional=["answer"], is_grid=is_grid)

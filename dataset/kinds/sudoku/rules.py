@@ -62,7 +62,7 @@ def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
 def find_solutions(
     question: Sequence[int], *, box: Box, limit: int = 2, most_guesses: int = _MOST_GUESSES
 ) -> list[list[int]]:
-    """Finds up to `limit` solutions; two suffice to see if there is only one. TooHardError: see the class."""
+    """Returns up to `limit` solutions; 2 show whether there is only one. TooHardError: too many guesses."""
     found = _solutions(_candidates(question, box), box, guesses=iter(range(most_guesses)))
     return [_grid(solution) for solution in itertools.islice(found, limit)]
 
@@ -74,7 +74,7 @@ def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int
 
 @functools.cache
 def _bitboards(box: Box) -> tuple[int, list[int], list[int]]:
-    """Returns bitboards: of all cells, of each unit, and of each cell's peers, the others in its units."""
+    """Returns bitboards of all cells, of each unit, and of each cell's peers (the others in its units)."""
     units = unit_cells(box).tolist()
     peers = [0] * len(units[0]) ** 2
     for unit in units:
@@ -208,9 +208,9 @@ def generate_puzzle(
 def with_more_clues(
     question: Sequence[int], grid: Sequence[int], *, clues: range, bits: np.ndarray
 ) -> list[int] | None:
-    """Adds clues of `grid`, the answer, in random cells, up to a number drawn from `clues`.
+    """Returns a puzzle with random clues of its answer `grid` added, up to a number drawn from `clues`.
 
-    Numbers below the question's own are not drawn; returns None if all are. bits: uint64 [1 + cells].
+    Numbers below the puzzle's own are not drawn; None if all are. bits: random uint64 [1 + cells].
     """
     num_clues = sum(digit > 0 for digit in question)
     fitting = [number for number in clues if number >= num_clues]
@@ -224,7 +224,7 @@ def with_more_clues(
 
 
 def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
-    """Makes transforms, uint8 [count, 1 + 3 n], from bits, uint64 [count, `bits_per_symmetry`(box)]."""
+    """Makes transforms, uint8 [count, 1 + 3 n], of random bits, uint64 [count, `bits_per_symmetry`(box)]."""
     rows, columns = box
     count, size = len(bits), rows * columns
     ends = np.cumsum([1, columns, rows, size, size])
@@ -251,7 +251,7 @@ def bits_per_symmetry(box: Box) -> int:
 
 
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Orders n rows or columns at random: the blocks, and the lines in each. Bits: [count, blocks, lines]."""
+    """Orders n rows or columns at random: blocks, bits for the blocks; in_blocks, for the lines in each."""
     count, num_blocks, num_lines = in_blocks.shape
     order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)
     return order.reshape(count, num_blocks * num_lines)

@@ -1,4 +1,4 @@
-"""Sudokus as people write them: rows of cells, drawings with frames, lists with a puzzle a line.
+"""Reads Sudokus as people write them: rows of cells, drawings with frames, lists with a puzzle a line.
 
 The symbols are digits, then letters: 1 to 9 and A to G for a 16x16 grid, up to P for a 25x25 one. Letters
 alone (A is 1), 0 to F, and numbers separated by spaces are read too. An empty cell is one of `EMPTY_CELLS`.
@@ -82,8 +82,9 @@ def read_grids(text: str) -> list[GridText]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields (number, line) of lines with cells, without comments after # and titles such as "Grid 01". Of
-    sections it yields [Puzzle], and a [State] without empty cells.
+    """Yields (number, line) of lines with cells, without comments after # and titles such as "Grid 01".
+
+    Of sections, it takes [Puzzle], and a [State] without empty cells.
     """
     section, state = "puzzle", []
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
@@ -99,7 +100,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _split_cells(text: str) -> Sequence[str]:
-    """Splits a text into cells: at separators, where this gives characters or numbers, else everywhere."""
+    """Splits a text into cells: at separators if these part symbols or numbers, else every character."""
     text = re.sub(r"[]|[]", " ", text)
     separator = next((each for each in "\t;," if each in text), None)
     fields, known = [field.strip() for field in text.split(separator)], _SIZES | BOX_OF.keys()
@@ -113,7 +114,7 @@ def _split_cells(text: str) -> Sequence[str]:
 
 
 def _whole_grids(line: str) -> list[str]:
-    """Finds the fields of a line that are whole grids."""
+    """Returns those fields of a line that are whole grids; or the line, if it is one."""
     fields = [field.strip("\"'") for field in _BETWEEN.split(line)]
     joined = "".join(_split_cells(line))
     grids = [field for field in fields if _is_grid(field)]
@@ -144,7 +145,7 @@ def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def _join(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Joins rows of equal length into square grids, else all rows into one grid."""
+    """Joins rows into square grids if all have equal length, else all rows into one grid."""
     lengths = {len(cells) for _, cells in rows}
     text = "".join(cells for _, cells in rows)
     if len(lengths) == 1:
