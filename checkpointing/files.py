@@ -41,7 +41,7 @@ def step_of(path: Path) -> int | None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Reads state.json of a checkpoint; {} if the file is missing, as where only weights were copied.
+    """Reads state.json of a checkpoint; {} if the file is missing, as where somebody copied only weights.
 
     Raises ValueError if the file holds no JSON object.
     """

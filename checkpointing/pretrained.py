@@ -54,7 +54,7 @@ ARCH_WORD = "arch=checkpoint"  # on a command line: the architecture of `init_fr
 
 
 class _Recorded(Strict):
-    """The keys of a checkpoint's config that are used here; others are ignored."""
+    """The keys of a run's config that loading a checkpoint needs; others are ignored."""
 
     arch: Architecture
     data_path: Paths
@@ -63,7 +63,7 @@ class _Recorded(Strict):
 
 
 class _Shared(Strict):
-    """The keys of a config.json by `share push` that are used here; others are ignored."""
+    """The keys of a config.json by `share push` that loading needs; others are ignored."""
 
     run: dict[str, Any]
     step: NonNegativeInt

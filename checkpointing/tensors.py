@@ -32,8 +32,8 @@ _SHARDS = "shards"  # in the metadata, as JSON: {name: [spans, shape of the whol
 def files_of(sections: Mapping[str, Tensors]) -> dict[str, Tensors]:
     """Returns {file: tensors that this rank must write}: rank 0 writes whole tensors, every rank its shards.
 
-    Sends no message. All ranks must give shards of the same names; these, without copies, must have every
-    element of the whole once. A shard may be empty.
+    Sends no message. All ranks must give shards of the same names, some perhaps empty. Together, the shards
+    that are no copies must hold every element of a whole tensor exactly once.
     """
     files: dict[str, Tensors] = {}
     for section, tensors in sections.items():
@@ -143,7 +143,7 @@ def _shape_of(kept: Tensor | Shard) -> tuple[int, ...]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in an open file. spans, shape, is_by_rank: as in `Shard`; spans None: the tensor is whole."""
+    """A tensor in an open file, or with `spans` a shard of one; spans, shape, is_by_rank: as in `Shard`."""
 
     key: str
     spans: Spans | None

@@ -175,7 +175,7 @@ class TwoAxesConfig(RecursiveConfig):
 
 
 class HRMConfig(TwoAxesConfig):
-    """The Hierarchical Reasoning Model."""
+    """The config of the Hierarchical Reasoning Model (HRM)."""
 
     title: ClassVar[str] = "HRM"
     paper: ClassVar[tuple[str, str]] = "Hierarchical Reasoning Model", "2506.21734"
@@ -194,7 +194,7 @@ class OneLevelConfig(RecursiveConfig):
 
 
 class TRMConfig(OneLevelConfig, TwoAxesConfig):
-    """The Tiny Recursive Model. H_layers has no effect; published configs have it."""
+    """The config of the Tiny Recursive Model (TRM). H_layers has no effect; published configs have it."""
 
     title: ClassVar[str] = "TRM"
     paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
@@ -205,7 +205,7 @@ class TRMConfig(OneLevelConfig, TwoAxesConfig):
 
 
 class URMConfig(OneLevelConfig):
-    """The Universal Reasoning Model."""
+    """The config of the Universal Reasoning Model (URM)."""
 
     title: ClassVar[str] = "URM"
     paper: ClassVar[tuple[str, str]] = "Universal Reasoning Model", "2512.14693"
@@ -214,7 +214,7 @@ class URMConfig(OneLevelConfig):
 
 
 class FPRMConfig(OneLevelConfig):
-    """The Fixed-Point Reasoning Model."""
+    """The config of the Fixed-Point Reasoning Model (FPRM)."""
 
     title: ClassVar[str] = "FPRM"
     paper: ClassVar[tuple[str, str]] = "Fixed-Point Reasoning Model", "2606.18206"
@@ -237,7 +237,7 @@ class FPRMConfig(OneLevelConfig):
 
 
 class SERRMConfig(CyclesConfig):
-    """The Symbol-Equivariant Recurrent Reasoning Model.
+    """The config of the Symbol-Equivariant Recurrent Reasoning Model (SE-RRM).
 
     The model has no Q head: in training a slot halts at random, with halt_exploration_prob in each step.
     puzzle_emb_ndim is a switch: any value but 0 gives puzzle embeddings, of a size that the model sets.
@@ -274,7 +274,7 @@ class SERRMConfig(CyclesConfig):
 
 
 class TransformerConfig(TokenConfig):
-    """The baseline without recurrence. Each slot halts after one pass: no key of halting can be set."""
+    """The config of the baseline without recurrence: a slot halts after one pass, which no key changes."""
 
     halt_max_steps: ClassVar[int] = 1
     eval_halt_max_steps: ClassVar[None] = None
@@ -289,7 +289,7 @@ class TransformerConfig(TokenConfig):
 
 
 class LDTConfig(ArchConfig):
-    """The Lattice Deduction Transformer, a search that strikes out candidates of cells."""
+    """The config of the Lattice Deduction Transformer (LDT), a search that strikes out candidates."""
 
     title: ClassVar[str] = "LDT"
     paper: ClassVar[tuple[str, str]] = "Lattice Deduction Transformer", "2605.08605"

@@ -168,9 +168,9 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None) -> Non
 
 
 def _data_of(experiment: str) -> str | None:
-    """Returns the command that builds an experiment's data, from `# Data:` in the experiment's file.
+    """Returns the command that builds an experiment's data, from a comment in the experiment's file.
 
-    Follows `as for experiment=NAME` to another file.
+    The comment is `# Data: COMMAND`, or refers to another file by `as for experiment=NAME`.
     """
     path = FOLDER / "experiment" / f"{experiment}.yaml"
     text = path.read_text() if path.is_file() else ""

@@ -276,12 +276,12 @@ class PretrainConfig(MachineConfig):
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """Returns {key: peak learning rate}."""
+        """Returns the peak learning rates, {"lr": ..., "puzzle_emb_lr": ...}, before any scaling."""
         return {"lr": self.lr, "puzzle_emb_lr": self.puzzle_emb_lr}
 
     @property
     def sharding_keys(self) -> list[str]:
-        """Returns the keys with a value by which ranks divide weights, moments or puzzle embeddings."""
+        """Returns the keys that make ranks divide weights, moments or puzzle embeddings, as they are set."""
         unshared = {"data_parallel_shard_degree": ("auto", 1), "puzzle_emb_sharding": ("replicated",)}
         unshared |= {"pipeline_parallel_degree": (1,), "tensor_parallel_degree": (1,)}
         return [key for key, values in unshared.items() if getattr(self, key) not in values]

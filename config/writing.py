@@ -21,7 +21,7 @@ _ENDING = ".unfinished"
 
 @contextlib.contextmanager
 def replace_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Opens a temporary file, "w" (UTF-8) or "wb"; at the end of the block, synced, it replaces `path`.
+    """Opens a temporary file, "w" (UTF-8) or "wb"; the synced file replaces `path` when the block ends.
 
     After an exception `path` is unchanged. Raises OSError.
     """

@@ -76,7 +76,7 @@ def _apply_to_squares(
 
 @functools.cache
 def _dihedral_cells(size: int) -> np.ndarray:
-    """Returns the original cell of each cell, for each dihedral number: int64 [8, size * size]."""
+    """Returns the cell that each cell comes from, for each number of `dihedral`: int64 [8, size * size]."""
     cells = np.arange(size * size).reshape(size, size)
     return np.stack([dihedral(cells, number).ravel() for number in range(NUM_DIHEDRAL)])
 
@@ -145,7 +145,7 @@ def _apply_to_fields(
 def _move(
     tokens: np.ndarray, numbers: np.ndarray, translations: np.ndarray | None, *, size: int
 ) -> np.ndarray:
-    """Turns or mirrors each grid by its dihedral number, then moves the result by its translation."""
+    """Turns or mirrors each grid by its number (`dihedral`), then moves the result by its translation."""
     num = len(tokens)
     is_cell = tokens.reshape(num, size, size) >= FIRST_SYMBOL
     height, width = is_cell[:, :, 0].sum(axis=1), is_cell[:, 0, :].sum(axis=1)
@@ -178,7 +178,10 @@ def _move(
 def _line(
     positions: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
 ) -> np.ndarray:
-    """Returns a row's or column's term in the index of the original cell; `outside` where there is none."""
+    """Returns each row's (or column's) summand in the index of the original cell, or `outside`: no cell.
+
+    step: of the summand from line to line. from_end: whether the original's lines are in reverse.
+    """
     is_inside = (positions >= 0) & (positions < length)
     return np.where(is_inside, np.where(from_end, length - 1 - positions, positions) * step, outside)
 

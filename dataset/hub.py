@@ -161,9 +161,9 @@ def _check_digest(path: Path, *, where: str) -> None:
 
 @contextlib.contextmanager
 def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
-    """Turns the client's errors into ValueError, one line, and silences its log; bars are for terminals only.
+    """Turns errors of the Hub's client in the block into ValueError, one line; silences the client's log.
 
-    by_hand: what to do where the Hub cannot be reached.
+    Progress bars are for terminals only. by_hand: what to do where the Hub cannot be reached.
     """
     from huggingface_hub import utils
 

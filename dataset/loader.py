@@ -22,9 +22,10 @@ _END_SECONDS = 5.0  # for the thread to finish what it reads
 class Batch(NamedTuple):
     """This rank's share of a global batch, as tensors; in a carry, the examples in the slots.
 
-    inputs int32 [batch, seq_len] labels int32 [batch, seq_len]: IGNORE_LABEL_ID where a cell is not scored
-    puzzle_identifiers int32 [batch] rows int64 [batch]: the example's index in its set; -1 in padding of a
-    short batch
+    inputs              int32 [batch, seq_len]
+    labels              int32 [batch, seq_len]: IGNORE_LABEL_ID where a cell is not scored
+    puzzle_identifiers  int32 [batch]
+    rows                int64 [batch]: the example's index in its set; -1 in padding of a short batch
     """
 
     inputs: torch.Tensor

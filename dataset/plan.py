@@ -96,8 +96,8 @@ class _SetPlan:
     def _batch_ends(self, visit_sizes: np.ndarray, open_examples: int) -> tuple[list[int], int]:
         """Returns where an epoch's batches end, and the number of examples in the last, unfinished batch.
 
-        An end is a number of examples from the start of the epoch. open_examples: of the previous epoch,
-        unfinished.
+        An end is a number of examples from the start of the epoch. open_examples: in the batch that the
+        previous epoch left unfinished.
         """
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
         is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
@@ -226,7 +226,7 @@ class TrainPlan:
         self._stages = [*stages[:-1], *(stage for _, stage in parts), self.main]
 
     def _plan_sets(self, stage: Stage, stream: int) -> list[_SetPlan]:
-        """Returns plans for the sets that a stage visits. stream: of the first set; later ones count up."""
+        """Returns plans for the sets that a stage visits. stream: of the first set; set k has stream + k."""
         plans = []
         for number, (name, data) in enumerate(self._sets.items()):
             groups = np.isin(data.folder_of_group, stage.folders)

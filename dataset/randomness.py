@@ -41,7 +41,7 @@ class BitStream:
     """A reader of the random bits of one (seed, stream): `seek` an index, then `read` from there.
 
     `seek` takes a tenth of the time of a new generator, which matters where a plan draws every epoch of a
-    run. `random_bits` draws the same bits: no stream may be used by both.
+    run. At index 0 `random_bits` draws the same bits: no stream may be used by both.
     """
 
     def __init__(self, seed: int, *, stream: int):

@@ -134,7 +134,7 @@ def answer_batches(
 
 
 def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
-    """Returns, for counting, an output of attempts that lose before their first step: dummy predictions."""
+    """Returns, for `on_step`, an output with dummy predictions for attempts that lose before any step."""
     carry = carry._replace(halted=torch.ones_like(carry.halted))
     prediction = select_columns(like.prediction, torch.zeros_like(carry.steps).long())
     return StepOutput(carry, prediction), carry.halted

@@ -33,7 +33,7 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
 def goal_p(values: Sequence[float], goal: float) -> float | None:
     """Computes the p-value of a one-sided one-sample t-test; null hypothesis: the mean is not above the goal.
 
-    None for fewer than two values. Equal values have p 0 above the goal, else 1.
+    None for fewer than two values. Where all values are equal, p is 0 above the goal, else 1.
     """
     mean, deviation = mean_and_deviation(values)
     if deviation is None:

@@ -27,7 +27,7 @@ class Step:
 
     number         from 1
     tokens         uint8 or int32 [seq_len]: all cells, with padding
-    grid           symbols, texts
+    grid           the symbols, as texts
     confidence     float32: the probability that the model gives to each cell
     changed        bool: cells that differ from the step before, or at the first step from the puzzle
     q_halt         the probability of being right, as the model sees it
@@ -92,10 +92,10 @@ def answer_puzzle(
     device: torch.device,
     row: int = 0,
 ) -> Answer:
-    """Solves a puzzle as evaluate.py solves the example `row` of a set; in one process.
+    """Solves a puzzle as evaluate.py would solve it as example `row` of a set, with that row's noise.
 
-    The model must have the puzzle's sizes and be in evaluation mode. ValueError where the config does not go
-    with the model or the puzzle.
+    Runs in one process. The model must have the puzzle's sizes and be in evaluation mode. ValueError where
+    the config does not go with the model or the puzzle.
     """
     if config.select == "rules" and puzzle.rules is None:
         raise ValueError("select=rules: the rules of this puzzle cannot tell a valid answer: drop it")

@@ -104,7 +104,7 @@ def _doubt(confidence: float) -> tuple[str, str]:
 
 
 def _mark(style: Style) -> str:
-    """Returns what stands behind a changed cell where there is no colour: no symbol of the puzzle."""
+    """Returns a character, no symbol of the puzzle, that marks changed cells where there is no colour."""
     return "'" if "*" in style.symbols else "*"
 
 

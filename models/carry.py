@@ -132,7 +132,7 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots, picked] for name, tensor in self.tensors().items()})
 
     def with_boards_(self, picked: Tensor | None, boards: Carry) -> Carry:
-        """Returns the carry with `boards` put back where `picked`; in place if slots hold several boards."""
+        """Puts `boards` back as number `picked`, int64 [batch], of each slot; None: as the only board."""
         if picked is None:
             return boards
         slots, tensors = torch.arange(len(picked), device=picked.device), self.tensors()

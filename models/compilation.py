@@ -77,7 +77,10 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def eager_blocks(*, unless: bool = False) -> contextlib.AbstractContextManager:
-    """Returns a context in which compiled blocks run uncompiled, as for rare batch sizes; not if `unless`."""
+    """Returns a context in which compiled blocks run uncompiled, as for rare batch sizes.
+
+    unless: True: returns a context without effect.
+    """
     return contextlib.nullcontext() if unless else torch.compiler.set_stance("force_eager")
 
 

@@ -1,12 +1,13 @@
 """The boards of the lattice deduction transformer (LDT, arXiv 2605.08605), and the moves on them.
 
 A board is a set of candidate values for each cell. A move strikes out candidates, and then guesses the value
-of one open cell: it pins the cell, that is, leaves one candidate there. The state has
-- alive: uint8 [batch, cells, values], 1 for a present candidate
-- entered: `alive` at the start of the board
-- target: the solution, one-hot as `alive`; all 0 if the board started without a candidate of the solution
-- outcome: uint8 [batch], of the last move: SOLVED, CONTRADICTORY, or 0 for an open board
-- guess: int16 [batch], the cell that the last move pinned, or NO_GUESS
+of one open cell: it pins the cell, that is, leaves one candidate there. A board is sound while every cell has
+the solution's value as a candidate. The state has
+
+- alive: uint8 [batch, cells, values], 1 for a present candidate - entered: `alive` at the start of the board
+- target: the solution, one-hot as `alive`; all 0 if the board was not sound at the start - outcome: uint8
+[batch], of the last move: SOLVED, CONTRADICTORY, or 0 for an open board - guess: int16 [batch], the cell that
+the last move pinned, or NO_GUESS
 """
 
 from __future__ import annotations
@@ -109,12 +110,12 @@ def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) ->
 
 
 def holds(alive: Tensor, solution: Tensor) -> Tensor:
-    """Returns on which boards every cell still has the solution's value as a candidate: uint8 [batch]."""
+    """Returns which boards are sound for this solution, one-hot as `alive`: uint8 [batch]."""
     return ((alive & solution).sum(-1) == 1).all(-1).to(torch.uint8)
 
 
 def is_bad(state: State) -> Tensor:
-    """Returns which boards are not sound, having lost the target's value in some cell: bool [batch]."""
+    """Returns which boards are not sound: bool [batch]."""
     return holds(state["alive"], state["target"]) == 0
 
 

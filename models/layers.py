@@ -144,7 +144,7 @@ class Dropout(NamedTuple):
 
 
 class Cuttable:
-    """The interface of a layer that tensor-parallel ranks can divide: the output is the sum of theirs.
+    """The interface of a layer that tensor-parallel ranks can divide: the output is the sum over ranks.
 
     reads_share: whether each rank reads only a part of the input features. num_shares: number of these ranks.
     """

@@ -33,7 +33,8 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: fl
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
     """Returns the cross-entropy of each cell with stablemax (arXiv 2501.04697) in place of softmax.
 
-    float64 [batch, length] (float32 on mps); arguments as in `softmax_cross_entropy`.
+    float64 [batch, length] (float32 on mps), 0 where the label is ignored. logits: [batch, length, vocab].
+    labels: [batch, length]. label_smoothing: the share of each label that is spread over the vocabulary.
     """
     wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
     s = torch.where(wide < 0, 1 / (1 - wide + 1e-30), wide + 1)

@@ -103,7 +103,7 @@ class Network(nn.Module):
         self.puzzle_emb = None
 
     def register_initial_values(self) -> None:
-        """Draws the initial value X_init of each state z_X; registers it as a buffer."""
+        """Draws the initial value of each state, such as H_init of z_H, and registers it as a buffer."""
         for name in self.state_names:
             self.register_buffer(_init_of(name), truncated_normal(self.hidden_size, std=1).to(self.dtype))
 
@@ -118,7 +118,7 @@ class Network(nn.Module):
         return (self.rotary_cos, self.rotary_sin) if hasattr(self, "rotary_cos") else None
 
     def register_puzzle_rows(self, arch: ArchConfig, metadata: Metadata, *, width: int | None = None) -> None:
-        """Creates `puzzle_emb` if the architecture has one. width: numbers a row; None: puzzle_emb_ndim."""
+        """Creates `puzzle_emb` if the architecture has one. width: length of a row; None: puzzle_emb_ndim."""
         if arch.has_puzzle_embeddings:
             width = width or arch.puzzle_emb_ndim
             self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, width)
@@ -144,7 +144,7 @@ class Network(nn.Module):
 
     @staticmethod
     def complete(metadata: Metadata, weights: State) -> Metadata:
-        """Returns the metadata with facts about the training data added, which only the weights know."""
+        """Returns the metadata with facts about the training data that are stored in the weights."""
         return metadata
 
     def levels(self) -> dict[str, Level]:
@@ -194,10 +194,10 @@ class Network(nn.Module):
         return start
 
     def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
-        """Makes the moves of the last step by another forward pass, with the updated weights.
+        """Moves the boards of the last step, by another forward pass with the updated weights.
 
-        A move strikes out candidates and guesses. Returns the new carry and metric sums. Only for a network
-        that `advances`. reasoning, draws: of the last step.
+        Returns the new carry and the metric sums of the moves. Only for a network that `advances` (LDT).
+        reasoning, draws: of the last step.
         """
         raise NotImplementedError
 
@@ -234,7 +234,7 @@ class Network(nn.Module):
     def halts(
         self, carry: Carry, prediction: Prediction, reasoning: Reasoning, draws: Draws | None
     ) -> Tensor:
-        """Returns which slots halt after a step: bool [batch]. carry: after it, `halted` as before it."""
+        """Returns which slots halt after a step: bool [batch]. carry, prediction: results of the step."""
         halted = carry.steps >= reasoning.max_steps
         if reasoning.halts_early and reasoning.max_steps > 1:
             halted = halted | self.wants_to_halt(carry.state, prediction)
@@ -262,11 +262,11 @@ class Network(nn.Module):
     # The thinking step: embed, reason, predict.
 
     def state_shape(self, seq_len: int) -> tuple[int, ...]:
-        """Returns the shape of each z_X of one slot: [..., hidden]."""
+        """Returns the shape of one slot's states (z_H, ...): [..., hidden]."""
         raise NotImplementedError
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        """Returns {z_X: X_init at every position}; a subclass may keep other tensors, or none."""
+        """Returns {name of a state: X_init at every position}; a subclass may keep other tensors, or none."""
         shape = (batch_size, *self.state_shape(seq_len))
         return {name: self.get_buffer(_init_of(name)).expand(shape) for name in self.state_names}
 

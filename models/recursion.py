@@ -38,11 +38,11 @@ class Gate(nn.Module):
         self.eps = eps
 
     def score(self, z: Tensor) -> Tensor:
-        """Returns the score s of a state z: float32 [batch, positions]."""
+        """Returns q . rms(z), the logarithm of a state's weight in the mean: float32 [batch, positions]."""
         return rms_norm(z.float(), eps=self.eps) @ self.q
 
     def forward(self, z: Tensor, proposed: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the new state and the new log D. proposed: the result of the call."""
+        """Returns the weighted mean of state z and result `proposed`, and log D for the next call."""
         score, faded = self.score(proposed), log_D + F.logsigmoid(self.beta_logit)
         share = torch.sigmoid(score - faded).to(z.dtype)[..., None]
         return torch.lerp(z, proposed, share), torch.logaddexp(faded, score)

@@ -152,7 +152,7 @@ class Weights:
         return norm
 
     def update_(self, lr: float, *, step: int) -> None:
-        """Updates this rank's weights. step: number of this step, from 1; AdamW counts steps by itself."""
+        """Updates this rank's weights. step: from 1, for bias corrections (AdamW counts steps by itself)."""
         for group in self.groups:
             group.optimizer.param_groups[0].update(lr=lr, step=step - 1)
             group.optimizer.step()

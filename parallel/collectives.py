@@ -124,7 +124,10 @@ class Ranks:
         return gathered
 
     def scatter(self, tensors: list[Tensor] | None, *, like: Tensor, source: int) -> Tensor:
-        """Returns on member r the r-th of the tensors of `source` (None on others), shaped as `like`."""
+        """Returns on each member the tensor that `source` has for it, shaped as `like`.
+
+        tensors: on `source` one for each member; None elsewhere.
+        """
         if not self.talks:
             return tensors[0]
         own = torch.empty_like(like)

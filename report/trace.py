@@ -202,7 +202,7 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
 
 
 def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
-    """Returns the tokens of clues: where the puzzle has such a token, the answer has the same."""
+    """Returns the tokens that are always clues: where a puzzle has such a token, the label has it too."""
     is_counted, is_same = puzzles.labels != IGNORE_LABEL_ID, puzzles.inputs == puzzles.labels
     if (first := puzzles.info.style.first_of_field) is not None:
         if ((puzzles.inputs >= first) != (puzzles.labels >= first)).any():  # the answer has another shape

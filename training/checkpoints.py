@@ -164,7 +164,7 @@ class CheckpointManager:
         )
 
     def _best(self) -> dict[str, float | str] | None:
-        """Returns the best value of the run so far, as state.json holds it."""
+        """Returns metric, selected_by, step and value of the best evaluation, for state.json; or None."""
         step = None if self._selection is None else self._selection.best_step(self._values)
         if step is None:
             return None

@@ -66,7 +66,7 @@ class TrainState:
         }
 
     def _mark_copies(self, tensors: Tensors) -> Tensors:
-        """Marks as copies the shards that tensor-parallel ranks hold alike; the first of them saves these."""
+        """Marks as copies the shards that an earlier tensor-parallel rank holds as well, and saves."""
         if self.mesh.tensor.index == 0:
             return tensors
         cut = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}

@@ -154,7 +154,7 @@ def format_values(values: Mapping[str, str]) -> str:
 
 
 def short_value(value: str) -> str:
-    """Returns a value as text; a number of more than 6 characters gets 3 digits."""
+    """Returns a value as text; a number of more than 6 characters is rounded to 3 significant digits."""
     try:
         return value if len(value) <= 6 else f"{float(value):.3g}"
     except ValueError:

@@ -118,8 +118,8 @@ def _written(key: str, of: BaseDistribution, value: Any) -> str:
 def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
     """Returns the config of search.py, the space, and the config of a trial, from the command line.
 
-    The searched keys of the last have arbitrary values. Returns None after --help and --cfg job, which only
-    print. Raises ValueError, one line, for a mistake.
+    The config of a trial has arbitrary values for the searched keys. Returns None after --help and --cfg job,
+    which only print. Raises ValueError, one line, for a mistake.
     """
     asked = split_command_line(SearchConfig)
     if asked is None:

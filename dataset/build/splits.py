@@ -49,7 +49,7 @@ def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
 
 
 def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
-    """Returns which inputs have one of the `input_keys` `keys`: bool [count]."""
+    """Returns which inputs have a key (`input_keys`) among `keys`: bool [count]."""
     return np.fromiter((key in keys for key in input_keys(inputs)), bool, len(inputs))
 
 
@@ -164,7 +164,7 @@ def draw_distinct(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws puzzles with different inputs for both splits: (training, test), each [puzzles, parts, cells].
 
-    draw: picklable, (split, index) -> puzzles [parts, cells], the input first. After `max_misses` draws
+    draw: picklable, (split, index) -> puzzles [parts, cells], part 0 the input. After `max_misses` draws
     without a new puzzle raises ValueError(refusal), where {count} becomes the number of puzzles found.
     """
     seen: set[bytes] = set()

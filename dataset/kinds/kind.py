@@ -113,7 +113,7 @@ class Puzzle:
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet | None:
-        """Returns `num_views` puzzles with all demonstrations, for training identifier 1; None without."""
+        """Lays all demonstrations out `num_views` times, to train identifier 1; None for a kind without."""
         return None
 
 

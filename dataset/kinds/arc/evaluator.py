@@ -144,8 +144,9 @@ class ArcEvaluator:
         """Returns {set: {"arc/pass@1": ..., "arc/count": tasks, "arc/test_inputs": ..., "arc/votes": ...}}.
 
         pass@K of a task is the share of its test inputs with the right output among the K best grids. The
-        metric is the mean over the tasks of the set, and the tasks that are in no set. Inputs without votes
-        are wrong; inputs without a known output are left out. ValueError where a row shows an unknown input.
+        metric is the mean over the set's tasks; tasks that no set has count in each set. Inputs without votes
+        are wrong; inputs without a known output are left out. ValueError where an example shows an unknown
+        input.
         """
         if num_unknown := sum(number for _, number in partials):
             shown = f"{num_unknown} test examples show no test input of their task in {TEST_PUZZLES}"
@@ -196,8 +197,8 @@ class ArcEvaluator:
 class EvaluatedTask(NamedTuple):
     """The test pairs of a task; several may have the same input.
 
-    inputs, outputs grids as bytes, one of each for every test pair; an unknown output is `tasks.EMPTY`
-    index_of {input: index of the first test pair with this input}
+    inputs, outputs  grids as bytes, one of each for every test pair; an unknown output is `tasks.EMPTY`
+    index_of         {input: index of the first test pair with this input}
     """
 
     name: str

@@ -50,7 +50,7 @@ def grid_tokens(grid: np.ndarray, *, size: int) -> np.ndarray:
 
 
 class Pair(NamedTuple):
-    """Two grids, uint8 [rows, columns], each of its own size."""
+    """An input grid and its output grid, uint8 [rows, columns], each of its own size."""
 
     input: np.ndarray
     output: np.ndarray

@@ -277,7 +277,7 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
 
 
 def _free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
-    """Returns the numbers of the symbols that may be exchanged: int64 [n]."""
+    """Returns the numbers of the symbols that variants exchange, all but `fixed`: int64 [n]."""
     named = (fixed or "").split() if vocabulary.parts_by_spaces else list(fixed or "")
     if unknown := [symbol for symbol in named if symbol not in vocabulary.symbols]:
         there = f"the symbols are {vocabulary.list_symbols()}"

@@ -130,7 +130,7 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
 
 
 def parse_pair(row: dict, *, where: str) -> Pair:
-    """Checks one pair, a JSON object. ValueError says what is wrong with it. where: file and line."""
+    """Makes a pair from a JSON object. ValueError says what is wrong with it. where: file and line."""
     for field in _GRIDS:
         if row.get(field) is None:
             raise ValueError(f"no {field}")

@@ -56,7 +56,7 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class SudokuPuzzle(Puzzle):
-    """A Sudoku of a person. box: (rows, columns) of a box."""
+    """A Sudoku that a person gives. box: (rows, columns) of a box."""
 
     box: Box = (3, 3)
 

@@ -175,7 +175,8 @@ def generate_puzzle(
     needed among many clues is needed among fewer. Grids larger than 9x9 need not become minimal: a clue also
     stays where a few guesses do not decide, and once only the least number of `clues` is left.
 
-    clues: the wanted numbers of clues; some are added (`with_more_clues`). None: the puzzle has too many.
+    clues: the wanted numbers of clues; if the puzzle has fewer, some are added (`with_more_clues`), and if it
+    has more, the result is None.
     """
     whole, _, _ = _bitboards(box)
     num_cells, size = whole.bit_length(), box[0] * box[1]
@@ -251,7 +252,10 @@ def bits_per_symmetry(box: Box) -> int:
 
 
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Orders n rows or columns at random: blocks, bits for the blocks; in_blocks, for the lines in each."""
+    """Returns n rows (or columns) in random orders that keep blocks together: [count, n].
+
+    blocks, in_blocks: random bits, for the order of the blocks and of the lines in each block.
+    """
     count, num_blocks, num_lines = in_blocks.shape
     order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)
     return order.reshape(count, num_blocks * num_lines)

@@ -54,8 +54,8 @@ def in_symbols(*texts: str, num_cells: int) -> list[str]:
 def read_grids(text: str) -> list[GridText]:
     """Reads the puzzles of a text. ValueError for JSON, or where a line of a list has no puzzle.
 
-    A text is one grid or several, each in lines, or a list with a puzzle in every line, perhaps beside its
-    number and the like. A full grid after a puzzle that agrees is the puzzle's answer.
+    A text is one grid or several, each in lines, or a list with a puzzle in every line, perhaps beside other
+    fields such as a number. A full grid after a puzzle that agrees is the puzzle's answer.
     """
     if "{" in text:
         raise ValueError("it is no list of puzzles, with characters for cells")
@@ -84,7 +84,7 @@ def read_grids(text: str) -> list[GridText]:
 def _lines(text: str) -> Iterator[tuple[int, str]]:
     """Yields (number, line) of lines with cells, without comments after # and titles such as "Grid 01".
 
-    Of sections, it takes [Puzzle], and a [State] without empty cells.
+    In a text with sections, these are [Puzzle], and a [State] without empty cells.
     """
     section, state = "puzzle", []
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
@@ -100,7 +100,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _split_cells(text: str) -> Sequence[str]:
-    """Splits a text into cells: at separators if these part symbols or numbers, else every character."""
+    """Splits a text into cells: between separators, if symbols or numbers are there; else one a character."""
     text = re.sub(r"[]|[]", " ", text)
     separator = next((each for each in "\t;," if each in text), None)
     fields, known = [field.strip() for field in text.split(separator)], _SIZES | BOX_OF.keys()
@@ -162,7 +162,7 @@ def _join(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def _answers(puzzle: str, cells: str) -> bool:
-    """Returns whether cells are a full grid that agrees with the puzzle."""
+    """Returns whether `cells` is a full grid with all clues of `puzzle`."""
     same_size = len(cells) == len(puzzle) and "." not in cells
     return same_size and all(clue in (".", cell) for clue, cell in zip(puzzle, cells, strict=True))
 
