@@ -11,7 +11,7 @@ and the grid itself breaks ties; with one set, pass@2 is the score of the submis
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -50,32 +50,30 @@ class TestInput(NamedTuple):
 class Votes:
     """The votes of one rank, or of all: how often each test input got a grid, and how sure the model was.
 
-    sums: {test input: {grid: (number of votes, sum of the probabilities of being right, in fixed point)}}.
+    votes, halting: for each test input {grid: number of votes}, and {grid: sum of the probabilities of being
+    right, in fixed point}.
     """
 
     def __init__(self) -> None:
-        self.sums: dict[TestInput, dict[bytes, tuple[int, int]]] = {}
+        self.votes: defaultdict[TestInput, Counter[bytes]] = defaultdict(Counter)
+        self.halting: defaultdict[TestInput, Counter[bytes]] = defaultdict(Counter)
 
     def vote(self, test_input: TestInput, grid: bytes, q_halt: float) -> None:
         """Adds one vote. q_halt: the logit of being right; NaN counts as probability 0."""
         probability = 0.0 if math.isnan(q_halt) else (1 + math.tanh(q_halt / 2)) / 2  # the sigmoid
-        self._add(test_input, grid, 1, round(probability * _HALTING_ONE))
-
-    def _add(self, test_input: TestInput, grid: bytes, votes: int, halting: int) -> None:
-        sums = self.sums.setdefault(test_input, {})
-        old_votes, old_halting = sums.get(grid, (0, 0))
-        sums[grid] = old_votes + votes, old_halting + halting
+        self.votes[test_input][grid] += 1
+        self.halting[test_input][grid] += round(probability * _HALTING_ONE)
 
     def merge(self, other: "Votes") -> None:
-        for test_input, sums in other.sums.items():
-            for grid, counted in sums.items():
-                self._add(test_input, grid, *counted)
+        for test_input in other.votes:
+            self.votes[test_input].update(other.votes[test_input])
+            self.halting[test_input].update(other.halting[test_input])
 
     def count(self) -> Counter[str]:
         """Returns the number of votes in each set."""
         totals: Counter[str] = Counter()
-        for test_input, sums in self.sums.items():
-            totals[test_input.set_name] += sum(votes for votes, _ in sums.values())
+        for test_input, votes in self.votes.items():
+            totals[test_input.set_name] += votes.total()
         return totals
 
     def ranked(self, test_inputs: Iterable[TestInput]) -> list[bytes]:
@@ -86,9 +84,8 @@ class Votes:
         """
         votes, halting = Counter(), Counter()
         for test_input in test_inputs:
-            for grid, counted in self.sums.get(test_input, {}).items():
-                votes[grid] += counted[0]
-                halting[grid] += counted[1]  # of equal votes the larger sum has the larger mean
+            votes.update(self.votes.get(test_input))
+            halting.update(self.halting.get(test_input))  # of equal votes the larger sum has the larger mean
         return sorted(votes, key=lambda grid: (grid == arc.EMPTY, -votes[grid], -halting[grid], grid))
 
 
