@@ -209,25 +209,11 @@ def test_the_log_is_cut_back_and_leftovers_are_removed(run):
 # ---------------------------------------------------------------------------------------------------- keeping
 
 
-def test_the_newest_are_kept(run):
-    save(run, 1, 2, 3, 4, 5, keep_checkpoints=3)
-    assert checkpoint_names(run) == {"step_3", "step_4", "step_5"}
-    save(run, 6, keep_checkpoints=None)
-    assert checkpoint_names(run) == {"step_3", "step_4", "step_5", "step_6"}
-
-
-@pytest.mark.parametrize(
-    ("name", "values", "best"),
-    [
-        ("eval/all/lm_loss", (0.5, 0.2, 0.8, 0.6, float("nan"), 0.6), 2),
-        ("eval/all/exact_accuracy", (0.5, 0.2, 0.8, 0.6, float("nan"), 0.6), 3),
-        ("eval/all/accuracy", (0.9, 0.1, 0.9, 0.1, 0.1, 0.1), 3),  # of equally good ones the newest
-    ],
-)
-def test_the_best_is_kept(run, name, values, best):
-    values = dict(enumerate(values, 1))
-    save(run, *values, metrics=values, keep_checkpoints=2, keep_best=name)
-    assert checkpoint_names(run) == {f"step_{best}", "step_5", "step_6"}
+def test_the_newest_and_the_best_are_kept(run):
+    """Which one is the best: test_best.py."""
+    values = dict(enumerate((0.5, 0.2, 0.8, 0.6, 0.7), 1))
+    save(run, *values, metrics=values, keep_checkpoints=2, keep_best="eval/all/lm_loss")
+    assert checkpoint_names(run) == {"step_2", "step_4", "step_5"}
 
 
 def test_an_unknown_metric_is_told(run, capsys):

@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from dataset.build import build_dataset
 from tests.ranks import NUM_THREADS, Finished, complete_program, run_program
 from tests.tiny import OVERRIDES
 
@@ -40,15 +38,12 @@ def _pretrain(folder: Path, *words: str, world_size: int | None = 2, **environme
 _MISTAKES = [
     ("epoch=3", ["unknown key 'epoch'", "'epochs'"]),
     ("data/train/all__inputs.npy", ["all__inputs.npy", "truncated"]),
-    ("global_batch_size=1200", ["do not fill one batch", "global_batch_size"]),
     ("global_batch_size=25", ["global_batch_size 25", "2 processes"]),
-    ("gradient_accumulation_steps=5", ["slots of each process", "gradient_accumulation_steps 5"]),
     ("backend=nccl", ["backend=nccl", "CUDA"]),
     ("checkpoint_path=file/run", ["cannot write into the run folder", "checkpoint_path"]),
+    ("evaluators=[arc]", ["is no arc dataset", "choose the evaluator"]),
     ("compile=true", ["compile=true", "no-such-compiler", "compile=auto"]),
 ]
-if not torch.cuda.is_available():
-    _MISTAKES.append(("device=cuda", ["device=cuda", "device=cpu"]))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +57,7 @@ def test_mistakes_in_training(tmp_path, data, mistake, parts):
         (tmp_path / mistake).write_bytes((tmp_path / mistake).read_bytes()[:-100])
         words = []
     _assert_is_one_line(_pretrain(tmp_path, *words, CXX="no-such-compiler"), 2, *parts)
-    if mistake in ("epoch=3", "global_batch_size=1200"):
+    if mistake == "epoch=3":
         _assert_is_one_line(_pretrain(tmp_path, *words, world_size=None), 1, *parts)
     assert {path.name for path in tmp_path.iterdir()} == {"data", "file", ".output_pretrain"}
 
@@ -77,26 +72,17 @@ def test_mistakes_in_evaluation(tmp_path, data):
     complete_program(
         "pretrain", "data_path=data", *OVERRIDES, "max_steps=1", "checkpoint_path=run", folder=tmp_path
     )
-    build_dataset("sudoku", ["--output-dir", str(tmp_path / "other"), "--generate", "5", "--box", "2x3"])
-    for name in ("empty", "deeper", "corrupt", "damaged"):
-        (tmp_path / name).mkdir()
-    for name in ("deeper", "corrupt", "damaged"):
+    for name in ("deeper", "corrupt"):
         shutil.copytree(tmp_path / "run" / "step_1", tmp_path / name / "step_1")
     config = tmp_path / "deeper" / "step_1" / "config.yaml"
     config.write_text(config.read_text().replace("H_layers: 1", "H_layers: 2"))
-    for name in ("corrupt", "damaged"):
-        (tmp_path / name / "step_1" / "weights.safetensors").write_bytes(b"nothing")
-    for name in ("deeper", "damaged"):
-        (tmp_path / name / "step_1" / "manifest.json").unlink()
+    (tmp_path / "deeper" / "step_1" / "manifest.json").unlink()
+    (tmp_path / "corrupt" / "step_1" / "weights.safetensors").write_bytes(b"nothing")
     (tmp_path / "file").touch()
     for words, parts in (
         ([], ["checkpoint=PATH is needed"]),
-        (["checkpoint=nowhere"], ["nowhere", "does not exist"]),
-        (["checkpoint=empty"], ["no checkpoint step_<N>", "empty"]),
-        (["checkpoint=run", "data_path=other"], ["vocab_size 6", "dataset has 8"]),
         (["checkpoint=deeper/step_1"], ["another architecture", "H_level.layers.1"]),
         (["checkpoint=corrupt"], ["step_1", "corrupt"]),
-        (["checkpoint=damaged/step_1"], ["step_1", "cannot be read"]),
         (["checkpoint=run", "output_dir=file/out"], ["cannot write into", "output_dir"]),
     ):
         _assert_is_one_line(_evaluate(tmp_path, *words), 2, *parts)
