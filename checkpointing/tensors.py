@@ -179,10 +179,7 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path, section: str) -> Iterator[_Stored]:
-    """Yields the tensors of a section, file by file.
-
-    After the last tensor, raises ValueError if the shards of a tensor overlap or leave a gap.
-    """
+    """Yields the tensors of a section, file by file; then ValueError if shards overlap or leave gaps."""
     paths = find_files(folder, section)
     if not paths:
         raise ValueError(

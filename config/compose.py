@@ -193,10 +193,7 @@ def _compose(
 
 
 def _leave_out_of_experiment(composed: DictConfig, given: set[str], notice: Callable[[str], None]) -> None:
-    """Resets those `arch` values of an experiment that the model given on the command line does not have.
-
-    given: the keys of the command line, with values that stay. notice: called with a message.
-    """
+    """Resets `arch` values of an experiment that the chosen model lacks, except those of `given` keys."""
     name, arch = composed.arch.name, OmegaConf.to_container(composed.arch, resolve=True)
     schema, defaults = architectures()[name], load_defaults(f"arch/{name}")
     own = [key for key in arch if f"arch.{key}" not in given and arch[key] != defaults.get(key)]

@@ -168,10 +168,7 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None) -> Non
 
 
 def _data_of(experiment: str) -> str | None:
-    """Returns the command that builds an experiment's data, from a comment in the experiment's file.
-
-    The comment is `# Data: COMMAND`, or refers to another file by `as for experiment=NAME`.
-    """
+    """Returns the build command after `# Data:` in an experiment's file, or in the file it refers to."""
     path = FOLDER / "experiment" / f"{experiment}.yaml"
     text = path.read_text() if path.is_file() else ""
     found = re.search(r"^# Data: *((?:.*\\\n)*.*)$", text, re.MULTILINE)

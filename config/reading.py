@@ -66,10 +66,7 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
-    """Reads a UTF-8 file, without a byte order mark.
-
-    ValueError, one line: not readable, over `most` bytes, or another encoding.
-    """
+    """Reads a UTF-8 file, without a byte order mark. ValueError, one line, where that fails."""
     try:
         return read_bytes(path, most=most).decode("utf-8-sig")
     except UnicodeDecodeError as error:

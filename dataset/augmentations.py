@@ -178,10 +178,7 @@ def _move(
 def _line(
     positions: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
 ) -> np.ndarray:
-    """Returns each row's (or column's) summand in the index of the original cell, or `outside`: no cell.
-
-    step: of the summand from line to line. from_end: whether the original's lines are in reverse.
-    """
+    """Returns each line's summand in the index of its original cell, or `outside` where there is none."""
     is_inside = (positions >= 0) & (positions < length)
     return np.where(is_inside, np.where(from_end, length - 1 - positions, positions) * step, outside)
 

@@ -182,19 +182,16 @@ class Board:
         return self.left + column * self.size, self.top + row * self.size
 
     def ground(self, row: int, column: int, paint: Paint) -> str:
-        """Returns the SVG of a cell's background."""
         x, y = self.corner(row, column)
         square = f'x="{x:.4g}" y="{y:.4g}" width="{self.size:.4g}" height="{self.size:.4g}"'
         return f'<rect {square} fill="{paint.ground}" fill-opacity="{paint.opacity:g}"/>'
 
     def text(self, row: int, column: int, paint: Paint) -> str:
-        """Returns the SVG of a cell's text."""
         x, y = (start + self.size / 2 for start in self.corner(row, column))
         middle = f'x="{x:.4g}" y="{y:.4g}" font-size="{self.size * 0.5:.3g}"'
         return f'<text {middle} class="{paint.kind}">{escape(paint.text)}</text>'
 
     def cross(self, row: int, column: int) -> str:
-        """Returns the SVG of a cross over a cell."""
         (x, y), size = self.corner(row, column), f"{self.size:.4g}"
         path = f"M{x:.4g} {y:.4g}l{size} {size}m0-{size}l-{size} {size}"
         return "".join(

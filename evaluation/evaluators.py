@@ -105,10 +105,7 @@ class Evaluators:
         return metrics
 
     def write(self, folder: Path) -> None:
-        """Writes the evaluators' files; with several dataset folders, each has a subfolder.
-
-        Rank 0 calls it, after `gather_metrics`.
-        """
+        """Writes the evaluators' files, perhaps in subfolders; on rank 0, after `gather_metrics`."""
         for data_folder, evaluators in self._of_folder.items():
             for evaluator in evaluators:
                 evaluator.write(folder / data_folder.name if len(self._of_folder) > 1 else folder)

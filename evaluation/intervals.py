@@ -44,10 +44,7 @@ def goal_p(values: Sequence[float], goal: float) -> float | None:
 
 
 def difference_p(values: Sequence[float], others: Sequence[float]) -> float | None:
-    """Computes the p-value of a two-sided two-sample t-test, pooled variance; null hypothesis: equal means.
-
-    None where both have a single value.
-    """
+    """Computes the p-value of a two-sided t-test of equal means, pooled variance; None for two values."""
     freedom = len(values) + len(others) - 2
     if freedom < 1:
         return None

@@ -177,7 +177,6 @@ class _SetSums:
         self._act_sums += torch.stack([(counted & is_exact).sum(), (counted * steps).sum()])
 
     def add(self, final: StepOutput) -> None:
-        """Adds the final outputs of slots."""
         self._metrics.add(self._network.sums(final))
         if self._outputs:
             is_real = final.carry.data.is_real

@@ -169,10 +169,7 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
 
 
 def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
-    """Computes {set: {metric: mean, <metric>_deviation: sample standard deviation}} over several runs.
-
-    runs: {set: {metric: value}} of each.
-    """
+    """Computes {set: {metric: mean, <metric>_deviation: ...}} over runs, each {set: {metric: value}}."""
     summary: dict[str, dict[str, float]] = {}
     for name in runs[0]:
         columns = [run.get(name, {}) for run in runs]

@@ -101,7 +101,10 @@ def votes(preds: np.ndarray) -> np.ndarray:
 
 
 def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
-    """Returns an output with the answer of step `at`, which a `HistoryNetwork` has kept in the state."""
+    """Returns the output with its answer at the end, the first halt or the peak of q_halt, as `at` says.
+
+    output: of a `HistoryNetwork`, which keeps these answers.
+    """
     if at == "end":
         return output
     state, prediction = output.carry.state, output.prediction
@@ -182,7 +185,7 @@ class Scores:
         return of_first
 
     def _are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Checks by the rules answers to `inputs`, both [..., seq_len]: bool [...]; None without rules."""
+        """Returns which answers obey the rules, bool [...], of [..., seq_len] each; None without rules."""
         if self._rules is None:
             return None
         flat = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (inputs, preds))

@@ -136,7 +136,6 @@ def _verdict(answer: Answer) -> Iterator[str]:
 
 
 def _halting_values(answer: Answer, width: int) -> str:
-    """Lists the halting value after each step."""
     values = [f"{step.q_halt:.2f}".removeprefix("0").replace("1.00", "1.0") for step in answer.steps]
     runs = [(value, len(list(run))) for value, run in itertools.groupby(values)]
     text = " ".join(value if count == 1 else f"{value}(x{count})" for value, count in runs)
@@ -144,7 +143,6 @@ def _halting_values(answer: Answer, width: int) -> str:
 
 
 def _legend(style: Style, *, color: bool) -> str:
-    """Explains the marks of the steps."""
     if not color:
         changed = "" if style.has_areas else f"; {_mark(style)} changed"
         return f"q: halting value; stop: where the model would halt{changed}"

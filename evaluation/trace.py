@@ -43,10 +43,7 @@ class Trace(NamedTuple):
 
 @torch.inference_mode()
 def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0) -> Trace:
-    """Runs every puzzle of a batch through all thinking steps, in one process. seed: of noise, if any.
-
-    The model must be in evaluation mode.
-    """
+    """Runs a batch through all thinking steps, in one process, in evaluation mode. seed: of any noise."""
     assert not model.training
     steps: list[Trace] = []
 

@@ -32,7 +32,6 @@ def build_model(arch: Architecture, metadata: Metadata, **options: Any) -> Halti
 
 
 def network_class(name: str) -> type[Network]:
-    """Returns the network class of an `arch.name`."""
     return importlib.import_module(f"models.{name}").NETWORK
 
 

@@ -77,10 +77,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def eager_blocks(*, unless: bool = False) -> contextlib.AbstractContextManager:
-    """Returns a context in which compiled blocks run uncompiled, as for rare batch sizes.
-
-    unless: True: returns a context without effect.
-    """
+    """Returns a context in which compiled blocks run uncompiled, as for rare sizes, unless `unless`."""
     return contextlib.nullcontext() if unless else torch.compiler.set_stance("force_eager")
 
 

@@ -266,7 +266,7 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        """Returns {name of a state: X_init at every position}; a subclass may keep other tensors, or none."""
+        """Returns {name of a state: its initial value at every position}; a subclass may keep others."""
         shape = (batch_size, *self.state_shape(seq_len))
         return {name: self.get_buffer(_init_of(name)).expand(shape) for name in self.state_names}
 

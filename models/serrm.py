@@ -185,10 +185,7 @@ class SERRM(OneState, TokenLosses, Network):
 
 
 def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
-    """Returns the angles of rotary positions: [seq_len, head_dim / 2].
-
-    rope2d: half by row and half by column of the grid; ValueError if the puzzles are no grids.
-    """
+    """Returns rotary angles, [seq_len, head_dim / 2]. ValueError for rope2d if the puzzles are no grids."""
     if arch.pos_encodings == "rope":
         return rotary_angles(torch.arange(metadata.seq_len), arch.head_dim, base=arch.rope_theta)
     num_columns = columns_of(metadata, needed_by="arch.pos_encodings=rope2d")
@@ -196,11 +193,7 @@ def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
 
 
 def _least_confidence(logits: Tensor) -> Tensor:
-    """Returns how sure the least certain cell is, as a logit in place of q_halt: [batch].
-
-    logits: float32 [batch, seq_len, vocab]. The result is log(p / (1 - p)), where p is the smallest over
-    cells of the largest probability over symbols.
-    """
+    """Returns log(p / (1 - p)) of the least certain cell, p of its best symbol: [batch], used as q_halt."""
     largest, best = logits.max(dim=-1, keepdim=True)
     others = logits.scatter(-1, best, -torch.inf).logsumexp(dim=-1)
     return (largest.squeeze(-1) - others).amin(dim=-1)

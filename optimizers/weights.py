@@ -87,10 +87,7 @@ class CutMuon(torch.optim.Optimizer):
             matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
     def _change(self, update: Tensor, cut: Cut, *, lr: float, owner: int) -> Tensor:
-        """Returns this rank's part of a matrix's change, which rank `owner` computes for all.
-
-        update: this rank's part of the momentum to orthogonalize.
-        """
+        """Returns this rank's part of a matrix's change, which rank `owner` makes of every `update`."""
         parts = self._ranks.gather(update, goal=owner)
         if parts is None:
             return self._ranks.scatter(None, like=update, source=owner)

@@ -197,7 +197,6 @@ class AllToAllPlan:
 
 
 def all_ranks() -> Ranks:
-    """Returns the group of all ranks."""
     return Ranks(rank(), world_size())
 
 

@@ -335,10 +335,7 @@ class FlatParameters:
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
-        """Returns the ranges of these parameters in the buffers, gaps included.
-
-        joins: whether adjacent ranges become one.
-        """
+        """Returns these parameters' ranges in the buffers, gaps included; joins adjacent ones, if `joins`."""
         ranges: list[slice] = []
         for name, own in self._ranges.items():
             if name not in names:

@@ -88,7 +88,7 @@ class FailureRecord:
         )
 
     def pop_recovery(self) -> dict[str, float]:
-        """Returns the metric `recovery_seconds`, once after a recovery; otherwise {}."""
+        """Returns {"recovery_seconds": time since the failure} once, after a recovery; otherwise {}."""
         seconds, self._recovery_seconds = self._recovery_seconds, None
         return {} if seconds is None else {"recovery_seconds": seconds}
 
@@ -151,7 +151,7 @@ class Watchdog:
         return bool(self._alarm or self._found)
 
     def pop_recovery(self) -> dict[str, float]:
-        """Returns the metric `recovery_seconds` on rank 0, once after a recovery; otherwise {}."""
+        """Returns {"recovery_seconds": time since the failure} on rank 0 once, after a recovery, else {}."""
         return self._record.pop_recovery() if self._record else {}
 
     @contextlib.contextmanager
@@ -345,10 +345,7 @@ def _key(number: int) -> str:
 
 
 def _warn_of_clock(number: int, written_at: float, most_seconds: float) -> None:
-    """Warns if the clock of rank `number` is more than 5 s off rank 0's.
-
-    written_at: the heartbeat's time on that rank's clock. most_seconds: how old it can be.
-    """
+    """Warns if the clock of rank `number` is over 5 s off; the heartbeat is at most `most_seconds` old."""
     age = time.time() - written_at
     difference = age if age < 0 else max(0.0, age - most_seconds)
     if abs(difference) > _CLOCK_SECONDS:

@@ -83,9 +83,9 @@ def tune(plan: dict[str, Any], name: str, folder: Path) -> float:
 def build_rerun(
     plan: dict[str, Any], name: str, training: dict[str, Any], folder: Path, *words: str
 ) -> Rerun:
-    """Returns the `Rerun` of a model's training that costs about `petaflops`; builds missing data.
+    """Returns the training of a model with about `petaflops` operations; builds missing data.
 
-    training: an entry of the plan, with its rung and petaflops. words: more key=value words.
+    training: an entry of the plan. words: more key=value words.
     """
     model, rung = plan["models"][name], RUNGS[training["rung"]]
     data = Rerun(rung, folder / rung.name, source=None)
@@ -116,7 +116,6 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
 
 
 def write_results(results: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Writes comparison.json, comparison.md and comparison.svg."""
     write_json(folder / _JSON, {"cpu": cpu_name(), "commit": commit(), "results": results})
     text, panels = f"# Models at equal training operations\n\n![{_TITLE}]({_PICTURE})\n", []
     models = dict.fromkeys(row["model"] for row in results)

@@ -31,9 +31,9 @@ _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
 
 
 class Rerun:
-    """The trainings and evaluations of a rung, in a folder. overrides: key=value words for the recipe.
+    """The trainings and evaluations of a rung, in a folder. source: of data that the project does not ship.
 
-    source: path of data that the project does not ship.
+    overrides: key=value words that change the recipe.
     """
 
     def __init__(self, rung: Rung, folder: Path, *, source: Path | None, overrides: tuple[str, ...] = ()):
@@ -273,6 +273,5 @@ class Clock:
 
 
 def _processor_seconds() -> float:
-    """Returns the processor seconds of all child processes that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

@@ -47,7 +47,6 @@ class Step(nn.Module):
     def forward(
         self, inputs: Tensor, puzzle_identifiers: Tensor, starts: Tensor | None, state: State
     ) -> dict[str, Tensor]:
-        """Returns the outputs by name."""
         fresh = self.network.initial_state(*inputs.shape[:1], seq_len=inputs.shape[1])
         state = {
             name: torch.where(starts.view(-1, *[1] * (old.ndim - 1)), fresh[name], old)
@@ -68,7 +67,6 @@ class Pass(nn.Module):
         self.network, self.loops = network, reasoning.loops
 
     def forward(self, alive: Tensor) -> dict[str, Tensor]:
-        """Returns the outputs by name."""
         return self.network.look(alive, None, loops=self.loops).last()._asdict()
 
 

@@ -55,7 +55,6 @@ class RunData:
         return read_info(self.dataset.folders, self.dataset.metadata)
 
     def info_of(self, folder: Path) -> DatasetInfo:
-        """Returns the description of one data folder."""
         return read_info([folder], load_metadata(folder, "test"))
 
     def read_train_batches(

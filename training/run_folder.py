@@ -100,7 +100,6 @@ def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfi
 
 
 def _as_name(folder_name: str) -> str:
-    """Turns a folder's name into a valid run_name."""
     return re.sub(r"[^A-Za-z0-9_.+-]+", "-", folder_name).lstrip("_.+-") or "run"
 
 

@@ -103,10 +103,7 @@ class WandbRun:
         return f"`wandb sync --include-online {self._folder}/wandb/*run-*` sends it later"
 
     def _catch_up(self) -> None:
-        """Reads the log: records the best values, and sends the rows that the server lacks after a kill.
-
-        Offline, no rows are sent again.
-        """
+        """Reads the log: records the best values, and sends rows that the server lacks, unless offline."""
         if not self._run.offline:
             self._last_step = self._run.starting_step - 1
         for row, _ in read_rows(self._folder):

@@ -191,10 +191,7 @@ def _ends(sweep: RangeSweep, word: str) -> tuple[float, float, float]:
 
 
 def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
-    """Returns key=value words of pretrain.py as the text of an equivalent file for config/experiment.
-
-    comment: the first lines of the file.
-    """
+    """Returns key=value words as text of a file for config/experiment, which begins with `comment`."""
     values, experiments, groups = OmegaConf.create(), [], {}
     for override in parse_overrides(PretrainConfig, overrides):
         key, value = override.get_key_element().lstrip("+"), override.value()

@@ -55,7 +55,7 @@ class Study:
         self._claim(path, run, known)
 
     def _claim(self, path: Path, run: PretrainConfig, known: dict[str, Any]) -> None:
-        """Stores the settings of a new search; ValueError if `known`, the attributes of the file, differ."""
+        """Stores the settings of a new search; ValueError if `known`, the file's attributes, has others."""
         now: dict[str, Any] = {
             "metric": self.selection.metric,
             "chosen by": self.selection.selected_by,
@@ -178,7 +178,6 @@ class Study:
 
 
 def _count_evaluations(run: PretrainConfig) -> int:
-    """Returns the number of evaluations in a whole run."""
     stages = [(stage.epochs, stage.eval_interval) for stage in run.curriculum if stage.epochs]
     steps = (run.train_steps, run.eval_steps)
     stages.append(steps if run.train_steps else (run.epochs, run.eval_interval))

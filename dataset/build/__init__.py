@@ -1,7 +1,8 @@
 """The builders of datasets, by the name of their kind in `BUILDERS`.
 
-A builder is a module with add_options(parser), check_options(options) and build(options); --help prints the
-first line of its docstring.
+A builder is a module with add_options(parser); check_options(options), which fills in defaults and raises
+ValueError for contradictions; and build(options), which writes the dataset. --help prints the first line of
+its docstring.
 """
 
 import importlib

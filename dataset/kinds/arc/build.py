@@ -95,7 +95,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Fills in defaults. ValueError where options contradict each other."""
     if options.generate is not None:
         refuse_options(options, ("evaluate",), "--source, not for --generate")
         if options.max_size is not None and options.max_size < LARGEST:
@@ -150,10 +149,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
-    """Returns the tasks, generated or read, up to --max-size; and the subsets to evaluate.
-
-    ValueError where such a subset is missing, or has only larger tasks.
-    """
+    """Returns the tasks up to --max-size, and the subsets to evaluate. ValueError if one is empty."""
     if options.generate is not None:
         generated = generate_tasks(options.generate, subset=_EVALUATED, seed=options.seed)
         return [task for task, _ in generated[options.skip or 0 :]], [_EVALUATED]

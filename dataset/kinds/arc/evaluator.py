@@ -113,7 +113,6 @@ class ArcEvaluator:
         self._votes, self._total = Votes(), Votes()  # of this rank; of all ranks, set in `metrics`
 
     def add(self, set_name: str, answers: Answers) -> None:
-        """Counts a vote for each answer to a batch."""
         rows = zip(
             answers.puzzle_identifiers.tolist(),
             corner_grids(answers.inputs),

@@ -58,7 +58,6 @@ class _Draw:
         return items[self.between(0, len(items) - 1)]
 
     def sample(self, items: Sequence, count: int) -> list:
-        """Draws `count` different items."""
         return [items[index] for index in random_orders(self._bits.read(len(items)))[:count]]
 
     def ground(self, *, least: int = SMALLEST, most: int = LARGEST) -> np.ndarray:

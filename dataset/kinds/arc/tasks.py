@@ -117,10 +117,7 @@ def parse_task(
 
 
 def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
-    """Parses the JSON of a task, with or without test outputs; returns also which test pairs have one.
-
-    ValueError, one line.
-    """
+    """Returns the task of a JSON text, and which test pairs have an output. ValueError, one line."""
     try:
         content = parse_json(text, where="it")
     except ValueError as error:

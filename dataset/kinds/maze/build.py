@@ -26,7 +26,6 @@ _MAX_BATCHES = 1000  # in a row without a new maze, before giving up: about 10 s
 
 
 def build(options: argparse.Namespace) -> None:
-    """Reads or generates the mazes, and writes the dataset."""
     numbers = np.arange(NUM_DIHEDRAL, dtype=np.uint8)[None, :, None]
     build_puzzles(
         options,
@@ -63,7 +62,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Fills in defaults. ValueError where options contradict each other."""
     if options.generate is None:
         refuse_options(options, ("size", "min_path_cells", "perfect"), "--generate, not for --source")
     else:
@@ -120,7 +118,6 @@ def _read(files: Sequence[Path], *, given: str | None) -> list[np.ndarray]:
 
 
 def _flatten(text: str) -> str:
-    """Returns the cells of a maze row by row."""
     return to_square(text) if "\n" in text.strip("\n") else text.strip("\n")
 
 

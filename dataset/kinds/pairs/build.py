@@ -37,7 +37,6 @@ _MOST_NAMED = 10  # tasks in a line
 
 
 def build(options: argparse.Namespace) -> None:
-    """Reads the pairs and writes the folder."""
     needed, goal = "its files of pairs", options.output_dir
     files = find_source_files(options.source, choose_files, needed=needed, output_dir=goal)
     given = {} if options.fields is None else {"fields": options.fields}
@@ -110,7 +109,6 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Fills in defaults. ValueError where options contradict each other."""
     if "symbols" not in options.symmetries:
         refuse_options(options, ("fixed_symbols", "num_aug"), "--symmetries with symbols")
     elif options.num_aug is None:
@@ -233,7 +231,7 @@ def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
 
 
 def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
-    """Returns all symbols, integers by value and then others, and the size of a field for every grid."""
+    """Returns all symbols, integers first and by value, and the size of a field that every grid fits into."""
     found = {cell for pair in pairs for grid in pair[:2] for row in grid for cell in row}
     if len(found) > _MAX_SYMBOLS:
         raise ValueError(f"the pairs have {len(found)} different symbols, more than {_MAX_SYMBOLS}")

@@ -81,7 +81,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Generates the pairs and writes the folder."""
     given = dict(options.options or ())
     pairs = _generate(options.task, given, size=options.size, seed=options.seed)
     write_pairs(pairs, options, builder="reasoning_gym", instead={"options": given, "package": _PACKAGE})

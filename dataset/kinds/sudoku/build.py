@@ -63,7 +63,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Fills in defaults. ValueError where options contradict each other."""
     if options.generate is not None:
         refuse_options(options, ("subsample_size", "min_difficulty"), "--source, not for --generate")
         options.num_test = options.num_test or max(options.generate // 10, 100)
@@ -78,7 +77,6 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Reads or generates the puzzles, and writes the dataset."""
     box, seed, least, clues = rules.BOXES[options.box], options.seed, options.min_difficulty, options.easier
     num_examples = 2 if clues else 1
 

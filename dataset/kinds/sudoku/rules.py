@@ -252,10 +252,7 @@ def bits_per_symmetry(box: Box) -> int:
 
 
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Returns n rows (or columns) in random orders that keep blocks together: [count, n].
-
-    blocks, in_blocks: random bits, for the order of the blocks and of the lines in each block.
-    """
+    """Returns random orders of n lines, [count, n], that keep blocks together; both arguments are bits."""
     count, num_blocks, num_lines = in_blocks.shape
     order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)
     return order.reshape(count, num_blocks * num_lines)
