@@ -6,7 +6,6 @@ This file does not need torch.
 
 import contextlib
 import dataclasses
-import hashlib
 import os
 import re
 import sys
@@ -18,7 +17,6 @@ from typing import Literal
 Say = Callable[[str], None]
 
 _SCHEME = re.compile(r"hf:/+")  # pathlib.Path turns hf://a/b into hf:/a/b
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,16 +142,13 @@ def _check_digest(path: Path, *, where: str) -> None:
 
     Removes a file that differs, with ValueError. The client itself compares only sizes.
     """
+    from huggingface_hub.utils.sha import git_hash, sha_fileobj
+
     expected = Path(os.readlink(path)).name if path.is_symlink() else ""  # no blobs without links
-    new = {64: hashlib.sha256, 40: hashlib.sha1}.get(len(expected))
-    if new is None:
-        return
-    header = b"blob %d\0" % path.stat().st_size if len(expected) == 40 else b""  # git's name of a small file
-    digest = new(header)
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    if digest.hexdigest() != expected:
+    with path.open("rb") as file:  # 64 hex digits: of a large file; 40: git's name of a small file
+        found = {64: lambda: sha_fileobj(file).hex(), 40: lambda: git_hash(file.read())}.get(len(expected))
+        is_whole = found is None or found() == expected
+    if not is_whole:
         path.resolve().unlink()
         path.unlink()
         raise ValueError(f"{where} is corrupt (its digest is not the Hub's): it is removed, start again")

@@ -49,9 +49,7 @@ _COLUMNS = {  # {column of the page: function of the results of a model's seeds}
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(prog="python -m records.comparison", description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, metavar="PATH", help="of data and runs")
-    parser.add_argument("--plan", type=Path, default=_PLAN, metavar="FILE", help="default: %(default)s")
-    arguments = parser.parse_args(argv)
-    compare(read_yaml(arguments.plan), arguments.folder.absolute())
+    compare(read_yaml(_PLAN), parser.parse_args(argv).folder.absolute())
 
 
 def compare(plan: dict[str, Any], folder: Path) -> None:

@@ -38,6 +38,7 @@ _SETTINGS = {
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
 }
+_FRACTION = "{x:.2g}"  # of a tick
 _MOST_POINTS = 240  # of a line; longer lines are averaged
 _PANELS_A_ROW, _LINE_HEIGHT, _EDGE = 3, 20, 12  # layout of `chart_file`; the last two in points
 
@@ -162,7 +163,7 @@ def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, c
         axes.set_xlim(-0.04, 1.04)
         axes.set_ylim(-0.06, 1.08)
         axes.set_xlabel("probability the Q head gives")
-        axes.xaxis.set_major_formatter(_as_fraction)
+        axes.xaxis.set_major_formatter(_FRACTION)
         _format_axes(axes, share=True)
         return [
             [mean, share, f"said {mean:.2f}, right {share:.2f} of {count:,} answers"]
@@ -178,12 +179,21 @@ def fraction(value: float) -> str:
     return f"{value:.3f}"
 
 
+def short(number: float) -> str:
+    """Returns a count as short text: 133 k for 132,738, 27.3 M for 27275266."""
+    for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if number >= limit:
+            return f"{number / divisor:.3g} {unit}"
+    return f"{number:,.0f}"
+
+
 def _format_axes(
     axes, *, share: bool = False, from_zero: bool = False, integer_x: bool = False, log_x: bool = False
 ) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-    exact, plain = FuncFormatter(lambda value, _: f"{value:g}"), FuncFormatter(_plain)
+    exact = "{x:g}"
+    plain = FuncFormatter(lambda value, _: short(value) if value >= 1e4 else f"{value:,g}")
     axes.grid(axis="y")
     axes.set_axisbelow(True)
     if axes.get_yscale() == "log":
@@ -194,7 +204,7 @@ def _format_axes(
         axes.tick_params(which="minor", length=0, labelcolor=_PLACEHOLDERS["muted"])
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.yaxis.set_major_formatter(FuncFormatter(_as_fraction) if share else plain)
+        axes.yaxis.set_major_formatter(_FRACTION if share else plain)
     if from_zero:
         axes.set_ylim(bottom=0)
     if log_x:
@@ -205,18 +215,6 @@ def _format_axes(
     elif not share or integer_x or axes.get_xlim()[1] > 2:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=integer_x))
         axes.xaxis.set_major_formatter(plain)
-
-
-def _as_fraction(value: float, _: int) -> str:
-    return f"{value:.2g}"
-
-
-def _plain(value: float, _: int) -> str:
-    """Returns the text of a tick: 1,500 for 1500, 2M for 2000000."""
-    for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / divisor:g}{unit}"
-    return f"{value:,g}"
 
 
 def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], caption: str) -> Chart:

@@ -17,7 +17,7 @@ from evaluation.results import INTERVAL_ENDS, is_number, is_share, metric_names,
 from models import HaltingModel
 from parallel import log
 from parallel.process_group import is_main
-from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart
+from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart, short
 from report.compute import compute_chart, compute_picture
 from report.run import RunRecord, read_run
 from report.trace import (
@@ -171,14 +171,6 @@ def duration(seconds: float) -> str:
             rest = seconds % size // smaller
             return f"{seconds // size} {unit}" + (f" {rest} {next_unit}" if rest else "")
     return f"{seconds} s"
-
-
-def short(number: float) -> str:
-    """Returns a count as short text: 133 k for 132,738, 27.3 M for 27275266."""
-    for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if number >= limit:
-            return f"{number / divisor:.3g} {unit}"
-    return f"{number:,.0f}"
 
 
 def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
