@@ -162,7 +162,7 @@ def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -
 
 
 @dataclasses.dataclass(frozen=True)
-class Board:
+class SvgGrid:
     """A grid in an SVG: its size in cells, its top left corner, and the side of a cell in SVG units."""
 
     rows: int

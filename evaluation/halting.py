@@ -42,14 +42,14 @@ class Race:
                 first = self._first.get((row, number), (step, sample))
                 self._first[row, number] = min(first, (step, sample))
 
-    def is_lost(self, rows: Tensor, steps: Tensor) -> Tensor:
-        """Returns which attempts have lost: bool [n]. rows: their numbers. steps: how many each has made."""
+    def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
+        """Returns which attempts have lost: bool [n]. attempts: their numbers. steps: made by each so far."""
         lost = []
-        for attempt, step in zip(rows.tolist(), steps.tolist(), strict=True):
+        for attempt, step in zip(attempts.tolist(), steps.tolist(), strict=True):
             row, sample = divmod(attempt, self._samples[-1])
             first = self._first.get((row, next(each for each in self._samples if sample < each)))
             lost.append(first is not None and (step + 1, sample) > first)
-        return torch.tensor(lost, dtype=torch.bool, device=rows.device)
+        return torch.tensor(lost, dtype=torch.bool, device=attempts.device)
 
 
 def answer_batches(

@@ -47,14 +47,14 @@ def open_output_folder(folder: Path) -> Path:
     return folder
 
 
-def measured_with(config: EvaluateConfig, data: Sequence[Path], own_data: Sequence[Path]) -> dict[str, Any]:
+def measured_with(config: EvaluateConfig, data: Sequence[Path], run_data: Sequence[Path]) -> dict[str, Any]:
     """Returns what made the results unlike a default evaluation: {key: value} of data folders and options.
 
-    The data folders are left out if they are `own_data`, the folders that the run itself names.
+    The data folders are left out if they are `run_data`, the folders that the run itself names.
     """
     usual = config_with(EvaluateConfig, checkpoint=config.checkpoint)
     others = [name for name in _OPTIONS if getattr(config, name) != getattr(usual, name)]
-    are_own = [each.resolve() for each in data] == [each.resolve() for each in own_data]
+    are_own = [each.resolve() for each in data] == [each.resolve() for each in run_data]
     options = {name: getattr(config, name) for name in others}
     return ({} if are_own else {"data": [str(each.resolve()) for each in data]}) | options
 

@@ -131,8 +131,8 @@ class Scores:
         self.settings, self._rules, self._is_search = settings, rules, is_search
         self.sums: Counter[ScoreKey] = Counter()
 
-    def add(self, depth: int, attempts: StepOutput) -> np.ndarray:
-        """Adds puzzles after `depth` steps; `attempts` has all samples of a puzzle side by side.
+    def add(self, steps: int, attempts: StepOutput) -> np.ndarray:
+        """Adds puzzles that have made `steps` steps; `attempts` has all samples of a puzzle side by side.
 
         Returns the sample of each puzzle that the first way selects among all: int64 [puzzles]; -1: none.
         """
@@ -168,20 +168,20 @@ class Scores:
                 answer = samples.take(np.arange(len(chosen)), np.maximum(chosen, 0))
                 valid = self._are_valid(inputs[:, 0], answer.preds)
                 # Samples run side by side, and all stop when the first one halts.
-                until_first = number * np.where(is_open, depth, answer.steps)
+                until_first = number * np.where(is_open, steps, answer.steps)
                 figures = {
                     "exact": _are_exact(answer.preds, labels) & ~is_open,
                     "valid": None if valid is None else valid & ~is_open,
                     "calls": until_first if by == "first_to_halt" else all_calls,
                     "undecided": is_open if self._is_search else None,
                 }
-                self._add((depth, number, by), counted, figures)
+                self._add((steps, number, by), counted, figures)
                 if by == self.settings.selects[0]:
                     of_first = chosen
             if not self._is_search:  # in a search lost samples stop: nobody knows their answers
                 any_valid = None if is_valid is None else is_valid[:, :number].any(axis=1)
                 figures = {"exact": is_exact[:, :number].any(axis=1), "valid": any_valid, "calls": all_calls}
-                self._add((depth, number, ORACLE), counted, figures)
+                self._add((steps, number, ORACLE), counted, figures)
         return of_first
 
     def _are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:

@@ -181,14 +181,16 @@ def run_settings(
     draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
     race = Race(settings.samples) if model.network.is_search else None
     needed = ("history.has_halted", "history.changes", *(f"{ANSWER_AT[by]}." for by in settings.selects))
-    waiting: dict[int, list[StepOutput]] = {depth: [] for depth in settings.steps}  # attempts by depth
+    waiting: dict[int, list[StepOutput]] = {
+        num_steps: [] for num_steps in settings.steps
+    }  # attempts by their steps
 
     def collect(output: StepOutput, halts: Tensor) -> None:
         """Keeps the attempts that have made a setting's number of steps, or have halted before."""
         carry = output.carry
         kept = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
-        for depth, parts in waiting.items():
-            is_here = (carry.steps == depth) | (carry.halted & (carry.steps < depth))
+        for num_steps, parts in waiting.items():
+            is_here = (carry.steps == num_steps) | (carry.halted & (carry.steps < num_steps))
             if (is_here & carry.data.is_real).any():
                 slots = (is_here & carry.data.is_real).nonzero().flatten()
                 parts.append(output._replace(carry=carry._replace(state=kept)).select(slots))
@@ -196,11 +198,11 @@ def run_settings(
 
     def take() -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
         """Scores the puzzles with all their attempts collected; yields the results of the largest setting."""
-        for depth in settings.steps:
-            if (whole := _pop_whole(waiting[depth], num_samples)) is None:
+        for num_steps in settings.steps:
+            if (whole := _pop_whole(waiting[num_steps], num_samples)) is None:
                 continue
-            chosen = scores.add(depth, whole)
-            if depth == settings.steps[-1]:
+            chosen = scores.add(num_steps, whole)
+            if num_steps == settings.steps[-1]:
                 slots = np.arange(len(chosen)) * num_samples + np.maximum(chosen, 0)
                 of_puzzles = torch.from_numpy(slots).to(whole.carry.steps.device)
                 yield answer_at(ANSWER_AT[settings.selects[0]], whole).select(of_puzzles), whole, chosen

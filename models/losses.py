@@ -66,12 +66,12 @@ def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 class ContinueTarget(NamedTuple):
     """A training target of q_continue: float32 [batch] logits, and targets in [0, 1] to compare them with.
 
-    counts: bool [batch], the slots that have this target.
+    mask: bool [batch], the slots that have this target.
     """
 
     logits: Tensor
     targets: Tensor
-    counts: Tensor
+    mask: Tensor
 
 
 class TokenLosses:
@@ -143,8 +143,7 @@ class TokenLosses:
         losses["q_halt_loss"] = [_binary_cross_entropy(prediction.q_halt, is_exact.float(), has_labels)]
         if targets:
             losses["q_continue_loss"] = [
-                _binary_cross_entropy(logits, values, has_labels & counts)
-                for logits, values, counts in targets
+                _binary_cross_entropy(logits, values, has_labels & mask) for logits, values, mask in targets
             ]
 
         with torch.no_grad():
@@ -168,5 +167,5 @@ def _sum_of_all(parts: list[Tensor]) -> Tensor:
     return sum(part.sum() for part in parts)
 
 
-def _binary_cross_entropy(logits: Tensor, targets: Tensor, counts: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * counts
+def _binary_cross_entropy(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * mask

@@ -168,7 +168,10 @@ class Weights:
         return tensors
 
     def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
-        """Overwrites sharded weights with rank 0's whole weights, by name. All ranks call it."""
+        """Overwrites this rank's part of sharded weights with rank 0's whole weights. All ranks call it.
+
+        full_copies: on rank 0 {name: whole weight}; {} elsewhere.
+        """
         for name, shard in sorted(self.tensors().items()):
             if isinstance(shard, Shard):
                 whole = full_copies.get(name, self.flats[0].message.new_empty(shard.shape))

@@ -202,8 +202,8 @@ class FlatParameters:
     def gradients_attached(self, views: dict[str, Tensor]) -> Iterator[None]:
         """Sets `grad` of parameters in another dtype during the block, which runs a backward pass.
 
-        Outside of the block they have none: torch's compiler does not expect a `grad` of another dtype.
-        views: as `attach_gradients` returns them.
+        Outside of the block these have no `grad`, because torch's compiler does not expect one of another
+        dtype. views: as `attach_gradients` returns them.
         """
         cast = views.keys() & self._cast
         for name in cast:
@@ -304,7 +304,7 @@ class FlatParameters:
             self.sharers.all_gather_ranges_(self._padded, self.shares)
 
     def average_shares(self) -> list[slice]:
-        """Returns the range that each rank averages: disjoint, of weights that this rank itself updates."""
+        """Returns the range of weights that each rank averages: disjoint, and updated by the same rank."""
         shares = self.shares if self.is_mixed else [slice(0, self.size)]
         number = self.ranks.size // len(shares)
         return [_cut_evenly(share, number)[copy] for copy in range(number) for share in shares]

@@ -75,7 +75,7 @@ def check_launcher() -> None:
 
 
 def count_nodes(hosts: list[str]) -> None:
-    """Sets LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_WORLD_SIZE where missing. hosts: of all ranks, in order."""
+    """Sets LOCAL_RANK and the like, where a launcher other than torchrun has not. hosts: of all ranks."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         before = [number for number, host in enumerate(hosts) if host == hosts[rank()]]
         os.environ["LOCAL_WORLD_SIZE"] = str(len(before))
@@ -297,7 +297,7 @@ def set_cpu_threads(threads: int | str) -> int:
 
 
 def omp_threads_of_the_user() -> int | None:
-    """Returns the user's OMP_NUM_THREADS, or None; a 1 that torchrun has set for its children is none."""
+    """Returns the user's OMP_NUM_THREADS; None without, and for the 1 that torchrun sets by itself."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
         try:

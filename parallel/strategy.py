@@ -80,7 +80,7 @@ class Strategy:
         return {"slots": self._batch_size, **counts}
 
     def start_step(self) -> None:
-        """Zeroes the gradients. From now until the last backward pass, scalars may be added."""
+        """Zeroes the gradients. From now until the last backward pass, `scalars` may be added to."""
         for sync in self._syncs:
             sync.zero()
         self._weights.scalars.add(num_distinct=self._table.num_distinct)

@@ -61,7 +61,7 @@ class _Heartbeat:
 
 
 class FailureRecord:
-    """A file on rank 0 that tells a start of a run whether and when the previous start has failed.
+    """A file by which a start of a run learns, on rank 0, whether and when the previous start has failed.
 
     The file exists while steps run. A normal end removes the file; after an error or a kill the file stays,
     with the time of the last sign of life. If the file cannot be written, the run continues.
@@ -314,7 +314,7 @@ class Watchdog:
         end.join()
 
     def _describe_ranks(self) -> str:
-        """Returns where each rank is in the code: silent ranks first, then the smallest groups."""
+        """Returns in which line each rank is: silent ranks first, then the smallest groups in one line."""
         if self._now - self._answered_at >= _SILENCE_TICKS * _TICK_SECONDS:  # no recent heartbeats
             return f"{log.name_ranks([rank()])}: {self._state()}"
         groups: dict[tuple[bool, str], list[int]] = {}

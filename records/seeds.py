@@ -172,7 +172,7 @@ class Rerun:
 
 
 def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:
-    """Returns a metric of the log's last evaluation, the mean over sets; None: none. of: eval, validation."""
+    """Returns a metric's mean over sets in the log's last evaluation (`of`: eval or validation), or None."""
     for row in reversed(rows):
         values = [each[metric] for each in metrics_by_set(row, of).values() if metric in each]
         if values:

@@ -1,4 +1,4 @@
-"""An animated SVG of a model that solves a puzzle: the board after each step, and the model's confidence.
+"""An animated SVG of a model that solves a puzzle: the grid after each step, and the model's confidence.
 
 The animation is CSS, so that it also runs inside an <img>. With prefers-reduced-motion, and in programs
 without CSS animation, the last step is shown.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
-from dataset.drawing import SVG_STYLE, TINT, Board, Paint, paint_cell, svg_file
+from dataset.drawing import SVG_STYLE, TINT, Paint, SvgGrid, paint_cell, svg_file
 from evaluation.solving import Answer, Step
 
 _PUZZLE_SECONDS, _STEP_SECONDS, _LAST_SECONDS, _FADE_SECONDS = 1.6, 1.0, 4.0, 0.25
@@ -25,7 +25,7 @@ _STYLE = f"""{SVG_STYLE}.big{{font-size:30px;font-weight:650;fill:var(--ink)}}
 
 
 class _Frame(NamedTuple):
-    """A frame of the animation: the look of each cell, and title and text of the panel beside the board."""
+    """A frame of the animation: the look of each cell, and title and text of the panel beside the grid."""
 
     paints: dict[tuple[int, int], Paint]
     title: str
@@ -51,7 +51,7 @@ def draw_animation(answer: Answer) -> str:
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True)
     content = environment.get_template("animation.svg.jinja").render(
-        board=Board(rows, columns, left, top, size),
+        grid=SvgGrid(rows, columns, left, top, size),
         box=answer.style.boxes.get(rows * columns),
         style=answer.style,
         valid=answer.valid,

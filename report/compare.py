@@ -84,7 +84,7 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
 
 
 def _curve(run: RunRecord, metric: str, axis: str) -> Curve | None:
-    """Returns a metric over an axis; None where the log lacks either. `{set}` in it: the first test set."""
+    """Returns a metric's curve over an axis; None if the log lacks one. `{set}`: the first test set."""
     if "{set}" in metric and not run.eval_sets():
         return None
     steps, values = run.curve(metric.format(set=next(iter(run.eval_sets()), "")))

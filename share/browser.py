@@ -164,7 +164,7 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int) -> int:
-    """Returns the index of the first puzzle that the model solves within `steps`; 0: none is solved."""
+    """Returns the index of the first puzzle that the model solves within `steps`; 0 if it solves none."""
     inputs, labels = (torch.tensor([puzzle[name] for puzzle in puzzles]) for name in _OF_PUZZLE[1:])
     identifiers = torch.zeros(len(puzzles), dtype=torch.int32)
     state = model.network.initial_state(len(puzzles), seq_len=inputs.shape[1])

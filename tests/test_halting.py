@@ -117,7 +117,7 @@ def test_target_is_the_better_of_the_next_values_and_halting_after_the_last_step
         carry = output.carry
         value = torch.sigmoid(torch.tensor(-1.0 if step == 4 else 0.5))
         assert_close(continued.targets, value.expand(_SLOTS))
-        assert continued.counts.all()
+        assert continued.mask.all()
 
 
 @pytest.mark.usefixtures("float64")
@@ -146,18 +146,18 @@ def test_deferred_targets_are_the_exact_ones_where_weights_stand_still():
         )
         assert torch.equal(wanted.carry.halted, found.carry.halted)
         earlier, *stopping = targets
-        assert torch.equal(earlier.counts, ~carry.halted)
+        assert torch.equal(earlier.mask, ~carry.halted)
         if expected is not None:
-            went_on = earlier.counts
+            went_on = earlier.mask
             assert_close(earlier.targets[went_on], expected.targets[went_on])
             assert_close(earlier.logits[went_on], expected.logits[went_on])
             num_went_on += int(went_on.sum())
         expected = now_expected
         for now in stopping:
-            assert torch.equal(now.counts, found.carry.halted)
-            assert_close(now.targets[now.counts], expected.targets[now.counts])
+            assert torch.equal(now.mask, found.carry.halted)
+            assert_close(now.targets[now.mask], expected.targets[now.mask])
             assert_close(now.logits, expected.logits)
-            num_stopped += int(now.counts.sum())
+            num_stopped += int(now.mask.sum())
         carry = found.carry
     assert num_went_on > 20
     assert num_stopped > 20

@@ -83,8 +83,8 @@ def _naive(output: StepOutput, targets, probabilities) -> dict[str, float]:
         right = [max(range(len(logits[c])), key=logits[c].__getitem__) == labels[c] for c in cells]
         q_halt = output.prediction.q_halt[slot].item()
         sums["q_halt_loss"] += _bce(q_halt, float(all(right)))
-        for logits, values, counts in targets:
-            if counts[slot]:
+        for logits, values, mask in targets:
+            if mask[slot]:
                 sums["q_continue_loss"] += _bce(logits[slot].item(), values[slot].item())
         if output.carry.steps[slot] == 1:
             sums["first_step_count"] += 1

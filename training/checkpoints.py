@@ -2,13 +2,13 @@
 
 A checkpoint is a folder step_<N> with
 
-- <file>.safetensors for each file of `TrainState.files` and `exports`; where ranks hold shards, one file for
-  each rank, <file>_<rank>_of_<ranks>.safetensors (`checkpointing.tensors`)
+- <section>.safetensors for each section of `TrainState.sections` and `exports`; where ranks hold shards, one
+  file for each rank, <section>_<rank>_of_<ranks>.safetensors (`checkpointing.tensors`)
 - state.json: the step, which is also the position in the data; every rank's metric sums since the last logged
   row; the best value of the evaluations so far; fingerprint and description of the dataset; seq_len; versions
 - config.yaml: the run's config
 
-Reading one unpickles and executes nothing. `checkpointing.writer` writes the files.
+Reading a checkpoint unpickles and executes nothing. `checkpointing.writer` writes the files.
 """
 
 import json

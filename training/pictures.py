@@ -10,7 +10,7 @@ from html import escape
 
 import numpy as np
 
-from dataset.drawing import SVG_STYLE, Board, cells_of, paint_cell, svg_file
+from dataset.drawing import SVG_STYLE, SvgGrid, cells_of, paint_cell, svg_file
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Style
 from dataset.loader import choose_rows, read_rows
@@ -66,21 +66,21 @@ def draw_thoughts(
         grids = {f"step {step}": trace.preds[number, step - 1] for step in steps}
         grids = {"puzzle": puzzle, **grids, "solution": solution}
         cells = cells_of(style, solution, frame=solution)
-        board = Board(*cells.shape, _GAP, _TITLE, _GRID / max(*cells.shape, 1))
+        grid = SvgGrid(*cells.shape, _GAP, _TITLE, _GRID / max(*cells.shape, 1))
         content = []
         for title, tokens in grids.items():
-            content.append(f'<text x="{board.left}" y="{_TITLE - 12}" class="left small">{title}</text>')
+            content.append(f'<text x="{grid.left}" y="{_TITLE - 12}" class="left small">{title}</text>')
             is_wrong = is_counted & (tokens != label) & (title != "puzzle")
-            content += _draw_grid(board, style, tokens[cells], puzzle[cells], is_wrong[cells])
-            board = dataclasses.replace(board, left=board.left + _GRID + _GAP)
-        height = _TITLE + board.rows * board.size + _GAP
-        svg = svg_file("\n".join(content), width=board.left, height=height, title=name, style=SVG_STYLE)
+            content += _draw_grid(grid, style, tokens[cells], puzzle[cells], is_wrong[cells])
+            grid = dataclasses.replace(grid, left=grid.left + _GRID + _GAP)
+        height = _TITLE + grid.rows * grid.size + _GAP
+        svg = svg_file("\n".join(content), width=grid.left, height=height, title=name, style=SVG_STYLE)
         drawn.append(f"<p>{escape(name)}: {_in_words(label, trace, number)}</p>\n{svg}")
     return "\n".join(drawn)
 
 
 def _draw_grid(
-    board: Board, style: Style, tokens: np.ndarray, puzzle: np.ndarray, is_wrong: np.ndarray
+    grid: SvgGrid, style: Style, tokens: np.ndarray, puzzle: np.ndarray, is_wrong: np.ndarray
 ) -> Iterator[str]:
     for cell in np.ndindex(tokens.shape):
         token = int(tokens[cell])
@@ -89,12 +89,12 @@ def _draw_grid(
         has_color = token in style.colors
         if is_wrong[cell] and not has_color:
             paint = paint._replace(ground="var(--bad)", opacity=0.45)
-        yield board.ground(*cell, paint)
+        yield grid.ground(*cell, paint)
         if paint.text:
-            yield board.text(*cell, paint)
+            yield grid.text(*cell, paint)
         if is_wrong[cell] and has_color:  # crossed out, because the colour shows the model's answer
-            yield board.cross(*cell)
-    yield from board.lines(style.boxes.get(tokens.size))
+            yield grid.cross(*cell)
+    yield from grid.lines(style.boxes.get(tokens.size))
 
 
 def _in_words(label: np.ndarray, trace: Trace, number: int) -> str:
