@@ -70,7 +70,7 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
 
 
 def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields (values, text) of each row of a run's log; skips a line that a kill has left unfinished."""
+    """Yields (values, text) of each row of a run's log, or of the file `name`; skips an unfinished line."""
     with contextlib.suppress(MissingFileError):
         for line in read_lines(run_folder / name):
             with contextlib.suppress(ValueError):

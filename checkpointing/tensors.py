@@ -156,7 +156,7 @@ class _Stored(NamedTuple):
         return self.file.get_tensor(self.key)
 
     def alone(self) -> "_Stored":
-        """Returns the tensor of the one rank that saved it, as a whole: without the axis of ranks."""
+        """Returns the row that one rank saved, if `is_by_rank`, as a whole tensor of the row's shape."""
         return self._replace(spans=None, shape=self.shape[1:], is_by_rank=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0) -> None:

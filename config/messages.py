@@ -263,7 +263,10 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
 def _keys_of(
     path: Path, *, prefix: str = "", only: Sequence[str] | None = None, is_brief: bool = False
 ) -> Iterator[str]:
-    """Yields help lines for the keys of a file, under their headings. is_brief: cuts comments at `; `."""
+    """Yields help lines for the keys of a file, or `only` some, under their headings, after `prefix`.
+
+    is_brief: cuts comments at `; `.
+    """
     for heading, entries in itertools.groupby(_entries(path), key=lambda entry: entry[3]):
         chosen = [entry for entry in entries if only is None or entry[0] in only]
         if heading and chosen:

@@ -115,7 +115,7 @@ def answer_batches(
         parts = [] if running is None else [running]
         if len(new.rows):
             parts.append(begin(new))
-        with eager_blocks(unless=num_running + len(new.rows) == num_slots):
+        with eager_blocks(is_rare=num_running + len(new.rows) != num_slots):
             output = step(Carry.join(parts)).select(slice(num_busy))
         if race is not None:
             carry = output.carry

@@ -44,7 +44,7 @@ def goal_p(values: Sequence[float], goal: float) -> float | None:
 
 
 def difference_p(values: Sequence[float], others: Sequence[float]) -> float | None:
-    """Computes the p-value of a two-sided t-test of equal means, pooled variance; None for two values."""
+    """Computes the p-value of a two-sided t-test, pooled variance: equal means. None for single values."""
     freedom = len(values) + len(others) - 2
     if freedom < 1:
         return None

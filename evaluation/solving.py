@@ -94,8 +94,8 @@ def answer_puzzle(
 ) -> Answer:
     """Solves a puzzle as evaluate.py would solve it as example `row` of a set, with that row's noise.
 
-    Runs in one process. The model must have the puzzle's sizes and be in evaluation mode. ValueError where
-    the config does not go with the model or the puzzle.
+    Runs in one process. identifier: of the puzzle embedding. The model must have the puzzle's sizes and be in
+    evaluation mode. ValueError where the config does not go with the model or the puzzle.
     """
     if config.select == "rules" and puzzle.rules is None:
         raise ValueError("select=rules: the rules of this puzzle cannot tell a valid answer: drop it")

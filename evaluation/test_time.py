@@ -42,7 +42,7 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns the model's reasoning, changed by the config. ValueError for an option that the model lacks."""
+    """Returns the model's reasoning, as the arguments change it. ValueError for options that it lacks."""
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
     searches = ("decision_cell", "decision_value", "eval_conflict_threshold")

@@ -76,9 +76,9 @@ def compile_blocks(model: nn.Module) -> None:
                 block.compile(dynamic=False, options=COMPILER_OPTIONS)
 
 
-def eager_blocks(*, unless: bool = False) -> contextlib.AbstractContextManager:
-    """Returns a context in which compiled blocks run uncompiled, as for rare sizes, unless `unless`."""
-    return contextlib.nullcontext() if unless else torch.compiler.set_stance("force_eager")
+def eager_blocks(*, is_rare: bool = True) -> contextlib.AbstractContextManager:
+    """Returns a context in which compiled blocks run uncompiled, for a batch size that `is_rare`."""
+    return torch.compiler.set_stance("force_eager") if is_rare else contextlib.nullcontext()
 
 
 def _missing_compiler(device: torch.device) -> str | None:

@@ -281,7 +281,7 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def predict(self, z_H: Tensor) -> Prediction:
-        """Returns the answer of each cell, and the values by which a slot halts."""
+        """Returns the prediction for a state: the answer of each cell, and the values for halting."""
         raise NotImplementedError
 
     def forward(

@@ -128,7 +128,7 @@ class Draws:
         return (self.uniform(shape, use=use).double() * below).long()
 
     def _symmetric(self, shape: Sequence[int], use: str) -> Tensor:
-        """Returns uniform numbers between -1 and 1: odd multiples of 2**-23, exact in float32."""
+        """Returns uniform [batch, *shape] between -1 and 1: odd multiples of 2**-23, exact in float32."""
         size = math.prod(shape)
         blocks = torch.arange(-(-size // 4), device=self.counters.device)[None]
         name = torch.tensor([[zlib.crc32(use.encode())]], device=self.counters.device)

@@ -153,7 +153,7 @@ class OneState:
     def refine(
         self, z_H: Tensor, e: Tensor, rotary: Rotary | None, *, call: int, draws: Draws | None
     ) -> Tensor:
-        """Returns the result of the level's call number `call` in this step."""
+        """Returns the new z_H that call number `call` of the level in this step proposes."""
         return self.L_level(z_H, e, rotary)
 
 

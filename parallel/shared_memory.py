@@ -103,7 +103,7 @@ def _split_by_node() -> tuple[Ranks, Ranks | None]:
 
 
 def _create(name: str, num_bytes: int) -> int | None:
-    """Creates anonymous memory of this size; returns the file descriptor, or None if the system cannot."""
+    """Creates anonymous memory of `num_bytes`; returns its file descriptor, or None if the system cannot."""
     try:
         file = os.memfd_create(name)
     except (AttributeError, OSError):
@@ -117,7 +117,7 @@ def _create(name: str, num_bytes: int) -> int | None:
 
 
 def _map(process: int, file: int | None, name: str, *, size: int, dtype: torch.dtype) -> Tensor | None:
-    """Maps the memory that `process` has created with this descriptor and name; None if this fails."""
+    """Maps the memory that `process` has created as `file` (a descriptor) and `name`; None if this fails."""
     path = f"/proc/{process}/fd/{file}"
     try:
         # The name is random, so that a process with the same number in another container is noticed.

@@ -46,7 +46,7 @@ class Selection:
         return sum(each[self.metric] * count for each, count in zip(sets, counts, strict=True)) / sum(counts)
 
     def short_name(self, name: str) -> str | None:
-        """Returns exact_accuracy for eval/all/exact_accuracy; None if that is not of `selected_by`."""
+        """Returns the metric of a name such as eval/all/exact_accuracy; None for other puzzles."""
         split, _, rest = name.partition("/")
         return rest.partition("/")[2] if split == self._pass else None
 

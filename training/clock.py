@@ -134,7 +134,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def traced_steps(folder: Path, *, is_enabled: bool, first_step: int) -> Iterator[Callable[[], None]]:
-    """Profiles the fifth to the seventh step after `first_step`, in a block around all steps.
+    """Profiles the fifth to the seventh step after `first_step`, in a block around all steps, if enabled.
 
     Yields a function to call after each step. Writes a trace for chrome://tracing or ui.perfetto.dev into
     `folder`, and prints the ten slowest operators. Work between two steps is part of the later step.

@@ -167,7 +167,7 @@ def read_columns(
 def _find_columns(
     header: Sequence[str], names: Sequence[str], given: str | None, *, where: str
 ) -> dict[str, int]:
-    """Returns {column: position}, of columns that the header has. ValueError where it has one twice."""
+    """Returns {column: position} in a header, by usual names or those `given`. ValueError: one is twice."""
     typed = [name.strip().lower() for name in header]
     there = {name: position for position, name in enumerate(typed)}
     wanted = {name: (name, *_KNOWN.get(name, ())) for name in names}

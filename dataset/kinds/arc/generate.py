@@ -61,7 +61,7 @@ class _Draw:
         return [items[index] for index in random_orders(self._bits.read(len(items)))[:count]]
 
     def ground(self, *, least: int = SMALLEST, most: int = LARGEST) -> np.ndarray:
-        """Returns a grid of random shape, all background."""
+        """Returns a grid of random shape, `least` to `most` rows and columns, all background."""
         return np.zeros([self.between(least, most) for _ in range(2)], np.uint8)
 
 
@@ -86,7 +86,7 @@ def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tu
 
 
 def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> tuple[Pair, ...]:
-    """Draws pairs, demonstrations first, until the demonstrations determine the test outputs."""
+    """Draws pairs, demonstrations first, until these determine the test outputs. seen: inputs to avoid."""
     for _ in range(_NUM_TRIES):
         pairs: dict[bytes, Pair] = {}
         while len(pairs) < NUM_DEMONSTRATIONS + NUM_TESTS:
@@ -125,7 +125,7 @@ def _draw_outlines(draw: _Draw, outline: int, *_: Any) -> np.ndarray:
 
 
 def _fill(grid: np.ndarray, _outline: int, color: int, where: str) -> np.ndarray:
-    """Colours the background inside closed outlines, or outside; some outlines are open."""
+    """Colours the background inside closed outlines, or outside, as `where` says; some outlines are open."""
     # Background that no walk from beyond the edge reaches is enclosed.
     enclosed = np.pad(grid == 0, 1, constant_values=True)
     reached = [(0, 0)]
@@ -148,7 +148,7 @@ def _draw_patches(draw: _Draw, first: int, _of_first: int, second: int, _of_seco
 
 
 def _recolour(grid: np.ndarray, first: int, of_first: int, second: int, of_second: int) -> np.ndarray:
-    """Replaces two colours, by two others or by each other."""
+    """Replaces colour `first` by `of_first` and, at the same time, `second` by `of_second`."""
     becomes = np.arange(NUM_COLORS, dtype=np.uint8)
     becomes[[first, second]] = of_first, of_second
     return becomes[grid]
@@ -175,7 +175,7 @@ def _draw_noise(draw: _Draw, way: str) -> np.ndarray:
 
 
 def _mirror(grid: np.ndarray, way: str) -> np.ndarray:
-    """Mirrors a grid, or puts its mirror image beside it."""
+    """Mirrors a grid, or puts its mirror image beside it, as `way` says."""
     return np.ascontiguousarray(_MIRRORS[way](grid))
 
 
@@ -191,7 +191,7 @@ def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
-    """Draws as many cells as there are dots (size 1), or blocks of 2 x 2 (size 2), of one colour."""
+    """Draws as many cells of `of_answer` as there are dots (size 1) or 2 x 2 blocks (size 2) of `color`."""
     padded = np.pad(grid == color, 1)
     is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left
     number = np.count_nonzero(is_first & (padded[2:, 1:-1] == (size == 2)))
@@ -214,7 +214,7 @@ def _draw_dots(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _connect(grid: np.ndarray, color: int, of_line: int, ways: str) -> np.ndarray:
-    """Draws lines between dots of one colour that lie in line, unless another dot is between them."""
+    """Draws lines of `of_line` between dots of `color` along `ways`, unless another dot is between."""
     result = grid.copy()
     edged = np.pad(grid, 1, constant_values=NUM_COLORS)  # an edge of no colour stops every walk
     for start, step in product(np.argwhere(edged == color), _STEPS[ways]):

@@ -184,7 +184,7 @@ def _size_of(pairs: Sequence[Pair]) -> tuple[int, int]:
 
 
 def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str, list[Pair]]:
-    """Divides the pairs by their `split`, or at random: then pairs of one task and input stay together."""
+    """Divides the pairs by their `split`, or a random `fraction` for testing; equal inputs stay together."""
     if any(pair.split for pair in pairs):
         if fraction is not None:
             raise ValueError("--test-fraction is for a source without splits of its own: drop it")

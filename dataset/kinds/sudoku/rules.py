@@ -62,7 +62,7 @@ def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
 def find_solutions(
     question: Sequence[int], *, box: Box, limit: int = 2, most_guesses: int = _MOST_GUESSES
 ) -> list[list[int]]:
-    """Returns up to `limit` solutions; 2 show whether there is only one. TooHardError: too many guesses."""
+    """Returns up to `limit` solutions, 2 to see if there is one only. TooHardError after `most_guesses`."""
     found = _solutions(_candidates(question, box), box, guesses=iter(range(most_guesses)))
     return [_grid(solution) for solution in itertools.islice(found, limit)]
 
