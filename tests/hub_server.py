@@ -7,6 +7,7 @@ client also tries Xet, HF_HUB_DISABLE_XET=1 keeps it to LFS.
 import base64
 import contextlib
 import dataclasses
+import gzip
 import hashlib
 import json
 import re
@@ -84,12 +85,37 @@ def hub_server() -> Iterator[HubServer]:
         thread.join()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class JsonHandler(BaseHTTPRequestHandler):
+    """A handler that reads requests whole, and answers in JSON."""
+
     protocol_version = "HTTP/1.1"
-    server: HubServer
 
     def log_message(self, *_: object) -> None:
         pass
+
+    def _read(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            parts = []
+            while size := int(self.rfile.readline(), 16):
+                parts.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+        content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        return gzip.decompress(content) if self.headers.get("Content-Encoding") == "gzip" else content
+
+    def _answer(self, content: dict, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        text = json.dumps(content).encode() if self.command != "HEAD" else b""
+        self.send_response(status)
+        described = {"Content-Type": "application/json", "Content-Length": str(len(text))}
+        for key, value in {**described, **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(text)
+
+
+class _Handler(JsonHandler):
+    server: HubServer
 
     def do_HEAD(self) -> None:
         self._serve_file(with_content=False)
@@ -154,16 +180,6 @@ class _Handler(BaseHTTPRequestHandler):
     def _endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server.server_address[1]}"
 
-    def _read(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            parts = []
-            while size := int(self.rfile.readline(), 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(parts)
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
     def _find(self, kind: str, repo: str, revision: str | None) -> tuple[str, dict[str, bytes]] | None:
         """Returns commit and files, or None after an answer that says why not."""
         repository, given = self.server.repositories.get((kind, repo)), self.headers.get("Authorization")
@@ -205,15 +221,6 @@ class _Handler(BaseHTTPRequestHandler):
             limit, self.server.breaks_after = self.server.breaks_after, None
             self.wfile.write(content[:limit])
             self.close_connection = limit is not None
-
-    def _answer(self, content: dict, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        text = json.dumps(content).encode() if self.command != "HEAD" else b""
-        self.send_response(status)
-        described = {"Content-Type": "application/json", "Content-Length": str(len(text))}
-        for key, value in {**described, **(headers or {})}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        self.wfile.write(text)
 
     def _refuse(self, status: int, message: str, *, code: str | None = None) -> None:
         headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {})}

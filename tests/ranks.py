@@ -15,7 +15,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,11 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any) ->
                 failures.append(f"rank {rank}: {value}")
     assert not failures, "\n".join(failures)
     return results
+
+
+def call_each(function: Callable[..., Any], cases: Iterable[tuple]) -> list[Any]:
+    """Calls the function with each of these arguments, in turn: for `run_ranks`, on the same processes."""
+    return [function(*each) for each in cases]
 
 
 def run_program(

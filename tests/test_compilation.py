@@ -11,9 +11,10 @@ from evaluation.halting import answer_batches
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from parallel.collectives import true_on_all_ranks
 from parallel.process_group import rank
-from tests.checkpoints import begin_training, do_step
+from tests.checkpoints import do_step
 from tests.ranks import run_ranks
-from tests.tiny import random_batch, run_losses, tiny_arch, tiny_config, tiny_model
+from tests.test_layouts import ACCUMULATION, begin
+from tests.tiny import random_batch, run_losses, tiny_model
 
 _CPU, _CUDA, _MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
@@ -152,16 +153,35 @@ def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
     assert set(sizes) == {6}
 
 
+def assert_compiles(layouts: list[str]) -> None:
+    """Asserts that the first gradients of compiled blocks are those of eager ones, up to rounding.
+
+    With accumulation and recomputation; and that two steps make all graphs, whole ones, and rename nothing.
+    """
+    compilation.find_compiler_failure = lambda _: None  # a trial takes seconds
+    for layout in layouts:
+        torch.compiler.reset()
+        counters.clear()
+        gradients, names = [], []
+        for forward_dtype, compiles in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
+            options = {"arch": {"forward_dtype": forward_dtype}, "compile": compiles}
+            state, config = begin("trm", layout, ACCUMULATION | options)
+            do_step(state, config, random_batch(8))
+            gradients.append(torch.cat([flat.gradients for flat in state.weights.flats]))
+            names.append([*state.model.state_dict()])
+        exact, *others = gradients
+        eager, compiled = ((each - exact).norm() / exact.norm() for each in others)
+        assert 1e-3 < eager < 0.1, layout
+        assert compiled < 1.5 * eager, layout
+        assert names[0] == names[1] == names[2]
+        assert counters["stats"]["unique_graphs"] > 0
+        assert not counters["graph_break"], layout
+        do_step(state, config, random_batch(8, seed=1))
+        with torch.compiler.set_stance("fail_on_recompile"):
+            do_step(state, config, random_batch(8, seed=2))
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
-def test_blocks_in_bfloat16_compile_in_one_piece(sizes, monkeypatch):
-    """Beside float32 gradients, which the compiler breaks a graph at where it meets them."""
-    monkeypatch.setattr(compilation, "find_compiler_failure", lambda _: None)  # a trial takes seconds
-    counters.clear()
-    arch = tiny_arch("trm", forward_dtype="bfloat16").model_dump()
-    config = tiny_config(arch=arch, compile=True, optimizer="adamw")
-    state = begin_training(config)
-    do_step(state, config, random_batch(config.global_batch_size))
-    assert set(sizes) == {config.global_batch_size}
-    assert counters["stats"]["unique_graphs"] > 0
-    assert not counters["graph_break"]
+def test_compiled_blocks_have_the_gradients_of_eager_ones():
+    """In every layout of ranks: system/test_all_layouts.py."""
+    run_ranks(assert_compiles, 1, ["one"])

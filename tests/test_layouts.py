@@ -173,8 +173,12 @@ def test_a_layout_is_one_process(tmp_path):
     runs = {f"{name} {layout}": (name, layout, {}) for name, layouts in _FEW.items() for layout in layouts}
     runs["accumulation"] = ("trm", "pp2", ACCUMULATION)
     runs["table alone"] = ("trm", "tp2 x pp2", {"train_only": "puzzle_embeddings", "grad_clip_norm": None})
-    for optimizer, layout in (("adamw", "tp2 x pp2"), ("muon", "fsdp2 x pp2"), ("muon", "tp2 x pp2")):
-        runs[f"{optimizer} {layout}"] = ("trm", layout, {"optimizer": optimizer})
+    for optimizer, layouts in {
+        "adamw": ("dp2", "tp2 x pp2"),
+        "muon": ("dp2", "fsdp2 x pp2", "tp2 x pp2"),
+    }.items():
+        for layout in layouts:
+            runs[f"{optimizer} {layout}"] = ("trm", layout, {"optimizer": optimizer})
     assert_equal_to_one(tmp_path, runs)
 
 
@@ -184,6 +188,22 @@ def test_a_layout_that_is_resumed_in_itself_has_the_same_bits(tmp_path):
     layouts = [layout for layout, (size, _) in LAYOUTS.items() if size == 4]
     options = {"arch": {"forward_dtype": "bfloat16"}}
     assert_bits_of_resumed(tmp_path, {layout: ("trm", layout, options) for layout in layouts}, 4)
+
+
+@pytest.mark.slow
+def test_networks_that_draw_or_keep_more_have_the_same_bits_when_resumed(tmp_path):
+    conv = {"conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0, "forward_dtype": "bfloat16"}
+    noise = {"init_noise": 1.0, "state_noise": 0.1, "damping": 0.9}
+    runs = {
+        "dropout": ("serrm", "dp2", {"arch": {"dropout": 0.2, "puzzle_emb_ndim": 1}}),
+        "conv": ("trm", "dp2", {"arch": conv, "optimizer": "muon"}),
+        "fixed point": ("fprm", "dp2", {}),
+        "gate": ("trm", "dp2", {"arch": {"update": "gate", "forward_dtype": "bfloat16"}} | ACCUMULATION),
+        "noise": ("hrm", "dp2", {"arch": noise, "optimizer": "adamw", "weight_decay": 1.0}),
+    }
+    assert_bits_of_resumed(tmp_path, runs, 2)
+    halted = load_joined(tmp_path / "dropout" / "end", "carry")["halted"]
+    assert 0 < halted.sum() < len(halted), "stops are random"
 
 
 def _begin_from_rank_0(folder: Path, layouts: list[str]) -> None:
@@ -320,6 +340,6 @@ def assert_programs_agree(folder: Path, data: Path, runs: dict[str, list[str]]) 
 
 @pytest.mark.slow
 def test_the_programs_do_the_same_where_a_run_changes_its_layout(tmp_path, sudoku_folder):
-    """Five layouts, each for a whole run: system/test_all_layouts.py."""
+    """Tensor parallelism for a whole run: system/test_all_layouts.py."""
     runs = {"one": ["one"], "changing": ["fsdp2 x pp2", "one", "pp2"]}
     assert_programs_agree(tmp_path, sudoku_folder, runs)

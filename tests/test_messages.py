@@ -10,20 +10,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
+from tests.ranks import call_each, run_ranks
 from tests.tiny import run_of, tiny_arch, tiny_config
 
 _COLLECTIVES = (
     *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object"),
-    *(
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "monitored_barrier",
-        "broadcast",
-        "broadcast_object_list",
-    ),
-    *("gather", "gather_object", "reduce", "reduce_scatter_tensor", "scatter", "batch_isend_irecv"),
+    *("all_to_all", "all_to_all_single", "barrier", "monitored_barrier", "broadcast", "gather", "reduce"),
+    *("gather_object", "broadcast_object_list", "reduce_scatter_tensor", "scatter", "batch_isend_irecv"),
     *("send", "recv"),
 )
 
@@ -68,10 +61,6 @@ def _messages(folder: Path, data: Path, options: dict[str, Any]) -> list[Counter
     return [Counter(calls[begin:end]) for begin, end in itertools.pairwise(begins)]
 
 
-def _messages_of_each(folder: Path, data: Path, runs: dict[str, dict]) -> dict[str, list[Counter]]:
-    return {name: _messages(folder / name, data, options) for name, options in runs.items()}
-
-
 _JOIN = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 # Config keys, and what a step sends: gradients by all_reduce, rows of the puzzles by all_gather.
 _RUNS = {
@@ -106,11 +95,11 @@ _FEW = ["plain", "shared memory"]
     ids=["few", "all others"],
 )
 def test_a_step_sends_its_gradients_and_the_rows_of_its_puzzles(tmp_path, sudoku_folder, names):
-    runs = {name: _RUNS[name][0] for name in names}
-    for sent in run_ranks(_messages_of_each, 2, tmp_path, sudoku_folder, runs):
-        for name in names:
+    runs = [(tmp_path / name, sudoku_folder, _RUNS[name][0]) for name in names]
+    for sent in run_ranks(call_each, 2, _messages, runs):
+        for name, messages in zip(names, sent, strict=True):
             step = _RUNS[name][1]
-            assert sent[name] == [step + _ROW, step, step, step + _ROW], name
+            assert messages == [step + _ROW, step, step, step + _ROW], name
 
 
 @pytest.mark.slow

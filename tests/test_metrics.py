@@ -15,15 +15,8 @@ def test_each_metric_is_divided_by_what_it_is_over():
     sums = {"lm_loss": 6.0, "grad_norm": 4.0, "count": 5, "first_step_count": 4}
     sums |= {"accuracy": 4.0, "exact_accuracy": 3, "q_halt_accuracy": 5, "steps": 20}
     sums |= {"exact_accuracy_after_step_1": 1}
-    divided = {
-        "lm_loss": 0.25,
-        "grad_norm": 2.0,
-        "count": 5,
-        "accuracy": 0.8,
-        "exact_accuracy": 0.6,
-        "q_halt_accuracy": 1,
-    }
-    divided |= {"steps": 4, "exact_accuracy_after_step_1": 0.25}
+    divided = {"lm_loss": 0.25, "grad_norm": 2.0, "count": 5, "accuracy": 0.8, "exact_accuracy": 0.6}
+    divided |= {"q_halt_accuracy": 1, "steps": 4, "exact_accuracy_after_step_1": 0.25}
     options = {"steps": 2, "global_batch_size": 12}
     assert training_metrics(QHead, sums, **options) == divided
     assert training_metrics(QHead, dict.fromkeys(sums, 0.0), **options) == {"lm_loss": 0, "grad_norm": 0}
@@ -62,16 +55,8 @@ def test_where_reading_costs_it_waits_and_names_the_first_bad_step(capsys):
 
 @pytest.mark.slow
 def test_training_that_diverges_ends_all_ranks_before_it_saves(tmp_path, sudoku_folder):
-    finished = run_program(
-        "pretrain",
-        f"data_path={sudoku_folder}",
-        *OVERRIDES,
-        "lr=1e30",
-        "lr_warmup_steps=0",
-        "checkpoint_path=run",
-        folder=tmp_path,
-        world_size=2,
-    )
+    words = (f"data_path={sudoku_folder}", *OVERRIDES, "lr=1e30", "lr_warmup_steps=0", "checkpoint_path=run")
+    finished = run_program("pretrain", *words, folder=tmp_path, world_size=2)
     assert finished.statuses == [1, 1]
     (line,) = [line for line in finished.error_lines if line.startswith("error")]
     assert "at step 2, on a batch of set 'all'" in line

@@ -136,15 +136,7 @@ def test_unreachable_wandb_does_not_end_the_run(tmp_path, sudoku_folder):
     """A folder that W&B cannot write into: one warning, and the metrics are there."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "wandb_run_id").mkdir()
-    finished = complete_program(
-        "pretrain",
-        f"data_path={sudoku_folder}",
-        *OVERRIDES,
-        "checkpoint_path=run",
-        "max_steps=2",
-        "wandb_mode=offline",
-        folder=tmp_path,
-        world_size=2,
-    )
+    words = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "max_steps=2")
+    finished = complete_program("pretrain", *words, "wandb_mode=offline", folder=tmp_path, world_size=2)
     assert len(_warnings(finished)) == 1
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2

@@ -30,6 +30,7 @@ from models.losses import correct_sequences
 from models.network import Network
 from optimizers.schedule import learning_rates
 from parallel.process_group import rank
+from tests.checkpoints import do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import run_ranks
 from tests.tiny import tiny_config
@@ -186,11 +187,9 @@ def _batch(data: Dataset, rows: Tensor) -> Batch:
 
 def _train(state: TrainState, config: PretrainConfig, data: Dataset, *, until: int) -> None:
     state.model.train()
-    clock = StepClock(torch.device("cpu"))
     while state.step < until:
-        batch = _batch(data, torch.arange(state.slots.start, state.slots.stop) + _BATCH * state.step)
-        rates = learning_rates(config, state.step + 1, total_steps=_STEPS)
-        train_step(state, batch, config=config, rates=rates, clock=clock)
+        batch = _batch(data, torch.arange(_BATCH) + _BATCH * state.step)
+        do_step(state, config, batch, total_steps=_STEPS)
 
 
 def _run(folder: Path, run: Path, arch: str, steps: range, options: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from optimizers.puzzle_table import (
 from parallel.collectives import all_ranks
 from parallel.process_group import rank, world_size
 from tests.checkpoints import begin_training, do_step
-from tests.ranks import run_ranks
+from tests.ranks import call_each, run_ranks
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
 
 _LR, _DECAY, _ROWS, _NDIM, _BATCH = 0.1, 0.5, 12, 5, 24
@@ -74,15 +74,20 @@ def _optimize(num_used: int, is_spread: bool, counts: list[int]) -> torch.Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_spread", [False, True])
 @pytest.mark.parametrize("counts", [[24], [12, 12], [6] * 4, [16, 8, 0]])
-@pytest.mark.parametrize("num_used", [2, 10])
-def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(counts, num_used, is_spread):
+def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(counts):
     """Sums travel where 2 of 6 slots are distinct, on rank 0 only 1 of them; rows where 10 are."""
-    expected, size = _naive(_table(), *_used(num_used)), len(counts)
-    assert torch.equal(expected[10:], _table()[10:]), "rows that nobody used stand still"
-    for number, table in enumerate(run_ranks(_optimize, size, num_used, is_spread, counts)):
-        assert torch.equal(table, expected[number::size] if is_spread else expected)
+    size, cases = len(counts), [(num, is_spread, counts) for num in (2, 10) for is_spread in (False, True)]
+    for (num_used, is_spread, _), *tables in zip(
+        cases, *run_ranks(call_each, size, _optimize, cases), strict=True
+    ):
+        expected = _naive(_table(), *_used(num_used))
+        assert torch.equal(expected[10:], _table()[10:]), "rows that nobody used stand still"
+        for number, table in enumerate(tables):
+            assert torch.equal(table, expected[number::size] if is_spread else expected), (
+                num_used,
+                is_spread,
+            )
 
 
 @pytest.mark.parametrize("num_used", [1, 2, _BATCH])
@@ -108,15 +113,6 @@ def test_nothing_is_remembered_without_gradient_or_in_evaluation():
     assert not embedding(torch.tensor([1])).requires_grad
     identifiers, gradients = embedding.pop_gradients()
     assert len(identifiers) == len(gradients) == 0
-
-
-def _gather() -> torch.Tensor:
-    return all_ranks().all_gather_rows(torch.full((rank() * 2 % 3, 2), float(rank())))
-
-
-def test_gather_of_unequal_numbers_of_rows():
-    for gathered in run_ranks(_gather, 3):  # 0, 2 and 1 rows
-        assert torch.equal(gathered, torch.tensor([[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]]))
 
 
 _STEPS, _GLOBAL_BATCH, _NUM_ROWS = 6, 24, 21  # rows that no number of ranks but 3 divides

@@ -10,49 +10,34 @@ import pytest
 from config.reading import parse_json, printable, read_bytes, read_json, read_text, read_yaml
 from config.writing import open_to_append, remove_unfinished_files, replace_file, write_json, write_text
 
-_ALIASES = "a: &a [1, 2]\nb: &b [*a, *a]\nc: [*b, *b]\n"
-
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("read", "content", "message"),
     [
-        (b"", "not valid JSON"),
-        (b'{"a": 1, "a": 2}', "'a' is there twice"),
-        (b'{"a": {"b": 1, "b": 1}}', "'b' is there twice"),
-        (b"[" * 41 + b"]" * 41, "levels"),
-        (b"[" * 1_000_000, "not valid JSON"),
-        (b'{"a": ' * 100_000 + b"1" + b"}" * 100_000, "not valid JSON"),
-        (b"1" * 5000, "not valid JSON"),
-        (b'{"a": [1, %d]}' % (2**64 + 1), "a has a number of more than 64 bits"),
-        (b"\xff\xfe", "not valid JSON"),
+        (read_json, b"", "not valid JSON"),
+        (read_json, b'{"a": 1, "a": 2}', "'a' is there twice"),
+        (read_json, b'{"a": {"b": 1, "b": 1}}', "'b' is there twice"),
+        (read_json, b"[" * 41 + b"]" * 41, "levels"),
+        (read_json, b"[" * 1_000_000, "not valid JSON"),
+        (read_json, b'{"a": ' * 100_000 + b"1" + b"}" * 100_000, "not valid JSON"),
+        (read_json, b"1" * 5000, "not valid JSON"),
+        (read_json, b'{"a": [1, %d]}' % (2**64 + 1), "a has a number of more than 64 bits"),
+        (read_json, b"\xff\xfe", "not valid JSON"),
+        (read_yaml, b"a: &a [1, 2]\nb: &b [*a, *a]\nc: [*b, *b]\n", "aliases"),
+        (read_yaml, b"a: 1\nb: 2\na: 3\n", "'a' is there twice"),
+        (read_yaml, b"a: {b: 1, b: 2}\n", "'b' is there twice"),
+        (read_yaml, b"a: " + b"[" * 41 + b"]" * 41, "levels"),
+        (read_yaml, b"a: " + b"[" * 20_000, "not valid YAML"),
+        (read_yaml, b"? [1, 2]\n: 3\n", "not valid YAML"),
+        (read_yaml, b"a: !!python/object/apply:os.system ['echo']", "not valid YAML"),
+        (read_yaml, b"- 1\n", "holds no config"),
     ],
 )
-def test_json_is_refused_in_one_line(tmp_path, content, message):
-    path = tmp_path / "given.json"
+def test_what_is_wrong_is_refused_in_one_line(tmp_path, read, content, message):
+    path = tmp_path / "given"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{message}") as refused:
-        read_json(path)
-    assert len(str(refused.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (_ALIASES, "aliases"),
-        ("a: 1\nb: 2\na: 3\n", "'a' is there twice"),
-        ("a: {b: 1, b: 2}\n", "'b' is there twice"),
-        ("a: " + "[" * 41 + "]" * 41, "levels"),
-        ("a: " + "[" * 20_000, "not valid YAML"),
-        ("? [1, 2]\n: 3\n", "not valid YAML"),
-        ("a: !!python/object/apply:os.system ['echo']", "not valid YAML"),
-        ("- 1\n", "holds no config"),
-    ],
-)
-def test_yaml_is_refused_in_one_line(tmp_path, content, message):
-    path = tmp_path / "given.yaml"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{message}") as refused:
-        read_yaml(path)
+        read(path)
     assert len(str(refused.value).splitlines()) == 1
 
 

@@ -16,6 +16,7 @@ import pytest
 from checkpointing.files import read_rows
 from parallel.watchdog import EXIT_HANG
 from tests.ranks import REPOSITORY, complete_program
+from tests.stress.processes import find_parents, rank_of
 from tests.tiny import OVERRIDES, logged_rows
 
 pytestmark = [
@@ -30,21 +31,14 @@ _STEP_TIMEOUT = 5  # seconds, also where the machine is busy
 class Launch:
     """A real torchrun in the background: workers of pretrain.py, a small model, in `folder`/run."""
 
-    def __init__(
-        self, folder: Path, data: Path, *arguments: str, options: tuple[str, ...] = (), num_ranks: int = 2
-    ):
+    def __init__(self, folder: Path, data: Path, *arguments: str, options: tuple = (), num_ranks: int = 2):
         self.folder, self.run = folder, folder / "run"
         command = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", *options)
         command += (str(REPOSITORY / "pretrain.py"), f"data_path={data}", *OVERRIDES, *arguments)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
         with (folder / "output.txt").open("a") as output:
-            self.process = subprocess.Popen(
-                [*command, f"checkpoint_path={self.run}"],
-                cwd=folder,
-                env=environment,
-                stdout=output,
-                stderr=output,
-            )
+            options = {"cwd": folder, "env": environment, "stdout": output, "stderr": output}
+            self.process = subprocess.Popen([*command, f"checkpoint_path={self.run}"], **options)
 
     @property
     def output(self) -> str:
@@ -66,17 +60,8 @@ class Launch:
 
     def workers(self) -> dict[int, int]:
         """Process ids by rank."""
-        found = {}
-        for entry in Path("/proc").glob("[0-9]*"):
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent != self.process.pid:
-                    continue
-                environment = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:  # it has ended in the meantime
-                continue
-            found |= {int(item[5:]): int(entry.name) for item in environment if item.startswith(b"RANK=")}
-        return found
+        children = [pid for pid, parent in find_parents().items() if parent == self.process.pid]
+        return {rank: pid for pid in children if (rank := rank_of(pid)) is not None}
 
     def __enter__(self) -> "Launch":
         return self

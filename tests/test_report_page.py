@@ -169,12 +169,8 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path
     table = build_table(groups)
     half = 12.706 * np.std([0.4, 0.6], ddof=1) / 2**0.5  # Student's t, one degree of freedom
     first, second = table.records
-    assert (first["lr"], first["seeds"], first["solved"], first["p"]) == (
-        "0.001",
-        2,
-        pytest.approx(0.5),
-        None,
-    )
+    assert (first["lr"], first["seeds"], first["p"]) == ("0.001", 2, None)
+    assert first["solved"] == pytest.approx(0.5)
     assert (first["low"], first["high"]) == (max(0, 0.5 - half), min(1, 0.5 + half))
     assert (second["low"], second["high"]) == pytest.approx(wilson_interval(0.9, 100))
     assert second["p"] == pytest.approx(1 - 2 / np.pi * np.arctan(0.4 / (0.02 * 1.5) ** 0.5))

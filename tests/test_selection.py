@@ -5,7 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from evaluation.selection import Samples, select, votes
+from evaluation.selection import Samples, select
 
 _PUZZLES, _SAMPLES, _LENGTH = 300, 7, 3
 
@@ -48,8 +48,3 @@ def test_naive_loop(runs, by):
     for puzzle in range(_PUZZLES):
         best = min(range(_SAMPLES), key=lambda sample: _rank(by, runs, puzzle, sample))
         assert chosen[puzzle] == best
-
-
-def test_votes_are_for_whole_answers():
-    preds = np.array([[[1, 2], [1, 3], [1, 2]], [[4, 4], [5, 5], [6, 6]]], np.int32)
-    assert votes(preds).tolist() == [[2, 1, 2], [1, 1, 1]]

@@ -1,7 +1,6 @@
 """SE-RRM against a plain computation of its formulas, on relabelled puzzles; its dropout and random stops."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
@@ -60,38 +59,12 @@ def _rotate(x: Tensor, positions: str) -> Tensor:
     return torch.stack(rows, -2)
 
 
-def _rotate_from_both_ends(x: Tensor, inputs: Tensor, *, head: int | None) -> Tensor:
-    """Rotates the keys of one head, [batch, symbols, length, head_dim]; the queries where head is None."""
-    side, rotated = int(FACTS.seq_len**0.5), x.clone()
-    f = [100.0 ** (-8 * j / x.shape[-1]) for j in range(x.shape[-1] // 8)]
-    for b, tokens in enumerate(inputs.view(-1, side, side)):
-        there = [place for place in itertools.product(range(side), repeat=2) if tokens[place] >= 2]
-        ends = [min(lines) + max(lines) for lines in zip(*there, strict=True)]
-        for place, (row, column) in enumerate(itertools.product(range(side), repeat=2)):
-            lines = [row, column, ends[0] - row, ends[1] - column]
-            if head is None:
-                lines = [row, column, row, column]
-            elif head % 2:
-                lines = [lines[at] for at in (1, 0, 3, 2)]
-            angles = torch.tensor([line * each for line in lines for each in f])
-            x1, x2 = x[b, :, place].chunk(2, -1)
-            cos, sin = angles.cos(), angles.sin()
-            rotated[b, :, place] = torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1)
-    return rotated
-
-
-def _attention(
-    x: Tensor, weights: dict[str, Tensor], name: str, heads: int, positions: str, inputs: Tensor
-) -> Tensor:
+def _attention(x: Tensor, weights: dict[str, Tensor], name: str, heads: int, positions: str) -> Tensor:
     """Attends along the last but one axis, head by head."""
     q, k, v = (each.chunk(heads, -1) for each in (x @ weights[f"{name}.qkv_proj.weight"].T).chunk(3, -1))
     found = []
     for head in range(heads):
-        if positions == "rope2d_ends":
-            turned = _rotate_from_both_ends(q[head], inputs, head=None)
-            scores = turned @ _rotate_from_both_ends(k[head], inputs, head=head).mT
-        else:
-            scores = _rotate(q[head], positions) @ _rotate(k[head], positions).mT
+        scores = _rotate(q[head], positions) @ _rotate(k[head], positions).mT
         found.append(torch.softmax(scores / q[head].shape[-1] ** 0.5, -1) @ v[head])
     return torch.cat(found, -1) @ weights[f"{name}.o_proj.weight"].T
 
@@ -133,9 +106,9 @@ def _oracle(network, arch, batch: Batch, rows: Tensor | None) -> tuple[Tensor, T
         h = z + e
         for layer in range(arch.L_layers):
             name = f"L_level.layers.{layer}"
-            h = _rms(h + _attention(h, w, f"{name}.attn", arch.num_heads, arch.pos_encodings, batch.inputs))
+            h = _rms(h + _attention(h, w, f"{name}.attn", arch.num_heads, arch.pos_encodings))
             along = h.transpose(1, 2)
-            mixed = _attention(along, w, f"{name}.attn_t", arch.num_heads_t, "learned", batch.inputs)
+            mixed = _attention(along, w, f"{name}.attn_t", arch.num_heads_t, "learned")
             h = _rms(h + mixed.transpose(1, 2))
             gate, up = (h @ w[f"{name}.mlp.gate_up_proj.weight"].T).chunk(2, -1)
             h = _rms(h + (F.silu(gate) * up) @ w[f"{name}.mlp.down_proj.weight"].T)

@@ -5,6 +5,7 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from parallel.flat import FlatParameters
 from parallel.process_group import rank, world_size
 from parallel.shared_memory import SharedTensors, open_shared_tensors
 from tests.float64 import assert_close
-from tests.ranks import run_ranks
+from tests.ranks import call_each, run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux alone")
 
@@ -43,20 +44,24 @@ def _sums(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     return shared.own.clone(), message
 
 
+def _each_size(function: Callable, num_ranks: int) -> Iterator[tuple]:
+    """Yields a size, and what the function has returned of it on each rank."""
+    return zip(_SIZES, *run_ranks(call_each, num_ranks, function, [(size,) for size in _SIZES]), strict=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("size", _SIZES)
-def test_the_sum_is_that_of_messages_and_has_the_same_bits_on_all_ranks(num_ranks, size):
-    ranks = run_ranks(_sums, num_ranks, size)
-    rounds = [_drawn(size, rank=each) for each in range(num_ranks)]
-    expected = [torch.zeros(size)] * num_ranks
-    for number in range(3):
-        parts = [each * (0.5 + of) + rounds[of][number] for of, each in enumerate(expected)]
-        expected = [functools.reduce(torch.add, parts)] * num_ranks
-    for ours, theirs in ranks:
-        assert torch.equal(ours, expected[0]), "added up in the order of ranks"
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-        assert num_ranks > 2 or torch.equal(ours, theirs), "two numbers have one sum"
+def test_the_sum_is_that_of_messages_and_has_the_same_bits_on_all_ranks(num_ranks):
+    for size, *ranks in _each_size(_sums, num_ranks):
+        rounds = [_drawn(size, rank=each) for each in range(num_ranks)]
+        expected = [torch.zeros(size)] * num_ranks
+        for number in range(3):
+            parts = [each * (0.5 + of) + rounds[of][number] for of, each in enumerate(expected)]
+            expected = [functools.reduce(torch.add, parts)] * num_ranks
+        for ours, theirs in ranks:
+            assert torch.equal(ours, expected[0]), "added up in the order of ranks"
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+            assert num_ranks > 2 or torch.equal(ours, theirs), "two numbers have one sum"
 
 
 def _sums_on_nodes(size: int) -> tuple[torch.Tensor, bool]:
@@ -75,17 +80,16 @@ def _sums_on_nodes(size: int) -> tuple[torch.Tensor, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", _SIZES)
-def test_the_first_rank_of_each_node_sends_the_sum_of_all(size):
-    ranks = run_ranks(_sums_on_nodes, 5, size)
-    rounds = [_drawn(size, rank=each) for each in range(5)]
-    expected = torch.zeros(size, dtype=torch.float64)
-    for number in range(3):
-        expected = sum((0.5 + of) * expected + rounds[of][number] for of in range(5))
-    for ours, _ in ranks:
-        assert torch.equal(ours, ranks[0][0])
-        assert_close(ours, expected)
-    assert [is_leader for _, is_leader in ranks] == [True, True, True, False, False]
+def test_the_first_rank_of_each_node_sends_the_sum_of_all():
+    for size, *ranks in _each_size(_sums_on_nodes, 5):
+        rounds = [_drawn(size, rank=each) for each in range(5)]
+        expected = torch.zeros(size, dtype=torch.float64)
+        for number in range(3):
+            expected = sum((0.5 + of) * expected + rounds[of][number] for of in range(5))
+        for ours, _ in ranks:
+            assert torch.equal(ours, ranks[0][0])
+            assert_close(ours, expected)
+        assert [is_leader for _, is_leader in ranks] == [True, True, True, False, False]
 
 
 def _nobody_reads_too_early(late: int) -> list[float]:
@@ -101,9 +105,9 @@ def _nobody_reads_too_early(late: int) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("late", [0, 1, 2])
-def test_a_sum_waits_for_every_rank(late):
-    assert run_ranks(_nobody_reads_too_early, 3, late) == [[111.0]] * 3
+def test_a_sum_waits_for_every_rank():
+    found = run_ranks(call_each, 3, _nobody_reads_too_early, [(late,) for late in range(3)])
+    assert found == [[[111.0]] * 3] * 3
 
 
 def _is_refused(how: str) -> list[bool]:

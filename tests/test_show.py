@@ -109,12 +109,9 @@ def arc(tmp_path) -> Path:
         field[rows, columns] = 0
         field[:rows, :columns] = grid + COLOR_0
     laid = laid.reshape(4, -1)
+    identifiers, puzzles, groups = (np.array(each, np.int32) for each in ([1, 2], [0, 2, 4], [0, 2]))
     everything = PuzzleSet(
-        inputs=laid[:2],
-        labels=laid[2:],
-        puzzle_identifiers=np.array([1, 2], np.int32),
-        puzzle_indices=np.array([0, 2, 4], np.int32),
-        group_indices=np.array([0, 2], np.int32),
+        *(laid[:2], laid[2:], identifiers, puzzles, groups),
         augmentation="arc",
         transforms=np.array([[0, *range(10)], [6, 0, 1, 2, 3, 4, 5, 6, 7, 9, 8]], np.uint8),
         translations=np.array([[0, 0], [0, 0], [0, 0], [4, 7]], np.uint8),

@@ -3,12 +3,16 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.build import build_dataset
+from dataset.format import open_dataset
+from dataset.kinds.sudoku.texts import SYMBOLS
+from dataset.show import main as show
 from tests.checkpoints import open_checkpoints, random_state
 from tests.ranks import NUM_THREADS, complete_program
 from tests.tiny import FACTS, OVERRIDES, tiny_arch
@@ -48,53 +52,40 @@ def test_a_model_reads_what_it_can(run, arch, fields):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arch", "field", "was"),
+    ("arch", "field", "weights_tell"),
     [
-        ({"name": "hrm"}, "vocab_size", 7),
-        ({"name": "hrm"}, "seq_len", 16),
-        ({"name": "trm"}, "num_puzzle_identifiers", 20),
-        ({"name": "trm", "mlp_t": True, "pos_encodings": "none"}, "seq_len", 16),
-        ({"name": "urm", "puzzle_emb_ndim": 0, "pos_encodings": "learned"}, "seq_len", 16),
-        ({"name": "transformer"}, "seq_len", 16),
-        (_CONV, "vocab_size", 7),
-        (_CONV | {"pos_encodings": "learned"}, "seq_len", 16),
-        ({"name": "serrm"}, "vocab_size", 7),
-        ({"name": "serrm"}, "num_puzzle_identifiers", 20),
-        ({"name": "serrm", "puzzle_emb_ndim": 0, "equivariant_symbols": False}, "vocab_size", 7),
-        ({"name": "serrm", "puzzle_emb_ndim": 0, "pos_encodings": "learned"}, "seq_len", 16),
+        ({"name": "hrm"}, "vocab_size", True),
+        ({"name": "hrm"}, "seq_len", False),
+        ({"name": "trm"}, "num_puzzle_identifiers", False),
+        ({"name": "trm", "mlp_t": True, "pos_encodings": "none"}, "seq_len", True),
+        ({"name": "urm", "puzzle_emb_ndim": 0, "pos_encodings": "learned"}, "seq_len", True),
+        ({"name": "transformer"}, "seq_len", False),
+        (_CONV, "vocab_size", False),
+        (_CONV | {"pos_encodings": "learned"}, "seq_len", False),
+        ({"name": "serrm"}, "vocab_size", False),
+        ({"name": "serrm"}, "num_puzzle_identifiers", False),
+        ({"name": "serrm", "puzzle_emb_ndim": 0, "equivariant_symbols": False}, "vocab_size", False),
+        ({"name": "serrm", "puzzle_emb_ndim": 0, "pos_encodings": "learned"}, "seq_len", True),
     ],
 )
-def test_what_it_cannot_is_refused(run, arch, field, was):
-    expected = f"was trained with {field} {was}, but the dataset has {_LARGER[field]}: give the dataset"
-    with pytest.raises(ValueError, match=expected):
+def test_what_it_cannot_is_refused(run, arch, field, weights_tell):
+    """weights_tell: also weights as they are published, without the record of a run."""
+    expected = f"was trained with {field} {vars(FACTS)[field]}, but the dataset has {_LARGER[field]}: give"
+    with pytest.raises(ValueError, match=f"{expected} the dataset"):
         _load(run, arch, field)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "field"),
-    [
-        ({"name": "hrm"}, "vocab_size"),
-        ({"name": "trm", "mlp_t": True, "pos_encodings": "none"}, "seq_len"),
-        ({"name": "hrm", "pos_encodings": "learned"}, "seq_len"),
-        ({"name": "serrm", "puzzle_emb_ndim": 0, "pos_encodings": "learned"}, "seq_len"),
-    ],
-)
-def test_weights_alone_tell_most_sizes(run, arch, field):
-    """As published: without the record of a run."""
-    _load(run, arch)
-    for name in ("state.json", "manifest.json"):
+    for name in ("state.json", "manifest.json") if weights_tell else ():
         (run / "step_1" / name).unlink()
-    with pytest.raises(ValueError, match=f"was trained with {field} {vars(FACTS)[field]}, but"):
-        load_trained_model(find_checkpoint(run / "step_1"), _metadata(field))
+    if weights_tell:
+        with pytest.raises(ValueError, match=expected.partition(" the dataset has")[0]):
+            load_trained_model(find_checkpoint(run / "step_1"), _metadata(field))
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
     """Sudokus of three sizes, as the builder makes them: sudoku_2x2, ..."""
     folder = tmp_path_factory.mktemp("sizes")
-    for box, num in (("2x2", "100"), ("2x3", "1"), ("3x3", "1")):
-        words = ("--generate", num, "--num-test", "40", "--box", box)
+    for box, *more in (("2x2", "100", "40"), ("2x3", "1", "40"), ("4x4", "1", "3", "--clues", "150-160")):
+        words = ("--box", box, "--generate", more[0], "--num-test", *more[1:])
         build_dataset("sudoku", ["--output-dir", str(folder / f"sudoku_{box}"), *words])
     return folder
 
@@ -106,13 +97,25 @@ _RUN = tuple(each for each in OVERRIDES if not each.startswith("arch."))
 
 
 @pytest.mark.slow
-def test_a_run_on_4x4_sudokus_is_evaluated_on_6x6_and_9x9(folders, tmp_path):
+def test_a_run_on_4x4_sudokus_is_evaluated_on_6x6_and_asked_16x16(folders, tmp_path, capsys):
+    """SE-RRM (arXiv 2603.02193)."""
     data = f"data_path={folders / 'sudoku_2x2'}"
     complete_program("pretrain", *_SERRM, *_SMALL, *_RUN, data, "checkpoint_path=run", folder=tmp_path)
-    words = ("checkpoint=run", "evaluators=[sudoku]", "save_outputs=[logits]", *_MACHINE)
-    for box, cells in (("2x2", 16), ("2x3", 36), ("3x3", 81)):
+    words = ("checkpoint=run", "evaluators=[sudoku]", "save_outputs=[inputs,labels,preds,logits]", *_MACHINE)
+    for box, size, count in (("2x2", 4, 40), ("2x3", 6, 40), ("4x4", 16, 3)):
         more = (f"data_path={folders / f'sudoku_{box}'}", f"output_dir=out_{box}")
         complete_program("evaluate", *words, *more, folder=tmp_path, world_size=2)
         metrics = json.loads((tmp_path / f"out_{box}" / "metrics.json").read_text())["all"]
-        assert metrics["count"] == metrics["sudoku/count"] == 40
-        assert metrics["accuracy"] > 1.2 / cells**0.5, "better than any digit for all"
+        assert metrics["count"] == metrics["sudoku/count"] == count
+        assert metrics["accuracy"] > 1.2 / size, "better than any digit for all"
+    test = open_dataset(folders / "sudoku_4x4", read_everything=False).splits["test"].sets["all"]
+    text = "".join(f"_.{SYMBOLS}"[token] for token in test.inputs[0])
+    asked = ("checkpoint=run", f"puzzle={text}", "picture=large.svg", *_MACHINE)
+    solved = complete_program("solve", *asked, folder=tmp_path)
+    assert solved.stderr == ""
+    drawn = ElementTree.parse(tmp_path / "large.svg").iter("{http://www.w3.org/2000/svg}text")
+    assert set(SYMBOLS[:16]) <= {each.text for each in drawn}
+    show([str(folders / "sudoku_4x4"), "--outputs", str(tmp_path / "out_4x4"), "--count", "1"])
+    shown = capsys.readouterr().out
+    assert " G " in shown
+    assert "16" not in shown

@@ -4,10 +4,8 @@ import dataclasses
 import functools
 import io
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,19 +17,17 @@ import torch
 
 from config.compose import config_with
 from config.programs import SolveConfig
-from dataset.build import build_dataset
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
 from dataset.format import open_dataset
 from dataset.kinds.kind import Puzzle, find_kind
-from dataset.kinds.sudoku.texts import SYMBOLS
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
 from evaluation.selection import Settings
 from evaluation.solving import Answer, answer_puzzle
 from solve import Solver, load
 from tests.arc_source import make_tasks
-from tests.ranks import REPOSITORY, complete_program, run_program
+from tests.ranks import run_program
 from tests.solvers import CLUES, PUZZLE, run_solve, save_arc_run, save_maze_run, save_run
 from tests.tiny import OVERRIDES
 from training.adaptation import adapt
@@ -275,34 +271,3 @@ def test_a_run_of_the_program_can_be_asked(sudoku_folder, tmp_path):
     refused = run_program("solve", *solved, folder=tmp_path, world_size=2)
     assert refused.statuses == [1, 1]
     assert "solve.py is one process" in refused.stderr
-
-
-@pytest.mark.slow
-def test_a_model_of_small_sudokus_is_asked_large_ones(sudoku_folder, tmp_path):
-    """SE-RRM (arXiv 2603.02193): trained on 4x4, evaluated on and asked 16x16, and shown."""
-    large = ("--box", "4x4", "--generate", "1", "--num-test", "3", "--clues", "150-160")
-    build_dataset("sudoku", ["--output-dir", str(tmp_path / "large"), *large])
-    tiny = [each for each in OVERRIDES if not each.startswith("arch.")]
-    tiny += ["arch=serrm", "arch.head_dim=8", "arch.head_dim_t=8", "arch.puzzle_emb_ndim=0"]
-    tiny += ["arch.hidden_size=16", "arch.num_heads=2", "arch.L_layers=1", "arch.halt_max_steps=2"]
-    tiny += ["arch.H_cycles=1", "arch.L_cycles=1"]
-    arguments = (f"data_path={sudoku_folder}", *tiny, "max_steps=1", "checkpoint_path=run")
-    complete_program("pretrain", *arguments, folder=tmp_path)
-    words = ("checkpoint=run", "device=cpu", "data_path=large", "evaluators=[sudoku]", "output_dir=out")
-    complete_program(
-        "evaluate", *words, "save_outputs=[inputs,labels,preds]", "eval_batch_size=3", folder=tmp_path
-    )
-    assert json.loads((tmp_path / "out/metrics.json").read_text())["all"]["sudoku/count"] == 3
-    test = open_dataset(tmp_path / "large", read_everything=False).splits["test"].sets["all"]
-    text = "".join(f"_.{SYMBOLS}"[token] for token in test.inputs[0])
-    words = ("checkpoint=run", f"puzzle={text}", "device=cpu", "picture=large.svg")
-    solved = run_program("solve", *words, folder=tmp_path, world_size=None)
-    assert (solved.statuses, solved.stderr) == ([0], "")
-    drawn = ElementTree.parse(tmp_path / "large.svg").iter("{http://www.w3.org/2000/svg}text")
-    assert set(SYMBOLS[:16]) <= {each.text for each in drawn}
-    words = ["-m", "dataset.show", "large", "--outputs", "out", "--count", "1"]
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": True}
-    shown = subprocess.run([sys.executable, *words], **options)
-    assert " G " in shown.stdout
-    assert "16" not in shown.stdout

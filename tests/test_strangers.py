@@ -90,12 +90,8 @@ def test_a_command_of_a_card_is_one_line_that_runs_one_program(tmp_path, argumen
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     command = _build_command(tmp_path, name="data/x; touch y")
     if command is not None:
-        shown = subprocess.run(
-            ["bash", "-c", f"python() {{ echo called; }}\n{command}"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-        )
+        words = ["bash", "-c", f"python() {{ echo called; }}\n{command}"]
+        shown = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
         assert (shown.stdout, shown.stderr) == ("called\n", "")
         assert command.isprintable()
     assert [each.name for each in tmp_path.iterdir()] == ["manifest.json"]
@@ -110,23 +106,17 @@ def test_a_report_of_odd_values_is_a_report(tmp_path, odd):
     names = ("time", "command", "git_commit", "hardware", "processes", "torch", "num_parameters")
     rows = [{"step": 1, "eval/all/exact_accuracy": odd, "eval/all/count": odd}, {"step": odd}]
     files = {
-        "metrics.jsonl": "\n".join(
-            map(json.dumps, [*rows, {"step": 2, "train/lm_loss": odd, "train/lr": odd}])
-        ),
-        "starts.jsonl": json.dumps({"step": 0} | dict.fromkeys(names, odd)),
-        "status": json.dumps({"status": odd, "step": odd}),
-        "evaluation/step_1/metrics.json": json.dumps(
-            {"all": {"exact_accuracy": odd, "count": odd, "x": odd}}
-        ),
-        "evaluation/step_1/scaling.json": json.dumps(
-            {"sets": {"all": {"corners": [{"ways": {"q_head": odd}}]}}}
-        ),
-        "step_1/state.json": json.dumps({"dataset_fingerprint": odd}),
-        "config.yaml": json.dumps({"run_name": odd, "data_path": odd, "arch": odd, "lr": odd}),
+        "metrics.jsonl": [*rows, {"step": 2, "train/lm_loss": odd, "train/lr": odd}],
+        "starts.jsonl": [{"step": 0} | dict.fromkeys(names, odd)],
+        "status": [{"status": odd, "step": odd}],
+        "evaluation/step_1/metrics.json": [{"all": {"exact_accuracy": odd, "count": odd, "x": odd}}],
+        "evaluation/step_1/scaling.json": [{"sets": {"all": {"corners": [{"ways": {"q_head": odd}}]}}}],
+        "step_1/state.json": [{"dataset_fingerprint": odd}],
+        "config.yaml": [{"run_name": odd, "data_path": odd, "arch": odd, "lr": odd}],
     }
-    for name, text in files.items():
+    for name, values in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text("\n".join(map(json.dumps, values)))
     page = write_report(tmp_path, num_puzzles=0).read_text()
     assert "<b>" not in page
 

@@ -10,17 +10,14 @@ import pytest
 import torch
 
 from models.q_head import QHead
-from optimizers.schedule import learning_rates
 from parallel.process_group import rank
 from parallel.strategy import StepResult, next_sync, synced_steps
-from tests.checkpoints import begin_training, replicated_tensors
+from tests.checkpoints import begin_training, do_step, replicated_tensors
 from tests.float64 import TOLERANCE, assert_close, in_float64
-from tests.ranks import complete_program, run_ranks
+from tests.ranks import call_each, complete_program, run_ranks
 from tests.tiny import OVERRIDES, logged_rows, random_batch, run_of, tiny_arch, tiny_config
-from training.clock import StepClock
 from training.metrics import training_metrics
 from training.state import TrainState
-from training.step import train_step
 
 _STEPS, _LOCAL_STEPS, _WORKERS, _BATCH, _EMA = 10, 4, 2, 24, 0.8
 _SYNCED = (range(1, 5), range(5, 9), range(9, 11))  # steps of each synchronisation; the last step has one
@@ -41,10 +38,9 @@ def _build(options: dict[str, Any]) -> tuple[TrainState, Any]:
     return begin_training(config, total_steps=_STEPS), config
 
 
-def _do_step(state: TrainState, config: Any, slots: range) -> StepResult:
-    batch = random_batch(_BATCH, seed=state.step).select(slice(slots.start, slots.stop))
-    rates = learning_rates(config, state.step + 1, total_steps=_STEPS)
-    return train_step(state, batch, config=config, rates=rates, clock=StepClock(_CPU))
+def _do_step(state: TrainState, config: Any, slots: slice = slice(None)) -> StepResult:
+    """slots: of the global batch, those of a worker that knows no other."""
+    return do_step(state, config, random_batch(_BATCH, seed=state.step).select(slots), total_steps=_STEPS)
 
 
 def _result(state: TrainState, steps: list) -> dict[str, Any]:
@@ -66,13 +62,9 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     state, config = _build({"local_steps": _LOCAL_STEPS, **options})
     steps = []
     for _ in range(_STEPS):
-        steps.append(_do_step(state, config, state.slots))
+        steps.append(_do_step(state, config))
     merged = [(float(each.loss), float(each.grad_norm)) if each.merged_steps else None for each in steps]
     return _result(state, merged)
-
-
-def _train_each() -> dict[str, dict[str, Any]]:
-    return {name: _train(options) for name, options in _RUNS.items()}
 
 
 def _naive(options: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +85,7 @@ def _naive(options: dict[str, Any]) -> dict[str, Any]:
         known, moved = [], [set() for _ in workers]
         for step in joined:
             for number, (state, config) in enumerate(workers):
-                result = _do_step(state, config, range(number * share, (number + 1) * share))
+                result = _do_step(state, config, slice(number * share, (number + 1) * share))
                 known.append((float(result.loss), float(result.grad_norm)))
                 moved[number].update(state.carry.data.puzzle_identifiers.tolist())
             steps.append(None if step < joined[-1] else tuple(torch.tensor(known).mean(0).tolist()))
@@ -133,29 +125,25 @@ def _naive(options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_local_steps_are_those_of_workers_apart():
-    ranks = run_ranks(in_float64, _WORKERS, _train_each)
-    (naive,) = run_ranks(in_float64, 1, _naive_each)
-    for name in _RUNS:
-        expected = naive[name]
-        for number, results in enumerate(ranks):
-            ours, where = results[name], f"{name}, rank {number}"
+    cases = [(options,) for options in _RUNS.values()]
+    ranks = run_ranks(in_float64, _WORKERS, call_each, _train, cases)
+    (naive,) = run_ranks(in_float64, 1, call_each, _naive, cases)
+    for name, expected, *together in zip(_RUNS, naive, *ranks, strict=True):
+        for number, ours in enumerate(together):
+            where = f"{name}, rank {number}"
             for kind in ("weights", "averages"):
                 for key, value in expected[kind].items():
                     assert_close(ours[kind][key], value, what=f"{where}: {kind} {key}")
             for key, value in expected["moments"][number].items():
                 assert_close(ours["moments"][key], value, what=f"{where}: its own {key}")
             for key, value in ours["replicated"].items():
-                assert torch.equal(value, ranks[0][name]["replicated"][key]), f"{where} has another {key}"
+                assert torch.equal(value, together[0]["replicated"][key]), f"{where} has another {key}"
             assert [each is None for each in ours["steps"]] == [each is None for each in expected["steps"]]
             for known, theirs in zip(ours["steps"], expected["steps"], strict=True):
                 assert known == theirs or known == pytest.approx(theirs, rel=TOLERANCE), where
-        assert ranks[0][name]["metrics"] == pytest.approx(expected["metrics"], rel=TOLERANCE), name
-    first, second = (results["mean"]["moments"] for results in ranks)
+        assert together[0]["metrics"] == pytest.approx(expected["metrics"], rel=TOLERANCE), name
+    first, second = (mean["moments"] for mean, _ in ranks)
     assert any(not torch.equal(first[name], second[name]) for name in first)
-
-
-def _naive_each() -> dict[str, dict[str, Any]]:
-    return {name: _naive(options) for name, options in _RUNS.items()}
 
 
 def _meet_a_nan() -> list[str]:
@@ -166,7 +154,7 @@ def _meet_a_nan() -> list[str]:
     for _ in range(_LOCAL_STEPS):
         if rank() == 1 and state.step == 1:
             state.weights.flats[0].weights[0] = torch.nan
-        result = _do_step(state, config, state.slots)
+        result = _do_step(state, config)
         if result.merged_steps:
             with pytest.raises(SystemExit):
                 finite.add(state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)

@@ -19,13 +19,6 @@ def test_slope_is_of_each_kind_of_process_over_all_lives():
     assert memory.slopes() == pytest.approx({"rank 0": 36.0, "torchrun": 0.0})
 
 
-def test_kinds_of_processes(monkeypatch):
-    monkeypatch.setattr(processes, "rank_of", {11: 0, 12: 1, 13: 1}.get)
-    parents = {10: 1, 11: 10, 12: 10, 13: 12, 14: 10, 15: 1}
-    kinds = [processes.kind_of(pid, 10, parents) for pid in (10, 11, 12, 13, 14, 15)]
-    assert kinds == ["torchrun", "rank 0", "rank 1", "below rank 1", None, None]
-
-
 def test_files_that_tell_of_the_run_alone_are_not_compared(tmp_path):
     training = Training(None, tmp_path, "run")
     for name in ("config.yaml", "step_2/weights", "logs/rank_0.log", "starts.jsonl", "wandb_step"):

@@ -25,12 +25,7 @@ def _without_embeddings(*folders: Path, **changes):
 def test_which_groups_are_held_out_depends_on_the_seed_alone():
     data = make_set(_GROUPS)
     chosen = {share: held_out_groups(data, seed=3, fraction=share) for share in (0.0, 0.25, 0.5, 0.99)}
-    assert {share: int(groups.sum()) for share, groups in chosen.items()} == {
-        0.0: 0,
-        0.25: 2,
-        0.5: 4,
-        0.99: 7,
-    }
+    assert [int(groups.sum()) for groups in chosen.values()] == [0, 2, 4, 7]
     assert not (chosen[0.25] & ~chosen[0.5]).any(), "a smaller share is part of a larger one"
     assert (held_out_groups(make_set(_GROUPS, seed=5), seed=3, fraction=0.5) == chosen[0.5]).all()
     assert len({held_out_groups(data, seed=seed, fraction=0.5).tobytes() for seed in range(9)}) > 1
@@ -104,15 +99,7 @@ def _run(cwd: Path, program: str, *overrides: str, world_size: int = 1):
 @pytest.mark.slow
 def test_a_run_is_selected_by_its_validation_puzzles(tmp_path, folder):
     options = (*OVERRIDES, f"data_path={folder}", "validation_fraction=0.25", "keep_best=lm_loss")
-    options = (
-        *options,
-        f"test_data_path={folder}",
-        "ema=0.5",
-        "compile=false",
-        "epochs=12",
-        "eval_interval=3",
-        "wandb_mode=disabled",
-    )
+    options += (f"test_data_path={folder}", "ema=0.5", "compile=false", "epochs=12", "eval_interval=3")
     _run(tmp_path, "pretrain", *options, "checkpoint_path=whole")
     whole = logged_rows(tmp_path / "whole")
     rows = [line for line in whole if "validation/all/lm_loss" in line]

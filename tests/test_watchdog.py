@@ -41,15 +41,11 @@ class _Ranks:
     ):
         self._folder, self._processes = folder, []
         for number in range(size):
-            environment = {
-                "RANK": str(number),
-                "WORLD_SIZE": str(size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "TORCHELASTIC_USE_AGENT_STORE": str(is_served),
-                # Each agent counts for itself, and a node that came back begins at 0.
-                "TORCHELASTIC_RESTART_COUNT": "0" if is_served else str(number),
-            }
+            environment = {"RANK": str(number), "WORLD_SIZE": str(size)}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            environment["TORCHELASTIC_USE_AGENT_STORE"] = str(is_served)
+            # Each agent counts for itself, and a node that came back begins at 0.
+            environment["TORCHELASTIC_RESTART_COUNT"] = "0" if is_served else str(number)
             arguments = (environment, _watched, (task, folder))
             self._processes.append(_server.Process(target=_in_environment, args=arguments))
             self._processes[-1].start()

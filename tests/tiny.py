@@ -25,20 +25,10 @@ from tests.ranks import NUM_THREADS
 
 # For the command line; the same model as `tiny_arch`, but for q_target and exploration.
 OVERRIDES = (
-    "arch.hidden_size=32",
-    "arch.num_heads=2",
-    "arch.H_layers=1",
-    "arch.L_layers=1",
-    "arch.halt_max_steps=4",
-    "arch.forward_dtype=float32",
-    "global_batch_size=24",
-    "epochs=4",
-    "eval_interval=2",
-    "lr=1e-3",
-    "puzzle_emb_lr=1e-2",
-    "lr_warmup_steps=3",
-    "device=cpu",
-    f"cpu_threads={NUM_THREADS}",
+    *("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1"),
+    *("arch.halt_max_steps=4", "arch.forward_dtype=float32", "global_batch_size=24", "epochs=4"),
+    *("eval_interval=2", "lr=1e-3", "puzzle_emb_lr=1e-2", "lr_warmup_steps=3"),
+    *("device=cpu", f"cpu_threads={NUM_THREADS}"),
 )
 
 # What the log says of the machine: another thing each time.
@@ -65,12 +55,8 @@ _OWN = {
     "trm": {**_RECURSIVE, "puzzle_emb_len": 3},
     "urm": _RECURSIVE,
     "fprm": {
-        **_RECURSIVE,
-        "H_cycles": 1,
-        "puzzle_emb_len": 0,
-        "eval_halt_max_steps": 6,
-        "init_noise": 0.0,
-        "fp_thresh": 0.5,
+        **{**_RECURSIVE, "H_cycles": 1, "puzzle_emb_len": 0},
+        **{"eval_halt_max_steps": 6, "init_noise": 0.0, "fp_thresh": 0.5},
     },
     "serrm": {**_RECURSIVE, "head_dim": 12, "num_heads_t": 3, "head_dim_t": 6, "add_tokens": 2},
     "transformer": {"num_layers": 2},

@@ -30,10 +30,12 @@ _MEAN = ("outer_lr=1", "outer_momentum=0")
 _DILOCO = ("outer_lr=0.7", "outer_momentum=0.9")
 _HALVES = "sync_dtype=bfloat16"
 _ROWS, _SHARDED = "puzzle_emb_sharding=rows", "data_parallel_shard_degree=-1"
+_LOSSES = ("arch.loss.supervision_decay=0.9", "arch.loss.label_smoothing=0.1")
 _BFLOAT16 = "arch.forward_dtype=bfloat16"
 _TRM = ("arch=trm", "arch.H_layers=0")
 _SERRM = ("arch=serrm", "arch.puzzle_emb_ndim=1", "arch.head_dim=12", "arch.num_heads_t=3")
 _SERRM += ("arch.head_dim_t=6", "arch.add_tokens=2")
+_FPRM = ("arch=fprm", "arch.fp_thresh=0.5", "arch.eval_halt_max_steps=6", "halting=act")
 _STAGES = "curriculum=[{epochs:3,H_cycles:1},{share:0.06,H_cycles:1,L_cycles:1},{share:0.02,L_cycles:3}]"
 
 
@@ -52,14 +54,7 @@ CASES = {
     "hrm exact": Case(2, ("arch.q_target=exact", "lr=1e-2")),
     "hrm deferred": Case(2, ("arch.q_target=deferred", "lr=1e-2", "gradient_accumulation_steps=3", *_EMA)),
     "hrm bfloat16": Case(2, ("arch.q_target=deferred", "arch.forward_dtype=bfloat16", "grad_clip_norm=0.5")),
-    "hrm losses": Case(
-        2,
-        (
-            "arch.loss.supervision_decay=0.9",
-            "arch.loss.label_smoothing=0.1",
-            "arch.halt_exploration_prob=0.5",
-        ),
-    ),
+    "hrm losses": Case(2, (*_LOSSES, "arch.halt_exploration_prob=0.5")),
     "trm": Case(2, (*_TRM, *_EMA, "raw=true")),
     "trm mlp": Case(
         2, (*_TRM, "arch.mlp_t=true", "arch.pos_encodings=none", "arch.no_ACT_continue=false", "lr=1e-2")
@@ -70,17 +65,7 @@ CASES = {
     "trm act": Case(2, (*_TRM, "halting=act", "arch.eval_halt_max_steps=6", "lr=1e-2", *_EMA)),
     "trm gate": Case(2, (*_TRM, "arch.update=gate", "optimizer=adamw", *_EMA)),
     "hrm gate resumed": Case((2, 4), ("arch.update=gate", "sync=flat", _SHARDED, "lr=1e-2", *_EMA)),
-    "fprm": Case(
-        (2, 4),
-        (
-            "arch=fprm",
-            "arch.fp_thresh=0.5",
-            "arch.eval_halt_max_steps=6",
-            "halting=act",
-            "optimizer=muon",
-            *_EMA,
-        ),
-    ),
+    "fprm": Case((2, 4), (*_FPRM, "optimizer=muon", *_EMA)),
     "urm": Case(2, ("arch=urm", *_EMA)),
     "serrm": Case(2, (*_SERRM, "arch.dropout=0.1", *_EMA)),
     "transformer": Case(2, ("arch=transformer", "arch.num_layers=2", *_EMA)),

@@ -8,15 +8,16 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-import gzip
 import hashlib
 import json
 import re
 import socket
 import threading
 from collections.abc import Iterable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
+
+from tests.hub_server import JsonHandler
 
 _ENTITY = "somebody"
 _STREAM = re.compile(r"/files/[^/]+/[^/]+/([^/]+)/file_stream")
@@ -129,9 +130,8 @@ class WandbServer:
     def _UpsertBucket(self, variables: dict[str, Any]) -> dict[str, Any]:
         run = self.runs.setdefault(variables["name"], ReceivedRun())
         run.fields.update({key: value for key, value in variables.items() if value is not None})
-        bucket = {"id": "id", "name": variables["name"], "displayName": run.fields.get("displayName")}
-        bucket |= {"config": run.fields.get("config"), "historyLineCount": len(run.history)}
-        return {"upsertBucket": {"bucket": {**bucket, "project": self._project(variables)}, "inserted": True}}
+        bucket = self._bucket(variables["name"], run) | {"project": self._project(variables)}
+        return {"upsertBucket": {"bucket": bucket, "inserted": True}}
 
     def _RunResumeStatus(self, variables: dict[str, Any]) -> dict[str, Any]:
         run = self.runs.get(variables["name"])
@@ -250,21 +250,16 @@ class _Server(ThreadingHTTPServer):
         pass  # a client that went away
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(JsonHandler):
     server: _Server
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
     def do_GET(self) -> None:
-        self._read()
-        self._send({})
+        self._answer({})
 
     def do_PUT(self) -> None:
         with self.server.state.lock:
             self.server.state.upload(self.path, self._read())
-        self._send({})
+        self._answer({})
 
     def do_POST(self) -> None:
         content, state, reply = self._read(), self.server.state, {}
@@ -275,16 +270,4 @@ class _Handler(BaseHTTPRequestHandler):
                 reply = {"data": state.answer(operation, asked.get("variables") or {})}
             elif stream := _STREAM.fullmatch(self.path):
                 state.stream(stream[1], json.loads(content))
-        self._send(reply)
-
-    def _read(self) -> bytes:
-        content = self.rfile.read(int(self.headers.get("content-length") or 0))
-        return gzip.decompress(content) if self.headers.get("content-encoding") == "gzip" else content
-
-    def _send(self, reply: dict[str, Any]) -> None:
-        content = json.dumps(reply).encode()
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        self._answer(reply)

@@ -48,13 +48,8 @@ _TRAINING = (
     *("compile=false", "sanity_check=false"),
     *("device=cpu", "cpu_threads=1", "wandb_mode=disabled"),
 )
-_SEARCHED = (
-    "study=s",
-    "trials=2",
-    "experiment=demo",
-    "lr=interval(1e-4,1e-2)",
-    "optimizer=choice(adam_atan2,muon)",
-)
+_SEARCHED = ("study=s", "trials=2", "experiment=demo")
+_SEARCHED += ("lr=interval(1e-4,1e-2)", "optimizer=choice(adam_atan2,muon)")
 _PAIRS_OPTIONS = ("--symmetries", "dihedral,symbols", "--num-aug", "3")
 _SOURCES = {
     "parquet": ("pairs", _PAIRS_OPTIONS),

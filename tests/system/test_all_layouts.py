@@ -3,12 +3,11 @@
 import itertools
 
 import pytest
-import torch
-from torch._dynamo.utils import counters
 
-from tests.checkpoints import FINGERPRINT, do_step
+from tests.checkpoints import FINGERPRINT
 from tests.float64 import in_float64
 from tests.ranks import run_ranks
+from tests.test_compilation import assert_compiles
 from tests.test_layouts import (
     ACCUMULATION,
     ARCHS,
@@ -22,7 +21,6 @@ from tests.test_layouts import (
     go_on,
     save_in_the_middle,
 )
-from tests.tiny import random_batch
 from training.checkpoints import CheckpointManager
 
 _SIZES, _OPTIMIZERS = (1, 2, 4), ("adam_atan2", "muon", "adamw")
@@ -34,20 +32,27 @@ def _layouts(size: int) -> list[str]:
     return [layout for layout, (number, _) in LAYOUTS.items() if number == size]
 
 
-@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
-@pytest.mark.parametrize("name", ARCHS)
-def test_every_layout_is_one_process(name, optimizer, tmp_path):
-    """With AdamW also accumulation and recomputation."""
-    options = {"optimizer": optimizer} | (ACCUMULATION if optimizer == "adamw" else {})
-    runs = {layout: (name, layout, options) for layout in LAYOUTS if layout != "one"}
+@pytest.mark.parametrize("number", range(3), ids=_OPTIMIZERS)
+def test_every_layout_is_one_process(number, tmp_path):
+    """Every pair of a model, a layout and an optimizer; with AdamW also accumulation and recomputation."""
+    options = {"optimizer": _OPTIMIZERS[number]} | (ACCUMULATION if number == 2 else {})
+    pairs = itertools.product(enumerate(ARCHS), enumerate(LAYOUTS))
+    runs = {
+        f"{name} {layout}": (name, layout, options)
+        for (row, name), (column, layout) in pairs
+        if layout != "one" and (row + column) % 3 == number
+    }
     assert_equal_to_one(tmp_path, runs)
 
 
 @pytest.mark.parametrize("size", _SIZES)
-@pytest.mark.parametrize("name", ARCHS)
-def test_every_layout_that_is_resumed_in_itself_has_the_same_bits(name, size, tmp_path):
-    options = {"arch": {"forward_dtype": "bfloat16"}, "optimizer": _OPTIMIZER_OF[name]}
-    runs = {layout: (name, layout, options) for layout in _layouts(size)}
+def test_every_layout_that_is_resumed_in_itself_has_the_same_bits(size, tmp_path):
+    """With two models each, of other optimizers; with all of them, up to rounding: below."""
+    names, runs = list(ARCHS), {}
+    for number, layout in enumerate(LAYOUTS):
+        for name in (names[number % 6], names[(number + 2) % 6]) if layout in _layouts(size) else ():
+            options = {"arch": {"forward_dtype": "bfloat16"}, "optimizer": _OPTIMIZER_OF[name]}
+            runs[f"{name} {layout}"] = (name, layout, options)
     assert_bits_of_resumed(tmp_path, runs, size)
 
 
@@ -89,37 +94,11 @@ def test_a_run_of_each_model_passes_through_all_layouts(tmp_path):
         assert_files_close(tmp_path / f"{name} one", tmp_path / f"{name} alone")
 
 
-def test_the_programs_do_the_same_in_every_layout(tmp_path, sudoku_folder):
-    runs = {layout: [layout] for layout in ("one", "pp2", "tp2", "fsdp2 x pp2", "tp2 x pp2")}
-    assert_programs_agree(tmp_path, sudoku_folder, runs)
+def test_the_programs_do_the_same_with_tensor_parallelism(tmp_path, sudoku_folder):
+    """In other layouts: tests/test_layouts.py."""
+    assert_programs_agree(tmp_path, sudoku_folder, {each: [each] for each in ("one", "tp2", "tp2 x pp2")})
 
 
-def _compile(layouts: list[str]) -> None:
-    """Asserts that the first gradients of compiled blocks are those of eager ones, up to rounding.
-
-    With accumulation and recomputation; and that two steps make all graphs.
-    """
-    for layout in layouts:
-        torch.compiler.reset()
-        counters.clear()
-        gradients = []
-        for forward_dtype, compiles in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
-            options = {"arch": {"forward_dtype": forward_dtype}, "compile": compiles}
-            state, config = begin("trm", layout, ACCUMULATION | options)
-            do_step(state, config, random_batch(8))
-            gradients.append(torch.cat([flat.gradients for flat in state.weights.flats]))
-        exact, *others = gradients
-        eager, compiled = ((each - exact).norm() / exact.norm() for each in others)
-        assert 1e-3 < eager < 0.1, layout
-        assert compiled < 1.5 * eager, layout
-        assert counters["stats"]["unique_graphs"] > 0
-        assert not counters["graph_break"], layout
-        do_step(state, config, random_batch(8, seed=1))
-        with torch.compiler.set_stance("fail_on_recompile"):
-            do_step(state, config, random_batch(8, seed=2))
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own doings
 @pytest.mark.parametrize("layouts", [["pp2", "tp2", "fsdp2"], ["tp2 x pp2"]])
 def test_blocks_of_a_layout_compile(layouts):
-    run_ranks(_compile, LAYOUTS[layouts[0]][0], layouts)
+    run_ranks(assert_compiles, LAYOUTS[layouts[0]][0], layouts)

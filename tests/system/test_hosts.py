@@ -53,6 +53,11 @@ def _environment(machines: Machines) -> dict[str, str]:
     return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
 
 
+def _ended(machines: Machines, hosts: str, **environment: str) -> subprocess.CompletedProcess:
+    command, environment = [_HOSTS, hosts, "pretrain.py"], _environment(machines) | environment
+    return machines.run(0, command, env=environment, timeout=PATIENCE)
+
+
 def test_a_run_on_a_list_of_hosts_stops_saved(machines, tmp_path, sudoku_folder, heeds_interrupts):
     run, output = tmp_path / "run", tmp_path / "output.txt"
     words = [*OVERRIDES, "compile=false", "epochs=1000", "eval_interval=null", "log_interval=1"]
@@ -75,9 +80,7 @@ def test_a_run_on_a_list_of_hosts_stops_saved(machines, tmp_path, sudoku_folder,
 
 
 def test_a_host_that_cannot_be_reached_ends_all(machines):
-    finished = machines.run(
-        0, [_HOSTS, "node0,node7", "pretrain.py"], env=_environment(machines), timeout=PATIENCE
-    )
+    finished = _ended(machines, "node0,node7")
     assert finished.returncode == 255
     assert "node7: ssh: Could not resolve hostname node7" in finished.stdout
     assert "node0: ended with status" in finished.stdout
@@ -88,21 +91,14 @@ def test_a_taken_port_and_an_unknown_first_host_are_one_line(machines):
     other = machines.start(0, [sys.executable, "-c", listen], stdout=subprocess.PIPE)
     try:
         other.stdout.readline()
-        finished = machines.run(
-            0,
-            [_HOSTS, "node0,node1", "pretrain.py"],
-            env=_environment(machines) | {"PORT": "4711"},
-            timeout=PATIENCE,
-        )
+        finished = _ended(machines, "node0,node1", PORT="4711")
     finally:
         other.kill()
         other.communicate()
     assert finished.returncode == 1
     taken = "node0:4711, where all are to meet: Address already in use; choose another, PORT=n"
     assert f"node0: error: {taken}" in finished.stdout.splitlines()
-    finished = machines.run(
-        0, [_HOSTS, "localhost,node1", "pretrain.py"], env=_environment(machines), timeout=PATIENCE
-    )
+    finished = _ended(machines, "localhost,node1")
     assert finished.returncode == 1
     itself = "localhost:29400, where all are to meet: that is this machine itself; name the first host as"
     assert f"node1: error: {itself} the others know it" in finished.stdout.splitlines()

@@ -31,7 +31,8 @@ from tuning.study import Study
 
 def test_a_compiled_run_that_is_resumed_has_the_same_bits(tmp_path, sudoku_folder):
     """Slots stop in other numbers each time, which may not change the kernels of the rest."""
-    words = ("compile=true", "arch.halt_exploration_prob=0.5", "eval_interval=null", "sanity_check=false")
+    words = ("arch=trm", "arch.H_layers=0", "compile=true", "arch.halt_exploration_prob=0.5")
+    words += ("eval_interval=null", "sanity_check=false")
     assert_resumed_is_bit_equal(tmp_path, sudoku_folder, *words, world_size=1)
 
 
@@ -42,7 +43,8 @@ def test_a_run_of_the_published_ldt_learns_searches_and_solves(tmp_path, sudoku_
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("hrm", {}),
+        ("serrm", {"gradient_cycles": 1}),
+        ("transformer", {"puzzle_emb_ndim": 0}),
         ("trm", {"mlp_t": True, "pos_encodings": "none"}),
         ("trm", {"conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0}),
         ("trm", {"update": "gate"}),
@@ -53,6 +55,9 @@ def test_onnx_of_other_models_answers_as_torch_does(name, changes, tmp_path):
     assert_onnx_answers_as_torch(name, changes, tmp_path)
 
 
+_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
 def _run(*command: str, folder: Path) -> subprocess.CompletedProcess:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
     return subprocess.run(
@@ -60,23 +65,8 @@ def _run(*command: str, folder: Path) -> subprocess.CompletedProcess:
     )
 
 
-def test_an_evaluation_finds_what_training_logged(tmp_path, sudoku_folder):
-    """By the command of the README; that of training is in `test_recovery`."""
-    words = ("experiment=demo", f"data_path={sudoku_folder}", "epochs=2", "eval_interval=2")
-    complete_program("pretrain", *words, folder=tmp_path, world_size=2)
-    (folder,) = (tmp_path / "checkpoints" / "hrm-sudoku").iterdir()
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(REPOSITORY / "evaluate.py"))
-    evaluated = _run(*torchrun, f"checkpoint={folder}", folder=tmp_path)
-    assert evaluated.returncode == 0, evaluated.stderr
-    metrics = json.loads((folder / "evaluation" / "step_3" / "metrics.json").read_text())["all"]
-    logged = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert logged["step"] == 3
-    assert metrics["lm_loss"] == pytest.approx(logged["eval/all/lm_loss"], rel=1e-2)
-
-
 def test_torchrun_ends_with_our_line(tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", str(REPOSITORY / "pretrain.py"))
-    failed = _run(*torchrun, "lr=fast", folder=tmp_path)
+    failed = _run(*_TORCHRUN, str(REPOSITORY / "pretrain.py"), "lr=fast", folder=tmp_path)
     assert failed.returncode == 1
     *_, last = (line.strip() for line in failed.stderr.splitlines() if line.strip(" =\n"))
     assert last.startswith("traceback : error: ")
@@ -97,6 +87,11 @@ def test_runs_from_python_and_the_loop_of_the_page_compute_the_same(
     logged = trained.metrics["all"]["lm_loss"]
     assert logged == trained.rows[-1]["eval/all/lm_loss"]
     assert evaluated.metrics["all"]["lm_loss"] == pytest.approx(logged, rel=1e-2)
+    words_again = ("checkpoint=trained", "output_dir=again")
+    finished = _run(*_TORCHRUN, str(REPOSITORY / "evaluate.py"), *words_again, folder=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads((tmp_path / "again" / "metrics.json").read_text())["all"]
+    assert found["lm_loss"] == pytest.approx(evaluated.metrics["all"]["lm_loss"], rel=1e-5)
 
     with pytest.raises(ValueError, match=r"^trained holds a run .* choose another run_name, .*step_3$"):
         pretrain.run([*words, "checkpoint_path=trained", "seed=1"])
@@ -165,14 +160,9 @@ def test_a_rung_of_several_trainings(tmp_path, monkeypatch, capsys):
         ),
     )
     monkeypatch.setitem(RUNGS, "demo", rung)
-    tiny = [
-        "max_steps=1",
-        "global_batch_size=4",
-        "arch.hidden_size=16",
-        "compile=false",
-        "sanity_check=false",
-    ]
+    tiny = ["max_steps=1", "global_batch_size=4", "arch.hidden_size=16"]
     words = ["--rung", "demo", "--seeds", "1", "--first-seed", "7", "--folder", str(tmp_path), *tiny]
+    words += ["compile=false", "sanity_check=false"]
     records.main(words)
     (run,) = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
     folders = [tmp_path / "seed_7" / name for name in ("training_1/run", "run")]
@@ -203,12 +193,8 @@ def test_models_are_compared_at_equal_operations(tmp_path, monkeypatch):
     monkeypatch.setitem(RUNGS, "demo", RUNG)
     tiny = [word for word in OVERRIDES if not word.startswith(("lr", "epochs", "eval_int", "arch.H_layers"))]
     words = ["arch=trm", *tiny, "compile=false", "sanity_check=false", "lr_warmup_steps=1"]
-    model = {
-        "groups": ["tiny"],
-        "words": words[:1],
-        "rates": [1e-9, 1e-3],
-        "longer": "halt_max_steps=[4,8] compile=false",
-    }
+    model = {"groups": ["tiny"], "words": words[:1], "rates": [1e-9, 1e-3]}
+    model["longer"] = "halt_max_steps=[4,8] compile=false"
     plan = {
         "processes": 1,
         "tuning": {"rung": "demo", "petaflops": 7e-6, "seed": 5, "validation_fraction": 0.2},

@@ -13,14 +13,8 @@ from tests.system.waiting import PATIENCE, read, wait_for
 from tests.tiny import OVERRIDES
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
-_WORDS = (
-    *OVERRIDES,
-    "compile=false",
-    "epochs=1000",
-    "eval_interval=null",
-    "checkpoint_interval=7",
-    "keep_checkpoints=null",
-)
+_WORDS = (*OVERRIDES, "compile=false", "epochs=1000", "eval_interval=null")
+_WORDS += ("checkpoint_interval=7", "keep_checkpoints=null")
 _LAST_STEP = 21
 
 
@@ -33,11 +27,8 @@ def machines(tmp_path) -> Iterator[Machines]:
 def test_a_node_is_lost_and_comes_back_then_the_first_one_is_lost(machines, tmp_path, sudoku_folder):
     """The one costs only time, as the log says how much. The other ends all, saying what to do."""
     run, outputs = tmp_path / "run", [tmp_path / f"node{number}.txt" for number in (0, 1)]
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "WANDB_MODE": "disabled",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
     def start(number: int):
         words = [
@@ -47,9 +38,8 @@ def test_a_node_is_lost_and_comes_back_then_the_first_one_is_lost(machines, tmp_
             *(REPOSITORY / "pretrain.py", f"data_path={sudoku_folder}", *_WORDS, f"checkpoint_path={run}"),
         ]
         with outputs[number].open("a") as output:
-            return machines.start(
-                number, words, cwd=tmp_path, env=os.environ | environment, stdout=output, stderr=output
-            )
+            options = {"cwd": tmp_path, "env": environment, "stdout": output, "stderr": output}
+            return machines.start(number, words, **options)
 
     nodes = [start(number) for number in (0, 1)]
     wait_for(lambda: (run / "step_7").exists(), "the run does not start", output=outputs[0])
