@@ -81,7 +81,10 @@ def introduce(study: Study, config: SearchConfig) -> None:
 
 
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
-    """Prints how many trials ended in which way; writes the best one as best.yaml, or a grid's tables."""
+    """Prints how many trials ended in which way; writes the best as best.yaml, or a grid's tables.
+
+    is_stopped: whether a signal stopped the search; if not, exits with status 1 where no trial is complete.
+    """
     folder, best = folder_of(config), study.best()
     outcome = "stopped: the same command goes on from here;" if is_stopped else "done:"
     log.info(f"{outcome} {study.describe_counts()} of {study.num_trials} trials; {folder / PAGE_FILE}")

@@ -37,7 +37,7 @@ def quote_value(typed: str) -> str:
 
 
 def expand_home(key: str, value: Any) -> Any:
-    """Replaces ~ or $NAME at the start of a path, the value of `key`. ValueError for an unknown one."""
+    """Replaces ~ or $NAME at the start of the path `value`. ValueError, with `key`, for unknown names."""
     if isinstance(value, list):
         return [expand_home(key, each) for each in value]
     found = _HOME.match(value) if isinstance(value, str) else None

@@ -77,7 +77,7 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def eager_blocks(*, is_rare: bool = True) -> contextlib.AbstractContextManager:
-    """Returns a context in which compiled blocks run uncompiled, for a batch size that `is_rare`."""
+    """Returns a context in which compiled blocks run uncompiled, if the batch size `is_rare`."""
     return torch.compiler.set_stance("force_eager") if is_rare else contextlib.nullcontext()
 
 

@@ -83,7 +83,7 @@ def move(
 
 
 def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
-    """Returns the candidates that a move strikes out: bool [batch, cells, values]; none in given cells."""
+    """Returns which candidates a move strikes out, by the logits `keep`: bool [batch, cells, values]."""
     is_given = state["entered"].sum(-1, keepdim=True) == 1
     return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & ~is_given
 

@@ -171,7 +171,7 @@ class LDT(Network):
         return Board(candidates.bool(), torch.where(state["outcome"] == CONTRADICTORY, ANEW, state["guess"]))
 
     def _with_hints(self, entered: Tensor, solution: Tensor, draws: Draws) -> Tensor:
-        """Fills in random open cells: on some boards from the label, on others partly with wrong values."""
+        """Returns `entered` with some open cells filled in at random: by `solution`, or partly wrongly."""
         is_open = entered.sum(-1) > 1
         num_open = is_open.sum(-1)
         kind, share, part = draws.uniform((3,), use="hints").unbind(1)

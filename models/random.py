@@ -101,8 +101,8 @@ class Draws:
     def of_evaluation(cls, seed: int, *, rows: Tensor, samples: Tensor, steps: Tensor) -> Draws:
         """Returns the draws of an evaluation, independent of training with the same seed.
 
-        rows: int64 [batch], the position of each slot's puzzle in the set. samples: int64 [batch], number of
-        the try at this puzzle, from 0. steps: int32 [batch], number of the thinking step, from 1.
+        rows: int64 [batch], the row of each slot's example. samples: int64 [batch], number of the sample,
+        from 0. steps: int32 [batch], number of the thinking step, from 1.
         """
         return cls(seed | 1 << 63, torch.stack([rows & _MASK, samples << 16 | steps.long()], dim=1))
 

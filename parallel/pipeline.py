@@ -46,7 +46,10 @@ class Ring:
         self._sent.append((dist.isend(tensor, group_dst=goal, group=self._groups[home]), tensor))
 
     def receive(self, like: Tensor, source: int, *, home: bool) -> Callable[[], Tensor]:
-        """Starts receiving a tensor shaped as `like` from `source`; returns a function that waits for it."""
+        """Starts receiving a tensor like `like` from `source`; returns a function that waits for it.
+
+        home: whether to use the group `homes`.
+        """
         tensor = torch.empty_like(like, memory_format=torch.contiguous_format)
         work = dist.irecv(tensor, group_src=source, group=self._groups[home])
 

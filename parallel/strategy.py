@@ -109,7 +109,10 @@ class Strategy:
         raise NotImplementedError
 
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
-        """Makes the weights of all ranks equal, after the update; local steps do so after some steps only."""
+        """Makes the weights of all ranks equal, after an update; local steps do so in some steps only.
+
+        grad_norm: of this step, to return.
+        """
         raise NotImplementedError
 
     def reset_to_weights(self) -> None:

@@ -82,9 +82,9 @@ class Cut(NamedTuple):
 
 
 def cut_tensors(network: nn.Module, ranks: Ranks) -> dict[str, Cut]:
-    """Replaces the weights of every layer with `cuts` by this rank's parts; returns {name of weight: cut}.
+    """Replaces the weights of every layer that has a method `cuts` by this rank's parts.
 
-    The number of ranks must divide the heads and the inner features.
+    Returns {name of weight: cut}. The number of ranks must divide the heads and the inner features.
     """
     cuts: dict[str, Cut] = {}
     for name, module in network.named_modules():

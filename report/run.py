@@ -49,7 +49,7 @@ Curve = tuple[list[float], list[float]]  # x and y
 
 
 def other_metrics(arch: str) -> list[str]:
-    """Returns the metrics of a network that have no chart of their own. arch: a value of `arch.name`."""
+    """Returns the metrics of a model that the report shows in a generic chart. arch: its `arch.name`."""
     network = network_class(arch)
     return [name for name in network.metrics | network.training_metrics if name not in _KNOWN_METRICS]
 

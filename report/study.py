@@ -70,7 +70,7 @@ def _point(x: float, y: float) -> Line:
 def _parameter_chart(
     study: Study, key: str, trials: list[FrozenTrial], *, importance: float | None
 ) -> Chart | None:
-    """Draws the value of each trial over a parameter; choices are numbered from 1."""
+    """Draws each trial's value over a parameter; numbers choices from 1. importance: for the caption."""
     of = study.space.parameters[key]
     is_choice = isinstance(of, CategoricalDistribution)
     points = []

@@ -213,7 +213,7 @@ def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
 
 
 def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, index: int) -> dict[str, Any]:
-    """Returns the grids of a puzzle for `picture_data`; answers are cut to the shape of the label."""
+    """Returns the grids of puzzle `index` for `picture_data`; answers are cut to the shape of the label."""
     of_input, of_answer = cells_of(style, tokens), cells_of(style, label, frame=label)
     if (label == IGNORE_LABEL_ID).all():
         of_answer = to_grid(np.arange(len(label)), num_columns=style.num_columns)

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def push(options: argparse.Namespace) -> None:
-    """Writes the files, and uploads them unless --dry-run is given. ValueError, one line, for a mistake."""
+    """Writes the files to share, and uploads them unless --dry-run is given. ValueError for a mistake."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise ValueError(f"{options.repo!r} is no repository: give OWNER/NAME; its main branch gets a commit")
     if not re.fullmatch(r"[a-z0-9.-]+", options.license):
@@ -153,7 +153,7 @@ def _without_absolute_paths(value: Any, key: str) -> Any:
 
 
 def upload(folder: Path, address: Address, *, message: str, is_private: bool) -> str:
-    """Uploads the files of a folder in one commit; returns the URL of the repository."""
+    """Uploads the files of a folder in one commit, with `message`; returns the URL of the repository."""
     client = import_client()
     by_hand = "--dry-run FOLDER writes the files, to be uploaded from elsewhere"
     with client_errors(address, by_hand=by_hand):

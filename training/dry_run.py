@@ -147,7 +147,7 @@ def _ring(num_bytes: float, ranks: int) -> float:
 
 
 def sent_in_a_step(config: PretrainConfig, world_size: int) -> dict[str, Sent]:
-    """Returns `Needs.sent` of a run on `world_size` processes."""
+    """Returns {purpose: what a process sends in a step}, where a run has `world_size` processes."""
     model, seq_len, *_ = _build(config)
     needs = Needs(config, model.network, layout_of(config, world_size))
     return needs.sent(model.reasoning, seq_len=seq_len)

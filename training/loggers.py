@@ -124,7 +124,7 @@ class Console:
             where = f"  {split}/{printable(name)}".ljust(width + 2) if len(sets) > 1 else ""
             chooses = split == ("validation" if metrics.get("best/selected_by") == "validation" else "eval")
             is_best = chooses and metrics.get("best/step") == step
-            self._show_evaluation(step, where, dict(_words(each, self._keep_best)), is_best=is_best)
+            self._show_evaluation(step, where, dict(_shown_metrics(each, self._keep_best)), is_best=is_best)
 
     def _show_evaluation(self, step: int, where: str, words: dict[str, str], *, is_best: bool) -> None:
         """Prints the line of an evaluated set. words: {name: value}, the first perhaps the best so far."""
@@ -148,8 +148,8 @@ class Console:
         self._bar.close()
 
 
-def _words(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
-    """Yields (short name, value) of the metrics to show of an evaluated set, the one of `keep_best` first."""
+def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
+    """Yields (short name, value) of the metrics that the console shows for a set, `keep_best` first."""
     of_kind = [name for name in metrics if "/" in name and is_share(name)]
     of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")][:2]  # pass@1, pass@2
     names = [name for name in ("exact_accuracy", *of_kind, *_EVALUATED) if name in metrics]

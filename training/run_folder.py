@@ -85,7 +85,7 @@ def name_arch(words: Sequence[str]) -> list[str]:
 
 
 def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfig:
-    """Fills in null values of project_name, run_name (a random one), checkpoint_path and wandb_group."""
+    """Fills in project_name, run_name (at random), checkpoint_path and wandb_group, where they are null."""
     run_name = config.run_name
     if run_name is None and config.checkpoint_path is not None:
         run_name = _as_name(Path(config.checkpoint_path).resolve().name)

@@ -56,7 +56,7 @@ def choose_files(names: Sequence[str]) -> list[str]:
     for name in found:
         members[_stem(name)].append(name)
     for each in members.values():
-        _check_shards(each)
+        _check_pieces(each)
     if not members.keys() & set(SPLITS):
         if len(members) != 1:
             either = "train.jsonl and test.jsonl, or one file of all pairs"
@@ -68,8 +68,8 @@ def choose_files(names: Sequence[str]) -> list[str]:
     return [name for split in SPLITS for name in members[split]]
 
 
-def _check_shards(names: list[str]) -> None:
-    """Raises ValueError unless the names are a single file, or all shards of one file."""
+def _check_pieces(names: list[str]) -> None:
+    """Raises ValueError unless the names are a single file, or all pieces (such as 0-of-3) of one file."""
     first, *others = names
     if not (match := _SHARD.search(first)):
         if others:
