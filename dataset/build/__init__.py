@@ -17,6 +17,7 @@ BUILDERS = {
     "arc": "dataset.kinds.arc.build",
     "maze": "dataset.kinds.maze.build",
     "pairs": "dataset.kinds.pairs.build",
+    "reasoning_gym": "dataset.kinds.pairs.reasoning_gym",
     "sudoku": "dataset.kinds.sudoku.build",
 }
 

@@ -45,43 +45,8 @@ def build(options: argparse.Namespace) -> None:
         del options.fields  # older commands give the same bytes
     if others:
         print(printable(f"fields not used: {', '.join(others)}"))
-    pairs = _fitting(pairs, options.max_size)
-    splits = _split(pairs, options.test_fraction, seed=options.seed)
-    _warn_of_odd_pairs(splits)
-    vocabulary = _vocabulary(pairs, is_square="dihedral" in options.symmetries)
-    names = sorted({pair.task for pair in pairs})
-    tasks = names if len(names) > 1 else []
-    number_of = {task: number for number, task in enumerate(tasks, 1)}
-
-    def lay_out(members: list[Pair], **augmented: Any) -> Split:
-        return make_split(
-            np.array([[vocabulary.tokens_of(grid) for grid in pair[:2]] for pair in members]),
-            identifiers=np.array([number_of.get(pair.task, 0) for pair in members]),
-            vocab_size=FIRST_SYMBOL + len(vocabulary.symbols),
-            num_identifiers=1 + len(tasks),
-            symbols=vocabulary.symbols,
-            num_columns=vocabulary.num_columns,
-            **augmented,
-        )
-
-    test, augmented = lay_out(splits["test"]), {}
-    if options.symmetries:
-        transforms = _draw_transforms(len(splits["train"]), vocabulary, options)
-        augmented = {"augmentation": "pairs", "transforms": transforms, "held_out": test}
-        augmented["materialize"] = options.materialize
-    train = lay_out(splits["train"], **augmented)
     source = {path.name: sha256_of(path) for path in files}
-    write_dataset(
-        options.output_dir,
-        splits={"train": train, "test": test},
-        identifiers=[BLANK, *tasks],
-        builder={"name": "pairs", "arguments": recorded(options, {"source": source})},
-    )
-    _print_summary(pairs, vocabulary, tasks)
-    num_examples, num_pairs = train.sets["all"].num_examples, len(splits["train"])
-    variants = f" and {num_examples // num_pairs - 1} variants of each, {num_examples} examples"
-    print(f"train: {num_pairs} pairs{variants if options.symmetries else ''}")
-    print(f"test: {len(splits['test'])} pairs")
+    write_pairs(pairs, options, builder="pairs", instead={"source": source})
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -102,6 +67,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         lambda *names: list(names) if names[0] != names[1] else None,
     )
     parser.add_argument("--fields", type=two, metavar="INPUT,OUTPUT", help=fields)
+    add_layout_options(parser)
+
+
+def add_layout_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options for making a dataset of pairs, whatever their source."""
     fraction = (
         f"share of each task's pairs that is held out for testing, at least one pair, chosen by the seed "
         f"(default {_TEST_FRACTION}); not where the source says which are"
@@ -145,6 +115,51 @@ def check_options(options: argparse.Namespace) -> None:
         options.num_aug = _NUM_AUG
     if options.materialize and not options.symmetries:
         raise ValueError("--materialize writes out the variants of --symmetries: drop it, or name some")
+
+
+def write_pairs(
+    pairs: list[Pair], options: argparse.Namespace, *, builder: str, instead: dict[str, Any]
+) -> None:
+    """Writes a dataset of pairs: divides them into splits, lays them out, draws variants for training.
+
+    instead: values of options that the manifest records in place of the given ones.
+    """
+    pairs = _fitting(pairs, options.max_size)
+    splits = _split(pairs, options.test_fraction, seed=options.seed)
+    _warn_of_odd_pairs(splits, f"build {builder}")
+    vocabulary = _vocabulary(pairs, is_square="dihedral" in options.symmetries)
+    names = sorted({pair.task for pair in pairs})
+    tasks = names if len(names) > 1 else []
+    number_of = {task: number for number, task in enumerate(tasks, 1)}
+
+    def lay_out(members: list[Pair], **augmented: Any) -> Split:
+        return make_split(
+            np.array([[vocabulary.tokens_of(grid) for grid in pair[:2]] for pair in members]),
+            identifiers=np.array([number_of.get(pair.task, 0) for pair in members]),
+            vocab_size=FIRST_SYMBOL + len(vocabulary.symbols),
+            num_identifiers=1 + len(tasks),
+            symbols=vocabulary.symbols,
+            num_columns=vocabulary.num_columns,
+            **augmented,
+        )
+
+    test, augmented = lay_out(splits["test"]), {}
+    if options.symmetries:
+        transforms = _draw_transforms(len(splits["train"]), vocabulary, options)
+        augmented = {"augmentation": "pairs", "transforms": transforms, "held_out": test}
+        augmented["materialize"] = options.materialize
+    train = lay_out(splits["train"], **augmented)
+    write_dataset(
+        options.output_dir,
+        splits={"train": train, "test": test},
+        identifiers=[BLANK, *tasks],
+        builder={"name": builder, "arguments": recorded(options, instead)},
+    )
+    _print_summary(pairs, vocabulary, tasks)
+    num_examples, num_pairs = train.sets["all"].num_examples, len(splits["train"])
+    variants = f" and {num_examples // num_pairs - 1} variants of each, {num_examples} examples"
+    print(f"train: {num_pairs} pairs{variants if options.symmetries else ''}")
+    print(f"test: {len(splits['test'])} pairs")
 
 
 def _fitting(pairs: list[Pair], max_size: tuple[int, int] | None) -> list[Pair]:
@@ -198,13 +213,13 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
     return splits
 
 
-def _warn_of_odd_pairs(splits: dict[str, list[Pair]]) -> None:
+def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
     """Warns of suspicious pairs: how many, and where the first is."""
     pairs = splits["train"] + splits["test"]
 
     def warn_of(odd: list[Pair], text: str) -> None:
         if odd:
-            warn("build pairs", f"{len(odd)} of {len(pairs)} pairs {text} (the first: {odd[0].where})")
+            warn(program, f"{len(odd)} of {len(pairs)} pairs {text} (the first: {odd[0].where})")
 
     warn_of([pair for pair in pairs if pair.input == pair.output], "have an output equal to their input")
     tested = {(pair.task, pair.input) for pair in splits["test"]}
