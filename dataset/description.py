@@ -201,7 +201,7 @@ class FieldPuzzle(Puzzle):
     vocabulary: Vocabulary | None = None
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns which cells of an answer make its grid, as `Vocabulary.cells_of` does."""
+        """Returns the indices of the cells of an answer that make its grid: int64 [rows, columns]."""
         return self.vocabulary.cells_of(tokens)
 
 

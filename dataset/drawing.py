@@ -71,8 +71,8 @@ def draw(
 ) -> list[str]:
     """Draws tokens [seq_len] as a grid for a terminal. Returns the title, then a line for each row.
 
-    frame: as in `cells_of`. is_new, is_wrong: bool [seq_len]. New cells are green where `style.marks_new`; an
-    x follows a wrong cell.
+    frame: tokens of another grid that decides which cells are drawn. is_new, is_wrong: bool [seq_len]. New
+    cells are green where `style.marks_new`; an x follows a wrong cell.
     """
     cells = cells_of(style, tokens, frame=frame)
 

@@ -4,10 +4,11 @@ A board is a set of candidate values for each cell. A move strikes out candidate
 of one open cell: it pins the cell, that is, leaves one candidate there. A board is sound while every cell has
 the solution's value as a candidate. The state has
 
-- alive: uint8 [batch, cells, values], 1 for a present candidate - entered: `alive` at the start of the board
-- target: the solution, one-hot as `alive`; all 0 if the board was not sound at the start - outcome: uint8
-[batch], of the last move: SOLVED, CONTRADICTORY, or 0 for an open board - guess: int16 [batch], the cell that
-the last move pinned, or NO_GUESS
+- alive: uint8 [batch, cells, values], 1 for a present candidate
+- entered: `alive` at the start of the board
+- target: the solution, one-hot as `alive`; all 0 if the board was not sound at the start
+- outcome: uint8 [batch], of the last move: SOLVED, CONTRADICTORY, or 0 for an open board
+- guess: int16 [batch], the cell that the last move pinned, or NO_GUESS
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class OneState:
 def update(z: Tensor, proposed: Tensor, reasoning: Reasoning, draws: Draws | None, *, use: str) -> Tensor:
     """Returns the new state after a call of a level: z + damping * (proposed - z), plus noise (EqR).
 
-    proposed: the result of the call. use: a name for the noise, as in `Draws`.
+    proposed: the result of the call.
     """
     if reasoning.damping != 1:
         proposed = torch.lerp(z, proposed, reasoning.damping)

@@ -23,7 +23,8 @@ class TokenNetwork(QHead, Network):
     The Q head reads the first position; with `conv=instead`, where the first position sees few or no cells,
     the mean of all. Raises ValueError if a convolution is wanted, but the puzzles are no grids.
 
-    levels: {attribute name: number of blocks} in the order of use. mlp: class of MLPs. take: as in `Level`.
+    levels: {attribute name: number of blocks} in the order of use. mlp: class of MLPs. take: called with each
+    new block; returns what this rank holds of the block.
     """
 
     def __init__(

@@ -240,8 +240,9 @@ def build_weights(
     Muon is for the matrices of blocks; AdamATan2 then updates the rest. Optimizers must create all of `state`
     at the start, because a checkpoint loads into these tensors.
 
-    shapes, holders: as in `Weights`; by default all weights are on this rank. tensor: the ranks that divide
-    matrices among them. compiler_options: of AdamATan2; None: not compiled.
+    shapes: of all weights of the model, by name; None: all are in `flats`. holders: ranks that together hold
+    all weights. tensor: the ranks that divide matrices among them. compiler_options: of AdamATan2; None: not
+    compiled.
     """
     assert config.optimizer in ("adamw", "adam_atan2", "muon")
     groups = [group for flat in flats for group in _groups_of(config, flat, tensor, compiler_options)]

@@ -99,7 +99,8 @@ class _MetricsFile:
 class Console:
     """A progress bar with training metrics, and above the bar a line for each evaluated set.
 
-    In training, "solved" is the exact accuracy of slots at halting. steps: as in `Loggers`.
+    In training, "solved" is the exact accuracy of slots at halting. steps: range(number of steps done, last
+    step of this start).
     """
 
     name = "the progress bar"

@@ -40,7 +40,7 @@ class Style:
     marks_new       whether a cell of the answer that differs from the puzzle is green
     first_of_field  for grids in a field (ARC): the lowest token of a cell; the token below ends the grid, and
                     only the grid is drawn. None: a grid fills the whole array
-    num_columns     of the token array; None: as `to_grid` chooses
+    num_columns     of the token array; None: it is a square or, if that cannot be, has up to 32 columns
     """
 
     symbols: Sequence[str] = ()
