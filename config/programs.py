@@ -139,6 +139,7 @@ class SearchConfig(Strict):
     sampler: Literal["tpe", "grid"]
     pruner: Literal["median", "hyperband", "none"]
     startup_trials: NonNegativeInt
+    sampler_seed: NonNegativeInt
 
 
 PROGRAMS = (PretrainConfig, EvaluateConfig, SolveConfig, PageConfig, SearchConfig)

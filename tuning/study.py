@@ -101,7 +101,7 @@ class Study:
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
         """Begins a trial, or continues the unfinished one `number`; returns the trial and its parameters."""
         trial_number = len(self.trials) if number is None else number
-        seed = int(np.random.SeedSequence([0, trial_number]).generate_state(1)[0])
+        seed = int(np.random.SeedSequence([self._config.sampler_seed, trial_number]).generate_state(1)[0])
         self.optuna.sampler = optuna.samplers.TPESampler(
             n_startup_trials=self._config.startup_trials, seed=seed
         )
