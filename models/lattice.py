@@ -51,7 +51,7 @@ def move(
     *,
     in_search: bool = False,
 ) -> State:
-    """Strikes out candidates; then pins a random cell of each board that is neither solved nor contradictory.
+    """Strikes out candidates; then pins one cell of each board that is neither solved nor contradictory.
 
     last: outputs of the last loop. in_search: whether this is an evaluation. In training, a share of the
     pins, which falls to 0 along the run, takes the value of the target.

@@ -93,7 +93,7 @@ class Draws:
     def of_training(
         cls, seed: int, *, step: int, slots: range, device: torch.device, **arrays: Tensor
     ) -> Draws:
-        """Returns the draws of a training step. slots: numbers in the global batch. arrays: as in `Draws`."""
+        """Returns the draws of a step. slots: their numbers in the global batch. arrays: `Network.draw`'s."""
         numbers = torch.arange(slots.start, slots.stop, device=device)
         return cls(seed, torch.stack([torch.full_like(numbers, step), numbers], dim=1), arrays)
 

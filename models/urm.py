@@ -15,7 +15,8 @@ from models.tokens import TokenNetwork
 class ConvSwiGLU(Cuttable, nn.Module):
     """A SwiGLU with a depthwise convolution over the positions: down(silu(conv(silu(gate) * up))).
 
-    conv: v[p] = w0 u[p - 1] + w1 u[p] + bias, u[-1] = 0, over the sequence of puzzle embedding and cells.
+    conv turns u into v[p] = w0 u[p - 1] + w1 u[p] + bias, u[-1] = 0; positions p: puzzle embedding, then
+    cells.
     """
 
     def __init__(self, width: int, *, expansion: float):

@@ -185,13 +185,16 @@ class AllToAllPlan:
         self.own_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
 
     def fetch(self, own: Tensor) -> Tensor:
-        """Returns the table rows of `identifiers`, [n, ...]. own: all table rows that this rank owns."""
+        """Returns the rows that this rank reads, [n, ...], as `identifiers` numbers them, from their owners.
+
+        own: all table rows that this rank owns.
+        """
         lent = own[self.own_rows]
         arrived = self._ranks.all_to_all_rows(lent, sent=self._num_lent, received=self._num_read)
         return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
 
     def send(self, rows: Tensor) -> Tensor:
-        """Sends rows [n, ...] of `identifiers` to their owners; returns what arrives, for `own_rows`."""
+        """Sends rows of this rank's `identifiers`, [n, ...], to the owners; returns those for `own_rows`."""
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
 

@@ -237,7 +237,8 @@ def check_folder_is_shared(folder: Path) -> None:
 def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
     """Ends all ranks with a message if nodes have different datasets. All ranks call it.
 
-    fingerprint: hash of the dataset; "" if another rank of the node has computed it. names: for the message.
+    fingerprint: hash of the dataset; "" if another rank of the node has computed it. names: of the dataset
+    folders, for the message.
     """
     is_same = fingerprint in ("", broadcast_object(fingerprint))
     advice = "copy it to all nodes, or share the folder"

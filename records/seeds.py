@@ -139,7 +139,10 @@ class Rerun:
         return settings
 
     def _evaluate(self, seed: int, words: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
-        """Evaluates a trained seed into a folder by `words`, unless done; returns metrics by test set."""
+        """Evaluates a trained seed into a folder, unless done; returns metrics of each test set.
+
+        words: arguments of evaluate.py.
+        """
         if not (folder / EVALUATION_FILE).exists():
             data = {name: self.folder / name for name in ("data", "more_data")}
             asked = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]

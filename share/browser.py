@@ -155,7 +155,7 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
 
 
 def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
-    """Generates 100 new puzzles like those of the dataset, as `choose_puzzles` returns them; or []."""
+    """Generates 100 puzzles like those of the dataset, as `choose_puzzles` returns them; [] if it cannot."""
     if info.kind is None or info.kind.make_up is None:
         return []
     puzzles = zip(*(each.tolist() for each in info.kind.make_up(info.metadata, _NUM_MADE_UP)), strict=True)

@@ -1,4 +1,4 @@
-"""Writes a trained model to weights/NAME of the repository: the files of push, in the smallest safe dtype.
+"""Writes a trained model to weights/NAME of the repository: the files of `push`, in the smallest safe dtype.
 
 Weights are rounded to the smallest dtype that changes no cell of an answer to the compared test puzzles, with
 the forward pass in float32 and in the model's own forward_dtype. For a model that searches at random (LDT),

@@ -44,7 +44,7 @@ TASKS = {
 
 
 def _pairs_of(task: str, puzzle: Mapping[str, Any]) -> Iterator[dict]:
-    """Yields the pairs of a puzzle of the package, as rows for `parse_pair`; none of several answers."""
+    """Yields the pairs of a puzzle of the package, as rows for `parse_pair`; none if answers are several."""
     info, answer = puzzle["metadata"], puzzle["answer"]
     if task == "arc_1d":
         for pair in (*info["train_examples"], info["test_example"]):
