@@ -107,7 +107,7 @@ def run_steps(
         # Evaluate one batch of each set, so that a broken evaluation fails before training.
         if config.sanity_check and state.step == 0:
             with monitor.paused():
-                checkpoints.check_metric(evaluate(config, state, data, only_first_batches=True))
+                checkpoints.best.check(evaluate(config, state, data, only_first_batches=True))
 
         while True:
             # Save before the evaluation, so that a failed evaluation loses nothing. `save` does nothing for a

@@ -1,60 +1,250 @@
-"""Checkpoint folders of a run: names, manifest, verification, removal; also the rows of the run's log.
+"""The folders step_<N> of a run: written while the run continues; verified, chosen, listed and removed.
+
+Only the copy to host memory takes time of the run. Each rank writes its own files into
+`step_<N>.tmp-<nonce>/`, in a thread. Rank 0 then receives the sizes and hashes of all files, adds the
+manifest, and renames the folder: so `step_<N>` is complete or does not exist, whenever processes are killed.
+The threads use the key-value store and no collectives, because ranks must issue collectives in one order. The
+store also works after an error of the disk.
 
 The manifest has the size and the sha256 of every file, and a digest of its own content: any changed byte is
-noticed. A folder gets the name `step_<N>` only after all its files are written.
+noticed.
 """
 
 import contextlib
 import hashlib
 import json
+import mmap
+import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from config.reading import MissingFileError, parse_json, read_bytes, read_json, read_lines
-from config.writing import remove_unfinished_files
+import torch
+
+from checkpointing.tensors import save_section
+from config.reading import MissingFileError, parse_json, read_bytes, read_json
+from config.writing import flush, remove_unfinished_files
 from dataset.format import sha256_of
 from parallel import log
+from parallel.collectives import broadcast_object
+from parallel.process_group import connect_store, is_main, rank, world_size
+from parallel.shards import Shard, Tensors, tensor_of
 
-WEIGHTS, EMA_WEIGHTS = "weights", "ema_weights"  # files of tensors (`checkpointing.tensors`), without suffix
+WEIGHTS, EMA_WEIGHTS = "weights", "ema_weights"  # sections of a checkpoint (`checkpointing.tensors`)
 CONFIG_FILE = "config.yaml"
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
-METRICS_FILE = "metrics.jsonl"
 STARTS_FILE = "starts.jsonl"  # in a run folder: command, code and hardware of each start of the run
 SHARED_CONFIG_FILE = "config.json"  # these two files are a checkpoint that `share push` makes
 SHARED_WEIGHTS_FILE = "model.safetensors"
-BEST_STEP, SELECTED_BY = "best/step", "best/selected_by"  # in rows of the log; and best/<metric>
+
+_OTHERS_SECONDS = 600.0  # how long rank 0, when its own files are written, waits for those of other ranks
+_POLL_SECONDS = 0.05
 
 
-class CorruptCheckpointError(ValueError):
-    """The error for a checkpoint with a missing or changed file. The message has the word "corrupt"."""
+class CheckpointWriter:
+    """A writer of one checkpoint at a time. All ranks have one, and call `start` together.
+
+    keep: how many of the newest checkpoints stay, beside the best; None: all. best_of: returns the best of
+    some steps, or None; called by the writer's thread. failure: on rank 0, why the last save failed; None if
+    it did not. saved: on rank 0, the folders of completed checkpoints.
+    """
+
+    def __init__(self, run_folder: Path, *, keep: int | None, best_of: Callable[[Iterable[int]], int | None]):
+        self._run_folder, self._keep, self._best_of = run_folder, keep, best_of
+        self._thread: threading.Thread | None = None
+        self._copies: dict[str, Tensors] = {}  # by section
+        self._others_seconds = 0.0
+        self.failure: str | None = None
+        self.saved: deque[Path] = deque()
+
+    def start(self, step: int, sections: dict[str, Tensors], texts: dict[str, str]) -> None:
+        """Copies the tensors of this rank to the host; a thread then writes these copies and the texts.
+
+        Waits first for the previous save. A failure only causes a warning, now or later. Does nothing if a
+        checkpoint of the step exists. texts: {file: content}, on rank 0 only.
+        """
+        self.wait()
+        goal = self._run_folder / f"step_{step}"
+        unfinished = broadcast_object(self._make_folder(goal) if is_main() else None)
+        if unfinished is None:
+            return
+        failure = ""
+        try:
+            self._copy_to_host(sections)
+        except Exception as error:  # no memory left
+            failure = _describe(error)
+        self._others_seconds = _OTHERS_SECONDS
+        arguments = (unfinished, goal, texts, failure)
+        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
+        self._thread.start()
+
+    def wait(self, *, timeout_seconds: float | None = None, others_seconds: float | None = None) -> None:
+        """Waits until the current save has ended; ranks other than 0 wait for their own files only.
+
+        timeout_seconds: for the whole wait; None: without limit. others_seconds: how long rank 0, when its
+        own files are written, waits for those of other ranks; None: unchanged.
+        """
+        if others_seconds is not None:
+            self._others_seconds = others_seconds
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+            if not self._thread.is_alive():
+                self._thread = None
+
+    def _make_folder(self, goal: Path) -> Path | None:
+        """Creates the temporary folder; None if the checkpoint exists, or this fails."""
+        if goal.exists():
+            return None
+        unfinished = _unfinished_folder(goal)
+        try:
+            unfinished.mkdir()
+        except OSError as error:
+            self._fail(goal, _describe(error))
+            return None
+        return unfinished
+
+    def _copy_to_host(self, sections: dict[str, Tensors]) -> None:
+        """Copies tensors into host buffers, which later saves use again; pinned memory for CUDA tensors."""
+        for section, tensors in sections.items():
+            copies = self._copies.setdefault(section, {})
+            for name, kept in own_part(tensors).items():
+                tensor = tensor_of(kept)
+                if name not in copies:
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    copies[name] = kept._replace(tensor=copy) if isinstance(kept, Shard) else copy
+                tensor_of(copies[name]).copy_(tensor, non_blocking=tensor.is_cuda)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+
+    def _write(self, unfinished: Path, goal: Path, texts: dict[str, str], failure: str) -> None:
+        # Runs in the thread, with all functions that it calls.
+        written = {"failure": failure} if failure else _write_own(unfinished, self._copies, texts)
+        if not is_main():
+            _send_to_rank_0(unfinished.name, written)
+            return
+        try:
+            files = self._files_of_all(unfinished.name, written)
+            (unfinished / MANIFEST_FILE).write_text(manifest_text(files))
+            flush(unfinished / MANIFEST_FILE)
+            with contextlib.suppress(OSError):  # some file systems cannot flush a folder
+                flush(unfinished)
+            unfinished.rename(goal)
+            with contextlib.suppress(OSError):
+                flush(self._run_folder)
+        except Exception as error:
+            self._fail(goal, _describe(error))
+            shutil.rmtree(unfinished, ignore_errors=True)
+            return
+        self.failure = None
+        self.saved.append(goal)
+        self.remove_old()
+
+    def _files_of_all(self, name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Waits until all ranks have written; returns {file: manifest entry}. RuntimeError if one failed."""
+        of_ranks = [own]
+        if world_size() > 1:
+            store, keys = connect_store(), [f"{name}/{other}" for other in range(1, world_size())]
+            began = time.monotonic()
+            while not store.check(keys):
+                if time.monotonic() - began > self._others_seconds:  # `wait` may lower it meanwhile
+                    missing = [other for other, key in enumerate(keys, start=1) if not store.check([key])]
+                    raise RuntimeError(f"no word of {log.name_ranks(missing)} for {self._others_seconds:g} s")
+                time.sleep(_POLL_SECONDS)
+            of_ranks += [json.loads(each) for each in store.multi_get(keys)]
+            for key in keys:
+                store.delete_key(key)
+        for number, written in enumerate(of_ranks):
+            if written["failure"]:
+                raise RuntimeError(f"rank {number}: {written['failure']}")
+        return {file: entry for written in of_ranks for file, entry in written["files"].items()}
+
+    def _fail(self, goal: Path, reason: str) -> None:
+        self.failure = reason
+        log.warning(f"THE CHECKPOINT {goal} COULD NOT BE SAVED, the run goes on without it ({reason})")
+
+    def remove_old(self) -> None:
+        """Removes all checkpoints but the newest and the best; to be called on rank 0."""
+        if self._keep is None:
+            return
+        folders = {step_of(path): path for path in checkpoints_in(self._run_folder)}
+        best = self._best_of(folders)
+        for step, folder in [*folders.items()][: -self._keep]:
+            if step != best:
+                try:  # renamed first, so that a kill leaves no damaged checkpoint
+                    shutil.rmtree(folder.rename(_unfinished_folder(folder)))
+                except OSError as error:
+                    log.warning(f"the old checkpoint {folder} cannot be removed ({error})")
+
+
+def own_part(tensors: Tensors) -> Tensors:
+    """Returns what this rank writes: rank 0 the whole tensors, every rank its shards, without copies.
+
+    All ranks must give shards of the same names, some perhaps empty. Together, the shards that are no copies
+    must hold every element of a whole tensor exactly once.
+    """
+    own = {}
+    for name, kept in tensors.items():
+        if isinstance(kept, Shard):
+            nothing = kept.tensor.reshape(-1)[:0]
+            own[name] = kept._replace(tensor=nothing, spans=()) if kept.is_copy else kept
+        elif is_main():
+            own[name] = kept
+    return own
+
+
+def _send_to_rank_0(name: str, written: dict[str, Any]) -> None:
+    try:
+        connect_store().set(f"{name}/{rank()}", json.dumps(written))
+    except Exception as error:  # rank 0 will run into its time limit
+        log.warning(f"{name}: rank 0 cannot be reached ({_describe(error)})")
+
+
+def _write_own(folder: Path, sections: dict[str, Tensors], texts: dict[str, str]) -> dict[str, Any]:
+    """Writes the files of this rank; returns {"files": entries of the manifest, "failure": reason or ""}."""
+    try:
+        paths = [path for name, tensors in sections.items() for path in save_section(tensors, folder, name)]
+        for name, text in texts.items():
+            paths.append(folder / name)
+            paths[-1].write_text(text, encoding="utf-8")
+        return {"files": {path.name: _close_file(path) for path in paths}, "failure": ""}
+    except Exception as error:
+        return {"failure": _describe(error)}
+
+
+def _close_file(path: Path) -> dict[str, Any]:
+    """Flushes a written file to disk; returns its entry in the manifest."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        os.fsync(file.fileno())
+        # One call of sha256, which releases Python's lock: training continues meanwhile.
+        return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _unfinished_folder(goal: Path) -> Path:
+    """Returns a random temporary name, beside `goal`, for a checkpoint that is not complete."""
+    return goal.with_name(f"{goal.name}.tmp-{secrets.token_hex(4)}")
+
+
+def manifest_text(files: dict[str, dict[str, Any]]) -> str:
+    """Returns the text of a manifest. files: {name: {"bytes": size, "sha256": hex digest}}."""
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"files": files, "sha256": digest}, indent=1, sort_keys=True) + "\n"
 
 
 def step_of(path: Path) -> int | None:
     """Returns N of a path named step_<N>, or step_<N>.pt as in URM's public code; None for other names."""
     match = re.fullmatch(r"step_(\d+)(?:\.pt)?", path.absolute().name)
     return int(match[1]) if match else None
-
-
-def read_state(folder: Path) -> dict[str, Any]:
-    """Reads state.json of a checkpoint; {} if the file is missing, as where somebody copied only weights.
-
-    Raises ValueError if the file holds no JSON object.
-    """
-    path = folder / STATE_FILE
-    try:
-        state = read_json(path)
-    except MissingFileError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{error}: choose another checkpoint") from None
-    if not isinstance(state, dict):
-        raise ValueError(f"{path} holds no JSON object: choose another checkpoint")
-    return state
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
@@ -69,43 +259,48 @@ def newest_checkpoint(run_folder: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
-def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields (values, text) of each row of a run's log, or of the file `name`; skips an unfinished line."""
-    with contextlib.suppress(MissingFileError):
-        for line in read_lines(run_folder / name):
-            with contextlib.suppress(ValueError):
-                values = parse_json(line, where="the line")
-                if isinstance(values, dict) and _is_step(values.get("step")):
-                    yield values, line.rstrip()
+def remove_unfinished(run_folder: Path) -> None:
+    """Removes unfinished checkpoints and files that killed processes have left. No process may be writing."""
+    remove_unfinished_files(run_folder)
+    for path in run_folder.glob("step_*.tmp*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _is_step(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**53
+def newest_whole(folders: list[Path], *, are_ours: bool) -> Path | None:
+    """Returns the newest undamaged checkpoint among `folders` (newest last); None without folders.
 
-
-def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
-    """Returns the best checkpoint by a run's log, and the puzzles that chose it, "validation" or "test".
-
-    Raises ValueError if there is none.
+    Warns of newer, damaged ones, and renames them to <name>.corrupt if `are_ours`. Raises ValueError if all
+    are damaged, so that the user decides whether to start again.
     """
-    rows = [values for values, _ in read_rows(run_folder) if _is_step(values.get(BEST_STEP))]
-    if not rows:
+    damaged = []
+    for folder in reversed(folders):
+        try:
+            verify_checkpoint(folder)
+        except CorruptCheckpointError as error:
+            damaged.append((folder, error))
+            continue
+        for other, error in damaged:
+            what = f"it is now {_set_aside(other).name}, and" if are_ours else "so"
+            log.warning(f"{error}: {what} {folder.name} is used")
+        return folder
+    if damaged:
         raise ValueError(
-            f"{run_folder / METRICS_FILE} names no best checkpoint: a run with keep_best has one after its "
-            "first evaluation"
+            f"{damaged[0][1]}, and there is no whole one before it: remove it to begin anew, or choose "
+            "another run_name"
         )
-    folder = run_folder / f"step_{rows[-1][BEST_STEP]}"
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder}, the best of its run, is not there: checkpoint_every_eval and keep_best keep it"
-        )
-    return folder, "validation" if rows[-1].get(SELECTED_BY) == "validation" else "test"
+    return None
 
 
-def manifest_text(files: dict[str, dict[str, Any]]) -> str:
-    """Returns the text of a manifest. files: {name: {"bytes": size, "sha256": hex digest}}."""
-    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    return json.dumps({"files": files, "sha256": digest}, indent=1, sort_keys=True) + "\n"
+def _set_aside(folder: Path) -> Path:
+    number, goal = 1, folder.with_name(f"{folder.name}.corrupt")
+    while goal.exists():
+        number += 1
+        goal = folder.with_name(f"{folder.name}.corrupt-{number}")
+    return folder.rename(goal)
+
+
+class CorruptCheckpointError(ValueError):
+    """The error for a checkpoint with a missing or changed file. The message has the word "corrupt"."""
 
 
 def verify_checkpoint(folder: Path) -> None:
@@ -130,52 +325,18 @@ def verify_checkpoint(folder: Path) -> None:
         raise CorruptCheckpointError(f"checkpoint {folder} is corrupt ({error})") from None
 
 
-def unfinished_folder(goal: Path) -> Path:
-    """Returns a random temporary name, beside `goal`, for a checkpoint that is not complete."""
-    return goal.with_name(f"{goal.name}.tmp-{secrets.token_hex(4)}")
+def read_state(folder: Path) -> dict[str, Any]:
+    """Reads state.json of a checkpoint; {} if the file is missing, as where somebody copied only weights.
 
-
-def remove_unfinished(run_folder: Path) -> None:
-    """Removes unfinished checkpoints and files that killed processes have left. No process may be writing."""
-    remove_unfinished_files(run_folder)
-    for path in run_folder.glob("step_*.tmp*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint; first renames it, so that a kill leaves no damaged checkpoint. Raises OSError."""
-    shutil.rmtree(folder.rename(unfinished_folder(folder)))
-
-
-def set_aside(folder: Path) -> Path:
-    """Renames the folder of a damaged checkpoint to <name>.corrupt; returns the new path. Raises OSError."""
-    number, goal = 1, folder.with_name(f"{folder.name}.corrupt")
-    while goal.exists():
-        number += 1
-        goal = folder.with_name(f"{folder.name}.corrupt-{number}")
-    return folder.rename(goal)
-
-
-def newest_whole(folders: list[Path], *, are_ours: bool) -> Path | None:
-    """Returns the newest undamaged checkpoint among `folders` (newest last); None without folders.
-
-    Warns of newer, damaged ones, and renames them if `are_ours`. Raises ValueError if all are damaged, so
-    that the user decides whether to start again.
+    Raises ValueError if the file holds no JSON object.
     """
-    damaged = []
-    for folder in reversed(folders):
-        try:
-            verify_checkpoint(folder)
-        except CorruptCheckpointError as error:
-            damaged.append((folder, error))
-            continue
-        for other, error in damaged:
-            what = f"it is now {set_aside(other).name}, and" if are_ours else "so"
-            log.warning(f"{error}: {what} {folder.name} is used")
-        return folder
-    if damaged:
-        raise ValueError(
-            f"{damaged[0][1]}, and there is no whole one before it: remove it to begin anew, or choose "
-            "another run_name"
-        )
-    return None
+    path = folder / STATE_FILE
+    try:
+        state = read_json(path)
+    except MissingFileError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{error}: choose another checkpoint") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path} holds no JSON object: choose another checkpoint")
+    return state

@@ -26,13 +26,13 @@ from checkpointing.files import (
     SHARED_WEIGHTS_FILE,
     WEIGHTS,
     CorruptCheckpointError,
-    best_checkpoint,
     newest_checkpoint,
     read_state,
     step_of,
     verify_checkpoint,
 )
 from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS, translate_config, translate_weights
+from checkpointing.rows import best_checkpoint
 from checkpointing.tensors import find_files, load_joined
 from config.architecture import Architecture, Strict
 from config.files import fill_defaults

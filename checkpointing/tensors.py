@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,43 +22,27 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from config.reading import parse_json
-from parallel.process_group import is_main, rank, world_size
+from parallel.process_group import rank, world_size
 from parallel.shards import Shard, Span, Spans, Tensors, tensor_of
 
 _MOST = 2**48  # elements of a tensor, at most
 _SHARDS = "shards"  # in the metadata, as JSON: {name: [spans, shape of the whole, is_by_rank]}
 
 
-def files_of(sections: Mapping[str, Tensors]) -> dict[str, Tensors]:
-    """Returns {file: tensors that this rank must write}: rank 0 writes whole tensors, every rank its shards.
-
-    Sends no message. All ranks must give shards of the same names, some perhaps empty. Together, the shards
-    that are no copies must hold every element of a whole tensor exactly once.
-    """
-    files: dict[str, Tensors] = {}
-    for section, tensors in sections.items():
-        whole = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
-        shards = {key: _written(each) for key, each in tensors.items() if isinstance(each, Shard)}
-        if whole and is_main():
-            files[f"{section}.safetensors"] = whole
-        if shards:
-            files[_shard_file(section, rank(), world_size())] = shards
-    return files
-
-
-def _written(shard: Shard) -> Shard:
-    return shard._replace(tensor=shard.tensor.reshape(-1)[:0], spans=()) if shard.is_copy else shard
-
-
-def save_tensors(tensors: Tensors, path: Path) -> None:
-    """Writes one of the files that `files_of` returns."""
-    shards = {
-        key: [each.spans, each.shape, each.is_by_rank]
-        for key, each in tensors.items()
-        if isinstance(each, Shard)
-    }
-    plain = {key: tensor_of(each) for key, each in tensors.items()}
-    save_file(plain, path, metadata={_SHARDS: json.dumps(shards)} if shards else None)
+def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
+    """Writes whole tensors and shards of this rank, each into a file of the section; returns the paths."""
+    whole = {key: each for key, each in tensors.items() if isinstance(each, Tensor)}
+    shards = {key: each for key, each in tensors.items() if isinstance(each, Shard)}
+    paths = []
+    if whole:
+        paths.append(folder / f"{section}.safetensors")
+        save_file(whole, paths[-1])
+    if shards:
+        paths.append(folder / _shard_file(section, rank(), world_size()))
+        described = {key: [each.spans, each.shape, each.is_by_rank] for key, each in shards.items()}
+        own = {key: each.tensor for key, each in shards.items()}
+        save_file(own, paths[-1], metadata={_SHARDS: json.dumps(described)})
+    return paths
 
 
 def find_files(folder: Path, section: str) -> list[Path]:
@@ -103,16 +87,16 @@ def load_into_(
     *,
     is_optional: bool = False,
     elsewhere: tuple[str, ...] = (),
-) -> None:
+) -> bool:
     """Overwrites this rank's tensors and shards with a saved section; any number of ranks may have saved it.
 
-    Reads only tensors that have elements for this rank. Where each rank saved its own tensor (`is_by_rank`),
-    another number of ranks loads their mean. is_optional: whether to do nothing without files. elsewhere:
-    ends of names that may be missing in `targets`, because only other ranks hold them. Raises ValueError if
-    names, shapes or dtypes differ, or files are missing.
+    Returns False if files are missing, as they may if `is_optional`. Reads only tensors that have elements
+    for this rank. Where each rank saved its own tensor (`is_by_rank`), another number of ranks loads their
+    mean. elsewhere: ends of names that may be missing in `targets`, because only other ranks hold them.
+    Raises ValueError if names, shapes or dtypes differ, or files are missing.
     """
     if not targets or (is_optional and not find_files(folder, section)):
-        return
+        return not targets
     absent, num_read = set(targets), Counter()
     for stored in _stored(folder, section):
         if stored.key not in targets and stored.key.endswith(elsewhere):
@@ -129,6 +113,7 @@ def load_into_(
         stored.copy_into_(target, weight=weight)
     for key in sorted(absent):
         raise _does_not_fit(folder, key, stored=None, own=_shape_of(targets[key]))
+    return True
 
 
 def _does_not_fit(folder: Path, key: str, *, stored: object, own: object) -> ValueError:

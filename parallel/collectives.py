@@ -5,7 +5,6 @@ order, with tensors of equal dtype and (except in `..._rows`) equal shape.
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -266,21 +265,14 @@ class RankSums:
         self._present.clear()
         self.steps = 0
 
-    def state(self) -> dict[str, float]:
-        """Returns the sums of this rank and the number of steps, for a checkpoint."""
-        return {**self._by_name(self._sums), "steps_summed": self.steps}
+    def own(self) -> dict[str, float]:
+        """Returns the sums of this rank alone."""
+        return self._by_name(self._sums)
 
-    def load_state(self, saved: Sequence[dict[str, float]]) -> None:
-        """Loads the `state` of each rank from a checkpoint.
-
-        With the same number of ranks, each rank takes its own sums, so that later sums over ranks are equal
-        to the last bit to those of an uninterrupted run; otherwise member 0 takes the sums of all.
-        """
-        takes_own = len(saved) == self.ranks.size
-        own = [part for n, part in enumerate(saved) if self.ranks.index == (n if takes_own else 0)]
-        self.steps = int(saved[0]["steps_summed"])
-        self._present = set(saved[0]) & set(self._names)
-        values = [math.fsum(part.get(name, 0.0) for part in own) for name in self._names]
+    def fill_(self, sums: dict[str, float], *, steps: int) -> None:
+        """Overwrites the sums of this rank. sums: of the names that were added in these steps."""
+        self.steps, self._present = steps, sums.keys() & set(self._names)
+        values = [sums.get(name, 0.0) for name in self._names]
         self._sums.copy_(torch.tensor(values, dtype=self._sums.dtype))
 
     def _by_name(self, sums: Tensor) -> dict[str, float]:

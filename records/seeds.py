@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import REPOSITORY, Load, fail, program, program_environment
-from checkpointing.files import CONFIG_FILE, METRICS_FILE
+from checkpointing.files import CONFIG_FILE
+from checkpointing.rows import METRICS_FILE
 from config.compose import compose_overrides
 from config.reading import parse_json, read_json, read_yaml
 from config.schema import PretrainConfig

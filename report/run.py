@@ -8,15 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointing.files import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    STARTS_FILE,
-    checkpoints_in,
-    read_rows,
-    read_state,
-    step_of,
-)
+from checkpointing.files import CONFIG_FILE, STARTS_FILE, checkpoints_in, read_state, step_of
+from checkpointing.rows import METRICS_FILE, read_rows
 from config.architecture import architectures
 from config.files import fill_defaults
 from config.reading import read_json, read_lines, read_yaml

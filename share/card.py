@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpointing.files import STARTS_FILE, read_rows
+from checkpointing.files import STARTS_FILE
 from checkpointing.pretrained import Checkpoint
+from checkpointing.rows import read_rows
 from config.files import changed_words, load_defaults, word
 from config.reading import read_json
 from dataset.build import BUILDERS

@@ -105,7 +105,7 @@ def save(run: Path, *steps: int, metrics: dict[int, float] | None = None, **chan
             checkpoints.save(random_state(step))
             if metrics and step in metrics:
                 line = {"step": step, changes["keep_best"]: metrics[step]}
-                checkpoints.record_metrics(step, line)
+                checkpoints.best.record(step, line)
                 with (run / "metrics.jsonl").open("a") as file:
                     file.write(json.dumps(line) + "\n")
     assert not checkpoints.last_save_failed

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE
+from checkpointing.files import CONFIG_FILE, STARTS_FILE
+from checkpointing.rows import METRICS_FILE
 from config.files import config_to_yaml
 from dataset.description import DatasetInfo
 from dataset.format import IGNORE_LABEL_ID, Dataset, load_metadata, usual_metadata

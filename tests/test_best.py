@@ -55,7 +55,7 @@ def test_the_best_value_is_told_and_in_the_checkpoints_and_survives(run):
     name, values = "eval/all/accuracy", {1: 0.2, 2: 0.8, 3: 0.4}
     checkpoints = save(run, *values, metrics=values, keep_best=name)
     told = {"best/eval/all/accuracy": 0.8, "best/step": 2, "best/selected_by": "test"}
-    assert checkpoints.record_metrics(3, {name: 0.4}) == told
+    assert checkpoints.best.record(3, {name: 0.4}) == told
     best = json.loads((run / "step_3" / "state.json").read_text())["best"]
     assert best == {"metric": name, "selected_by": "test", "step": 2, "value": 0.8}
 
@@ -65,10 +65,10 @@ def test_the_best_value_is_told_and_in_the_checkpoints_and_survives(run):
             (run / "metrics.jsonl").unlink()
         with open_checkpoints(run, keep_best=name) as checkpoints:
             checkpoints.resume(blank_state())
-        assert checkpoints.record_metrics(4, {name: 0.5}) == told
+        assert checkpoints.best.record(4, {name: 0.5}) == told
     with open_checkpoints(run, keep_best="eval/all/lm_loss") as checkpoints:
         checkpoints.resume(blank_state())
-    assert checkpoints.record_metrics(4, {name: 0.5}) == {}, "another metric's best says nothing"
+    assert checkpoints.best.record(4, {name: 0.5}) == {}, "another metric's best says nothing"
 
 
 def test_the_best_checkpoint_by_its_name(run):

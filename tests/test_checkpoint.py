@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-import checkpointing.writer
+import checkpointing.files
 from checkpointing.files import newest_checkpoint, verify_checkpoint
 from tests.checkpoints import (
     FINGERPRINT,
@@ -37,7 +37,7 @@ def test_a_resumed_state_is_the_saved_one(run, optimizer):
         checkpoints.save(saved)
     state = resume(run, optimizer=optimizer)
     assert state.step == 7
-    assert state.metrics.state() == saved.metrics.state()
+    assert state.metrics.own() == saved.metrics.own()
     assert_equal(state_tensors(state), state_tensors(saved))
     assert_equal(
         safetensors.torch.load_file(run / "step_7" / "weights.safetensors"), saved.model.network.state_dict()
@@ -49,13 +49,13 @@ def test_a_resumed_state_is_the_saved_one(run, optimizer):
 
 def test_what_changes_while_it_is_written_is_not_in_it(run, monkeypatch):
     may_write = threading.Event()
-    write_part = checkpointing.writer._write_own
+    write_part = checkpointing.files._write_own
 
     def wait_and_write(*arguments):
         assert may_write.wait(30)
         return write_part(*arguments)
 
-    monkeypatch.setattr(checkpointing.writer, "_write_own", wait_and_write)
+    monkeypatch.setattr(checkpointing.files, "_write_own", wait_and_write)
     state = random_state(1)
     with open_checkpoints(run) as checkpoints:
         for step in (1, 2):  # the second save finds the memory of the first
@@ -116,7 +116,7 @@ def _save_share(run: Path) -> None:
 
 def _load_share(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     state = resume(run)
-    return state.carry.tensors(), state.metrics.state()
+    return state.carry.tensors(), state.metrics.own()
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_any_number_of_ranks_reads_its_share(run):
     run_ranks(_save_share, 2, run)
     assert len(list((run / "step_5").glob("carry_*"))) == 2
     whole = resume(run)
-    assert whole.metrics.state() == {"count": 2.0, "steps_summed": 1}
+    assert whole.metrics.own() == {"count": 2.0, "steps_summed": 1}
     assert_equal(whole.carry.tensors(), random_state(5).carry.tensors())
     assert [metrics["count"] for _, metrics in run_ranks(_load_share, 2, run)] == [0.5, 1.5]
     parts = run_ranks(_load_share, 4, run)
@@ -218,9 +218,9 @@ def test_the_newest_and_the_best_are_kept(run):
 
 def test_an_unknown_metric_is_told(run, capsys):
     checkpoints = open_checkpoints(run, keep_best="eval/all/acuracy")
-    checkpoints.record_metrics(1, {"train/lm_loss": 0.5})
+    checkpoints.best.record(1, {"train/lm_loss": 0.5})
     assert not capsys.readouterr().err
-    checkpoints.check_metric({"eval/all/accuracy": 0.5})  # before the first step too
+    checkpoints.best.check({"eval/all/accuracy": 0.5})  # before the first step too
     told = capsys.readouterr().err
     assert "keep_best=eval/all/acuracy" in told
     assert "choose from accuracy" in told

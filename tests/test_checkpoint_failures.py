@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import checkpointing.writer
+import checkpointing.files
 import training.checkpoints
 from checkpointing.files import checkpoints_in, newest_checkpoint, step_of, verify_checkpoint
 from parallel.process_group import rank
@@ -156,11 +156,12 @@ def _fill_disks(folder: Path) -> list[tuple[list[set[str]], list]]:
 
 def _fill_the_disk_for_a_while(run: Path, rank_with_full_disk: int) -> tuple[list[set[str]], list]:
     names, failed = [], []
+    states = [random_state(step) for step in (1, 2, 3, 4, 5)]
     with open_checkpoints(run, keep_checkpoints=2) as checkpoints:
-        for step in (1, 2, 3, 4, 5):
+        for state in states:
             if rank() == rank_with_full_disk:
-                _limit_files(2000 if step in (3, 4) else resource.RLIM_INFINITY)
-            checkpoints.save(random_state(step))
+                _limit_files(2000 if state.step in (3, 4) else resource.RLIM_INFINITY)
+            checkpoints.save(state)
             checkpoints._writer.wait()
             names.append(checkpoint_names(run))
             failed.append(checkpoints._writer.failure)
@@ -220,10 +221,10 @@ def test_a_copy_for_which_there_is_no_memory_ends_nothing(run, monkeypatch, caps
 
 def _lose_a_part(run: Path, is_known: bool) -> bool:
     """Rank 1 never says that it has written, as if it had died, or its node had; a collective may say so."""
-    checkpointing.writer._OTHERS_SECONDS = 600.0 if is_known else 0.3
+    checkpointing.files._OTHERS_SECONDS = 600.0 if is_known else 0.3
     training.checkpoints._LAST_OTHERS_SECONDS = 0.3
     if rank() == 1:
-        checkpointing.writer._send_to_rank_0 = lambda *_: None
+        checkpointing.files._send_to_rank_0 = lambda *_: None
     with contextlib.suppress(RuntimeError), open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
         if is_known:
@@ -241,8 +242,8 @@ def test_a_rank_that_is_gone_is_not_waited_for_forever(run, is_known):
 def _fail_while_rank_1_writes(run: Path) -> None:
     training.checkpoints._LAST_OTHERS_SECONDS = 0.1
     if rank() == 1:
-        tell = checkpointing.writer._send_to_rank_0
-        checkpointing.writer._send_to_rank_0 = lambda *part: (time.sleep(1.0), tell(*part))
+        tell = checkpointing.files._send_to_rank_0
+        checkpointing.files._send_to_rank_0 = lambda *part: (time.sleep(1.0), tell(*part))
     with contextlib.suppress(ValueError), open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
         raise ValueError("all ranks find the same mistake")

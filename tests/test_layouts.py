@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing.tensors import files_of, load_joined, save_tensors
+from checkpointing.files import own_part
+from checkpointing.tensors import load_joined, save_section
 from config.schema import PretrainConfig
 from parallel.collectives import barrier, broadcast_difference
 from parallel.errors import lost_connection
@@ -81,8 +82,8 @@ def do_steps(state: TrainState, config: PretrainConfig, number: int, folder: Pat
         result = do_step(state, config, random_batch(_SLOTS, seed=state.step))
         numbers += [float(result.loss), float(result.grad_norm)]
     folder.mkdir(exist_ok=True, parents=True)
-    for file, tensors in files_of(state.sections() | state.exports()).items():
-        save_tensors(tensors, folder / file)
+    for section, tensors in (state.sections() | state.exports()).items():
+        save_section(own_part(tensors), folder, section)
     return numbers
 
 
@@ -214,8 +215,7 @@ def _begin_from_rank_0(folder: Path, layouts: list[str]) -> None:
         full = {name: torch.randn(each.shape, generator=_generator()) for name, each in shards.items()}
         state.broadcast_model_(full if rank() == 0 else {})
         (folder / layout).mkdir(exist_ok=True, parents=True)
-        for file, tensors in files_of({"weights": state.sections()["weights"]}).items():
-            save_tensors(tensors, folder / layout / file)
+        save_section(own_part(state.sections()["weights"]), folder / layout, "weights")
     barrier()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.files import read_rows
+from checkpointing.rows import read_rows
 from parallel import log
 from tests.ranks import Finished, complete_program
 from tests.tiny import OVERRIDES, tiny_config

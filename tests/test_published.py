@@ -82,7 +82,7 @@ def test_the_published_step_is_ours(name, changes, options, monkeypatch):
         trainer.batches = [batch]
         state.metrics.reset()
         trainer.step()
-        ours = state.metrics.state()
+        ours = state.metrics.own()
         for metric, value in theirs.items():
             assert float(ours[metric]) == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), metric
         assert ("q_continue_loss" in theirs) == (not config.arch.no_ACT_continue)

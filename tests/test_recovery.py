@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.files import read_rows
+from checkpointing.rows import read_rows
 from parallel.watchdog import EXIT_HANG
 from tests.ranks import REPOSITORY, complete_program
 from tests.stress.processes import find_parents, rank_of

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointing.files import METRICS_FILE
 from checkpointing.pretrained import find_checkpoint, load_trained_model
+from checkpointing.rows import METRICS_FILE
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, open_dataset
 from dataset.loader import Batch
 from evaluation.intervals import wilson_interval

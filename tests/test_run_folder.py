@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from checkpointing.files import STARTS_FILE, read_rows
+from checkpointing.files import STARTS_FILE
+from checkpointing.rows import cut_back_rows, last_wandb_step, read_rows
 from config.files import config_to_yaml
 from tests.tiny import tiny_arch, tiny_config
 from training import code
-from training.run_folder import cut_metrics_back, last_wandb_step, open_run_folder, record_start
+from training.run_folder import open_run_folder, record_start
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -100,15 +101,16 @@ def test_a_key_that_the_run_began_without_has_its_default(folder):
 
 def test_cutting_the_log_back(folder):
     folder.mkdir()
-    assert not cut_metrics_back(folder, step=3)
+    assert cut_back_rows(folder, step=3) == []
     assert last_wandb_step(folder) == 0
     path = folder / "metrics.jsonl"
     lines = [json.dumps({"step": step, "eval/all/accuracy": step / 10}) for step in (1, 5, 10, 15)]
     unfinished = '{"step": 16, "train/lm'
-    for step, expected in ((15, True), (12, False), (10, True), (0, False)):
+    for step in (15, 12, 10, 0):
         path.write_text("\n".join(lines) + f"\nno json\n[1]\n{unfinished}")
-        assert cut_metrics_back(folder, step=step) == expected
+        rows = cut_back_rows(folder, step=step)
         kept = [line for line in lines if json.loads(line)["step"] <= step]
+        assert rows == [json.loads(line) for line in kept]
         assert path.read_text().splitlines() == kept
         assert [(values, line) for values, line in read_rows(folder)] == [
             (json.loads(line), line) for line in kept

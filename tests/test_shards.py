@@ -8,7 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from checkpointing.tensors import files_of, find_files, load_into_, load_joined, save_tensors
+from checkpointing.files import own_part
+from checkpointing.tensors import find_files, load_into_, load_joined, save_section
 from optimizers.puzzle_table import rows_of_rank
 from parallel.collectives import Ranks
 from parallel.shards import Shard, Span, Tensors, as_shard, shard_of_own, shard_of_rows, tensor_of
@@ -49,8 +50,7 @@ def _kept(rank: int, size: int, *, is_blank: bool = False) -> Tensors:
 def _write(folder: Path, size: int, monkeypatch) -> None:
     for rank in range(size):
         _become(monkeypatch, rank, size)
-        for name, tensors in files_of({_PART: _kept(rank, size)}).items():
-            save_tensors(tensors, folder / name)
+        save_section(own_part(_kept(rank, size)), folder, _PART)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
-from checkpointing.tensors import find_files, save_tensors
+from checkpointing.tensors import find_files, save_section
 from config.compose import compose_overrides
 from config.files import config_to_yaml, load_defaults
 from config.programs import SearchConfig
@@ -48,7 +48,7 @@ def test_sizes_are_compared_before_there_is_memory_for_them(tmp_path):
     config = compose_overrides(PretrainConfig, ["data_path=x", "arch.hidden_size=1048576"])
     folder = tmp_path / "step_1"
     folder.mkdir()
-    save_tensors({"embed_tokens.embedding_weight": torch.zeros(12, 8)}, folder / "weights.safetensors")
+    save_section({"embed_tokens.embedding_weight": torch.zeros(12, 8)}, folder, "weights")
     write_text(folder / "config.yaml", config_to_yaml(config))
     metadata = usual_metadata(vocab_size=12, seq_len=81, num_puzzle_identifiers=1)
     with pytest.raises(ValueError, match="another architecture"):

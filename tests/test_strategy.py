@@ -112,7 +112,7 @@ def _naive(options: dict[str, Any]) -> dict[str, Any]:
             averages[name] = (decay * held * averages[name] + (1 - decay) * value) / whole
     sums: dict[str, float] = {}
     for state, _ in workers:
-        for name, value in state.metrics.state().items():
+        for name, value in state.metrics.own().items():
             sums[name] = sums.get(name, 0.0) + (value / _WORKERS if name == "grad_norm" else value)
     return {
         "weights": {**shared, "puzzle_emb.weights": table},

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.files import read_rows
+from checkpointing.rows import read_rows
 from report import dashboard
 from tests.ranks import REPOSITORY, Finished, run_program
 from tests.tiny import OVERRIDES

@@ -1,10 +1,13 @@
 """Chooses a run's best checkpoint: by which metric, on which puzzles."""
 
 import math
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
+from checkpointing.rows import BEST_STEP, SELECTED_BY
+from config.schema import PretrainConfig
 from evaluation.results import metrics_by_set
+from parallel import log
 
 _PASSES = ("eval", "eval_raw", "validation")
 
@@ -59,3 +62,69 @@ class Selection:
         sign = -1 if self.lowest_is_best else 1
         rated = [(sign * value, step) for step, value in values.items() if math.isfinite(value)]
         return max(rated)[1] if rated else None
+
+
+class BestStep:
+    """The best step of a run so far by the metric `keep_best`, if the run has one; on rank 0."""
+
+    def __init__(self, config: PretrainConfig):
+        self._selection = None
+        if config.keep_best is not None:
+            self._selection = Selection(config.keep_best, has_validation=config.validation_fraction > 0)
+        self._values: dict[int, float] = {}  # of the metric, by step
+
+    def record(self, step: int, row: Mapping[str, float]) -> dict[str, float | str]:
+        """Records a row of the log for the choice of the best checkpoint.
+
+        Returns the best value so far, as best/<metric>, best/step and best/selected_by; {} where the row has
+        no evaluation.
+        """
+        if self._selection is None or not self._selection.is_evaluated(row):
+            return {}
+        self.check(row)
+        if (value := self._selection.value(row)) is not None:
+            self._values[step] = value
+        if (best := self.state()) is None:
+            return {}
+        return {
+            f"best/{best['metric']}": best["value"],
+            BEST_STEP: best["step"],
+            SELECTED_BY: best["selected_by"],
+        }
+
+    def check(self, row: Mapping[str, float]) -> None:
+        """Warns if an evaluation lacks the metric."""
+        selection = self._selection
+        if selection is None or not selection.is_evaluated(row) or selection.value(row) is not None:
+            return
+        names = {selection.short_name(name) for name in row} - {None}
+        log.warning(
+            f"keep_best={selection.metric} is no metric of an evaluation, so that no checkpoint is the best: "
+            f"choose from {', '.join(sorted(names))}"
+        )
+
+    def among(self, steps: Iterable[int]) -> int | None:
+        """Returns the best of these steps; None where none has a value. Other threads may call it."""
+        values = {step: self._values[step] for step in steps if step in self._values}
+        return None if self._selection is None else self._selection.best_step(values)
+
+    def state(self) -> dict[str, float | str] | None:
+        """Returns metric, selected_by, step and value of the best evaluation, for state.json; or None."""
+        if (step := self.among(self._values)) is None:
+            return None
+        named = {"metric": self._selection.metric, "selected_by": self._selection.selected_by}
+        return {**named, "step": step, "value": self._values[step]}
+
+    def load_state(self, saved: dict[str, Any] | None, rows: Iterable[Mapping[str, float]]) -> None:
+        """Takes the values of a resumed run from the rows of its log, and from the checkpoint's `state`.
+
+        The row of the best step may be missing in the log.
+        """
+        if self._selection is None:
+            return
+        known = {"metric": self._selection.metric, "selected_by": self._selection.selected_by}
+        if saved and known.items() <= saved.items():
+            self._values[saved["step"]] = saved["value"]
+        for row in rows:
+            if (value := self._selection.value(row)) is not None:
+                self._values[row["step"]] = value

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: how the run saves them, removes old ones, and resumes from one.
+"""The checkpoints of a run: how the run saves them, and resumes from one.
 
 A checkpoint is a folder step_<N> with
 
@@ -8,13 +8,12 @@ A checkpoint is a folder step_<N> with
   row; the best value of the evaluations so far; fingerprint and description of the dataset; seq_len; versions
 - config.yaml: the run's config
 
-Reading a checkpoint unpickles and executes nothing. `checkpointing.writer` writes the files.
+Reading a checkpoint unpickles and executes nothing. `checkpointing.files` writes, verifies and removes the folders.
 """
 
 import json
 import platform
 import time
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +21,28 @@ import numpy as np
 import torch
 
 from checkpointing.files import (
-    BEST_STEP,
     CONFIG_FILE,
-    SELECTED_BY,
     STATE_FILE,
+    CheckpointWriter,
     checkpoints_in,
     newest_whole,
-    read_rows,
     read_state,
-    remove_checkpoint,
     remove_unfinished,
     step_of,
     verify_checkpoint,
 )
 from checkpointing.initial import copy_weights_
-from checkpointing.tensors import files_of, find_files, load_into_
-from checkpointing.writer import CheckpointWriter
+from checkpointing.rows import cut_back_rows
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
 from config.writing import write_text
 from parallel import log
-from parallel.collectives import broadcast_object, gather_objects
+from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors, lost_connection
 from parallel.launch import check_folder_is_shared
 from parallel.process_group import is_main, world_size
-from training.best import Selection
-from training.run_folder import cannot_write, cut_metrics_back, open_run_folder
+from training.best import BestStep
+from training.run_folder import open_run_folder, writing_errors
 from training.state import TrainState
 
 # How long a run that an exception ends waits for a save under way: for the whole save, and, where the
@@ -56,13 +51,14 @@ _LAST_WAIT_SECONDS, _LAST_OTHERS_SECONDS = 60.0, 3.0
 
 
 class CheckpointManager:
-    """The manager of a run's saves and resume. All ranks call the methods together, except `record_metrics`.
+    """The manager of a run's saves and resume. All ranks call the methods together.
 
     A context manager around the steps: leaving the block, also by an exception, waits for the current save.
     Threads write a checkpoint after `save` has returned, and a failed save is a warning. `close` waits for
     the last save; then `last_save_failed` says on all ranks whether it failed.
 
-    fingerprint, dataset_info: of the dataset, kept in every checkpoint; dataset_info has JSON values.
+    best: by evaluations so far; rank 0 records them. fingerprint, dataset_info: of the dataset, kept in every
+    checkpoint; dataset_info has JSON values.
     """
 
     def __init__(
@@ -75,12 +71,8 @@ class CheckpointManager:
     ):
         self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
         self._dataset_info = dataset_info
-        self._writer = CheckpointWriter(run_folder, after_commit=self._record_saved)
-        self._selection = None
-        if config.keep_best is not None:
-            self._selection = Selection(config.keep_best, has_validation=config.validation_fraction > 0)
-        self._values: dict[int, float] = {}  # of the metric keep_best, by step; on rank 0
-        self._saved: deque[Path] = deque()  # what `pop_saved` will return; on rank 0
+        self.best = BestStep(config)
+        self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.among)
         self._stall_seconds: float | None = None
         self._newest_step: int | None = None  # of the last save, or of the resume
         self.last_save_failed = False
@@ -94,19 +86,18 @@ class CheckpointManager:
         if state.step == self._newest_step:
             return
         self._newest_step, started = state.step, time.perf_counter()
-        metrics = gather_objects(state.metrics.state(), state.ranks)
-        texts = self._texts(state, metrics) if is_main() else {}
-        self._writer.start(state.step, files_of(state.sections() | state.exports()), texts)
+        numbers = state.numbers()
+        texts = self._texts(state, numbers) if is_main() else {}
+        self._writer.start(state.step, state.sections() | state.exports(), texts)
         if not self._config.checkpoint_async:
             self._writer.wait()
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
 
-    def _texts(self, state: TrainState, metrics: list[dict[str, float]]) -> dict[str, str]:
-        """Returns the texts of state.json and config.yaml. metrics: `state.metrics.state()` of each rank."""
+    def _texts(self, state: TrainState, numbers: dict[str, Any]) -> dict[str, str]:
+        """Returns the texts of state.json and config.yaml. numbers: `state.numbers()`."""
         content = {
-            "step": state.step,
-            "metrics": metrics,
-            "best": self._best(),
+            **numbers,
+            "best": self.best.state(),
             "dataset_fingerprint": self._fingerprint,
             "dataset": self._dataset_info,
             "seq_len": state.carry.data.inputs.shape[-1],
@@ -126,51 +117,7 @@ class CheckpointManager:
 
     def pop_saved(self) -> list[Path]:
         """Returns the checkpoints that were completed since the last call; on ranks other than 0, none."""
-        return [self._saved.popleft() for _ in range(len(self._saved))]
-
-    def _record_saved(self, folder: Path) -> None:
-        # Called on rank 0, by the thread of the save.
-        self._saved.append(folder)
-        self._prune()
-
-    def record_metrics(self, step: int, metrics: dict[str, float]) -> dict[str, float | str]:
-        """Records a row of the log for the choice of the best checkpoint. Only rank 0's record is used.
-
-        Returns the best value so far, as best/<metric>, best/step and best/selected_by; {} where the row has
-        no evaluation.
-        """
-        if self._selection is None or not self._selection.is_evaluated(metrics):
-            return {}
-        self.check_metric(metrics)
-        if (value := self._selection.value(metrics)) is not None:
-            self._values[step] = value
-        if (best := self._best()) is None:
-            return {}
-        return {
-            f"best/{self._config.keep_best}": best["value"],
-            BEST_STEP: best["step"],
-            SELECTED_BY: best["selected_by"],
-        }
-
-    def check_metric(self, metrics: dict[str, float]) -> None:
-        """Warns if an evaluation lacks the metric `keep_best`, which chooses the best checkpoint."""
-        selection = self._selection
-        if selection is None or not selection.is_evaluated(metrics) or selection.value(metrics) is not None:
-            return
-        names = {selection.short_name(name) for name in metrics} - {None}
-        log.warning(
-            f"keep_best={self._config.keep_best} is no metric of an evaluation, so that no checkpoint is the "
-            f"best: choose from {', '.join(sorted(names))}"
-        )
-
-    def _best(self) -> dict[str, float | str] | None:
-        """Returns metric, selected_by, step and value of the best evaluation, for state.json; or None."""
-        step = None if self._selection is None else self._selection.best_step(self._values)
-        if step is None:
-            return None
-        selected_by = self._selection.selected_by
-        named = {"metric": self._selection.metric, "selected_by": selected_by}
-        return {**named, "step": step, "value": self._values[step]}
+        return [self._writer.saved.popleft() for _ in range(len(self._writer.saved))]
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -186,46 +133,28 @@ class CheckpointManager:
         """Waits for the last save, and sets `last_save_failed`. All ranks call it, perhaps repeatedly."""
         self._writer.wait()
         if is_main():
-            self._prune()
+            self._writer.remove_old()  # an evaluation after the save may have found another best
         self.last_save_failed = broadcast_object(self._writer.failure is not None)
-
-    def _prune(self) -> None:
-        """Removes all but the newest and the best checkpoints."""
-        if self._config.keep_checkpoints is None:
-            return
-        folders = checkpoints_in(self._run_folder)
-        kept = set(folders[-self._config.keep_checkpoints :])
-        if self._selection is not None:
-            values = dict(self._values)  # the main thread goes on adding to it
-            saved = {step_of(path): path for path in folders}
-            best = self._selection.best_step({step: values[step] for step in saved if step in values})
-            kept |= {path for step, path in saved.items() if step == best}
-        for folder in folders:
-            if folder not in kept:
-                try:
-                    remove_checkpoint(folder)
-                except OSError as error:
-                    log.warning(f"the old checkpoint {folder} cannot be removed ({error})")
 
     def resume(self, state: TrainState, *, total_steps: int | None = None) -> bool:
         """Loads into `state` the checkpoint that the key `resume` chooses. All ranks call it.
 
         Without a checkpoint the state stays that of step 0, with the weights of `init_from` if given. Drops
         the log's rows of later steps. Returns whether the log has the row of this step (True at step 0); if
-        not, the state has the metric sums to log this row. Ends all ranks if the checkpoint's step is beyond
-        `total_steps`.
+        not, the state has the metric sums to log this row. Ends all ranks if the checkpoint is of another
+        dataset or other shapes, or its step is beyond `total_steps`.
         """
-        chosen, content = None, {}
+        folder, chosen, content = self._run_folder, None, {}
         with collective_errors():
-            if is_main():
-                chosen = choose_checkpoint(self._run_folder, self._config)
-        chosen = broadcast_object(chosen)
+            if is_main() and (chosen := choose_checkpoint(folder, self._config)):
+                content = read_state(chosen)
+        chosen, content = broadcast_object((chosen, content))
         if chosen is not None:
             with collective_errors():
-                content = load_state_(chosen, state, fingerprint=self._fingerprint)
-                if total_steps is not None and state.step > total_steps:
-                    ends = f"this run ends at step {total_steps}: give more epochs or train_steps"
-                    raise ValueError(f"{chosen} is at step {state.step}, but {ends}")
+                self._check(chosen, content, total_steps=total_steps)
+                missing = state.load_(chosen, content)
+            if "ema_state" in missing:
+                log.info(f"{chosen} has no averages: ema begins with the weights as they are there")
             state.weights.gather_()
             self._newest_step = state.step
             log.info(f"going on from {chosen}")
@@ -236,33 +165,26 @@ class CheckpointManager:
                     weights, arch = state.sections()["weights"], self._config.arch
                     full_copies = copy_weights_(weights, self._config.init_from, arch)
             state.broadcast_model_(full_copies)
-        is_own = chosen is not None and chosen.parent == self._run_folder
-        is_logged = False
+        rows = []
         with collective_errors():
             if is_main():
-                try:
-                    is_logged = self._take_over(content if is_own else {}, step=state.step)
-                except OSError as error:
-                    raise cannot_write(self._run_folder, error) from None
+                with writing_errors(folder):
+                    remove_unfinished(folder)
+                    rows = cut_back_rows(folder, step=state.step)
+                    write_text(folder / CONFIG_FILE, config_to_yaml(self._config))
+                is_own = chosen is not None and chosen.parent == folder
+                self.best.load_state(content["best"] if is_own else None, rows)
+        is_logged = bool(rows) and rows[-1]["step"] == state.step
         return broadcast_object(is_logged) or state.step == 0
 
-    def _take_over(self, content: dict[str, Any], *, step: int) -> bool:
-        """Prepares the run folder for going on at `step`; returns whether the log has the row of `step`.
-
-        content: state.json of a checkpoint in this folder; {} without one.
-        """
-        remove_unfinished(self._run_folder)
-        is_logged = cut_metrics_back(self._run_folder, step=step)
-        if self._selection is not None:
-            best = content.get("best") or {}  # the row of the best step may be missing in the log
-            named = (best.get("metric"), best.get("selected_by"))
-            if named == (self._selection.metric, self._selection.selected_by):
-                self._values[best["step"]] = best["value"]
-            for row, _ in read_rows(self._run_folder):
-                if (value := self._selection.value(row)) is not None:
-                    self._values[row["step"]] = value
-        write_text(self._run_folder / CONFIG_FILE, config_to_yaml(self._config))
-        return is_logged
+    def _check(self, chosen: Path, content: dict[str, Any], *, total_steps: int | None) -> None:
+        if content["dataset_fingerprint"] != self._fingerprint:
+            raise ValueError(
+                f"{chosen} was trained on another dataset than data_path: choose another run_name"
+            )
+        if total_steps is not None and content["step"] > total_steps:
+            ends = f"this run ends at step {total_steps}: give more epochs or train_steps"
+            raise ValueError(f"{chosen} is at step {content['step']}, but {ends}")
 
 
 def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointManager:
@@ -320,28 +242,3 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
     if found is None:
         raise ValueError(f"resume={path}: there is no checkpoint step_<N> in it")
     return found
-
-
-def load_state_(folder: Path, state: TrainState, *, fingerprint: str) -> dict[str, Any]:
-    """Loads a verified checkpoint into `state`; returns the content of state.json.
-
-    Every rank calls it, and none waits for another; any number of ranks may have saved the checkpoint. Raises
-    ValueError where the checkpoint has another dataset or other shapes.
-    """
-    content = read_state(folder)
-    if content["dataset_fingerprint"] != fingerprint:
-        raise ValueError(f"{folder} was trained on another dataset than data_path: choose another run_name")
-    for name, tensors in state.sections().items():
-        # resume=PATH may be a run without averages, or without outer momentum, which then begins with zeros.
-        is_optional, elsewhere = name in ("outer_optimizer", "ema_state"), state.weights.elsewhere
-        load_into_(tensors, folder, name, is_optional=is_optional, elsewhere=elsewhere)
-        if name == "ema_state" and tensors and not find_files(folder, name):
-            state.average.reset_to_weights()
-            state.table.average.reset_to_weights()
-            log.info(
-                f"{folder} has no averages of its weights: ema begins with the weights as they are there"
-            )
-    state.strategy.reset_to_weights()
-    state.step = content["step"]
-    state.metrics.load_state(content["metrics"])
-    return content

@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from checkpointing.files import read_rows
+from checkpointing.rows import read_rows
 from config.schema import PretrainConfig
 from evaluation.passes import evaluate_split
 from evaluation.results import metrics_by_set, write_outputs

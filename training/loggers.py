@@ -1,16 +1,14 @@
 """The loggers of a run: metrics.jsonl, the console, W&B. A logger that fails only causes a warning."""
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointing.files import METRICS_FILE
+from checkpointing.rows import MetricsFile
 from config.reading import printable
 from config.schema import PretrainConfig
-from config.writing import open_to_append
 from evaluation.results import is_share, metrics_by_set
 from parallel import log
 from parallel.process_group import is_main
@@ -50,8 +48,8 @@ class Loggers:
         self.wandb: Any = None  # a WandbRun, where W&B is not disabled
         if not is_main():
             return
-        with log.warn_once(_MetricsFile.name):
-            self._all.append(_MetricsFile(Path(config.checkpoint_path)))
+        with log.warn_once(MetricsFile.name):
+            self._all.append(MetricsFile(Path(config.checkpoint_path)))
         with log.warn_once(Console.name):
             self._all.append(Console(config, steps))
         _tidy_wandb_mode()
@@ -79,21 +77,6 @@ class Loggers:
             with log.warn_once(logger.name):
                 if hasattr(logger, method):
                     getattr(logger, method)(*arguments, **options)
-
-
-class _MetricsFile:
-    """The file metrics.jsonl: one JSON object a line, `step` first, written without a buffer."""
-
-    name = METRICS_FILE
-
-    def __init__(self, folder: Path):
-        self._file = open_to_append(folder / METRICS_FILE)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(f"{json.dumps({'step': step, **metrics})}\n".encode())
-
-    def close(self, *, has_failed: bool) -> None:
-        self._file.close()
 
 
 class Console:

@@ -169,7 +169,7 @@ class Monitor:
 
     def log(self, state: TrainState, row: dict[str, float]) -> None:
         """Logs the row of a step on rank 0, with the best evaluation so far; resets the metric sums."""
-        self._loggers.log(state.step, row | self._checkpoints.record_metrics(state.step, row))
+        self._loggers.log(state.step, row | self._checkpoints.best.record(state.step, row))
         self._logged_step = state.step
         state.metrics.reset()
 

@@ -25,12 +25,12 @@ from typing import Any
 import coolname
 import torch
 
-from checkpointing.files import CONFIG_FILE, METRICS_FILE, STARTS_FILE, newest_checkpoint, read_rows
+from checkpointing.files import CONFIG_FILE, STARTS_FILE, newest_checkpoint
 from checkpointing.pretrained import ARCH_WORD, find_checkpoint
 from config.compose import chosen_experiment, compose_config, compose_overrides
 from config.files import changed_words, fill_defaults, flatten
 from config.messages import check_data_folders
-from config.reading import read_json, read_text, read_yaml
+from config.reading import read_json, read_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from config.writing import open_to_append, write_json, write_text
 from models.network import choose_dtype
@@ -44,7 +44,6 @@ STATUS_FILE = "status"
 REPORT_FILE = "report.html"
 HEARTBEAT_FILE = "heartbeat"
 WANDB_ID_FILE = "wandb_run_id"
-_WANDB_STEP_FILE = "wandb_step"
 _LOCK_FILE = "lock"
 
 
@@ -109,7 +108,7 @@ def open_run_folder(config: PretrainConfig) -> Path:
     Raises ValueError if the folder is not writable, used by another process, or of a run of another config.
     """
     folder = Path(config.checkpoint_path)
-    try:
+    with writing_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder, other="run_name")
         for holder in (folder, newest_checkpoint(folder)):  # the second, if the folder has no config.yaml
@@ -121,14 +120,17 @@ def open_run_folder(config: PretrainConfig) -> Path:
                 break
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        raise cannot_write(folder, error) from None
     return folder
 
 
-def cannot_write(folder: Path, error: OSError) -> ValueError:
-    reason = error.strerror or error
-    return ValueError(f"cannot write into the run folder {folder} ({reason}): choose another checkpoint_path")
+@contextlib.contextmanager
+def writing_errors(folder: Path) -> Iterator[None]:
+    """Turns an OSError of the block, which writes into a run folder, into a ValueError that says so."""
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot write into the run folder {folder} ({error.strerror or error})"
+        raise ValueError(f"{what}: choose another checkpoint_path") from None
 
 
 def lock_folder(folder: Path, *, other: str) -> None:
@@ -253,26 +255,3 @@ def _describe_hardware(device: torch.device) -> str:
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
         return f"{num_cores()} cores of {name}"
     return f"{num_cores()} cores, {platform.machine()}"
-
-
-def cut_metrics_back(folder: Path, *, step: int) -> bool:
-    """Drops the rows after `step` from the log; returns whether there is a row of `step`.
-
-    The run will log later steps again. W&B cannot drop rows: `last_wandb_step` is the last one there.
-    """
-    path = folder / METRICS_FILE
-    if not path.exists():
-        return False
-    lines = [(values["step"], line) for values, line in read_rows(folder)]
-    last = max((logged for logged, _ in lines), default=0)
-    if last > max(step, last_wandb_step(folder)):
-        write_text(folder / _WANDB_STEP_FILE, str(last))
-    kept = [(logged, line) for logged, line in lines if logged <= step]
-    write_text(path, "".join(f"{line}\n" for _, line in kept))
-    return bool(kept) and kept[-1][0] == step
-
-
-def last_wandb_step(folder: Path) -> int:
-    """Returns the last step that W&B got before rows were dropped from the log; 0 if none were."""
-    path = folder / _WANDB_STEP_FILE
-    return int(read_text(path)) if path.exists() else 0

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from checkpointing.tensors import load_into_
 from config.schema import PretrainConfig
 from dataset.format import Metadata
 from models import HaltingModel
@@ -16,10 +20,9 @@ from models.carry import Carry, sum_names
 from optimizers.average import Average, NoAverage, build_average
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_flats, build_weights
-from parallel.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference
+from parallel.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference, gather_objects
 from parallel.errors import abort_all, collective_errors
 from parallel.mesh import Mesh
-from parallel.process_group import world_size
 from parallel.shards import Shard, Tensors, shard_of_rows, slots_of, tensor_of
 from parallel.strategy import Strategy, build_strategy
 from training.layout import build_mesh
@@ -52,6 +55,14 @@ class TrainState:
         """Returns the group of ranks that divide the global batch among them."""
         return self.mesh.data
 
+    def numbers(self) -> dict[str, Any]:
+        """Returns the state that is no tensor: step, and metric sums of each rank, for state.json.
+
+        All ranks call it; the result is for rank 0.
+        """
+        own = {**self.metrics.own(), "steps_summed": self.metrics.steps}
+        return {"step": self.step, "metrics": gather_objects(own, self.ranks)}
+
     def sections(self) -> dict[str, Tensors]:
         """Returns all tensors of this rank's state, as {section of a checkpoint: {name: tensor or shard}}."""
         share = {"rows": self.slots, "num_rows": self.num_slots, "ranks": self.ranks}
@@ -82,6 +93,31 @@ class TrainState:
         step = self.step
         averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
         return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
+
+    def load_(self, folder: Path, numbers: dict[str, Any]) -> set[str]:
+        """Loads a verified checkpoint of any number of ranks; returns the sections that it lacks.
+
+        `weights.gather_` must follow; this function sends no message. numbers: as `numbers` has returned
+        them. Raises ValueError where names, shapes or dtypes differ.
+        """
+        self.step, saved = numbers["step"], numbers["metrics"]
+        # With as many ranks as before, each takes its own sums, so that later sums over ranks are equal to
+        # the last bit to those of an uninterrupted run. Otherwise member 0 takes the sums of all.
+        takes_own = len(saved) == self.ranks.size
+        own = [sums for n, sums in enumerate(saved) if self.ranks.index == (n if takes_own else 0)]
+        sums = {name: math.fsum(each.get(name, 0.0) for each in own) for name in saved[0]}
+        self.metrics.fill_(sums, steps=saved[0]["steps_summed"])
+        missing = set()
+        for name, tensors in self.sections().items():
+            # resume=PATH may be a run without averages, or without outer momentum, which then begins with 0.
+            options = {"is_optional": name in ("outer_optimizer", "ema_state")}
+            if not load_into_(tensors, folder, name, elsewhere=self.weights.elsewhere, **options):
+                missing.add(name)
+        if "ema_state" in missing:
+            self.average.reset_to_weights()
+            self.table.average.reset_to_weights()
+        self.strategy.reset_to_weights()
+        return missing
 
     def held(self) -> dict[Key, Tensor]:
         """Returns {key: tensor} of all tensors on this rank, to compare ranks: equal keys, equal tensors.
@@ -177,16 +213,17 @@ def build_first_state(
 
 def memory_advice(config: PretrainConfig) -> str:
     """Returns advice for a run that is out of memory: which keys make the same run need less."""
-    num_slots, parts = config.global_batch_size // world_size(), config.gradient_accumulation_steps
+    num_ranks, parts = all_ranks().size, config.gradient_accumulation_steps
+    num_slots = config.global_batch_size // num_ranks
     more_parts = [number for number in range(parts + 1, num_slots + 1) if num_slots % number == 0]
     wishes = [f"gradient_accumulation_steps={number}" for number in more_parts[:1]]
     if config.activation_checkpointing == "none":
         wishes.append("activation_checkpointing=block")
-    if world_size() == 1:
+    if num_ranks == 1:
         wishes.append("more processes")
     elif config.data_parallel_shard_degree in ("auto", 1) and config.local_steps == 1:
         wishes.append("data_parallel_shard_degree=-1")
-    if world_size() > 1 and config.arch.has_puzzle_embeddings and config.puzzle_emb_sharding != "rows":
+    if num_ranks > 1 and config.arch.has_puzzle_embeddings and config.puzzle_emb_sharding != "rows":
         wishes.append("puzzle_emb_sharding=rows")
     at_once = f"a process computes {num_slots // parts} of its {num_slots} slots at once"
     return f"{at_once}; the same run needs less with {', or '.join(wishes) or 'a smaller global_batch_size'}"

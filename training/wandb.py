@@ -18,7 +18,8 @@ from typing import Any
 
 import wandb
 
-from checkpointing.files import BEST_STEP, read_rows, step_of
+from checkpointing.files import step_of
+from checkpointing.rows import BEST_STEP, last_wandb_step, read_rows
 from config.reading import read_text
 from config.schema import PretrainConfig
 from config.writing import open_to_append, write_text
@@ -26,7 +27,7 @@ from parallel import log
 from parallel.launch import REPOSITORY, code_files
 from training.best import goal_of
 from training.code import git_commit
-from training.run_folder import REPORT_FILE, WANDB_ID_FILE, last_wandb_step
+from training.run_folder import REPORT_FILE, WANDB_ID_FILE
 
 PICTURES = "puzzles"  # the name of the pictures of puzzles
 _CLIENT_LOG = "logs/wandb.log"  # output of the client's helper process

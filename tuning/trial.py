@@ -17,7 +17,8 @@ from pathlib import Path
 
 import optuna
 
-from checkpointing.files import METRICS_FILE, newest_checkpoint, read_rows, step_of
+from checkpointing.files import newest_checkpoint, step_of
+from checkpointing.rows import METRICS_FILE, read_rows
 from config.reading import read_lines
 from config.writing import open_to_append
 from training.best import Selection

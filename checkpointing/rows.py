@@ -1,0 +1,83 @@
+"""The rows of a run's log, metrics.jsonl: written, read, cut back on resume; and the best step in them."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from config.reading import MissingFileError, parse_json, read_lines, read_text
+from config.writing import open_to_append, write_text
+
+METRICS_FILE = "metrics.jsonl"
+BEST_STEP, SELECTED_BY = "best/step", "best/selected_by"  # in a row; and best/<metric>
+_WANDB_STEP_FILE = "wandb_step"
+
+
+class MetricsFile:
+    """The file metrics.jsonl: one JSON object a line, `step` first, written without a buffer."""
+
+    name = METRICS_FILE
+
+    def __init__(self, run_folder: Path):
+        self._file = open_to_append(run_folder / METRICS_FILE)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._file.write(f"{json.dumps({'step': step, **metrics})}\n".encode())
+
+    def close(self, *, has_failed: bool) -> None:
+        self._file.close()
+
+
+def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields (values, text) of each row of a run's log, or of the file `name`; skips an unfinished line."""
+    with contextlib.suppress(MissingFileError):
+        for line in read_lines(run_folder / name):
+            with contextlib.suppress(ValueError):
+                values = parse_json(line, where="the line")
+                if isinstance(values, dict) and _is_step(values.get("step")):
+                    yield values, line.rstrip()
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
+    """Drops the rows after `step`, which the run will log again; returns the values of the others.
+
+    W&B cannot drop rows: `last_wandb_step` is the last one there.
+    """
+    path, rows = run_folder / METRICS_FILE, list(read_rows(run_folder))
+    last = max((values["step"] for values, _ in rows), default=0)
+    if last > max(step, last_wandb_step(run_folder)):
+        write_text(run_folder / _WANDB_STEP_FILE, str(last))
+    rows = [row for row in rows if row[0]["step"] <= step]
+    if path.exists():
+        write_text(path, "".join(f"{line}\n" for _, line in rows))
+    return [values for values, _ in rows]
+
+
+def last_wandb_step(run_folder: Path) -> int:
+    """Returns the last step that W&B got before rows were dropped from the log; 0 if none were."""
+    path = run_folder / _WANDB_STEP_FILE
+    return int(read_text(path)) if path.exists() else 0
+
+
+def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
+    """Returns the best checkpoint by a run's log, and the puzzles that chose it, "validation" or "test".
+
+    Raises ValueError if there is none.
+    """
+    rows = [values for values, _ in read_rows(run_folder) if _is_step(values.get(BEST_STEP))]
+    if not rows:
+        raise ValueError(
+            f"{run_folder / METRICS_FILE} names no best checkpoint: a run with keep_best has one after its "
+            "first evaluation"
+        )
+    folder = run_folder / f"step_{rows[-1][BEST_STEP]}"
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder}, the best of its run, is not there: checkpoint_every_eval and keep_best keep it"
+        )
+    return folder, "validation" if rows[-1].get(SELECTED_BY) == "validation" else "test"
