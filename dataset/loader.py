@@ -25,7 +25,8 @@ class Batch(NamedTuple):
     inputs              int32 [batch, seq_len]
     labels              int32 [batch, seq_len]: IGNORE_LABEL_ID where a cell is not scored
     puzzle_identifiers  int32 [batch]
-    rows                int64 [batch]: the example's index in its set; -1 in padding of a short batch
+    rows                int64 [batch]: the example's index in its set (`evaluation.test_time`: the attempt);
+                        -1 in padding of a short batch
     """
 
     inputs: torch.Tensor

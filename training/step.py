@@ -46,8 +46,8 @@ def train_step(
     # and a halted board starts on its row of `batch`.
     boards = state.model.refill(state.carry, batch, reasoning, draws)
     # Fetch the puzzle embeddings that other ranks own. Where every rank has all of them, only count the
-    # distinct ones: by this number the table later chooses its message. Then sum over ranks the divisors of
-    # losses that depend on the data (LDT's alone; the number of slots is known).
+    # distinct ones: the largest count, sent with the gradients, chooses the message of `table.reduce`. Then
+    # sum over ranks the divisors of losses that depend on the data (LDT's alone; the slots are known).
     with clock.measure("sync"):
         state.table.prepare(boards.data.puzzle_identifiers)
         counts = state.strategy.all_reduce_counts(state.model.network.counts(boards))
@@ -66,14 +66,16 @@ def update(
 
     Without local steps, gradients are summed over ranks in every step. With local steps, each rank updates
     its weights from its own gradients, and `synchronize` merges the weights every `local_steps` steps. The
-    norm is of the dense weights, before clipping; puzzle embeddings move by the signs of their gradients.
+    norm, before clipping, is of the dense weights; puzzle embeddings move by the signs of their gradients.
     """
     with clock.measure("sync"):  # sums gradients of weights and puzzle embeddings; not with local_steps
         state.strategy.reduce_gradients(step=state.step)
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    with clock.measure("sync"):  # all-gather of sharded weights, as the forward pass reads them; or merge
+    # The optimizer has updated this rank's share, in float32: cast it to what the forward pass reads, and
+    # all-gather; or merge the weights after local steps.
+    with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
     # The average of the dense weights: takes in all steps since the last merge, and does nothing where this
     # step did not merge. `state.table` itself averages the puzzle embeddings.
@@ -110,9 +112,10 @@ def forward_and_backward(
 
     counts: numbers that losses are divided by, over the global batch, or with local_steps over this rank's
     slots; the gradients are of (sum of losses) / counts["slots"]. Scalars (loss, request to stop) are sent
-    with the gradients, perhaps already in the last backward pass: all scalars are added before that pass.
+    with the gradients, and so are added before the last backward pass: messages may leave in that pass (not
+    in shared memory, in a mesh or with local_steps).
     """
-    state.strategy.start_step()  # zeroes the gradients, opens the scalars
+    state.strategy.start_step()  # zeroes the gradients
     strategy, network, scalars = state.strategy, state.model.network, state.weights.scalars
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
@@ -141,8 +144,9 @@ def forward_and_backward(
 def draw(state: TrainState, config: PretrainConfig, reasoning: Reasoning, *, step: int) -> Draws:
     """Returns the random numbers of this rank's slots in a step; they do not depend on the number of ranks.
 
-    `Network.draw` draws arrays for the global batch on the host: this rank's rows are copied to the device.
-    All other numbers are computed on the device when needed, from the seed, the step and the slot.
+    `Network.draw` draws arrays for the global batch on the host, such as the thinking steps before which a
+    slot that explores may not halt: this rank's rows are copied to the device. All other numbers are computed
+    on the device when needed, from the seed, the step and the slot.
     """
     device, slots = state.carry.steps.device, state.slots
     is_pinned = device.type == "cuda"  # then the host does not wait for the copy
