@@ -46,25 +46,25 @@ from evaluation.test_time import set_up
 from models.compilation import compile_blocks
 from parallel.child import run_child
 from parallel.errors import collective_errors, memory_errors
-from parallel.launch import Run, launch
+from parallel.launch import Program, launch
 from parallel.process_group import is_main
 from report.page import check_packages, write_evaluation_report, write_picture
 
 
 def main() -> None:
-    with launch(EvaluateConfig, lambda: compose_config(EvaluateConfig)) as run:
+    with launch(EvaluateConfig, lambda: compose_config(EvaluateConfig)) as program:
         with memory_errors("lower eval_batch_size, or use more processes"):
-            evaluate(run)
+            evaluate(program)
 
 
-def evaluate(run: Run[EvaluateConfig]) -> None:
+def evaluate(program: Program[EvaluateConfig]) -> None:
     """Evaluates one checkpoint after the other; for several prints mean and deviation. All ranks call it."""
-    config = run.config
-    with run.watchdog.paused():  # no time limit here
+    config = program.config
+    with program.watchdog.paused():  # no time limit here
         checkpoints = broadcast_checkpoints(config.checkpoint)
         with collective_errors():
             check_folders(checkpoints, config)
-        metrics = [evaluate_checkpoint(config, checkpoint, run.device) for checkpoint in checkpoints]
+        metrics = [evaluate_checkpoint(config, checkpoint, program.device) for checkpoint in checkpoints]
         with collective_errors():
             if is_main() and len(metrics) > 1:
                 write_summary(metrics, [str(each) for each in checkpoints], output_dir=config.output_dir)

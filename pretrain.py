@@ -27,7 +27,7 @@ from config.schema import PretrainConfig
 from parallel import log
 from parallel.child import run_child
 from parallel.errors import abort_all, collective_errors, memory_errors
-from parallel.launch import Run, launch
+from parallel.launch import Program, launch
 from parallel.signals import Interruption, end_torchrun
 from training.checkpoints import CheckpointManager, open_checkpoints
 from training.data import RunData, open_data
@@ -40,15 +40,15 @@ from training.step import train_step
 
 def main() -> None:
     """Launches this process as one rank of a run, and trains."""
-    with launch(PretrainConfig, compose_run) as run:
-        with memory_errors(memory_advice(run.config), folder=Path(run.config.checkpoint_path)):
-            status = train(run)
+    with launch(PretrainConfig, compose_run) as program:
+        with memory_errors(memory_advice(program.config), folder=Path(program.config.checkpoint_path)):
+            status = train(program)
     sys.exit(status)
 
 
-def train(run: Run[PretrainConfig]) -> int:
+def train(program: Program[PretrainConfig]) -> int:
     """Trains to the last step, or until a signal asks to stop; returns the exit status. All ranks call it."""
-    config, folder = run.config, Path(run.config.checkpoint_path)
+    config, folder = program.config, Path(program.config.checkpoint_path)
     if config.report:
         from report.page import check_packages
 
@@ -59,12 +59,12 @@ def train(run: Run[PretrainConfig]) -> int:
     # share the state (sharding, stages), each rank holds a part.
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
-    state = build_first_state(config, metadata, device=run.device, total_steps=schedule.total_steps)
+    state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
     # Resume from the newest checkpoint, if there is one. is_logged: whether the log has a row of that step.
     described = {"fingerprint": data.fingerprint, "dataset_info": data.info().to_json()}
     checkpoints = open_checkpoints(config, **described)
-    with run.watchdog.paused():  # init_from may have to be downloaded
+    with program.watchdog.paused():  # init_from may have to be downloaded
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
 
     # End here if this launch has nothing left to do: its last step (`max_steps`, or the run's last) is done
@@ -74,7 +74,7 @@ def train(run: Run[PretrainConfig]) -> int:
         log.info(f"nothing to do: {schedule.describe(state.step)}")
         return 0
 
-    is_stopped = run_steps(run, state, data, checkpoints, is_logged=is_logged)
+    is_stopped = run_steps(program, state, data, checkpoints, is_logged=is_logged)
 
     if checkpoints.last_save_failed:
         abort_all(f"the last checkpoint could not be saved: {config.checkpoint_path} lacks the newest steps")
@@ -86,7 +86,7 @@ def train(run: Run[PretrainConfig]) -> int:
 
 
 def run_steps(
-    run: Run[PretrainConfig],
+    program: Program[PretrainConfig],
     state: TrainState,
     data: RunData,
     checkpoints: CheckpointManager,
@@ -97,11 +97,11 @@ def run_steps(
 
     All ranks call it. is_logged: whether the log already has the row of `state.step`.
     """
-    config, schedule, folder = run.config, data.schedule, Path(run.config.checkpoint_path)
+    config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     with (
-        data.read_train_batches(first_step=state.step, ranks=state.ranks, device=run.device) as batches,
+        data.read_train_batches(first_step=state.step, ranks=state.ranks, device=program.device) as batches,
         checkpoints,
-        Monitor(run, state, data, checkpoints, is_logged=is_logged) as monitor,
+        Monitor(program, state, data, checkpoints, is_logged=is_logged) as monitor,
         Interruption() as interruption,
     ):
         # Evaluate one batch of each set, so that a broken evaluation fails before training.
@@ -139,7 +139,7 @@ def run_steps(
                 set_name, batch = next(batches)
             result = train_step(
                 state,
-                batch.to(run.device),
+                batch.to(program.device),
                 config=config,
                 rates=schedule.learning_rates(state.step + 1),
                 clock=monitor.clock,

@@ -57,7 +57,7 @@ Config = TypeVar("Config")  # a pydantic model with the keys of the machine
 
 
 @dataclasses.dataclass(frozen=True)
-class Run(Generic[Config]):
+class Program(Generic[Config]):
     """The config, device and watchdog of a launched program on this rank. All ranks have the same config."""
 
     config: Config
@@ -66,8 +66,8 @@ class Run(Generic[Config]):
 
 
 @contextlib.contextmanager
-def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterator[Run[Config]]:
-    """Sets up a program on all ranks, and yields the `Run`; closes everything after the block.
+def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterator[Program[Config]]:
+    """Sets up a program on all ranks, and yields the `Program`; closes everything after the block.
 
     All ranks enter. compose: called on rank 0, returns the config for all ranks, or None to end all ranks
     with status 0 (after printing help). A ValueError of `compose` ends all ranks with status 1.
@@ -88,7 +88,7 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
         init_timeout_seconds=config.init_timeout_seconds, step_timeout_seconds=config.step_timeout_seconds
     )
     with watchdog, process_group(device, config.backend), connection_errors(watchdog.is_alarmed):
-        yield Run(config, device, watchdog)
+        yield Program(config, device, watchdog)
 
 
 def _broadcast_config(compose: Callable[[], Any]) -> str:

@@ -19,7 +19,7 @@ from dataset.loader import Batch
 from models import HaltingModel, build_model
 from models.carry import Carry, StepOutput, Sums
 from models.random import Draws
-from parallel.launch import Run
+from parallel.launch import Program
 from parallel.watchdog import Watchdog
 from tests.ranks import NUM_THREADS
 
@@ -163,9 +163,9 @@ def random_batch(batch_size: int, *, seed: int = 0) -> Batch:
     )
 
 
-def run_of(config: PretrainConfig) -> Run[PretrainConfig]:
+def run_of(config: PretrainConfig) -> Program[PretrainConfig]:
     """A launched run on this rank; its watchdog is never started."""
-    return Run(config, torch.device("cpu"), Watchdog(init_timeout_seconds=600, step_timeout_seconds=120))
+    return Program(config, torch.device("cpu"), Watchdog(init_timeout_seconds=600, step_timeout_seconds=120))
 
 
 def logged_rows(run: Path) -> list[dict[str, Any]]:

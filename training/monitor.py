@@ -9,7 +9,7 @@ from config.schema import PretrainConfig
 from optimizers.schedule import peak_learning_rates
 from parallel import log
 from parallel.collectives import broadcast_object
-from parallel.launch import Run
+from parallel.launch import Program
 from parallel.process_group import is_main, world_size
 from parallel.strategy import StepResult
 from training.checkpoints import CheckpointManager
@@ -31,17 +31,17 @@ class Monitor:
 
     def __init__(
         self,
-        run: Run[PretrainConfig],
+        program: Program[PretrainConfig],
         state: TrainState,
         data: RunData,
         checkpoints: CheckpointManager,
         *,
         is_logged: bool,
     ):
-        self.clock = StepClock(run.device)
-        self._config, self._schedule, self._watchdog = run.config, data.schedule, run.watchdog
+        self.clock = StepClock(program.device)
+        self._config, self._schedule, self._watchdog = program.config, data.schedule, program.watchdog
         self._checkpoints = checkpoints
-        self._device, self._finite = run.device, FiniteCheck(run.device)
+        self._device, self._finite = program.device, FiniteCheck(program.device)
         self._step, self._logged_step = state.step, state.step if is_logged else None
         self._remaining = range(state.step, data.schedule.end_step)
         self._data = data
@@ -58,13 +58,13 @@ class Monitor:
         # but keep them where the row was logged only because `max_steps` ended a start at this step.
         if is_logged and data.schedule.has_row(state.step):
             state.metrics.reset()
-        rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(run.config).items())
+        rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(program.config).items())
         sync = f", sync by {state.strategy.name}" if world_size() > 1 else ""
         layout = "" if state.mesh.is_plain else f" ({state.mesh})"
         total = data.schedule.petaflops(data.schedule.total_steps, state.model, seq_len=self._seq_len)
         log.info(
             f"{data.schedule.describe(state.step)}\n{state.weights.num_parameters:,} parameters "
-            f"on {world_size()} x {run.device.type}{layout}{sync}; {rates}\n{total:.3g} PFLOP of training, "
+            f"on {world_size()} x {self._device.type}{layout}{sync}; {rates}\n{total:.3g} PFLOP of training, "
             f"{flops_of_step / 1e9:.3g} GFLOP a thinking step"
         )
 
