@@ -22,8 +22,8 @@ from parallel.shards import Tensors
 _FEW = 5  # after 5 / (1 - rate) steps, less than 0.01 of the average are the initial weights
 
 
-class NoAverage:
-    """The average of a run without EMA, which does nothing; also the interface of the other averages."""
+class Average:
+    """An average of weights. This base class is of a run without EMA: its methods do nothing."""
 
     def reset_to_weights(self) -> None:
         """Resets the averages to the present weights, as at step 0."""
@@ -48,7 +48,7 @@ class NoAverage:
         return {}
 
 
-class Average(NoAverage):
+class DenseAverage(Average):
     """The averages of flat parameters: float32, on the device of the parameters.
 
     rate: close to 1. corrects_bias: whether the initial weights get no share of the average.
@@ -108,14 +108,14 @@ class Average(NoAverage):
 
 def build_average(
     config: PretrainConfig, flats: Sequence[FlatParameters], *, total_steps: int | None
-) -> NoAverage | Average:
+) -> Average:
     """Builds the average for the config's `ema`. total_steps: number of steps of the run; None: unknown."""
     if config.ema is None:
-        return NoAverage()
+        return Average()
     if total_steps is not None:
         last_step = min(config.max_steps or total_steps, total_steps)
         warn_of_long_average(config.ema, num_steps=last_step, corrects_bias=config.ema_bias_correction)
-    return Average(*flats, rate=config.ema, corrects_bias=config.ema_bias_correction)
+    return DenseAverage(*flats, rate=config.ema, corrects_bias=config.ema_bias_correction)
 
 
 def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:

@@ -2,7 +2,7 @@
 
 A step updates only the rows that its slots use, each by the sign of its gradient, summed over all ranks.
 `Replicated`: every rank holds all rows. `RowsByOwner`: every row has one rank as owner (`rows_of_rank`), and
-before a step each rank fetches the rows that its slots read. `NoTable`: the model has no puzzle embeddings.
+before a step each rank fetches the rows that its slots read.
 
 Invariant: before a row changes, the average takes in the old value.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
-from optimizers.average import NoAverage
+from optimizers.average import Average
 from parallel.collectives import AllToAllPlan, Ranks, has_group
 from parallel.shards import Shard, Tensors, shard_of_rows, slots_of
 
@@ -69,8 +69,8 @@ def rows_of_rank(num_rows: int, index: int, size: int) -> range:
     return range(index, num_rows, size)
 
 
-class NoTable:
-    """The table of a model without puzzle embeddings; also the interface of the other tables.
+class PuzzleTable:
+    """The puzzle embeddings of a run. This base class is of a model without any: its methods do nothing.
 
     is_spread: whether each rank holds only a part of the rows. num_distinct: number of different rows that
     the slots of this rank use in a step; 0: not counted. average: the average of the rows.
@@ -78,7 +78,7 @@ class NoTable:
 
     is_spread = False
     num_distinct = 0
-    average = NoAverage()
+    average = Average()
 
     def prepare(self, identifiers: Tensor) -> None:
         """Prepares a step that reads the rows of `identifiers`, int [n], with repeats. All ranks call it."""
@@ -112,7 +112,7 @@ class NoTable:
         return {}
 
 
-class _Table(NoTable):
+class _Table(PuzzleTable):
     """The base of `Replicated` and `RowsByOwner`.
 
     A subclass has `_identifiers_of` (the identifiers of row numbers on this rank), `owned_weights` (a view of
@@ -281,10 +281,7 @@ class RowsByOwner(_Table):
         return own
 
 
-PuzzleTable = NoTable | Replicated | RowsByOwner
-
-
-class RowAverage(NoAverage):
+class RowAverage(Average):
     """The exponential moving average of the rows that this rank owns, updated lazily.
 
     A row does not change in most steps. Over n steps without a change, the difference between average and row
@@ -358,9 +355,9 @@ class RowAverage(NoAverage):
 def build_table(
     config: PretrainConfig, embedding: nn.Module | None, num_rows: int, ranks: Ranks
 ) -> PuzzleTable:
-    """Builds the table for an embedding with `num_local_rows` of `num_rows` rows; `NoTable` for None."""
+    """Builds the table for an embedding, None or with `num_local_rows` of the `num_rows` rows."""
     if embedding is None:
-        return NoTable()
+        return PuzzleTable()
     decay = config.puzzle_emb_weight_decay
     if _is_spread(config, ranks):
         table = RowsByOwner(embedding, num_rows, ranks, weight_decay=decay)

@@ -9,7 +9,7 @@ import torch
 
 from models import build_model
 from models.network import Network
-from optimizers.average import Average, warn_of_long_average
+from optimizers.average import Average, DenseAverage, warn_of_long_average
 from optimizers.puzzle_table import Replicated, RowAverage
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
@@ -32,7 +32,7 @@ def _clones(network: Network) -> dict[str, torch.Tensor]:
 
 def _averages(network: Network, *, corrects_bias: bool = False) -> tuple[Average, Replicated]:
     flat = FlatParameters(network.named_parameters(), ranks=all_ranks())
-    average = Average(flat, rate=_RATE, corrects_bias=corrects_bias)
+    average = DenseAverage(flat, rate=_RATE, corrects_bias=corrects_bias)
     num_rows = len(network.puzzle_emb.weights)
     table = Replicated(network.puzzle_emb, num_rows, all_ranks(), weight_decay=0.0, slot_counts=[])
     table.average = RowAverage(table, rate=_RATE, corrects_bias=corrects_bias)

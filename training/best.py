@@ -86,11 +86,8 @@ class BestStep:
             self._values[step] = value
         if (best := self.state()) is None:
             return {}
-        return {
-            f"best/{best['metric']}": best["value"],
-            BEST_STEP: best["step"],
-            SELECTED_BY: best["selected_by"],
-        }
+        name = f"best/{best['metric']}"
+        return {name: best["value"], BEST_STEP: best["step"], SELECTED_BY: best["selected_by"]}
 
     def check(self, row: Mapping[str, float]) -> None:
         """Warns if an evaluation lacks the metric."""

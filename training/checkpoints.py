@@ -8,7 +8,7 @@ A checkpoint is a folder step_<N> with
   row; the best value of the evaluations so far; fingerprint and description of the dataset; seq_len; versions
 - config.yaml: the run's config
 
-Reading a checkpoint unpickles and executes nothing. `checkpointing.files` writes, verifies and removes the folders.
+Reading a checkpoint unpickles and executes nothing. `checkpointing.files` writes and verifies the folders.
 """
 
 import json

@@ -17,7 +17,7 @@ from config.schema import PretrainConfig
 from dataset.format import Metadata
 from models import HaltingModel
 from models.carry import Carry, sum_names
-from optimizers.average import Average, NoAverage, build_average
+from optimizers.average import Average, build_average
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_flats, build_weights
 from parallel.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference, gather_objects
@@ -41,7 +41,7 @@ class TrainState:
     model: HaltingModel
     weights: Weights
     table: PuzzleTable
-    average: NoAverage | Average
+    average: Average
     strategy: Strategy
     carry: Carry
     slots: range
