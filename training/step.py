@@ -73,8 +73,7 @@ def update(
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    # The optimizer has updated this rank's share, in float32: cast it to what the forward pass reads, and
-    # all-gather; or merge the weights after local steps.
+    # Cast this rank's updated share, float32, for the forward pass, and all-gather; or merge local steps.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
     # The average of the dense weights: takes in all steps since the last merge, and does nothing where this
@@ -111,9 +110,9 @@ def forward_and_backward(
     """Accumulates this rank's gradients over micro-batches, and updates the carry; returns the metric sums.
 
     counts: numbers that losses are divided by, over the global batch, or with local_steps over this rank's
-    slots; the gradients are of (sum of losses) / counts["slots"]. Scalars (loss, request to stop) are sent
-    with the gradients, and so are added before the last backward pass: messages may leave in that pass (not
-    in shared memory, in a mesh or with local_steps).
+    slots; the gradients are of (sum of losses) / counts["slots"]. Scalars (loss, request to stop) go with the
+    gradients: they are added before the last backward pass, in which messages may leave (in a mesh, in shared
+    memory and with local_steps all leave later).
     """
     state.strategy.start_step()  # zeroes the gradients
     strategy, network, scalars = state.strategy, state.model.network, state.weights.scalars
@@ -144,9 +143,8 @@ def forward_and_backward(
 def draw(state: TrainState, config: PretrainConfig, reasoning: Reasoning, *, step: int) -> Draws:
     """Returns the random numbers of this rank's slots in a step; they do not depend on the number of ranks.
 
-    `Network.draw` draws arrays for the global batch on the host, such as the thinking steps before which a
-    slot that explores may not halt: this rank's rows are copied to the device. All other numbers are computed
-    on the device when needed, from the seed, the step and the slot.
+    `Network.draw` draws arrays for the global batch on the host, such as the least thinking steps of slots
+    that explore. This rank's rows go to the device, which computes all else from seed, step and slot.
     """
     device, slots = state.carry.steps.device, state.slots
     is_pinned = device.type == "cuda"  # then the host does not wait for the copy
