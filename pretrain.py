@@ -67,7 +67,7 @@ def train(program: Program[PretrainConfig]) -> int:
     with program.watchdog.paused():  # init_from may have to be downloaded
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
 
-    # End here if this launch has nothing left to do: its last step (`max_steps`, or the run's last) is done
+    # End here if this start has nothing left to do: its last step (`max_steps`, or the run's last) is done
     # and logged. A run that was killed in the evaluation after that step lacks the row: `run_steps` logs it.
     if state.step >= schedule.end_step and is_logged:
         write_status(folder, schedule.status(state.step), step=state.step)
@@ -118,7 +118,7 @@ def run_steps(
 
             # Log a row: the metrics since the last row, over all ranks, and an evaluation if one is due.
             # `reduce` leaves the metric sums, `log` resets them. Where a signal stops the run between the
-            # two, the last checkpoint has the sums, and the next launch logs the row.
+            # two, the last checkpoint has the sums, and the next start logs the row.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):

@@ -322,9 +322,9 @@ class FlatParameters:
         return self.views(whole) | rest
 
     def _cut(self) -> list[slice]:
-        """Returns a range for each sharer, as equal in length as possible without cutting `unsplit` matrices.
+        """Returns a range for each sharer, of about equal length, that cuts no matrix which must stay whole.
 
-        With `unsplit` matrices, a range also never cuts the parameters between two of them.
+        With such matrices (`unsplit`), a range also never cuts the parameters between two of them.
         """
         if not self.unsplit or self.sharers.size == 1:
             return _cut_evenly(slice(0, self.size), self.sharers.size)
