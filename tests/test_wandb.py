@@ -154,7 +154,7 @@ def test_every_evaluation_has_pictures(resumed):
 
 
 @pytest.mark.slow
-def test_every_panel_of_the_dashboard_shows_what_a_run_logs(resumed):
+def test_every_panel_of_the_dashboard_shows_what_a_run_logs(resumed, tmp_path):
     _, server, run = resumed
     names = {name for row in run.history for name in row}
     sections = [panels for name, panels in dashboard.SECTIONS.items() if name != "others"]  # other nets
@@ -163,10 +163,9 @@ def test_every_panel_of_the_dashboard_shows_what_a_run_logs(resumed):
         assert any(re.fullmatch(metrics, name) for name in names), metrics
     assert PICTURES in names
 
-    command = [sys.executable, "-m", "report.dashboard", "--project", "some-project"]
-    environment = {**server.environment, "PATH": "", "HOME": "/nowhere"}
-    finished = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    assert (finished.returncode, finished.stderr) == (0, "")
+    words, environment = ("--project", "some-project"), {**server.environment, "PATH": "", "HOME": "/nowhere"}
+    finished = run_program("report/dashboard", *words, folder=tmp_path, world_size=None, **environment)
+    assert (finished.statuses, finished.stderr) == ([0], "")
     assert finished.stdout.startswith(f"W&B: {server.url}/somebody/some-project?nw=")
     (view,) = server.views
     sections = json.loads(view["spec"])["section"]["panelBankConfig"]["sections"]

@@ -1,4 +1,4 @@
-"""Delays all that emulated machines receive, for kernels without tc netem.
+"""Delays all that emulated machines receive, on any kernel: many have no tc netem.
 
 The rule `-j NFQUEUE` hands a namespace's packets to this program, by their numbers alone: what is in them
 stays in the kernel. After the delay they pass, in order, all that are due with one message. Linux, as root;

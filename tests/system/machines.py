@@ -5,7 +5,7 @@
         machines.kill(1)
 
 They share the disk, as nodes of a cluster do, and nothing else that a network could carry. Linux, as root. A
-delay needs tc netem, or iptables where the kernel has none (`tests.system.delay`).
+rate needs tc, a delay iptables (`tests.system.delay`).
 """
 
 import contextlib
@@ -46,11 +46,8 @@ def why_not(*, delays: bool = False) -> str:
     if tried.returncode:
         return f"network namespaces are refused here ({tried.stderr.strip()})"
     try:
-        if delays and not _has_netem(name) and (reason := _queue(name)):
-            return (
-                f"no tc netem in this kernel, and no queue for packets ({reason}): apt-get install iptables"
-            )
-        return ""
+        reason = _queue(name) if delays else ""
+        return reason and f"there is no queue for packets ({reason}): apt-get install iptables"
     finally:
         _ip("netns", "del", name)
 
@@ -118,7 +115,6 @@ def emulate(
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         _ip("-n", switch, "link", "set", "bridge", "up")
-        has_netem = delay_seconds > 0 and _has_netem(switch)
         for number, space in enumerate(names):
             port = f"port{number}"
             _ip("netns", "add", space)
@@ -127,12 +123,12 @@ def emulate(
             _ip("-n", space, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "eth0")
             _ip("-n", space, "link", "set", "lo", "up")
             _ip("-n", space, "link", "set", "eth0", "up")
-            if rate:
-                _shape(space, "eth0", rate=rate)
-            if rate or has_netem:
-                _shape(switch, port, rate=rate, delay_seconds=delay_seconds if has_netem else 0.0)
-        must_hold_back = delay_seconds and not has_netem
-        with _held_back(names, delay_seconds) if must_hold_back else contextlib.nullcontext():
+            for namespace, interface in ((space, "eth0"), (switch, port)) if rate else ():
+                words = ["tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
+                subprocess.check_call(
+                    ["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *words]
+                )
+        with _held_back(names, delay_seconds) if delay_seconds else contextlib.nullcontext():
             yield machines
     finally:
         listed = _namespaces()
@@ -165,21 +161,6 @@ def _kill_all_in(space: str) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     return bool(pids)
-
-
-def _shape(namespace: str, interface: str, *, rate: str | None, delay_seconds: float = 0.0) -> None:
-    """Limits what leaves an interface, by tc; a delay needs netem."""
-    if delay_seconds:
-        words = ["netem", "delay", f"{delay_seconds * 1e6:.0f}us", "limit", "262144"]
-        words += ["rate", rate] if rate else []
-    else:
-        words = ["tbf", "rate", rate, "burst", "256kb", "latency", "200ms"]
-    subprocess.check_call(["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", *words])
-
-
-def _has_netem(namespace: str) -> bool:
-    words = ["qdisc", "replace", "dev", "lo", "root", "netem", "delay", "0"]
-    return not subprocess.run(["tc", "-n", namespace, *words], capture_output=True).returncode
 
 
 def _queue(namespace: str) -> str:
