@@ -6,8 +6,7 @@ manifest, and renames the folder: so `step_<N>` is complete or does not exist, w
 The threads use the key-value store and no collectives, because ranks must issue collectives in one order. The
 store also works after an error of the disk.
 
-The manifest has the size and the sha256 of every file, and a digest of its own content: any changed byte is
-noticed.
+The manifest has the size and the sha256 of every file, and a digest of itself: any changed byte is noticed.
 """
 
 import contextlib

@@ -42,8 +42,7 @@ def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
 def fill_(targets: Tensors, stored: dict[str, Tensor], *, source: str) -> dict[str, Tensor]:
     """Overwrites the tensors of `targets` with `stored`; returns {name: whole weight} for the shards.
 
-    stored: {name: whole weight}. source: where these are from, for messages. ValueError for other names or
-    shapes.
+    stored: {name: whole weight}. source: their origin, for messages. ValueError for other names or shapes.
     """
     if missing := sorted(targets.keys() ^ stored.keys()):
         where = "this run" if missing[0] not in targets else "the checkpoint"

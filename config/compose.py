@@ -125,8 +125,8 @@ def config_with(schema: type[Config], **values: Any) -> Config:
 def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
     """Splits this process's command line: keys of `schema`, and words for a program to be started.
 
-    Returns the checked config of `schema`, and the other words unchecked. Returns None after --help and --cfg
-    job, which only print.
+    Returns the checked config of `schema`, and the other words unchecked. None after --help and --cfg job,
+    which only print.
     """
     asked, own, others = _read_command_line(), [], []
     for override in asked.overrides:
@@ -261,8 +261,8 @@ def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Names
 def _translate(schema: type[Config], override: str) -> list[str]:
     """Rewrites a typed key=value for Hydra; returns one override, or several.
 
-    Quotes texts, and replaces keys and values of the public HRM, TRM and URM programs. Raises ValueError for
-    a key of Hydra itself.
+    Quotes texts, and replaces keys and values of the public HRM, TRM and URM programs. ValueError for a key
+    of Hydra.
     """
     typed, equals, value = override.partition("=")
     key = _PUBLISHED_KEYS.get(typed.lstrip("+"), typed.lstrip("+"))

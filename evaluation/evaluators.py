@@ -59,8 +59,7 @@ class Evaluators:
     def add(self, set_name: str, answers: Answers, *, samples: Answers | None = None) -> None:
         """Adds this rank's answers to one batch; sends no message.
 
-        samples: all answers to the batch, where a puzzle has several samples, for evaluators that count
-        votes.
+        samples: all answers, where a puzzle has several samples, for evaluators that count votes.
         """
         folder, own_name, first_identifier = self._data.origin(set_name)
         for evaluator in self._of_folder[folder]:
@@ -71,8 +70,7 @@ class Evaluators:
     def rules_of(self, set_name: str) -> Rules | None:
         """Returns the rules of a set's puzzles; None where no evaluator has rules.
 
-        Rules are a function (inputs, preds) -> bool [n], of tokens [n, seq_len], that finds the valid
-        answers.
+        Rules are a function of inputs and preds, tokens [n, seq_len], that finds valid answers: bool [n].
         """
         evaluators = self._of_folder[self._data.origin(set_name).folder]
         nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)

@@ -1,8 +1,7 @@
 """Final answers of an evaluation: after all thinking steps, or after the step where the network halts.
 
 Where a puzzle may halt early, another one takes over its slot: the number of network calls then depends on
-the mean of the puzzles' steps, not on the maximum. Invariant: a puzzle's answer does not depend on other
-puzzles.
+the mean of the puzzles' steps, not on the maximum. Invariant: other puzzles do not change an answer.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -95,8 +95,7 @@ def write_results(
     """Writes the files of an evaluation into a folder, and prints tables. Only rank 0 calls it.
 
     Returns ({set: {metric: value}} with those of every setting, content of scaling.json or None).
-    selected_by: the puzzles that selected this checkpoint as the best of its run, "validation" or "test";
-    None: none did.
+    selected_by: puzzles that selected this checkpoint as its run's best, "validation" or "test"; or None.
     """
     metrics, scaling = all_metrics(results, selected_by=selected_by), None
     write_outputs(folder, results)
@@ -235,8 +234,7 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
     """Returns the content of scaling.json: the options of the evaluation, and `corners` of each labelled set.
 
     A corner is one setting: steps, samples, and for each way to select (the last is the oracle `any`: right
-    where any sample is) accuracies with intervals, and network calls a puzzle. The number of ranks changes
-    nothing.
+    where any sample is) accuracies with intervals, and network calls a puzzle.
     """
     sets = {}
     for name, result in results.items():
@@ -256,7 +254,7 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """Returns {set: {metric: value}} of all settings, named such as exact_accuracy@steps=64,samples=8.
 
-    A name ends with ,select=NAME for a way to select other than the first, and begins with any_ for the
+    A name ends with ,select=NAME for another than the first way to select, and begins with any_ for the
     oracle.
     """
     metrics: dict[str, dict[str, float]] = {}

@@ -171,8 +171,7 @@ def run_settings(
 
     Each item is (outputs of selected samples, last outputs of all attempts, numbers of selected samples). All
     attempts of a puzzle are side by side; the numbers are int64 [puzzles], -1 where a search has no answer.
-    num_slots: of this rank. scores: has the settings, and gets the sums of all of them. on_step: called after
-    every step.
+    num_slots: of this rank. scores: has the settings, and gets their sums. on_step: called after each step.
     """
     settings, num_samples = scores.settings, scores.settings.samples[-1]
     history = HistoryNetwork(model.network, vocab_size=vocab_size)

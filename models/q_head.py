@@ -59,8 +59,7 @@ class QHead(TokenLosses):
     ) -> tuple[ContinueTarget, ...]:
         """Returns the training targets of q_continue in this step.
 
-        exact: one for all slots. deferred: one for the last step's q_continue, and one for slots that halt
-        now.
+        exact: one for all slots. deferred: one for the last step's q_continue, one for slots that halt.
         """
         if reasoning.max_steps == 1 or self.no_ACT_continue:
             return ()

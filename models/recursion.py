@@ -125,8 +125,7 @@ def _log_D_of(name: str) -> str:
 class OneState:
     """The recurrence of a network with one level, `L_level`: H_cycles x L_cycles times z_H = L(z_H + e).
 
-    Inherit it before `Network`. The last `gradient_cycles` H cycles carry gradient; 0: only the last call
-    does.
+    Inherit it before `Network`. The last `gradient_cycles` H cycles carry gradient; 0: only the last call.
     """
 
     state_names = ("z_H",)

@@ -15,8 +15,7 @@ from models.tokens import TokenNetwork
 class ConvSwiGLU(Cuttable, nn.Module):
     """A SwiGLU with a depthwise convolution over the positions: down(silu(conv(silu(gate) * up))).
 
-    conv turns u into v[p] = w0 u[p - 1] + w1 u[p] + bias, u[-1] = 0; positions p: puzzle embedding, then
-    cells.
+    conv turns u into v[p] = w0 u[p - 1] + w1 u[p] + bias, u[-1] = 0, over puzzle embedding and cells.
     """
 
     def __init__(self, width: int, *, expansion: float):

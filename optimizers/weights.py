@@ -56,8 +56,7 @@ class CutMuon(torch.optim.Optimizer):
 
     For each matrix, one rank (another one each time) gathers the parts, orthogonalizes the whole, and sends
     the parts back. The momentum is elementwise, and stays with the parts. matrices: this rank's parts, by
-    name, perhaps empty. cuts: {name: which part}. ranks: those that divide the matrices; they call `step`
-    together.
+    name, perhaps empty. cuts: {name: which part}. ranks: those that divide the matrices, and step together.
     """
 
     def __init__(
@@ -241,8 +240,7 @@ def build_weights(
     at the start, because a checkpoint loads into these tensors.
 
     shapes: of all weights of the model, by name; None: all are in `flats`. holders: ranks that together hold
-    all weights. tensor: the ranks that divide matrices among them. compiler_options: of AdamATan2; None: not
-    compiled.
+    all weights. tensor: ranks that divide matrices. compiler_options: of AdamATan2; None: not compiled.
     """
     assert config.optimizer in ("adamw", "adam_atan2", "muon")
     groups = [group for flat in flats for group in _groups_of(config, flat, tensor, compiler_options)]

@@ -32,8 +32,7 @@ class Ring:
     """The messages among the ranks of a pipeline, which all build a `Ring` and call levels together.
 
     stages: these ranks, for messages from stage to stage. homes: the same ranks in a second group, for
-    messages from and to home: with NCCL, messages of two ranks in one group wait for each other, and could
-    deadlock.
+    messages from and to home: with NCCL, messages of two ranks in one group could deadlock.
     """
 
     def __init__(self, stages: Ranks, homes: Ranks):

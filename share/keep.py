@@ -79,8 +79,7 @@ def answer(
 ) -> dict[tuple[str, int], np.ndarray]:
     """Answers `count` puzzles of each test set, with weights rounded to `dtype`, to compare dtypes.
 
-    Returns {(test set, number of the puzzle): tokens [seq_len]}, without puzzles that a search left
-    undecided.
+    Returns {(test set, number of the puzzle): tokens [seq_len]}, without undecided puzzles of a search.
     """
     model = load_trained_model(checkpoint, data.metadata)
     with torch.no_grad():

@@ -31,8 +31,7 @@ def evaluate(
     All ranks call it. Returns None if `interruption` asks to stop before the end. With EMA the averages are
     evaluated, and with the key `raw` the raw weights too (eval_raw/...). Sets of `test_data_path` are named
     test/<folder>.<set>/..., held-out puzzles validation/... (without evaluators). The cycles are the
-    architecture's, even if the curriculum trains with others now. only_first_batches: one batch a set, no
-    files.
+    architecture's, whatever the curriculum's are. only_first_batches: of each set; no files are written.
     """
     options: dict[str, Any] = {"only_first_batches": only_first_batches, "fetch_rows": state.table.fetch}
     options |= {"ranks": state.ranks, "stages": state.mesh.pipeline}

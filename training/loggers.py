@@ -82,8 +82,8 @@ class Loggers:
 class Console:
     """A progress bar with training metrics, and above the bar a line for each evaluated set.
 
-    In training, "solved" is the exact accuracy of slots at halting. steps: range(number of steps done, last
-    step of this start).
+    In training, "solved" is the exact accuracy of slots at halting. steps: range(steps done, last step of
+    this start).
     """
 
     name = "the progress bar"

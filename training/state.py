@@ -123,8 +123,7 @@ class TrainState:
         """Returns {key: tensor} of all tensors on this rank, to compare ranks: equal keys, equal tensors.
 
         With `local_steps` this holds only after a synchronisation. Weights appear twice: as the optimizer
-        updates them, and as the forward pass reads them. A key is (name, part of the tensor); part () is the
-        whole.
+        updates them, and as the forward pass reads them. A key is (name, part of the tensor); (): the whole.
         """
         cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
         read = self.model.network.state_dict() | self.table.rows()

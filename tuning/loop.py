@@ -30,9 +30,9 @@ def run_trials(
 ) -> bool:
     """Runs the remaining trials, `config.parallel` at a time; returns whether a signal stopped the search.
 
-    run: the config of a trial, in which the searched keys have arbitrary values. on_end: called after each
-    trial. Raises ValueError where the first three trials all fail. Uses asyncio: threads make starting
-    processes unsafe.
+    run: the config of a trial; its searched keys have arbitrary values. on_end: called after each trial.
+    Raises ValueError where the first three trials all fail. Uses asyncio: with threads, starting processes is
+    unsafe.
     """
     return asyncio.run(_run_trials(study, config, run, on_end))
 

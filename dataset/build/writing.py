@@ -44,9 +44,8 @@ def write_dataset(
 ) -> None:
     """Writes a dataset and its manifest, reads all of it back with every check, then replaces the folder.
 
-    builder: name and arguments for the manifest, JSON values that do not depend on the machine; equal
-    arguments give equal bytes. extra_files: JSON values by file name. ValueError where the folder may not be
-    replaced.
+    builder: name and arguments for the manifest, JSON values independent of the machine; equal arguments give
+    equal bytes. extra_files: JSON values by file name. ValueError if the folder may not be replaced.
     """
     with replaced_folder(check_output_folder(folder, builder=builder.get("name"))) as new:
         _write(new, splits, identifiers=identifiers, builder=builder, extra_files=extra_files or {})

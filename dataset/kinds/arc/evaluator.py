@@ -79,8 +79,7 @@ class Votes:
     def ranked(self, test_inputs: Iterable[TestInput]) -> list[bytes]:
         """Returns the different grids that these test inputs got, the best first.
 
-        The order is by votes, then by mean probability of being right, then by bytes. The empty grid is
-        always last.
+        The order is by votes, then by mean probability of being right, then by bytes. The empty grid is last.
         """
         votes, halting = Counter(), Counter()
         for test_input in test_inputs:
@@ -141,8 +140,7 @@ class ArcEvaluator:
 
         pass@K of a task is the share of its test inputs with the right output among the K best grids. The
         metric is the mean over the set's tasks; tasks that no set has count in each set. Inputs without votes
-        are wrong; inputs without a known output are left out. ValueError where an example shows an unknown
-        input.
+        are wrong; those without a known output are left out. ValueError for an example with an unknown input.
         """
         if num_unknown := sum(number for _, number in partials):
             shown = f"{num_unknown} test examples show no test input of their task in {TEST_PUZZLES}"
@@ -276,8 +274,8 @@ class Views:
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
     """Cuts the largest rectangle of colours at the top left corner out of each field, tokens [n, seq_len].
 
-    Returns numpy views [rows, columns]. Of equal areas it takes the one with fewer rows; without a colour the
-    shape is [0, 0].
+    Returns numpy views [rows, columns]. Of equal areas, takes the one with fewer rows; [0, 0] without a
+    colour.
     """
     size = math.isqrt(tokens.shape[1])
     grids = tokens.reshape(-1, size, size)

@@ -31,8 +31,7 @@ def _mismatch(metadata: Metadata) -> str | None:
 def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray]:
     """Checks answers by the rules: tokens [n, seq_len] -> {check: bool [n]}.
 
-    valid: the answer is the maze with one path on it (`is_path`). shortest: valid, and no path has fewer
-    cells.
+    valid: the answer is the maze with one path on it (`is_path`). shortest: valid, and no path is shorter.
     """
     is_valid = rules.is_path(inputs, preds)
     path_cells = np.isin(preds, (rules.START, rules.PATH, rules.GOAL)).sum(axis=1)

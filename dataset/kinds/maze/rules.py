@@ -3,9 +3,8 @@
 A maze is a square of cells, row by row; an answer is the maze with a path on it. Both are tokens, uint8
 [count, cells]. The length of a path is its number of cells, start and goal included.
 
-Many mazes are searched side by side: each cell has one bit for each maze, so that a step in all directions in
-eight mazes takes a few operations on bytes. Invariant: everything random is a function of (seed, stream,
-index) (`randomness`).
+Many mazes are searched side by side: each cell has one bit for each maze, so that a step in eight mazes takes
+a few operations on bytes. Invariant: everything random is a function of (seed, stream, index) (`randomness`).
 """
 
 import math

@@ -4,8 +4,8 @@ A box is `(rows, columns)`; a grid has n = rows * columns digits, n rows, n colu
 make a 4x4 grid, 3x3 a 9x9 and 5x5 a 25x25. A grid is a flat array of n * n digits, row by row, 0 = empty. The
 solver works on bitboards: an integer with one bit for each cell, cell 0 the lowest.
 
-Invariant: everything random is a function of (seed, stream, index) (`randomness`), so no result depends on
-the order of the work.
+Invariant: everything random is a function of (seed, stream, index) (`randomness`), whatever the order of the
+work.
 """
 
 import contextlib
