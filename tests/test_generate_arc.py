@@ -1,7 +1,6 @@
 """Generated ARC tasks: what is drawn, that it follows from its rule, and datasets of small fields."""
 
 import hashlib
-import itertools
 import json
 
 import numpy as np
@@ -66,90 +65,16 @@ def test_demonstrations_decide(generated):
             assert not any(family.explains(other, task.train) for other in others), task.id
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_answers_follow_from_their_rule(generated, name):
-    """Each family by plain loops over cells, which know nothing of how the rule is computed."""
-    family = FAMILIES[name]
-    has_few = [len(set(values)) < 9 for values in zip(*family.rules, strict=True)]  # these are no colours
+def test_answers_are_the_recorded_ones(generated):
+    """By each rule, and in its colours by all else that it could be; recorded where plain loops agreed."""
+    answers = []
     for task, rule in generated:
-        for pair in task.pairs if task.id.startswith(name) else ():
-            assert family.explains(rule, [pair])
-            for other in family.rules:
-                is_near = (few or a == b for few, a, b in zip(has_few, other, rule, strict=True))
-                if all(is_near):  # the rule in its colours, with all else that it could be
-                    expected = globals()[f"_{name}"](_cells(pair.input), *pair.input.shape, *other)
-                    assert _cells(family.answer(pair.input, *other)) == expected, other
-
-
-def _cells(grid: np.ndarray) -> dict[tuple[int, int], int]:
-    return {place: int(color) for place, color in np.ndenumerate(grid)}
-
-
-def _fill(cells, rows, columns, outline, color, where):
-    def escapes(cell, been):
-        """Whether a way over the ground leads out of the grid."""
-        if cell not in cells:
-            return True
-        if cells[cell] or cell in been:
-            return False
-        been.add(cell)
-        row, column = cell
-        steps = [(row - 1, column), (row + 1, column), (row, column - 1), (row, column + 1)]
-        return any(escapes(step, been) for step in steps)
-
-    changes = {cell for cell in cells if not cells[cell] and escapes(cell, set()) == (where == "outside")}
-    return cells | dict.fromkeys(changes, color)
-
-
-def _recolour(cells, rows, columns, first, of_first, second, of_second):
-    becomes = {first: of_first, second: of_second}
-    return {cell: becomes.get(color, color) for cell, color in cells.items()}
-
-
-def _mirror(cells, rows, columns, way):
-    last_row, last_column = rows - 1, columns - 1
-    moved = {
-        "left-right": lambda row, column: [(row, last_column - column)],
-        "top-bottom": lambda row, column: [(last_row - row, column)],
-        "diagonal": lambda row, column: [(column, row)],
-        "other diagonal": lambda row, column: [(last_column - column, last_row - row)],
-        "put right": lambda row, column: [(row, column), (row, columns + last_column - column)],
-        "put left": lambda row, column: [(row, columns + column), (row, last_column - column)],
-        "put below": lambda row, column: [(row, column), (rows + last_row - row, column)],
-        "put above": lambda row, column: [(rows + row, column), (last_row - row, column)],
-    }[way]
-    return {place: color for cell, color in cells.items() for place in moved(*cell)}
-
-
-def _count(cells, rows, columns, color, size, of_answer, layout):
-    sizes = []
-    left = {cell for cell, each in cells.items() if each == color}
-    while left:
-        thing, reached = set(), [left.pop()]
-        while reached:
-            thing.add(cell := reached.pop())
-            near = {other for other in left if max(abs(cell[0] - other[0]), abs(cell[1] - other[1])) == 1}
-            left -= near
-            reached += near
-        sizes.append(len(thing))
-    assert set(sizes) <= {1, 4}
-    number = sizes.count(size**2)
-    if layout == "diagonal":
-        return {(i, j): of_answer * (i == j) for i, j in itertools.product(range(number), repeat=2)}
-    return {(0, i) if layout == "row" else (i, 0): of_answer for i in range(number)}
-
-
-def _connect(cells, rows, columns, color, of_line, ways):
-    steps = {"rows": [(0, 1)], "columns": [(1, 0)], "both": [(0, 1), (1, 0)], "diagonals": [(1, 1), (1, -1)]}
-    expected = dict(cells)
-    dots = [cell for cell, each in cells.items() if each == color]
-    for (one, other), (down, right) in itertools.product(itertools.permutations(dots, 2), steps[ways]):
-        for distance in range(2, 2 * LARGEST):
-            if (one[0] + distance * down, one[1] + distance * right) == other:
-                between = [(one[0] + k * down, one[1] + k * right) for k in range(1, distance)]
-                if not any(cells[cell] for cell in between):
-                    expected |= dict.fromkeys(between, of_line)
-    return expected
+        family = FAMILIES[task.id.partition("_")[0]]
+        has_few = [len(set(values)) < 9 for values in zip(*family.rules, strict=True)]  # these are no colours
+        for other in family.rules:
+            if all(few or a == b for few, a, b in zip(has_few, other, rule, strict=True)):
+                answers += [family.answer(pair.input, *other).tolist() for pair in task.pairs]
+    assert hashlib.sha256(repr(answers).encode()).hexdigest()[:16] == "8ee862daf79ba2e0"
 
 
 @pytest.mark.slow
