@@ -162,19 +162,6 @@ def test_kaggles_folder_as_it_is_downloaded(tmp_path, capsys, separator):
     assert {name: puzzles[name] for name in copied} == copied, "what is known of them is counted"
 
 
-def test_larger_tasks_may_be_left_out(tmp_path, tasks, capsys):
-    """1D-ARC has grids of 1 x 32."""
-    long = {"input": [[1] * 32], "output": [[2] * 32]}
-    write_folder(tmp_path / "one", {"long": {"train": [long], "test": [long]}})
-    words = ["--source", tasks, "--source", tmp_path / "one", "--num-aug", 0]
-    with pytest.raises(
-        ValueError, match="long: the input of .* has 1x32 cells, .*: --max-size 30 leaves such"
-    ):
-        build(tmp_path / "data", *words)
-    build(tmp_path / "data", *words, "--max-size", 30)
-    assert "more than 30 rows or columns, left out: 1\n" in capsys.readouterr().out
-
-
 def test_a_list_of_pairs_is_a_task(tmp_path):
     """As Re-ARC has them."""
     tasks = make_tasks(3)

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from dataset.augmentations import NUM_DIHEDRAL, dihedral
-from dataset.build.sources import find_source_files
-from dataset.kinds.pairs.files import choose_files
 from tests.pairs_source import as_texts, build, random_pairs, read_back, write_csv, write_json, write_parquet
 from tests.sudoku_source import files_of
 
@@ -34,16 +32,9 @@ def test_reading_back_gives_the_same_pairs(tmp_path, capsys, tasks):
     assert ("tasks (3), a puzzle identifier each: task 0 (20)," in printed.out) == (tasks > 1)
 
 
-def test_what_a_mac_leaves_beside_pairs_is_no_file_of_pairs(tmp_path):
-    path = write_json(tmp_path / "pairs.jsonl", [{"input": "a", "output": "b"}])
-    (tmp_path / "._pairs.jsonl").write_bytes(b"\0\5\26\7")
-    found = find_source_files(tmp_path, choose_files, needed="pairs", output_dir=tmp_path / "out")
-    assert found == [path]
-
-
 def test_all_ways_of_writing_give_the_same_bytes(tmp_path, capsys):
     """Rows as texts, lists of numbers, JSON in CSV, lines in CSV, an array, parquet, fields of other names;
-    the split in a field, by files or by shards, beside a file of another one.
+    the split in a field, by files or by shards, beside a file of another one and what a Mac leaves.
     """
     pairs = [pair | {"split": "test" if n % 5 == 0 else "train"} for n, pair in
              enumerate(random_pairs(30, symbols="0123"))]  # fmt: skip
@@ -63,6 +54,7 @@ def test_all_ways_of_writing_give_the_same_bytes(tmp_path, capsys):
     write_json(tmp_path / "shards" / "validation.jsonl", in_files["test"])
     (tmp_path / "shards" / "dataset_infos.json").write_text("{}")
     (tmp_path / "shards" / "dev").mkdir()
+    (tmp_path / "shards" / "._train-00000-of-00002.jsonl").write_bytes(b"\0\5\26\7")
     (tmp_path / "array.json").write_text(json.dumps(as_lists))
     renamed = [{"question": p["input"], "answer": p["output"], "split": p["split"]} for p in pairs]
     named = ["--fields", "question,answer"]

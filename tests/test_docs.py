@@ -50,7 +50,7 @@ def _anchors(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", [*PAGES, *_OTHERS], ids=lambda path: path.name)
-def test_links_resolve(path):
+def test_what_is_linked_and_named_exists(path):
     for target in ("".join(groups) for groups in _LINK.findall(path.read_text())):
         if "://" in target:
             continue
@@ -58,10 +58,6 @@ def test_links_resolve(path):
         file = (path.parent / name).resolve() if name else path
         assert file.exists(), target
         assert not anchor or anchor in _anchors(file), target
-
-
-@pytest.mark.parametrize("path", [*PAGES, *_OTHERS], ids=lambda path: path.name)
-def test_files_that_are_named_exist(path):
     names = re.findall(r"`([\w-]+/[\w./-]*\.(?:py|yaml|md|sh|sbatch|svg|jinja))`", path.read_text())
     made = ("checkpoints/", "data/", "outputs/")  # by commands, or by the reader
     missing = [name for name in names if not name.startswith(made) and not (REPOSITORY / name).exists()]
@@ -82,9 +78,10 @@ def test_no_command_stands_in_two_pages():
     assert not [command for command, count in pages.items() if count > 1]
 
 
-def test_commands_fit_on_a_screen():
+def test_commands_fit_on_a_screen_and_there_are_twenty_pages_at_most():
     lines = [line for path in PAGES for line in path.read_text().splitlines() if line.startswith("    ")]
     assert not [line for line in lines if len(line) > 110]
+    assert len(PAGES) <= 1 + 20
 
 
 def test_the_cache_of_uv_is_where_it_can_be_written(tmp_path):
@@ -131,7 +128,3 @@ def test_keys_of_commands_are_real(path):
             overrides = [each.input_line for each in parsed if not each.is_sweep_override()]
             name = "pretrain.py"
         compose_overrides(_SCHEMAS[name], overrides)
-
-
-def test_there_are_twenty_pages_at_most():
-    assert len(PAGES) <= 1 + 20

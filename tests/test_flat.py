@@ -228,18 +228,6 @@ def test_parameters_are_apart_and_in_the_reverse_order_of_registration():
         assert parameter.data_ptr() == flat.views(flat.weights)[name].data_ptr(), name
 
 
-def test_ranges_hold_their_parameters_and_no_others():
-    flat = FlatParameters(_Model().named_parameters(), ranks=all_ranks())
-    chosen = {"last.bias", "last.weight", "first.weight"}
-    ranges = flat.ranges(chosen)
-    assert len(ranges) == 2, "neighbours are one range"
-    buffer = torch.zeros_like(flat.weights)
-    for place in ranges:
-        buffer[place] = 1
-    for name, view in flat.views(buffer).items():
-        assert bool(view.all()) == (name in chosen), name
-
-
 def test_without_gradients_the_scalars_alone_travel():
     model = _Model().requires_grad_(False)
     sync = _build_sync(model)

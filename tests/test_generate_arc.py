@@ -125,12 +125,17 @@ def test_a_task_is_asked_and_found_in_a_small_field(folder):
     assert views.inputs.shape == (3, 64)
 
 
-def test_tasks_that_are_too_large_are_left_out(tmp_path, capsys):
+def test_tasks_that_are_too_large_are_left_out_if_a_person_says_so(tmp_path, capsys):
+    """1D-ARC has grids of 1 x 32."""
     small, large = make_tasks(3, seed=1, largest=4), make_tasks(2, seed=2, largest=30)
-    write_folder(tmp_path / "evaluation", small | large)
-    sets = build(tmp_path / "data", "--source", tmp_path / "evaluation", "--num-aug", 2, "--max-size", 6)
+    long = {"input": [[1] * 32], "output": [[2] * 32]}
+    write_folder(tmp_path / "evaluation", small | large | {"long": {"train": [long], "test": [long]}})
+    words = ["--source", tmp_path / "evaluation", "--num-aug", 2]
+    with pytest.raises(ValueError, match="long: the input of .* has 1x32 cells, .*: --max-size 30 leaves"):
+        build(tmp_path / "data", *words)
+    sets = build(tmp_path / "data", *words, "--max-size", 6)
     assert capsys.readouterr().out.startswith(
-        "tasks with a grid of more than 6 rows or columns, left out: 2\n"
+        "tasks with a grid of more than 6 rows or columns, left out: 3\n"
     )
     assert sorted(json.loads((tmp_path / "data/test_puzzles.json").read_text())) == sorted(small)
     assert sets["train"].inputs.shape[1] == 36

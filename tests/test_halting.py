@@ -1,4 +1,7 @@
-"""Which slots halt, what a halted slot starts with, and where exploration comes from."""
+"""Which slots halt, what a halted slot starts with, and where exploration comes from.
+
+The exact targets of q_continue: test_golden.py.
+"""
 
 import numpy as np
 import pytest
@@ -106,31 +109,6 @@ def test_one_step_halts_always_and_has_no_target():
     output, targets = _targets(model, model.initial_carry(batch), batch)
     assert output.carry.halted.all()
     assert targets == []
-
-
-@pytest.mark.usefixtures("float64")
-def test_target_is_the_better_of_the_next_values_and_halting_after_the_last_step():
-    model, batch = _with_q(-1.0, 0.5).train(), random_batch(_SLOTS)
-    carry = model.initial_carry(batch)
-    for step in range(1, 5):
-        output, (continued,) = _targets(model, carry, batch)
-        carry = output.carry
-        value = torch.sigmoid(torch.tensor(-1.0 if step == 4 else 0.5))
-        assert_close(continued.targets, value.expand(_SLOTS))
-        assert continued.mask.all()
-
-
-@pytest.mark.usefixtures("float64")
-def test_target_comes_from_a_call_on_the_new_state_of_every_slot():
-    model, batch = tiny_model(q_target="exact").train(), random_batch(_SLOTS)
-    output, (continued,) = _targets(model, model.initial_carry(batch), batch)
-    with torch.no_grad():
-        _, following = model.network(
-            output.carry.state, batch.inputs, batch.puzzle_identifiers, reasoning=model.reasoning
-        )
-    best = torch.maximum(following.q_halt, following.q_continue)
-    assert_close(continued.targets, torch.sigmoid(best))
-    assert torch.equal(continued.logits, output.prediction.q_continue)
 
 
 @pytest.mark.usefixtures("float64")

@@ -75,7 +75,8 @@ def test_nobody_imports_the_programs():
 @pytest.mark.slow
 def test_help_whose_reader_leaves_is_no_error():
     """As with `--help | head`: the text is longer than what a pipe holds back."""
-    command = [sys.executable, "pretrain.py", "--help", "all"]
+    code = "from config.compose import compose_config; from config.schema import PretrainConfig\n"
+    command = [sys.executable, "-c", f"{code}compose_config(PretrainConfig)", "--help", "all"]
     reader, writer = os.pipe()
     os.close(reader)
     finished = subprocess.run(command, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True)

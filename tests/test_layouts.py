@@ -1,4 +1,4 @@
-"""Ten steps in every layout of the ranks are those of one process: what its checkpoints hold, joined.
+"""Six steps in every layout of the ranks are those of one process: what its checkpoints hold, joined.
 
 In float64, with clipping, averages and slots that halt. The first moments are sums of all gradients, so that
 an error in any of these shows. Refusals are in tests/mistakes.yaml.
@@ -28,7 +28,7 @@ from training.data import open_data
 from training.pictures import think_of_puzzles
 from training.state import TrainState, build_first_state
 
-_SLOTS, _STEPS = 8, 10
+_SLOTS, _STEPS = 8, 6  # slots halt after 4 steps at most
 _PARTS = ("weights", "ema_weights", "ema_state", "optimizer", "carry")
 ARCHS = {
     "hrm": {"H_layers": 2, "L_layers": 2, "q_target": "exact"},
@@ -224,9 +224,9 @@ def _generator() -> torch.Generator:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layouts", [["fsdp2", "tp2"], ["fsdp2 x pp2", "tp2 x pp2"]])
-def test_a_run_begins_with_whole_weights_that_rank_0_alone_has(tmp_path, layouts):
-    run_ranks(_begin_from_rank_0, LAYOUTS[layouts[0]][0], tmp_path, layouts)
+def test_a_run_begins_with_whole_weights_that_rank_0_alone_has(tmp_path):
+    layouts = ["fsdp2 x pp2", "tp2 x pp2"]
+    run_ranks(_begin_from_rank_0, 4, tmp_path, layouts)
     for layout in layouts:
         found = {n: each for n, each in load_joined(tmp_path / layout, "weights").items() if ".layers." in n}
         assert len(found) == 8
@@ -341,5 +341,5 @@ def assert_programs_agree(folder: Path, data: Path, runs: dict[str, list[str]]) 
 @pytest.mark.slow
 def test_the_programs_do_the_same_where_a_run_changes_its_layout(tmp_path, sudoku_folder):
     """Tensor parallelism for a whole run: system/test_all_layouts.py."""
-    runs = {"one": ["one"], "changing": ["fsdp2 x pp2", "one", "pp2"]}
+    runs = {"one": ["one"], "changing": ["fsdp2 x pp2", "pp2"]}
     assert_programs_agree(tmp_path, sudoku_folder, runs)

@@ -28,6 +28,7 @@ from report.trace import picture_data, reliability, trace_puzzles
 from share import keep
 from tests.ranks import NUM_THREADS, complete_program
 from tests.report_runs import searching_model
+from tests.sudoku_source import build_sets
 from tests.tiny import draws_of, tiny_model
 
 _BLANK, _DIGITS = 1, np.arange(2, 6)
@@ -216,9 +217,10 @@ def test_a_report_has_the_boards_of_a_search(data):
 
 
 @pytest.mark.slow
-def test_a_run_learns_searches_and_solves(sudoku_folder, tmp_path):
+def test_a_run_learns_searches_and_solves(tmp_path):
     """On one process; that several are the same run is in `test_network_of_candidates`."""
-    assert_learns_searches_and_solves(tmp_path, sudoku_folder, "sudoku_extreme_search")
+    build_sets("sudoku", tmp_path / "data", "--generate", 200, "--num-test", 40, "--box", "2x2")
+    assert_learns_searches_and_solves(tmp_path, tmp_path / "data", "sudoku_extreme_search")
 
 
 def assert_learns_searches_and_solves(folder: Path, data: Path, experiment: str) -> None:
@@ -242,9 +244,10 @@ def assert_learns_searches_and_solves(folder: Path, data: Path, experiment: str)
     assert metrics["exact_accuracy"] == metrics["sudoku/valid_accuracy"] > 0.2
     checkpoint, test = find_checkpoint(folder / "run"), open_dataset(data, read_everything=False)
     hasty = checkpoint.arch.model_copy(update={"eval_halt_max_steps": 2})
-    found = keep.answer(dataclasses.replace(checkpoint, arch=hasty), test, torch.float32, count=99)
+    count = test.splits["test"].sets["all"].num_examples
+    found = keep.answer(dataclasses.replace(checkpoint, arch=hasty), test, torch.float32, count=count)
     assert all((tokens != _BLANK).all() for tokens in found.values()), "what is open is no answer"
-    assert len(found) < 99
+    assert len(found) < count
     puzzle = "puzzle=1..4 .... .... 4..1"
     finished = complete_program("solve", *machine, puzzle, "samples=8", "steps=30", folder=folder)
     assert "valid: " in finished.stdout or "not decided: " in finished.stdout

@@ -49,22 +49,6 @@ def test_a_world_of_one(capsys, monkeypatch):
     assert shown.err == "warning: careful, with 100 %\nerror: this is wrong\nerror: this is wrong\n"
 
 
-def test_ranks_on_the_console(capsys, monkeypatch):
-    monkeypatch.setattr(log._console, "shown", set())
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    for number in ("0", "1"):
-        monkeypatch.setenv("RANK", number)
-        log.info("all is well")
-        log.warning("careful")
-    log.error("wrong", failed_rank=1)
-    log.error("wrong")
-    shown = capsys.readouterr()
-    assert shown.out == "all is well\n"
-    assert shown.err == (
-        "warning (rank 0): careful\nwarning (rank 1): careful\nerror (rank 1): wrong\nerror: wrong\n"
-    )
-
-
 def _speak(folder: Path) -> tuple[str, str]:
     """Says and warns on each rank, and lets libraries warn, twice; returns what the console got."""
     import torch  # noqa: F401, brings the loggers that keep their records to themselves
@@ -245,7 +229,7 @@ def test_programs_do_without_standard_streams(tmp_path):
     words = (f"data_path={tmp_path}/data", "max_steps=1", f"checkpoint_path={tmp_path}/run", *OVERRIDES)
     train = shlex.join([str(REPOSITORY / "pretrain.py"), *words, "wandb_mode=disabled", "compile=false"])
     none = "<&- >&- 2>&-"
-    for command, closed in ((build, ">&-"), (build, none), (build, "| true"), (train, none)):
+    for command, closed in ((build, none), (build, "| true"), (train, none)):
         line = f"set -o pipefail; {shlex.quote(sys.executable)} {command} {closed}"
         environment = os.environ | ({"PYTHONSAFEPATH": "1"} if command == train else {})
         options = {"env": environment, "cwd": REPOSITORY, "stderr": subprocess.PIPE, "text": True}
