@@ -31,12 +31,10 @@ def server(files) -> Iterator[HubServer]:
         yield server
 
 
-def _build(folder: Path, source: str, **environment: str) -> Finished:
+def _build(folder: Path, source: str, *words: str, **environment: str) -> Finished:
     folder.mkdir(exist_ok=True)
-    arguments = ("--output-dir", "data", "--box", "2x2", "--source", source)
-    return run_program(
-        "dataset/build/__main__", "sudoku", *arguments, folder=folder, world_size=None, **environment
-    )
+    words = (*(words or ("sudoku", "--box", "2x2")), "--output-dir", "data", "--source", source)
+    return run_program("dataset/build/__main__", *words, folder=folder, world_size=None, **environment)
 
 
 def test_files_are_downloaded_once_and_only_those_that_are_needed(server, files, tmp_path):
@@ -161,18 +159,11 @@ def test_pairs_from_the_hub(server, tmp_path):
     in_folder = {f"data/{name}": content for name, content in files.items()}
     server.add("dataset", "owner/pairs", {"README.md": b"# Pairs", **in_folder})
     environment = server.environment(tmp_path / "home")
-
-    def build(folder: str, source: str) -> Finished:
-        (tmp_path / folder).mkdir()
-        arguments = ("--output-dir", "data", "--source", source)
-        place = {"folder": tmp_path / folder, "world_size": None}
-        return run_program("dataset/build/__main__", "pairs", *arguments, **place, **environment)
-
-    finished = build("hub", "hf://datasets/owner/pairs")
+    finished = _build(tmp_path / "hub", "hf://datasets/owner/pairs", "pairs", **environment)
     assert finished.statuses == [0], finished.stderr
     assert server.downloads() == list(files)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    assert build("by_hand", str(tmp_path)).statuses == [0]
+    assert _build(tmp_path / "by_hand", str(tmp_path), "pairs").statuses == [0]
     built = [tmp_path / place / "data" / "manifest.json" for place in ("hub", "by_hand")]
     assert built[0].read_bytes() == built[1].read_bytes()

@@ -109,14 +109,8 @@ def test_nodes_and_local_ranks_are_counted_where_no_torchrun_says_them():
     ("environment", "line"),
     [
         ({"SLURM_STEP_NUM_TASKS": "4"}, "srun has started 4 processes, which would all train alone: let"),
-        (
-            {"OMPI_COMM_WORLD_SIZE": "2"},
-            "mpirun has started 2 processes, which would all train alone: let",
-        ),
-        (
-            {"WORLD_SIZE": "2", "RANK": "0"},
-            "but MASTER_ADDR, MASTER_PORT not set: use torchrun",
-        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started 2 processes, which would all train alone: let"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "but MASTER_ADDR, MASTER_PORT not set: use torchrun"),
         (
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "taken"},
             "is taken on localhost: choose another",
