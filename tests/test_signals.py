@@ -30,7 +30,9 @@ def _ask_after_a_signal(number: int, asked_rank: int) -> list[bool]:
     return answers
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize(
+    "number", [SIGNALS[0], *(pytest.param(n, marks=pytest.mark.slow) for n in SIGNALS[1:])]
+)
 def test_all_ranks_agree(number):
     assert run_ranks(_ask_after_a_signal, 3, number, 1) == [[False, False, True, True]] * 3
 

@@ -94,7 +94,8 @@ def _assert_same_run(together: list[dict], alone: dict, what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "steps"), [(1, 6), (2, 4), pytest.param(4, 10, marks=pytest.mark.slow)]
+    ("num_ranks", "steps"),
+    [(2, 4), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 6), (4, 10)))],
 )
 def test_several_ranks_are_the_same_run(num_ranks, steps):
     """And so is every way to save memory or to exchange gradients."""
@@ -154,6 +155,7 @@ def test_nodes_of_several_ranks_are_the_same_run():
     _assert_same_run(_run_ranks(_train_on_nodes, 4), alone, "4 ranks on 2 nodes")
 
 
+@pytest.mark.slow
 def test_gradients_on_the_wire_in_bfloat16():
     """Each rank's share and their sum are rounded by at most 2**-9 of themselves, float32 by 2**-24."""
     (alone,) = run_ranks(_train, 1, 1, {})
