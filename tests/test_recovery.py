@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from parallel.watchdog import EXIT_HANG
 from tests.ranks import REPOSITORY, complete_program
 from tests.stress.processes import find_parents, rank_of
 from tests.tiny import OVERRIDES, logged_rows
+from tests.waiting import wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,11 +52,8 @@ class Launch:
     def log(self, rank: int) -> str:
         return (self.run / "logs" / f"rank_{rank}.log").read_text()
 
-    def wait_for(self, condition: Callable[[], bool], *, what: str, seconds: float = 240) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{what}\n{self.output[-3000:]}"
-            time.sleep(0.05)
+    def wait_for(self, condition: Callable[[], bool], *, what: str) -> None:
+        wait_for(condition, what, output=self.folder / "output.txt")
 
     def workers(self) -> dict[int, int]:
         """Process ids by rank."""

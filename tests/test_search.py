@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-import time
 from multiprocessing import Process
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from search import search
 from tests.ranks import REPOSITORY, start_program
 from tests.refusals import cases, check
 from tests.tiny import tiny_config
+from tests.waiting import wait_for
 from tuning.space import compose_search, read_space
 from tuning.study import Study
 from tuning.trial import share_of_cores
@@ -273,14 +273,6 @@ def start(tmp_path):
         process.join(60)
 
 
-def _wait_for(condition, *, process: Process, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.is_alive(), Path("search.stderr").read_text()
-        assert time.monotonic() < deadline, Path("search.stderr").read_text()
-        time.sleep(0.02)
-
-
 def _num_lines(paths: list[Path]) -> list[int]:
     return [len(path.read_text().splitlines()) if path.exists() else 0 for path in paths]
 
@@ -295,8 +287,9 @@ def test_a_search_that_is_asked_to_stop_stops_its_trials_and_goes_on(tmp_path, s
     logs = [path.with_name("metrics.jsonl") for path in starts]
     for number in (1, 2):
         process = start(*words)
-        _wait_for(lambda number=number: _num_lines(starts) == [number] * 2, process=process)
-        _wait_for(lambda: _num_lines(logs) == [1] * 2, process=process)
+        said = Path("search.stderr")
+        wait_for(lambda number=number: _num_lines(starts) == [number] * 2, "no starts", output=said)
+        wait_for(lambda: _num_lines(logs) == [1] * 2, "no rows", output=said)
         os.kill(process.pid, signal.SIGINT)
         process.join(60)
         assert process.exitcode == 0

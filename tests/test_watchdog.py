@@ -5,6 +5,7 @@ import ctypes
 import faulthandler
 import functools
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -12,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from parallel.collectives import barrier
 from parallel.process_group import process_group, rank, rendezvous_store
 from parallel.watchdog import EXIT_HANG, FailureRecord, Watchdog
 from tests.ranks import _in_environment, _server
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.slow  # each waits for a timeout of a second or more
 
@@ -69,11 +72,8 @@ class _Ranks:
         return self._processes[number].is_alive()
 
     def wait_until_all_say(self, text: str) -> None:
-        deadline = time.monotonic() + _SLACK
-        for number in range(len(self._processes)):
-            while text not in self.stderr(number):
-                assert time.monotonic() < deadline, self.stderr(number)
-                time.sleep(_TICK)
+        numbers = range(len(self._processes))
+        wait_for(lambda: all(text in self.stderr(number) for number in numbers), text)
 
     def stderr(self, number: int) -> str:
         path = self._folder / f"{number}.stderr"
@@ -241,10 +241,9 @@ def test_ranks_that_were_all_stopped_for_a_while_go_on(start):
     assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
 
 
-def _serve_store(path: Path) -> None:
+def _serve_store(sender: Connection) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    path.with_suffix(".new").write_text(str(store.port))
-    path.with_suffix(".new").rename(path)
+    sender.send(store.port)
     _sleep()
 
 
@@ -255,14 +254,12 @@ def _evaluate_for_long(watchdog: Watchdog) -> None:
 
 
 @pytest.fixture
-def store_server(tmp_path) -> Iterator[tuple[int, int]]:
+def store_server() -> Iterator[tuple[int, int]]:
     """Process id and port of a store that a process of its own serves."""
-    path = tmp_path / "port"
-    server = _server.Process(target=_serve_store, args=(path,))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    server = _server.Process(target=_serve_store, args=(sender,))
     server.start()
-    while not path.exists():
-        time.sleep(_TICK)
-    yield server.pid, int(path.read_text())
+    yield server.pid, receiver.recv()
     server.kill()
     server.join()
 

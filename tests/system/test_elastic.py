@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from tests.float64 import TOLERANCE
 from tests.ranks import REPOSITORY, complete_program
 from tests.system.machines import Machines, emulate, why_not
-from tests.system.waiting import PATIENCE, read, wait_for
 from tests.tiny import OVERRIDES, assert_same_row, logged_rows
+from tests.waiting import PATIENCE, read, wait_for
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(6 * PATIENCE)]
 _WORDS = (

@@ -13,8 +13,8 @@ import pytest
 
 from tests.ranks import REPOSITORY
 from tests.system.machines import Machines, emulate, why_not
-from tests.system.waiting import PATIENCE, read, wait_for
 from tests.tiny import OVERRIDES
+from tests.waiting import PATIENCE, read, wait_for
 
 _SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 _REASON = why_not() or ("" if Path(_SSHD).exists() else "no sshd here (apt-get install openssh-server)")

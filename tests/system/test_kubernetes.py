@@ -9,8 +9,8 @@ import yaml
 
 from tests.ranks import REPOSITORY
 from tests.system.machines import emulate, why_not
-from tests.system.waiting import PATIENCE, read, wait_for
 from tests.tiny import OVERRIDES
+from tests.waiting import PATIENCE, read, wait_for
 
 _DOCUMENTS = list(yaml.safe_load_all((REPOSITORY / "launch" / "kubernetes" / "job.yaml").read_text()))
 

@@ -13,8 +13,8 @@ import pytest
 
 from tests.ranks import REPOSITORY
 from tests.system.machines import Machines, emulate, why_not
-from tests.system.waiting import PATIENCE, read
 from tests.tiny import OVERRIDES
+from tests.waiting import PATIENCE, read
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 _NO_DELAY = pytest.mark.skipif(bool(why_not(delays=True)), reason=why_not(delays=True))

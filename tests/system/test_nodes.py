@@ -9,8 +9,8 @@ import pytest
 
 from tests.ranks import REPOSITORY, run_program
 from tests.system.machines import Machines, emulate, why_not
-from tests.system.waiting import PATIENCE, read, wait_for
 from tests.tiny import OVERRIDES
+from tests.waiting import PATIENCE, read, wait_for
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 _WORDS = (*OVERRIDES, "compile=false", "epochs=1000", "eval_interval=null")

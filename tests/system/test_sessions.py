@@ -11,8 +11,8 @@ import pytest
 
 from config.reading import read_json
 from tests.ranks import REPOSITORY
-from tests.system.waiting import PATIENCE, wait_for
 from tests.tiny import OVERRIDES
+from tests.waiting import PATIENCE, wait_for
 
 _CELL_SECONDS = 600  # of a cell, on a busy machine; alone each takes less than two minutes
 

@@ -10,8 +10,8 @@ import pytest
 from tests.ranks import REPOSITORY, run_program
 from tests.system.machines import Machines, emulate, why_not
 from tests.system.slurm import Cluster, slurm, why_no_slurm
-from tests.system.waiting import PATIENCE, read, wait_for
 from tests.tiny import OVERRIDES
+from tests.waiting import PATIENCE, read, wait_for
 
 _REASON = why_not() or why_no_slurm()
 pytestmark = [pytest.mark.skipif(bool(_REASON), reason=_REASON), pytest.mark.timeout(6 * PATIENCE)]
