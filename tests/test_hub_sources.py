@@ -104,30 +104,29 @@ def _refusals(folder: Path, environment: dict[str, str], sources: list[str]) -> 
 def test_mistakes_are_one_line(server, files, tmp_path):
     server.add("dataset", "owner/empty", {"README.md": b""})
     by_hand = "fetch train.csv and test.csv of http"
-    ours, cases = server.environment(tmp_path / "home"), {}
-    cases["as it is"] = (
-        ours,
-        {
-            "hf://datasets/owner/none": "is not there, or private: look at the name",
-            "hf://datasets/owner/private": "for a private dataset log in (hf auth login, or HF_TOKEN)",
-            f"{_HERE}@v2": "the dataset has no revision v2",
-            "hf://datasets/owner/empty": "has no train.csv, nor one that ends in .tsv, .txt",
-            "hf://owner/puzzles": "is no address of a dataset on the Hub: that is hf://datasets/OWNER/NAME",
-            "hf://datasets/puzzles": "is no address of a dataset",
-            "hf://datasets/../puzzles": "is no address of a dataset",
-            f"{_HERE}/train.csv": "is no address of a dataset",
-        },
-    )
-    cases["token"] = ours | {"HF_TOKEN": "hf_wrong"}, {_HERE: "refused by the Hub (401 Invalid credentials"}
+    ours = server.environment(tmp_path / "home")
+    addresses = {
+        "hf://datasets/owner/none": "is not there, or private: look at the name",
+        "hf://datasets/owner/private": "for a private dataset log in (hf auth login, or HF_TOKEN)",
+        f"{_HERE}@v2": "the dataset has no revision v2",
+        "hf://datasets/owner/empty": "has no train.csv, nor one that ends in .tsv, .txt",
+        "hf://owner/puzzles": "is no address of a dataset on the Hub: that is hf://datasets/OWNER/NAME",
+        "hf://datasets/puzzles": "is no address of a dataset",
+        "hf://datasets/../puzzles": "is no address of a dataset",
+        f"{_HERE}/train.csv": "is no address of a dataset",
+    }
     refused = "[Errno 111] Connection refused"
-    cases["gone"] = ours | {"HF_ENDPOINT": "http://127.0.0.1:9"}, {_HERE: f"reached ({refused}): {by_hand}"}
-    cases["offline"] = ours | {"HF_HUB_OFFLINE": "1"}, {_HERE: f"reached (HF_HUB_OFFLINE is set): {by_hand}"}
-    for name, (environment, expected) in cases.items():
-        (lines,) = run_ranks(_refusals, 1, tmp_path / "data", environment, list(expected))
+    for change, expected in (
+        ({}, addresses),
+        ({"HF_TOKEN": "hf_wrong"}, {_HERE: "refused by the Hub (401 Invalid credentials"}),
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, {_HERE: f"reached ({refused}): {by_hand}"}),
+        ({"HF_HUB_OFFLINE": "1"}, {_HERE: f"reached (HF_HUB_OFFLINE is set): {by_hand}"}),
+    ):
+        (lines,) = run_ranks(_refusals, 1, tmp_path / "data", ours | change, list(expected))
         for line, (source, message) in zip(lines, expected.items(), strict=True):
-            assert line.startswith(f"{source} "), name
-            assert message in line, name
-            assert "\n" not in line, name
+            assert line.startswith(f"{source} "), change
+            assert message in line, change
+            assert "\n" not in line, change
     assert not (tmp_path / "data").exists()
     with_token = ours | {"HF_TOKEN": server.token}
     assert run_ranks(_refusals, 1, tmp_path / "data", with_token, ["hf://datasets/owner/private"]) == [[]]

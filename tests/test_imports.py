@@ -12,7 +12,7 @@ import pytest
 
 from tests.ranks import REPOSITORY
 
-# Downwards only. A package may always import itself, but for a module with a rule of its own.
+# Downwards only. A package may always import itself.
 _MAY_IMPORT = {
     "config": set(),
     "dataset": {"config.reading", "config.writing"},
@@ -31,18 +31,10 @@ _MAY_IMPORT["records"] = {*_MAY_IMPORT, "benchmarks"}
 _OURS = {*_MAY_IMPORT, "pretrain", "evaluate", "solve", "search", "tests"}
 
 
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-
-
-def _imports(path: Path, *, for_types: bool = False) -> list[str]:
-    """Every module that a file imports, at any depth: when it runs, or with `for_types` for annotations."""
-    tree = ast.parse(path.read_text())
-    names, guarded = (
-        [],
-        {each for node in ast.walk(tree) if _is_type_checking(node) for each in ast.walk(node)},
-    )
-    for node in guarded if for_types else set(ast.walk(tree)) - guarded:
+def _imports(path: Path) -> list[str]:
+    """Every module that a file imports, at any depth, for annotations too."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -55,20 +47,16 @@ def _imports(path: Path, *, for_types: bool = False) -> list[str]:
 def test_imports_go_downwards(package):
     assert (REPOSITORY / package / "__init__.py").is_file()
     for path in (REPOSITORY / package).rglob("*.py"):
-        module = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
-        may_import = _MAY_IMPORT.get(module, {package} | _MAY_IMPORT[package])
-        for for_types in (False, True):
-            for name in _imports(path, for_types=for_types):
-                top = name.partition(".")[0]
-                is_allowed = top not in _OURS or {top, name} & may_import
-                assert is_allowed, f"{path.relative_to(REPOSITORY)} must not import {name}"
+        for name in _imports(path):
+            top = name.partition(".")[0]
+            is_allowed = top not in _OURS or {top, name} & ({package} | _MAY_IMPORT[package])
+            assert is_allowed, f"{path.relative_to(REPOSITORY)} must not import {name}"
 
 
 def test_nobody_imports_the_programs():
     for path in REPOSITORY.glob("*.py"):
-        ours = {name.partition(".")[0] for name in _imports(path)} & _OURS - {
-            path.stem
-        }  # the door imports its own
+        ours = {name.partition(".")[0] for name in _imports(path)} & _OURS
+        ours -= {path.stem}  # the door imports its own
         assert ours <= set(_MAY_IMPORT), f"{path.name} imports {ours - set(_MAY_IMPORT)}"
 
 

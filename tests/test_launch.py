@@ -7,7 +7,6 @@ import platform
 import socket
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
@@ -144,44 +143,34 @@ def test_more_threads_than_cores_are_told(monkeypatch, capsys, threads, is_told)
 
 
 # ----------------------------------------------------------------------------------------------- freed memory
-_KEEPS = textwrap.dedent("""
-    import ctypes
+_KEEPS = """
+import ctypes
+from types import SimpleNamespace
+from parallel.launch import keep_freed_memory
 
-    libc = ctypes.CDLL(None)
-    libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
-    libc.free.argtypes = [ctypes.c_void_p]
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
 
-    def keeps(size):
-        # Do four blocks come from the heap, which stays as large without them?
-        blocks = [libc.malloc(size) for _ in range(4)]
-        is_mapped = any(ctypes.c_size_t.from_address(block - 8).value & 2 for block in blocks)
-        end = libc.sbrk(0)
-        for block in blocks:
-            libc.free(block)
-        return not is_mapped and libc.sbrk(0) == end
-""")
-_only_glibc = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="only glibc gives freed memory back"
-)
+def keeps(size):
+    # Do four blocks come from the heap, which stays as large without them?
+    blocks = [libc.malloc(size) for _ in range(4)]
+    is_mapped = any(ctypes.c_size_t.from_address(block - 8).value & 2 for block in blocks)
+    end = libc.sbrk(0)
+    for block in blocks:
+        libc.free(block)
+    return not is_mapped and libc.sbrk(0) == end
 
-
-def _last_line(code: str, *arguments: str, **options) -> str:
-    run = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, **options
-    )
-    return run.stdout.splitlines()[-1]
+keep_freed_memory(SimpleNamespace(type="cuda"))
+as_it_is = keeps(2**24)
+keep_freed_memory(SimpleNamespace(type="cpu"))
+print(as_it_is, keeps(2**24 + 2**23))  # glibc keeps what is no larger than it has seen
+"""
 
 
 @pytest.mark.slow
-@_only_glibc
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc gives freed memory back")
 def test_freed_memory_is_kept():
-    code = textwrap.dedent("""
-        from types import SimpleNamespace
-        from parallel.launch import keep_freed_memory
-
-        keep_freed_memory(SimpleNamespace(type="cuda"))
-        as_it_is = keeps(2**24)
-        keep_freed_memory(SimpleNamespace(type="cpu"))
-        print(as_it_is, keeps(2**24 + 2**23))  # glibc keeps what is no larger than it has seen
-    """)
-    assert _last_line(_KEEPS + code, cwd=REPOSITORY) == "False True"
+    options = {"cwd": REPOSITORY, "capture_output": True, "text": True, "check": True}
+    run = subprocess.run([sys.executable, "-c", _KEEPS], **options)
+    assert run.stdout.splitlines()[-1] == "False True"

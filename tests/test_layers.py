@@ -1,10 +1,12 @@
 """The parts of the network against plain loops, and what the whole must satisfy."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from models import build_model
 from models.blocks import Block
 from models.layers import (
     Attention,
@@ -19,7 +21,7 @@ from models.layers import (
 )
 from models.tokens import Q_HEAD_BIAS
 from tests.float64 import TOLERANCE, assert_close
-from tests.tiny import random_batch, run_step, tiny_model
+from tests.tiny import FACTS, random_batch, run_step, tiny_arch, tiny_model
 
 
 def _rotary(length: int, head_dim: int, *, base: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,13 +135,8 @@ def test_weights_are_float32_and_activations_bfloat16():
 
 @pytest.mark.slow
 def test_initial_values_of_the_published_model():
-    from types import SimpleNamespace
-
-    from models import build_model
-    from tests.tiny import tiny_arch
-
     torch.manual_seed(0)
-    facts = SimpleNamespace(vocab_size=11, seq_len=81, num_puzzle_identifiers=3)
+    facts = dataclasses.replace(FACTS, vocab_size=11, seq_len=81, num_puzzle_identifiers=3)
     arch = tiny_arch(hidden_size=512, num_heads=8, H_layers=4, L_layers=4, puzzle_emb_ndim=512)
     network = build_model(arch, facts).network
     assert network.embed_tokens.embedding_weight.std().item() == pytest.approx(512**-0.5, rel=0.05)
