@@ -28,10 +28,10 @@ from parallel.collectives import barrier
 from parallel.launch import keep_freed_memory
 from parallel.process_group import choose_device, process_group, set_cpu_threads, world_size
 from parallel.shards import tensor_of
-from parallel.strategy import StepResult
 from training.clock import StepClock
 from training.state import build_first_state
 from training.step import train_step
+from training.strategy import StepResult
 
 TINY = ("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1")
 _POLL_SECONDS = 1.0

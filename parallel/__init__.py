@@ -1,1 +1,1 @@
-"""Distributed training: launch, process groups, collectives, strategies, sharding, watchdog, logs."""
+"""Distributed training: launch, process groups, collectives, sums of gradients, sharding, watchdog, logs."""

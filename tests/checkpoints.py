@@ -14,12 +14,12 @@ from dataset.loader import Batch
 from models.carry import Carry
 from optimizers.schedule import learning_rates
 from parallel.process_group import rank
-from parallel.strategy import StepResult
 from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock
 from training.state import TrainState, build_first_state
 from training.step import train_step
+from training.strategy import StepResult
 
 FINGERPRINT = "the fingerprint"
 

@@ -11,13 +11,13 @@ import torch
 
 from models.q_head import QHead
 from parallel.process_group import rank
-from parallel.strategy import StepResult, next_sync, synced_steps
 from tests.checkpoints import begin_training, do_step, replicated_tensors
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import call_each, complete_program, run_ranks
 from tests.tiny import OVERRIDES, logged_rows, random_batch, run_of, tiny_arch, tiny_config
 from training.metrics import training_metrics
 from training.state import TrainState
+from training.strategy import StepResult, next_sync, synced_steps
 
 _STEPS, _LOCAL_STEPS, _WORKERS, _BATCH, _EMA = 10, 4, 2, 24, 0.8
 _SYNCED = (range(1, 5), range(5, 9), range(9, 11))  # steps of each synchronisation; the last step has one

@@ -1,1 +1,1 @@
-"""Training of a model: data, state, step, evaluation, metrics, checkpoints and log of a run."""
+"""Training of a model: data, state, strategy, step, evaluation, metrics, checkpoints and log of a run."""

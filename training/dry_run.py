@@ -17,7 +17,7 @@ from dataset.mixture import open_datasets
 from models import HaltingModel, build_model
 from models.carry import Reasoning
 from models.network import Network
-from parallel.strategy import SCALARS
+from optimizers.weights import SCALARS
 from training.data import build_plan, hold_out
 from training.layout import check_layout, layout_of
 from training.schedule import Schedule

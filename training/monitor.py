@@ -11,7 +11,6 @@ from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.launch import Program
 from parallel.process_group import is_main, world_size
-from parallel.strategy import StepResult
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock, gather_timing, traced_steps
 from training.data import RunData
@@ -19,6 +18,7 @@ from training.loggers import Loggers
 from training.metrics import FiniteCheck, training_metrics
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.state import TrainState
+from training.strategy import StepResult
 
 _OF_START = ("num_parameters", "gigaflops_per_step", "gradient_sync")  # values for starts.jsonl
 

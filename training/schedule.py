@@ -7,7 +7,7 @@ from dataset.plan import TrainPlan
 from models import HaltingModel
 from models.carry import Reasoning
 from optimizers.schedule import learning_rates
-from parallel.strategy import next_sync, synced_steps
+from training.strategy import next_sync, synced_steps
 
 
 class Schedule:

@@ -24,9 +24,9 @@ from parallel.collectives import Key, Ranks, RankSums, all_ranks, broadcast_diff
 from parallel.errors import abort_all, collective_errors
 from parallel.mesh import Mesh
 from parallel.shards import Shard, Tensors, shard_of_rows, slots_of, tensor_of
-from parallel.strategy import Strategy, build_strategy
 from training.layout import build_mesh
 from training.model import build_own_model
+from training.strategy import Strategy, build_strategy
 
 
 @dataclasses.dataclass

@@ -14,9 +14,9 @@ from config.schema import PretrainConfig
 from dataset.loader import Batch
 from models.carry import Carry, Counts, Reasoning, Sums
 from models.random import Draws
-from parallel.strategy import StepResult
 from training.clock import StepClock
 from training.state import TrainState
+from training.strategy import StepResult
 
 
 def train_step(

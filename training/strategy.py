@@ -1,46 +1,20 @@
 """How ranks that divide the batch train one model: by summing gradients in every step, or by local steps.
 
 A step calls `all_reduce_counts`, `start_step`, then `micro_batch` around each forward and backward pass,
-`reduce_gradients`, and after the update `synchronize`. `DenseWeights` and `PuzzleRows` are Protocols, because
-the classes in `optimizers` import this package.
+`reduce_gradients`, and after the update `synchronize`.
 """
-
-from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from parallel.flat import FlatParameters, Scalars
+from optimizers.puzzle_table import PuzzleTable
+from optimizers.weights import Weights
 from parallel.shards import Tensors, shard_of_own
 from parallel.sync import GradientSync, build_gradient_sync
-
-# Numbers of each rank, sent with the gradients or the changes of weights: sum of losses, gradient norm (with
-# local steps), number of distinct puzzle rows that the slots read (0: not counted), request to stop (0 or 1).
-SCALARS = ("loss", "grad_norm", "num_distinct", "stop")
-
-
-class DenseWeights(Protocol):
-    """The interface that a strategy needs of `optimizers.weights.Weights`."""
-
-    flats: tuple[FlatParameters, ...]
-    scalars: Scalars
-
-    def gather_(self) -> None: ...
-    def moments(self) -> Tensors: ...
-
-
-class PuzzleRows(Protocol):
-    """The interface that a strategy needs of a puzzle table (`optimizers.puzzle_table`)."""
-
-    num_distinct: int
-
-    def reduce(self, nums_distinct: Tensor, *, step: int) -> None: ...
-    def keep_own(self, *, step: int) -> None: ...
-    def merge(self, *, step: int) -> None: ...
 
 
 class StepResult(NamedTuple):
@@ -66,7 +40,7 @@ class Strategy:
     """
 
     def __init__(
-        self, syncs: Sequence[GradientSync], weights: DenseWeights, table: PuzzleRows, *, batch_size: int
+        self, syncs: Sequence[GradientSync], weights: Weights, table: PuzzleTable, *, batch_size: int
     ):
         self._syncs, self._weights, self._table = syncs, weights, table
         self._ranks = syncs[0].flat.ranks
@@ -162,8 +136,8 @@ class LocalSteps(Strategy):
     def __init__(
         self,
         syncs: Sequence[GradientSync],
-        weights: DenseWeights,
-        table: PuzzleRows,
+        weights: Weights,
+        table: PuzzleTable,
         *,
         batch_size: int,
         local_steps: int,
@@ -223,8 +197,8 @@ class LocalSteps(Strategy):
 
 def build_strategy(
     model: nn.Module,
-    weights: DenseWeights,
-    table: PuzzleRows,
+    weights: Weights,
+    table: PuzzleTable,
     *,
     batch_size: int,
     local_steps: int,
