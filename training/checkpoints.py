@@ -151,7 +151,12 @@ class CheckpointManager:
         chosen, content = broadcast_object((chosen, content))
         if chosen is not None:
             with collective_errors():
-                self._check(chosen, content, total_steps=total_steps)
+                if content["dataset_fingerprint"] != self._fingerprint:
+                    other = f"{chosen} was trained on another dataset than data_path"
+                    raise ValueError(f"{other}: choose another run_name")
+                if total_steps is not None and content["step"] > total_steps:
+                    ends = f"this run ends at step {total_steps}: give more epochs or train_steps"
+                    raise ValueError(f"{chosen} is at step {content['step']}, but {ends}")
                 missing = state.load_(chosen, content)
             if "ema_state" in missing:
                 log.info(f"{chosen} has no averages: ema begins with the weights as they are there")
@@ -176,15 +181,6 @@ class CheckpointManager:
                 self.best.load_state(content["best"] if is_own else None, rows)
         is_logged = bool(rows) and rows[-1]["step"] == state.step
         return broadcast_object(is_logged) or state.step == 0
-
-    def _check(self, chosen: Path, content: dict[str, Any], *, total_steps: int | None) -> None:
-        if content["dataset_fingerprint"] != self._fingerprint:
-            raise ValueError(
-                f"{chosen} was trained on another dataset than data_path: choose another run_name"
-            )
-        if total_steps is not None and content["step"] > total_steps:
-            ends = f"this run ends at step {total_steps}: give more epochs or train_steps"
-            raise ValueError(f"{chosen} is at step {content['step']}, but {ends}")
 
 
 def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointManager:
