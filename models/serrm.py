@@ -70,7 +70,7 @@ class AxialBlock(nn.Module):
 class SERRM(OneState, TokenLosses, Network):
     """The network of SE-RRM: a level of axial blocks on [batch, symbols, seq_len + add_tokens, hidden].
 
-    There is no Q head: q_halt is the logit of the least certain cell. In training slots halt at random.
+    No Q head: q_halt is the logit of the least certain cell's probability. In training slots halt at random.
     """
 
     def __init__(self, arch: SERRMConfig, metadata: Metadata, *, take: Take = take_all):
