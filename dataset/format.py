@@ -156,7 +156,7 @@ class Dataset:
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def origin(self, set_name: str) -> Origin:
-        """Returns the folder and the name there of a test set, also without a mixture."""
+        """Returns the folder of a test set and its name there; without a mixture, the only folder's."""
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:

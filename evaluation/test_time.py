@@ -216,7 +216,7 @@ def run_settings(
 
 
 def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
-    """Removes puzzles with all attempts from `parts`; returns them, sorted by row and sample, or None."""
+    """Removes from `parts` the puzzles with all their attempts; returns them by row and sample, or None."""
     if not parts:
         return None
     joined = StepOutput.join(parts)

@@ -257,7 +257,7 @@ def _describe_link(name: str, seconds: float, bytes_per_second: float) -> str:
 def _estimate_steps(overrides: Sequence[str], latency: float, seconds_a_byte: float) -> list[tuple[str, ...]]:
     """Returns (changed keys, seconds of a step's messages) as texts, for a run and cheaper variants.
 
-    latency: seconds of a message. seconds_a_byte: of longer messages.
+    latency: seconds of the smallest message. seconds_a_byte: what each further byte adds.
     """
     lines, size = [], world_size()
     for keys in _ALTERNATIVES:

@@ -119,7 +119,7 @@ class FPRM(OneState, TokenNetwork):
         return state
 
     def _judge(self, state: State, y: Tensor, z: Tensor) -> State:
-        """Returns step size, patience, best and residual of each slot, after a call made z = f(y) of y."""
+        """Returns step size, patience, best and residual of each slot, after a call turned y into z."""
         change, size = (each.float().abs().amax(-1) for each in (y - z, z))
         residual = (change / (size + 1e-8)).amax(-1)
         full = torch.full_like(state["patience"], self.arch.decay_patience)

@@ -312,7 +312,8 @@ class FlatParameters:
     def all_gather_views(self, pieces: Pieces, shares: Sequence[slice]) -> dict[str, Tensor]:
         """Returns {name: whole tensor} of values that ranks hold in shares, to put them in place of weights.
 
-        All ranks call it. shares: a range for each rank. pieces: this rank's values, `around` its range.
+        All ranks call it. shares: one for each rank. pieces: this rank's values, in the ranges
+        `around(share)`.
         """
         whole, own = torch.zeros_like(self._padded), shares[self.ranks.index]
         if own.start < own.stop:

@@ -58,7 +58,7 @@ class Selection:
         return any(name.startswith(f"{self._pass}/") for name in row)
 
     def best_step(self, values: Mapping[int, float]) -> int | None:
-        """Returns the step of the best value. values: {step: value}; None where no value is finite."""
+        """Returns the step of the best of the values {step: value}, or None where no value is finite."""
         sign = -1 if self.lowest_is_best else 1
         rated = [(sign * value, step) for step, value in values.items() if math.isfinite(value)]
         return max(rated)[1] if rated else None

@@ -201,7 +201,7 @@ def parse_grids(
 ) -> list[np.ndarray]:
     """Turns the texts of question and answer, the first two columns, into tokens: uint8 [n, num_cells] each.
 
-    check: raises ValueError for rows that are not good, given bool [n] and a message. token_of: token by
+    check: called with bool [n], which rows are good, and a message; ValueError for others. token_of: token by
     character. largest: the largest token of each column; with one number only the question is parsed. remark:
     ends the message on a wrong length.
     """
