@@ -30,7 +30,7 @@ from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, find_che
 from config.compose import compose_config, compose_overrides
 from config.programs import EvaluateConfig
 from dataset.mixture import open_datasets
-from evaluation.compilation import compiles_on_all_ranks
+from evaluation.compilation import compile_on_all_ranks
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
 from evaluation.results import (
@@ -43,7 +43,6 @@ from evaluation.results import (
     write_summary,
 )
 from evaluation.test_time import set_up
-from models.compilation import compile_blocks
 from parallel.child import run_child
 from parallel.errors import collective_errors, memory_errors
 from parallel.launch import Program, launch
@@ -98,8 +97,7 @@ def evaluate_checkpoint(
         num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
         num_runs *= settings.samples[-1] if settings else 1
         num_calls = num_runs // batch_size * reasoning.max_steps
-    if compiles_on_all_ranks(config.compile, device, num_steps=num_calls):
-        compile_blocks(model)
+    compile_on_all_ranks(model, config.compile, device, num_steps=num_calls)
 
     # Evaluation: every rank works on its slice; sums and outputs come together on rank 0.
     options = {"outputs": config.save_outputs, "settings": settings, "seed": config.seed}

@@ -1,8 +1,9 @@
 """Decides on all ranks alike whether to compile the blocks, after a trial of the compiler."""
 
 import torch
+from torch import nn
 
-from models.compilation import find_compiler_failure, should_compile
+from models.compilation import compile_blocks, find_compiler_failure, should_compile
 from parallel import log
 from parallel.collectives import true_on_all_ranks
 from parallel.errors import collective_errors
@@ -31,3 +32,11 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
     if compiles:
         log.info(_COMPILING)
     return compiles
+
+
+def compile_on_all_ranks(
+    model: nn.Module, choice: bool | str, device: torch.device, *, num_steps: int
+) -> None:
+    """Compiles the blocks of a model if `compiles_on_all_ranks` says so. All ranks call it."""
+    if compiles_on_all_ranks(choice, device, num_steps=num_steps):
+        compile_blocks(model)
