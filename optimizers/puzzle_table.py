@@ -96,7 +96,7 @@ class PuzzleTable:
         """Brings the average of the used rows up to date, and updates these rows. Sends no message."""
 
     def merge(self, *, step: int) -> None:
-        """Makes the tables of all ranks equal after local steps, from `step` on. All ranks call it."""
+        """Makes the tables of all ranks equal after local steps. All ranks call it. step: the first one."""
 
     def fetch(self, identifiers: Tensor) -> None:
         """Fetches the rows of `identifiers`, int [n], for an evaluation on this rank. All ranks call it."""

@@ -270,7 +270,7 @@ class RankSums:
         return self._by_name(self._sums)
 
     def fill_(self, sums: dict[str, float], *, steps: int) -> None:
-        """Overwrites the sums of this rank. sums: of the names that were added in these steps."""
+        """Restores the sums of this rank in a resumed run. sums: of all names added in `steps` steps."""
         self.steps, self._present = steps, sums.keys() & set(self._names)
         values = [sums.get(name, 0.0) for name in self._names]
         self._sums.copy_(torch.tensor(values, dtype=self._sums.dtype))

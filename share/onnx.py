@@ -78,7 +78,7 @@ def check_packages() -> None:
 
 
 def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: int) -> dict[str, list[int]]:
-    """Writes an ONNX file, weights included, of a float32 network in evaluation mode.
+    """Writes a thinking step of a network, float32 and in evaluation mode, as an ONNX file, weights included.
 
     Returns {name: shape without the batch} of each tensor of the state between steps.
     """

@@ -57,8 +57,8 @@ class CheckpointManager:
     Threads write a checkpoint after `save` has returned, and a failed save is a warning. `close` waits for
     the last save; then `last_save_failed` says on all ranks whether it failed.
 
-    best: by evaluations so far; rank 0 records them. fingerprint, dataset_info: of the dataset, kept in every
-    checkpoint; dataset_info has JSON values.
+    best: the best step so far; rank 0 adds evaluations to it. fingerprint, dataset_info: of the dataset, kept
+    in every checkpoint; dataset_info has JSON values.
     """
 
     def __init__(

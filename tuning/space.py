@@ -74,8 +74,8 @@ class Space:
         return {key: str(of) for key, of in self.parameters.items()}
 
     def check(self) -> PretrainConfig:
-        """Returns the config of one combination of values. ValueError if a value fits into no combination."""
-        extremes = {}  # of a range only the ends are checked
+        """Returns the config of one combination. ValueError if a value, or a range's end, fits into none."""
+        extremes = {}
         for key, of in self.parameters.items():
             values = of.choices if isinstance(of, CategoricalDistribution) else (of.low, of.high)
             extremes[key] = [_written(key, of, value) for value in values]
