@@ -96,10 +96,7 @@ def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> np.ndarra
 
 
 def _read(files: Sequence[Path], *, given: str | None) -> list[np.ndarray]:
-    """Reads mazes and answers of each file; warns of answers that are not the published shortest path.
-
-    given: what the person asked for, as `read_columns` takes it.
-    """
+    """Reads the pairs of files; warns of answers other than the published shortest path. given: --columns."""
     read, num_cells, num_others, names = [], 0, 0, ("question", "answer")
     for path in files:
         parts = []
