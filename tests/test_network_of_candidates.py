@@ -32,7 +32,7 @@ from optimizers.schedule import learning_rates
 from parallel.process_group import rank
 from tests.checkpoints import do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64
-from tests.ranks import run_ranks
+from tests.ranks import call_each, run_ranks
 from tests.tiny import tiny_config
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock
@@ -196,6 +196,7 @@ def _run(folder: Path, run: Path, arch: str, steps: range, options: dict[str, An
     """Trains these steps, from a checkpoint in `run` if there is one, and leaves one there."""
     data = _open(folder)
     state, config = _build(data, arch, checkpoint_path=str(run), **options)
+    run.mkdir(parents=True, exist_ok=True)
     with CheckpointManager(run, config=config, fingerprint="same") as checkpoints:
         if steps.start:
             checkpoints.resume(state)
@@ -208,36 +209,36 @@ def _run(folder: Path, run: Path, arch: str, steps: range, options: dict[str, An
     return {"weights": weights, "carry": state.carry.tensors(), "metrics": metrics if rank() == 0 else {}}
 
 
-def _run_ranks(
-    world_size: int, folder: Path, run: Path, arch: str, steps: range, options: dict
-) -> list[dict]:
-    run.mkdir(exist_ok=True)
-    return run_ranks(in_float64, world_size, _run, folder, run, arch, steps, options)
+Results = dict[str, list[dict[str, Any]]]  # of each network, what each rank has
 
 
-@pytest.fixture(scope="module", params=_ARCHS)
-def arch(request) -> str:
-    return request.param
+def _run_ranks(world_size: int, folder: Path, run: Path, steps: range, options: dict) -> Results:
+    cases = [(folder, run / arch, arch, steps, options) for arch in _ARCHS]
+    ranks = run_ranks(in_float64, world_size, call_each, _run, cases)
+    return {arch: list(results) for arch, results in zip(_ARCHS, zip(*ranks, strict=True), strict=True)}
 
 
 @pytest.fixture(scope="module")
-def alone(arch, sudoku_folder, tmp_path_factory) -> dict[str, Any]:
-    (result,) = _run_ranks(1, sudoku_folder, tmp_path_factory.mktemp("alone"), arch, range(_STEPS), {})
-    network = network_class(_ARCHS[arch]["name"])
-    assert result["metrics"].keys() <= {*network.metrics, *network.training_metrics, "grad_norm"}
-    assert result["metrics"]["left"] > 5
-    boards = {"candidates": (2, 16, 6), "ldt": (2, 16, 4)}.get(arch, (16, 4))
-    assert result["carry"]["alive"].shape == (_BATCH, *boards)
-    return result
+def alone(sudoku_folder, tmp_path_factory) -> Results:
+    found = _run_ranks(1, sudoku_folder, tmp_path_factory.mktemp("alone"), range(_STEPS), {})
+    for arch, (result,) in found.items():
+        network = network_class(_ARCHS[arch]["name"])
+        assert result["metrics"].keys() <= {*network.metrics, *network.training_metrics, "grad_norm"}
+        assert result["metrics"]["left"] > 5
+        boards = {"candidates": (2, 16, 6), "ldt": (2, 16, 4)}.get(arch, (16, 4))
+        assert result["carry"]["alive"].shape == (_BATCH, *boards)
+    return found
 
 
-def _assert_same_run(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    for name, tensor in alone["carry"].items():
-        assert torch.equal(torch.cat([each["carry"][name] for each in ranks]), tensor), name
-    for name, tensor in alone["weights"].items():
-        for each in ranks:
-            assert_close(each["weights"][name], tensor, what=name)
-    assert ranks[0]["metrics"] == pytest.approx(alone["metrics"], rel=TOLERANCE)
+def _assert_same_runs(together: Results, alone: Results) -> None:
+    for arch, (expected,) in alone.items():
+        ranks = together[arch]
+        for name, tensor in expected["carry"].items():
+            assert torch.equal(torch.cat([each["carry"][name] for each in ranks]), tensor), f"{arch}: {name}"
+        for name, tensor in expected["weights"].items():
+            for each in ranks:
+                assert_close(each["weights"][name], tensor, what=f"{arch}: {name}")
+        assert ranks[0]["metrics"] == pytest.approx(expected["metrics"], rel=TOLERANCE), arch
 
 
 @pytest.mark.slow
@@ -251,10 +252,9 @@ def _assert_same_run(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None
         (4, {}),
     ],
 )
-def test_several_ranks_are_the_same_run(sudoku_folder, arch, alone, tmp_path, num_ranks, options):
+def test_several_ranks_are_the_same_run(sudoku_folder, alone, tmp_path, num_ranks, options):
     """Also where a rank has no slots."""
-    ranks = _run_ranks(num_ranks, sudoku_folder, tmp_path, arch, range(_STEPS), options)
-    _assert_same_run(ranks, alone)
+    _assert_same_runs(_run_ranks(num_ranks, sudoku_folder, tmp_path, range(_STEPS), options), alone)
 
 
 def test_boards_advance_with_the_reasoning_of_the_step_that_called_them(sudoku_folder, monkeypatch):
@@ -282,10 +282,10 @@ def test_boards_advance_with_the_reasoning_of_the_step_that_called_them(sudoku_f
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1)])
-def test_a_resumed_run_is_the_same(sudoku_folder, arch, alone, tmp_path, before, after):
+def test_a_resumed_run_is_the_same(sudoku_folder, alone, tmp_path, before, after):
     """What is called last before the checkpoint advances after it, with the same random numbers."""
-    _run_ranks(before, sudoku_folder, tmp_path, arch, range(5), {})
-    _assert_same_run(_run_ranks(after, sudoku_folder, tmp_path, arch, range(5, _STEPS), {}), alone)
+    _run_ranks(before, sudoku_folder, tmp_path, range(5), {})
+    _assert_same_runs(_run_ranks(after, sudoku_folder, tmp_path, range(5, _STEPS), {}), alone)
 
 
 # ----------------------------------------------------------------------------------------------- evaluation
