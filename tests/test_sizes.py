@@ -104,6 +104,7 @@ def test_a_run_on_4x4_sudokus_is_evaluated_on_6x6_and_asked_16x16(folders, tmp_p
     words = ("checkpoint=run", "evaluators=[sudoku]", "save_outputs=[inputs,labels,preds,logits]", *_MACHINE)
     for box, size, count in (("2x2", 4, 40), ("2x3", 6, 40), ("4x4", 16, 3)):
         more = (f"data_path={folders / f'sudoku_{box}'}", f"output_dir=out_{box}")
+        more += ("eval_batch_size=2",) if count < 24 else ()
         complete_program("evaluate", *words, *more, folder=tmp_path, world_size=2)
         metrics = json.loads((tmp_path / f"out_{box}" / "metrics.json").read_text())["all"]
         assert metrics["count"] == metrics["sudoku/count"] == count
