@@ -42,8 +42,8 @@ def main() -> None:
     """Launches this process as one rank of a run, and trains."""
     with launch(PretrainConfig, compose_run) as program:
         with memory_errors(memory_advice(program.config), folder=Path(program.config.checkpoint_path)):
-            status = train(program)
-    sys.exit(status)
+            exit_status = train(program)
+    sys.exit(exit_status)
 
 
 def train(program: Program[PretrainConfig]) -> int:
@@ -55,13 +55,13 @@ def train(program: Program[PretrainConfig]) -> int:
         with collective_errors():
             check_packages()
 
-    # Data, and the schedule: what is due after which step. State of step 0, drawn from the seed; where ranks
-    # share the state (sharding, stages), each rank holds a part.
+    # Open the data, and the schedule: what is due after which step. Build the state of step 0 from the seed;
+    # with sharded tensors or pipeline stages, each rank builds only its part.
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Resume from the newest checkpoint, if there is one. is_logged: whether the log has a row of that step.
+    # Resume from the newest checkpoint, if there is one. is_logged: whether the log has a row of its step.
     described = {"fingerprint": data.fingerprint, "dataset_info": data.info().to_json()}
     checkpoints = open_checkpoints(config, **described)
     with program.watchdog.paused():  # init_from may have to be downloaded
@@ -76,7 +76,7 @@ def train(program: Program[PretrainConfig]) -> int:
 
     is_stopped = run_steps(program, state, data, checkpoints, is_logged=is_logged)
 
-    if checkpoints.last_save_failed:
+    if checkpoints.last_save_failed:  # the same on all ranks, since `close`
         abort_all(f"the last checkpoint could not be saved: {config.checkpoint_path} lacks the newest steps")
     stopped = f"stopped: the same command goes on from here, with run_name={config.run_name};"
     outcome = stopped if is_stopped else "done:"
@@ -110,15 +110,15 @@ def run_steps(
                 checkpoints.best.check(evaluate(config, state, data, only_first_batches=True))
 
         while True:
-            # Save before the evaluation, so that a failed evaluation loses nothing. `save` does nothing for a
-            # step that was just saved or resumed: this call and the call at the end may be for the same step.
+            # Save before the evaluation, so that a failed evaluation loses nothing. Here and at the end,
+            # `save` does nothing for a step that is saved already, or that was resumed.
             if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
 
             # Log a row: the metrics since the last row, over all ranks, and an evaluation if one is due.
-            # `reduce` leaves the metric sums, `log` resets them. Where a signal stops the run between the
-            # two, the last checkpoint has the sums, and the next start logs the row.
+            # `log` resets the metric sums, `reduce` does not: where a signal stops the run between the two,
+            # the checkpoint saved below still has the sums, and the next start logs the row.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):
@@ -143,7 +143,7 @@ def run_steps(
                 config=config,
                 rates=schedule.learning_rates(state.step + 1),
                 clock=monitor.clock,
-                # A function of the step: a network that advances asks for the last step too.
+                # A function, because a network that advances (LDT) also asks for the step before this one.
                 reasoning_at=lambda step: schedule.reasoning(step, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
@@ -154,8 +154,8 @@ def run_steps(
                 with monitor.paused():
                     state.check_replicas()
 
-        # End: save, wait for the save, then write status and report, on rank 0. Checkpoints and monitor are
-        # closed here (and again, without effect, by `with`): no status is written after a failed save.
+        # End: save, wait for the save, then write status and report, on rank 0. Checkpoints are closed before
+        # the status is written, so that a failed save leaves the old one; `with` closes again, without effect.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # the last checkpoint may have much to write, W&B much to send
             checkpoints.save(state)

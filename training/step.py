@@ -33,28 +33,28 @@ def train_step(
 
     batch: a puzzle for each slot of this rank, used only in slots that have halted. rates: the learning rates
     "lr" and "puzzle_emb_lr". reasoning_at: returns the reasoning (cycles, noise) of a step number, called for
-    this step and the last one; None: always the architecture's. is_asked_to_stop: returns whether a signal
+    this step and the one before; None: always the architecture's. is_asked_to_stop: returns whether a signal
     has asked this rank to stop; called before the last micro-batch.
     """
     state.step += 1
     reasoning_at = reasoning_at or (lambda _: state.model.reasoning)
     reasoning = reasoning_at(state.step)
     draws = draw(state, config, reasoning, step=state.step)
-    # With the weights of the last update, end the last step's move (LDT alone; other networks do nothing).
+    # LDT alone: complete the moves of the step before this one, with the weights that it has updated.
     sums = advance_boards(state, config, reasoning_at)
-    # One board of each slot, in new tensors (`state.carry` is unchanged): `draws` picks among several boards,
-    # and a halted board starts on its row of `batch`.
+    # Take one board of each slot into new tensors (`state.carry` is unchanged): `draws` picks among several
+    # boards, and a halted board starts on its row of `batch`.
     boards = state.model.refill(state.carry, batch, reasoning, draws)
-    # Fetch the puzzle embeddings that other ranks own. Where every rank has all of them, only count the
-    # distinct ones: the largest count, sent with the gradients, chooses the message of `table.reduce`. Then
-    # sum over ranks the divisors of losses that depend on the data (LDT's alone; the slots are known).
+    # Puzzle table by owner: fetch the rows of these slots. Table on every rank: count this rank's distinct
+    # rows (not on CUDA); the largest count, sent with the gradients, decides which message is shorter.
+    # Counts divide losses: LDT's depend on the data and are summed over ranks; the number of slots is known.
     with clock.measure("sync"):
         state.table.prepare(boards.data.puzzle_identifiers)
         counts = state.strategy.all_reduce_counts(state.model.network.counts(boards))
     new_sums = forward_and_backward(state, boards, config, counts, reasoning, draws, is_asked_to_stop)
     grad_norm, result = update(state, config, rates, clock)
-    # Metrics are summed over ranks when a row is logged. Each rank adds norm / ranks: the sum is the norm,
-    # or with local_steps the mean of the ranks' norms.
+    # Metrics are sums over ranks, made when a row is logged. So a norm, which is equal on all ranks (with
+    # local_steps: the mean over ranks is wanted), is divided by their number first.
     state.metrics.add(_add(_add(sums, new_sums), {"grad_norm": grad_norm / state.ranks.size}))
     return result
 
@@ -65,19 +65,20 @@ def update(
     """Updates weights, puzzle embeddings and averages; returns the gradient norm and the result.
 
     Without local steps, gradients are summed over ranks in every step. With local steps, each rank updates
-    its weights from its own gradients, and `synchronize` merges the weights every `local_steps` steps. The
-    norm, before clipping, is of the dense weights; puzzle embeddings move by the signs of their gradients.
+    its weights from its own gradients, and `synchronize` merges the weights every `local_steps` steps.
+    grad_norm: of the dense weights alone, before clipping; puzzle embeddings move by signs of gradients.
     """
     with clock.measure("sync"):  # sums gradients of weights and puzzle embeddings; not with local_steps
         state.strategy.reduce_gradients(step=state.step)
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    # Cast this rank's updated share, float32, for the forward pass, and all-gather; or merge local steps.
+    # Write the updated float32 weights into those of the forward pass: cast, and with shards all-gathered.
+    # With local_steps, where due, merge the weights of all ranks.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # The average of the dense weights: takes in all steps since the last merge, and does nothing where this
-    # step did not merge. `state.table` itself averages the puzzle embeddings.
+    # The average of the dense weights takes in this step; with local_steps, at a merge, all steps since the
+    # last one. `state.table` itself averages the puzzle embeddings, each row before the row changes.
     state.average.update(result.merged_steps)
     return grad_norm, result
 
@@ -87,8 +88,8 @@ def advance_boards(
 ) -> Sums:
     """Moves the boards of the last step to their next state; returns the metric sums of these moves.
 
-    Does nothing and returns {} unless the network `advances` (LDT with a second pass). Uses the weights after
-    the last update, but the reasoning and the random numbers of the last step.
+    Does nothing and returns {} unless the network `advances` (LDT with a second pass). Uses the weights that
+    the last step has updated, and the last step's reasoning and random numbers.
     """
     if not state.model.network.advances or state.step == 1:
         return {}
@@ -109,16 +110,16 @@ def forward_and_backward(
 ) -> Sums:
     """Accumulates this rank's gradients over micro-batches, and updates the carry; returns the metric sums.
 
-    counts: numbers that losses are divided by, over the global batch, or with local_steps over this rank's
-    slots; the gradients are of (sum of losses) / counts["slots"]. Scalars (loss, request to stop) go with the
-    gradients: they are added before the last backward pass, in which messages may leave (in a mesh, in shared
-    memory and with local_steps all leave later).
+    counts: numbers that divide losses, of the global batch, or with local_steps of this rank's slots; the
+    gradients are of (sum of losses) / counts["slots"]. The last backward pass may already send gradients
+    (`FlatSync` and DDP do, not so a mesh, shared memory or local steps), and with them the scalars (loss,
+    request to stop), which therefore are added before.
     """
     state.strategy.start_step()  # zeroes the gradients
     strategy, network, scalars = state.strategy, state.model.network, state.weights.scalars
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
-    # At least one micro-batch: a rank without slots runs an empty one, to take part in the messages.
+    # At least one: a rank without slots runs an empty micro-batch, to take part in the messages.
     micro_batches = [slice(first, first + size) for first in range(0, max(1, num_slots), size)]
     after, sums = [], {}
     for slots in micro_batches:
@@ -126,7 +127,7 @@ def forward_and_backward(
         if is_last:  # the last moment: the backward pass may send the scalars
             scalars.add(stop=int(is_asked_to_stop()))
         with strategy.micro_batch(is_last=is_last):
-            # The model, or the wrapper of DistributedDataParallel around it.
+            # The model, or the wrapper of DistributedDataParallel around it; decides which slots halt.
             output = strategy.model(before, reasoning, own_draws)
             loss, new_sums = network.losses(
                 before, output, counts=counts, reasoning=reasoning, draws=own_draws
