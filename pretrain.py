@@ -155,7 +155,7 @@ def run_steps(
                     state.check_replicas()
 
         # End: save, wait for the save, then write status and report, on rank 0. Checkpoints are closed before
-        # the status is written, so that a failed save leaves the old one; `with` closes again, without effect.
+        # the status is written, so that a failed save leaves the old one; `with` closes again: no effect.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # the last checkpoint may have much to write, W&B much to send
             checkpoints.save(state)
