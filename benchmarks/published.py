@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dataset.format import IGNORE_LABEL_ID, Metadata
-from optimizers.schedule import scheduled_lr
+from optimizers.learning_rate import scheduled_lr
 
 
 # --------------------------------------------------------------------------------------------------- network

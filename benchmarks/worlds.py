@@ -23,7 +23,7 @@ from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from dataset.format import Metadata
 from dataset.loader import Batch
-from optimizers.schedule import learning_rates
+from optimizers.learning_rate import learning_rates
 from parallel.collectives import barrier
 from parallel.launch import keep_freed_memory
 from parallel.process_group import choose_device, process_group, set_cpu_threads, world_size

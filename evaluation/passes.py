@@ -1,7 +1,7 @@
 """One pass over a split: runs a model on every example, and computes metrics.
 
 Every rank works on its slice of each global batch; metrics are sums over all ranks, and outputs are in
-dataset order. `evaluation.halting` runs each puzzle once, `evaluation.test_time` several times.
+dataset order. `evaluation.loop` runs each puzzle once, `evaluation.test_time` several times.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from dataset.kinds.kind import Answers
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.plan import EvaluationPlan
 from evaluation.evaluators import Evaluators
-from evaluation.halting import answer_batches
+from evaluation.loop import answer_batches
 from evaluation.selection import ScoreKey, Scores, Settings, predicted_tokens
 from evaluation.test_time import build_draw, run_settings
 from models import HaltingModel

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from config.programs import EvaluateConfig, SolveConfig
 from dataset.loader import Batch
-from evaluation.halting import Draw, OnStep, Race, answer_batches
+from evaluation.loop import Draw, OnStep, Race, answer_batches
 from evaluation.selection import ANSWER_AT, Scores, Settings, answer_at
 from models import HaltingModel
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput, where

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dataset.loader import Batch
-from evaluation.halting import answer_batches
+from evaluation.loop import answer_batches
 from evaluation.selection import predicted_tokens
 from evaluation.test_time import build_draw
 from models import HaltingModel

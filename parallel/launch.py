@@ -30,7 +30,6 @@ from parallel.process_group import (
     check_launcher,
     choose_backend,
     choose_device,
-    count_nodes,
     is_elastic,
     is_main,
     leave_store,
@@ -40,6 +39,7 @@ from parallel.process_group import (
     rank,
     rendezvous_store,
     set_cpu_threads,
+    set_node_variables,
     use_deterministic_algorithms,
     world_size,
 )
@@ -154,7 +154,7 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
     if missing := json.loads(store.get("missing")):
         leave_store(set(range(world_size())) - set(missing))
         raise SystemExit(EXIT_FAILURE)
-    count_nodes(json.loads(store.get("hosts")))
+    set_node_variables(json.loads(store.get("hosts")))
 
 
 def code_files() -> list[Path]:

@@ -74,7 +74,7 @@ def check_launcher() -> None:
         raise ValueError(f"WORLD_SIZE is {world_size()}, but {', '.join(missing)} not set: use torchrun")
 
 
-def count_nodes(hosts: list[str]) -> None:
+def set_node_variables(hosts: list[str]) -> None:
     """Sets LOCAL_RANK and the other two variables that torchrun sets, unless set. hosts: of all ranks."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         before = [number for number, host in enumerate(hosts) if host == hosts[rank()]]

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from evaluation import compilation
-from evaluation.halting import answer_batches
+from evaluation.loop import answer_batches
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
 from parallel.collectives import true_on_all_ranks
 from parallel.process_group import rank

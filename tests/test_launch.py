@@ -91,7 +91,7 @@ def test_a_mistake_is_told_to_all_before_the_store_ends_with_rank_0(tmp_path, fr
 # ------------------------------------------------------------------------------------------- other launchers
 
 
-def _count_nodes() -> tuple[int, int, int]:
+def _node_variables() -> tuple[int, int, int]:
     """Of four ranks on two nodes, as a person starts them who sets nothing but what torch asks for."""
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         os.environ.pop(name, None)
@@ -101,7 +101,7 @@ def _count_nodes() -> tuple[int, int, int]:
 
 
 def test_nodes_and_local_ranks_are_counted_where_no_torchrun_says_them():
-    assert run_ranks(_count_nodes, 4) == [(0, 2, 2), (0, 2, 2), (1, 2, 2), (1, 2, 2)]
+    assert run_ranks(_node_variables, 4) == [(0, 2, 2), (0, 2, 2), (1, 2, 2), (1, 2, 2)]
 
 
 @pytest.mark.parametrize(

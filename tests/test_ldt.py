@@ -18,7 +18,7 @@ from dataset.build import build_dataset
 from dataset.description import with_candidates
 from dataset.format import Dataset, open_dataset
 from dataset.loader import Batch, read_rows
-from evaluation.halting import answer_batches
+from evaluation.loop import answer_batches
 from evaluation.test_time import build_draw, set_up
 from models import HaltingModel
 from models.carry import ANEW

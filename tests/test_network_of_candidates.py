@@ -20,7 +20,7 @@ from config.schema import PretrainConfig, validate_config
 from dataset.description import with_candidates
 from dataset.format import IGNORE_LABEL_ID, Dataset, open_dataset
 from dataset.loader import Batch
-from evaluation.halting import Race
+from evaluation.loop import Race
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.selection import Settings
 from evaluation.test_time import set_up
@@ -28,7 +28,7 @@ from models import HaltingModel, build_model, network_class
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput
 from models.losses import correct_sequences
 from models.network import Network
-from optimizers.schedule import learning_rates
+from optimizers.learning_rate import learning_rates
 from parallel.process_group import rank
 from tests.checkpoints import do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from optimizers.schedule import learning_rates
+from optimizers.learning_rate import learning_rates
 from parallel import shared_memory
 from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step, replicated_tensors

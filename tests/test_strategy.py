@@ -63,7 +63,7 @@ def _train(options: dict[str, Any]) -> dict[str, Any]:
     steps = []
     for _ in range(_STEPS):
         steps.append(_do_step(state, config))
-    merged = [(float(each.loss), float(each.grad_norm)) if each.merged_steps else None for each in steps]
+    merged = [(float(each.loss), float(each.grad_norm)) if each.averaged_steps else None for each in steps]
     return _result(state, merged)
 
 
@@ -155,7 +155,7 @@ def _meet_a_nan() -> list[str]:
         if rank() == 1 and state.step == 1:
             state.weights.flats[0].weights[0] = torch.nan
         result = _do_step(state, config)
-        if result.merged_steps:
+        if result.averaged_steps:
             with pytest.raises(SystemExit):
                 finite.add(state.step, set_name="all", loss=result.loss, grad_norm=result.grad_norm)
             return [str(state.step)]

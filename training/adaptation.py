@@ -15,7 +15,7 @@ from dataset.format import Metadata
 from dataset.loader import load_batch
 from dataset.sets import PuzzleSet
 from models import HaltingModel
-from optimizers.schedule import learning_rates
+from optimizers.learning_rate import learning_rates
 from parallel import log
 from parallel.progress import Progress
 from training.clock import StepClock

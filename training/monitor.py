@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from config.schema import PretrainConfig
-from optimizers.schedule import peak_learning_rates
+from optimizers.learning_rate import peak_learning_rates
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.launch import Program
@@ -109,7 +109,7 @@ class Monitor:
     def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
         """Records a step, without waiting for a GPU. set_name: the batch's set, for messages."""
         self._step = step
-        if result.merged_steps:
+        if result.averaged_steps:
             self._finite.add(step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
         self.clock.count_step()
         self._watchdog.step_done(step)

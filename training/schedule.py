@@ -6,7 +6,7 @@ from config.schema import PretrainConfig
 from dataset.plan import TrainPlan
 from models import HaltingModel
 from models.carry import Reasoning
-from optimizers.schedule import learning_rates
+from optimizers.learning_rate import learning_rates
 from training.strategy import next_sync, synced_steps
 
 

@@ -79,7 +79,7 @@ def update(
         result = state.strategy.synchronize(grad_norm, step=state.step)
     # The average of the dense weights takes in this step; with local_steps, at a merge, all steps since the
     # last one. `state.table` itself averages the puzzle embeddings, each row before the row changes.
-    state.average.update(result.merged_steps)
+    state.average.update(result.averaged_steps)
     return grad_norm, result
 
 

@@ -20,12 +20,13 @@ from parallel.sync import GradientSync, build_gradient_sync
 class StepResult(NamedTuple):
     """The result of the steps since the last synchronisation: scalars on the device, equal on all ranks.
 
-    merged_steps: these steps, up to this one. With local steps, a step that does not synchronise has an empty
-    range, and None in the other fields. loss: mean over these steps and the global batch. grad_norm: of the
-    summed gradients, or with local steps the mean of norms. stop_requests: number of ranks asked to stop.
+    averaged_steps: these steps, up to this one, for the EMA to take in. With local steps, a step that
+    does not synchronise has an empty range, and None in the other fields. loss: mean over these steps and the
+    global batch. grad_norm: of the summed gradients, or with local steps the mean of norms. stop_requests:
+    number of ranks asked to stop.
     """
 
-    merged_steps: range
+    averaged_steps: range
     loss: Tensor | None = None
     grad_norm: Tensor | None = None
     stop_requests: Tensor | None = None

@@ -1,8 +1,8 @@
-"""The schedule at its corners."""
+"""The learning rate at its corners."""
 
 import pytest
 
-from optimizers.schedule import scheduled_lr
+from optimizers.learning_rate import scheduled_lr
 
 
 def _rates(**options) -> list[float]:
