@@ -27,9 +27,8 @@ from typing import Any
 import torch
 
 from checkpointing.tensors import save_section
-from config.reading import MissingFileError, parse_json, read_bytes, read_json
+from config.reading import MissingFileError, parse_json, read_bytes, read_json, sha256_of
 from config.writing import flush, remove_unfinished_files
-from dataset.format import sha256_of
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.process_group import connect_store, is_main, rank, world_size

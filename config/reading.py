@@ -6,6 +6,7 @@ which a small text could make a huge value, are refused. Errors are ValueErrors 
 
 import contextlib
 import gzip
+import hashlib
 import io
 import itertools
 import json
@@ -54,6 +55,15 @@ def open_regular(path: Path) -> Iterator[IO[bytes]]:
 def _open_unpacked(path: Path) -> Iterator[IO[bytes]]:
     with open_regular(path) as file:
         yield gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 digest of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:

@@ -9,7 +9,6 @@ checks again. A set cannot name a file outside its folder; the files themselves 
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Iterator
@@ -329,11 +328,3 @@ def _chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 def _broken(problem: str) -> ValueError:
     return ValueError(f"{problem}; build the dataset again")
-
-
-def sha256_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open_regular(path) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from config.reading import read_json
+from config.reading import read_json, sha256_of
 from dataset.format import (
     MANIFEST,
     METADATA,
@@ -25,7 +25,6 @@ from dataset.format import (
     array_path,
     load_metadata,
     open_dataset,
-    sha256_of,
 )
 from dataset.sets import ConcatenatedSet, fields_of
 

@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from config.reading import sha256_of
 from dataset.build.command_line import recorded, warn
 from dataset.build.sources import choose_puzzle_files, find_source_files
 from dataset.build.writing import write_dataset
-from dataset.format import BLANK, Split, one_set_split, sha256_of
+from dataset.format import BLANK, Split, one_set_split
 from dataset.randomness import random_bits, random_orders
 from dataset.sets import PuzzleSet
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from config.reading import sha256_of
 from config.writing import flush, write_json
 from dataset.format import (
     IDENTIFIERS,
@@ -27,7 +28,6 @@ from dataset.format import (
     load_metadata,
     open_dataset,
     read_builder,
-    sha256_of,
 )
 from dataset.sets import fields_of
 

@@ -20,11 +20,11 @@ from benchmarks.harness import run_program
 from checkpointing.files import MANIFEST_FILE, SHARED_CONFIG_FILE, manifest_text
 from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
 from config.programs import SearchConfig
-from config.reading import printable, read_yaml
+from config.reading import printable, read_yaml, sha256_of
 from config.schema import PretrainConfig
 from dataset.build import build_dataset
 from dataset.description import read_info, read_names
-from dataset.format import Metadata, load_metadata, open_dataset, sha256_of
+from dataset.format import Metadata, load_metadata, open_dataset
 from dataset.loader import read_rows
 from dataset.show import main as show
 from report.page import write_report

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from config.reading import printable
+from config.reading import printable, sha256_of
 from dataset.augmentations import FIRST_SYMBOL, NUM_DIHEDRAL
 from dataset.build.command_line import integer, matching, recorded, refuse_options, warn
 from dataset.build.sources import MATERIALIZE, find_source_files
 from dataset.build.splits import check_count, make_split
 from dataset.build.writing import write_dataset
 from dataset.description import Vocabulary
-from dataset.format import BLANK, SPLITS, Split, sha256_of
+from dataset.format import BLANK, SPLITS, Split
 from dataset.kinds.pairs.files import Pair, choose_files, read_pairs
 from dataset.randomness import random_below, random_bits, random_orders
 
