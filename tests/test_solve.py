@@ -27,9 +27,7 @@ from evaluation.selection import Settings
 from evaluation.solving import Answer, answer_puzzle
 from solve import Solver, load
 from tests.arc_source import make_tasks
-from tests.ranks import run_program
 from tests.solvers import CLUES, PUZZLE, run_solve, save_arc_run, save_maze_run, save_run
-from tests.tiny import OVERRIDES
 from training.adaptation import adapt
 
 
@@ -257,17 +255,3 @@ def test_the_program_reads_files_and_standard_input(sudoku, program, tmp_path, m
     for no_color, has_color in (("", True), ("1", False)):
         monkeypatch.setenv("NO_COLOR", no_color)
         assert ("\x1b" in program(f"checkpoint={sudoku}", f"puzzle={PUZZLE}")[1]) == has_color
-
-
-@pytest.mark.slow
-def test_a_run_of_the_program_can_be_asked(sudoku_folder, tmp_path):
-    arguments = (f"data_path={sudoku_folder}", *OVERRIDES, "max_steps=1", "checkpoint_path=run")
-    assert run_program("pretrain", *arguments, folder=tmp_path).statuses == [0]
-    facts = json.loads((tmp_path / "run" / "step_1" / "state.json").read_text())["dataset"]
-    assert facts["builder"] == "sudoku", "a puzzle can be read where the dataset is gone"
-    solved = ("checkpoint=run", f"puzzle={PUZZLE}", "device=cpu")
-    finished = run_program("solve", *solved, folder=tmp_path, world_size=None)
-    assert (finished.statuses, finished.stderr) == ([0], "")
-    refused = run_program("solve", *solved, folder=tmp_path, world_size=2)
-    assert refused.statuses == [1, 1]
-    assert "solve.py is one process" in refused.stderr

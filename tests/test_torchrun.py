@@ -15,8 +15,17 @@ pytestmark = pytest.mark.slow
 def test_one_process_without_torchrun(tmp_path, sudoku_folder):
     """There is no store, no group, and nothing that says how many processes share the cores."""
     words = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "max_steps=1")
-    for program, arguments in (("pretrain", words), ("evaluate", ("checkpoint=run", "device=cpu"))):
-        assert run_program(program, *arguments, folder=tmp_path, world_size=None).statuses == [0]
+    own = ("checkpoint=run", "device=cpu")
+    asked = (*own, "puzzle=1..4 .... .... 4..1")
+    for program, arguments in (("pretrain", words), ("evaluate", own), ("solve", asked)):
+        finished = run_program(program, *arguments, folder=tmp_path, world_size=None)
+        assert finished.statuses == [0], finished.stderr
+    assert finished.stderr == ""
+    facts = json.loads((tmp_path / "run" / "step_1" / "state.json").read_text())["dataset"]
+    assert facts["builder"] == "sudoku", "a puzzle can be read where the dataset is gone"
+    refused = run_program("solve", *asked, folder=tmp_path, world_size=2)
+    assert refused.statuses == [1, 1]
+    assert "solve.py is one process" in refused.stderr
     metrics = json.loads((tmp_path / "run" / "evaluation" / "step_1" / "metrics.json").read_text())["all"]
     logged = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert metrics["lm_loss"] == pytest.approx(logged["eval/all/lm_loss"], rel=1e-5)
