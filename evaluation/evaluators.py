@@ -30,7 +30,8 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
 class Evaluators:
     """The evaluators of all test sets. Every rank has its own, and adds its own answers.
 
-    names: kinds of puzzles. ValueError, perhaps on one rank only, where a kind has no folder.
+    names: kinds of puzzles. ValueError, perhaps on one rank only, if none of the folders is of one of these
+    kinds.
     """
 
     def __init__(self, names: Sequence[str], data: Dataset):

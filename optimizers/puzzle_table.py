@@ -93,7 +93,10 @@ class PuzzleTable:
         """Takes this rank's gradients for `update_`, in local steps; step: the first one after a merge."""
 
     def update_(self, lr: float) -> None:
-        """Brings the average of the used rows up to date, and updates these rows. Sends no message."""
+        """Updates the rows that this step's slots use; before, the average takes in their old values.
+
+        Sends no message.
+        """
 
     def merge(self, *, step: int) -> None:
         """Makes the tables of all ranks equal after local steps. All ranks call it. step: the first one."""

@@ -150,7 +150,10 @@ class Weights:
         return norm
 
     def update_(self, lr: float, *, step: int) -> None:
-        """Updates this rank's weights. step: from 1, for bias corrections (AdamW counts steps by itself)."""
+        """Updates this rank's weights. All ranks call it: Muon sends messages where ranks divide matrices.
+
+        step: from 1, for bias corrections (AdamW counts steps by itself).
+        """
         for group in self.groups:
             group.optimizer.param_groups[0].update(lr=lr, step=step - 1)
             group.optimizer.step()

@@ -67,8 +67,8 @@ class Ring:
 def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *, forward: bool) -> Tensor:
     """Sends the tensor `own` of every home through all stages and back; returns the result of this home.
 
-    work: computes this stage's output from (number of a home, input). forward: False: through the stages in
-    reverse, for gradients.
+    All ranks of the ring call it. work: computes this stage's output from (number of a home, input). forward:
+    False: through the stages in reverse, for gradients.
     """
     step, homes = (1, range(ring.size)) if forward else (-1, range(ring.size)[::-1])
     first, last, result = homes[0], homes[-1], None

@@ -75,7 +75,7 @@ def check_launcher() -> None:
 
 
 def set_node_variables(hosts: list[str]) -> None:
-    """Sets LOCAL_RANK and the other two variables that torchrun sets, unless set. hosts: of all ranks."""
+    """Sets LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE, unless set. hosts: of all ranks."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         before = [number for number, host in enumerate(hosts) if host == hosts[rank()]]
         os.environ["LOCAL_WORLD_SIZE"] = str(len(before))

@@ -90,7 +90,10 @@ def open_shared_tensors(
 
 
 def _split_by_node() -> tuple[Ranks, Ranks | None]:
-    """Returns the group of this node's ranks, and on the first rank of a node the group of first ranks."""
+    """Makes the group of each node's ranks, and that of the nodes' first ranks. All ranks call it.
+
+    Returns the group of this node, and on the first rank of a node the group of first ranks; elsewhere None.
+    """
     members: dict[str, list[int]] = {}
     for number, host in enumerate(all_gather_objects(socket.gethostname())):
         members.setdefault(host, []).append(number)

@@ -208,7 +208,10 @@ def build_strategy(
     outer_momentum: float,
     **options: Any,
 ) -> Strategy:
-    """Builds the strategy that the config asks for. batch_size: global. options: of `build_gradient_sync`."""
+    """Builds the strategy that the config asks for. All ranks call it.
+
+    batch_size: global. options: of `build_gradient_sync`.
+    """
     syncs = [build_gradient_sync(model, flat, **options) for flat in weights.flats]
     if local_steps == 1:
         return EveryStep(syncs, weights, table, batch_size=batch_size)

@@ -167,7 +167,11 @@ def read_columns(
 def _find_columns(
     header: Sequence[str], names: Sequence[str], given: str | None, *, where: str
 ) -> dict[str, int]:
-    """Returns {column: position} in a header, by usual names or those `given`. ValueError: one is twice."""
+    """Returns {name: position of its column in the header}, without names that have no column.
+
+    given: the columns' own names, comma-separated, in the order of `names`; an empty or missing one: the
+    usual names. ValueError if the header has a column twice.
+    """
     typed = [name.strip().lower() for name in header]
     there = {name: position for position, name in enumerate(typed)}
     wanted = {name: (name, *_KNOWN.get(name, ())) for name in names}

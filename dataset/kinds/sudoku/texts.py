@@ -54,8 +54,8 @@ def in_symbols(*texts: str, num_cells: int) -> list[str]:
 def read_grids(text: str) -> list[GridText]:
     """Reads the puzzles of a text. ValueError for JSON, or where a line of a list has no puzzle.
 
-    A text is one grid or several, each in lines, or a list with a puzzle in every line, perhaps beside other
-    fields such as a number. A full grid after a puzzle that agrees is the puzzle's answer.
+    A text is one grid or several, each in several lines, or a list with a puzzle in every line, perhaps
+    beside other fields such as a number. A full grid that has all clues of the last puzzle is its answer.
     """
     if "{" in text:
         raise ValueError("it is no list of puzzles, with characters for cells")
