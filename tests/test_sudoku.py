@@ -18,7 +18,6 @@ from dataset.kinds.sudoku.rules import (
     find_solutions,
     generate_puzzle,
     no_symmetry,
-    unit_cells,
 )
 from dataset.randomness import random_bits
 from evaluation.evaluators import build_evaluator
@@ -52,28 +51,6 @@ def every_4x4_grid() -> np.ndarray:
     rows = list(itertools.permutations(range(1, 5)))
     grids = np.array([sum(four, ()) for four in itertools.product(rows, repeat=4)], np.uint8)
     return grids[are_solved(grids, box=(2, 2))]
-
-
-@pytest.mark.parametrize("box", BOXES)
-def test_units_are_the_rows_columns_and_boxes(box):
-    size = box[0] * box[1]
-    units = unit_cells(box)
-    assert units.shape == (3 * size, size)
-    for kind in units.reshape(3, -1):
-        assert sorted(kind) == list(range(size**2))
-    top_left_box = [row * size + column for row in range(box[0]) for column in range(box[1])]
-    assert units[2 * size].tolist() == top_left_box
-
-
-def test_are_solved_tells_each_kind_of_repeat():
-    solved = digits(ANSWER)
-    latin_square = [
-        (row + column) % 9 + 1 for row in range(9) for column in range(9)
-    ]  # only the boxes repeat
-    two_rows_swapped = solved[27:36] + solved[9:27] + solved[:9] + solved[36:]
-    incomplete = [0, *solved[1:]]
-    grids = np.array([solved, latin_square, two_rows_swapped, incomplete], np.uint8)
-    assert are_solved(grids, box=(3, 3)).tolist() == [True, False, False, False]
 
 
 def test_solve_finds_the_solution_of_a_hard_puzzle():
