@@ -186,7 +186,7 @@ class _SetSums:
 
     def describe(self) -> str:
         """Returns the accuracies on this rank so far, as a text for the progress bar."""
-        sums = self._metrics.state()
+        sums = self._metrics.own()
         metrics = divide(sums, self._network.metrics, slots=sums.get("count", 0))
         words = {"exact_accuracy": "solved", "accuracy": "cells right"}  # as in the report
         return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in words.items() if name in metrics)

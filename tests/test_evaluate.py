@@ -1,13 +1,14 @@
 """evaluate.py on any number of processes and any batch size: the same metrics, rows and files."""
 
+import contextlib
 import fcntl
-import functools
 import itertools
 import json
 import os
 import re
 import shutil
 import struct
+import subprocess
 import sys
 import termios
 from pathlib import Path
@@ -19,10 +20,8 @@ import pytest
 
 from checkpointing.pretrained import Checkpoint
 from report.run import read_run
-from tests.arc_source import build as build_arc
-from tests.arc_source import make_tasks, write_folder
 from tests.float64 import TOLERANCE
-from tests.ranks import NUM_THREADS, Finished, complete_program, run_program
+from tests.ranks import NUM_THREADS, REPOSITORY, Finished, complete_program, run_program
 from tests.sudoku_source import build_sets
 from tests.tiny import OVERRIDES
 
@@ -42,6 +41,10 @@ def _evaluate(folder: Path, *arguments: str, **options: Any) -> Finished:
     return complete_program("evaluate", *words, folder=folder, is_float64=True, **options)
 
 
+def _metrics(folder: Path) -> dict[str, float]:
+    return json.loads((folder / "metrics.json").read_text())["all"]
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """A run of two processes, with its own evaluation logged; its data_path is relative."""
@@ -58,12 +61,12 @@ def expected(trained) -> tuple[dict, dict]:
     finished = _evaluate(trained.parent, "checkpoint=run", "evaluators=[sudoku]", _SAVED)
     output = trained / "evaluation" / "step_20"
     assert "exact_accuracy" in finished.stdout
-    return json.loads((output / "metrics.json").read_text()), dict(np.load(output / "all__outputs.npz"))
+    return _metrics(output), dict(np.load(output / "all__outputs.npz"))
 
 
 def test_metrics_are_those_that_training_logged(trained, expected):
     logged = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
-    metrics = expected[0]["all"]
+    metrics = expected[0]
     names = {"accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss", "count"}
     names |= {"act_exact_accuracy", "act_steps", "sudoku/count"}
     after_steps = {f"exact_accuracy_after_step_{step}" for step in (1, 2, 3, 4)}
@@ -80,20 +83,22 @@ def test_metrics_are_those_that_training_logged(trained, expected):
     assert metrics["exact_accuracy_after_step_4"] == pytest.approx(metrics["exact_accuracy"])
 
 
-def _show_on(terminal: str) -> None:
-    sys.stderr = open(terminal, "w", buffering=1)  # noqa: SIM115
-
-
 def test_a_terminal_shows_how_far_it_is_and_how_good(trained, tmp_path):
     ours, its = os.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # rows and columns
-    words = ("checkpoint=run", f"output_dir={tmp_path}", "eval_batch_size=1")
-    _evaluate(trained.parent, *words, spoil=functools.partial(_show_on, os.ttyname(its)))
-    shown = os.read(ours, 1 << 16)
+    words = ("checkpoint=run", f"output_dir={tmp_path}", "eval_batch_size=1", "halt_max_steps=999")
+    command = [sys.executable, REPOSITORY / "evaluate.py", *words, "device=cpu", "compile=false"]
+    process = subprocess.Popen(command, cwd=trained.parent, stdout=subprocess.DEVNULL, stderr=its)
     os.close(its)
+    shown = b""
+    bar = re.compile(rb"evaluating all \d+ of %d \|.* left, solved [01]\.\d+  cells right [01]" % _TESTS)
+    with contextlib.suppress(OSError):  # its end is closed
+        while not bar.search(shown):
+            shown += os.read(ours, 1 << 16)
     os.close(ours)
-    bar = rb"evaluating all \d+ of %d \|.* left, solved [01]\.\d+  cells right [01]" % _TESTS
-    assert re.search(bar, shown), shown
+    process.terminate()
+    process.wait()
+    assert bar.search(shown), shown
 
 
 def test_other_data_and_options_have_folders_of_their_own(trained, expected):
@@ -119,14 +124,14 @@ def test_outputs_are_the_real_rows_in_dataset_order(trained, expected):
     assert np.array_equal(outputs["labels"], np.load(test / "all__labels.npy"))
     assert np.array_equal(outputs["preds"], outputs["logits"].argmax(-1))
     accuracy = (outputs["preds"] == outputs["labels"]).mean(-1).mean()
-    assert expected[0]["all"]["accuracy"] == pytest.approx(accuracy)
+    assert expected[0]["accuracy"] == pytest.approx(accuracy)
 
 
 def test_processes_and_batch_size_change_nothing(trained, expected, tmp_path):
     words = ("checkpoint=run/step_20", "evaluators=[sudoku]", _SAVED, f"output_dir={tmp_path / 'out'}")
     _evaluate(trained.parent, *words, "eval_batch_size=7", world_size=3)
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]
-    for name, value in expected[0]["all"].items():
+    metrics = _metrics(tmp_path / "out")
+    for name, value in expected[0].items():
         assert metrics[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
     with np.load(tmp_path / "out" / "all__outputs.npz") as outputs:
         assert set(outputs.files) == set(expected[1])
@@ -153,14 +158,12 @@ def test_rows_without_labels_count_nowhere_but_have_predictions(trained, tmp_pat
     np.save(data / "test" / "all__labels.npy", labels)
     arguments = (f"checkpoint={trained}", "data_path=data", "output_dir=out", "save_outputs=[preds]")
     _evaluate(tmp_path, *arguments, world_size=2)
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["all"]["count"] == 10
+    assert _metrics(tmp_path / "out")["count"] == 10
     assert len(np.load(tmp_path / "out" / "all__outputs.npz")["preds"]) == _TESTS
     labels[:] = 0
     np.save(data / "test" / "all__labels.npy", labels)
     _evaluate(tmp_path, *arguments)
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text())["all"] == {"count": 0}, (
-        "no count to divide by: nothing is reported, and nothing fails"
-    )
+    assert _metrics(tmp_path / "out") == {"count": 0}, "no count to divide by: nothing fails"
 
 
 def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_path):
@@ -188,7 +191,7 @@ def test_a_report_is_written_once_by_rank_0(trained, tmp_path):
     assert "built anew" not in finished.stderr
     page = (run / "report.html").read_text()
     assert finished.stdout.count(f"wrote {run / 'report.html'}") == 1
-    metrics = json.loads((run / "evaluation" / "step_20" / "metrics.json").read_text())["all"]
+    metrics = _metrics(run / "evaluation" / "step_20")
     assert f"{metrics['accuracy']:.3f}" in page
     [start] = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
     assert (start["step"], start["processes"], start["num_parameters"] > 0) == (0, 2, True)
@@ -211,10 +214,7 @@ def test_grids_of_several_checkpoints_have_equal_bytes_on_any_number_of_processe
         assert ours.read_bytes() == theirs.read_bytes(), ours
     names = {"measured.json", "metrics.json", "scaling.json", "scaling.svg"}
     assert {path.name for path in ours.parent.iterdir()} == names
-    before, metrics = (
-        json.loads((tmp_path / "alone" / f"run_step_{step}" / "metrics.json").read_text())["all"]
-        for step in (16, 20)
-    )
+    before, metrics = (_metrics(tmp_path / "alone" / f"run_step_{step}") for step in (16, 20))
     summary = json.loads((tmp_path / "shared" / "summary.json").read_text())["sets"]["all"]
     values = before["accuracy"], metrics["accuracy"]
     assert summary["accuracy"] == pytest.approx(sum(values) / 2)
@@ -235,23 +235,21 @@ def test_grids_of_several_checkpoints_have_equal_bytes_on_any_number_of_processe
 
 def test_arc_votes_are_logged_and_submitted(tmp_path):
     """On tiny tasks, and with few cycles."""
-    for subset, seed in (("training", 0), ("evaluation", 1)):
-        write_folder(tmp_path / "tasks" / subset, make_tasks(4, seed=seed))
-    build_arc(tmp_path / "data", "--source", tmp_path / "tasks", "--num-aug", 2, "--max-size", 8)
+    build_sets("arc", tmp_path / "data", "--generate", 5, "--num-aug", 2, "--max-size", 8)
     words = (*OVERRIDES, "data_path=data", "eval_interval=null", "epochs=2", "arch.halt_max_steps=2")
     words += ("checkpoint_path=run", "evaluators=[arc]", "arch.H_cycles=1", "arch.L_cycles=1")
     complete_program("pretrain", *words, folder=tmp_path, world_size=2, is_float64=True)
     line = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert {f"eval/all/{name}" for name in (*_PASSES, "arc/count")} <= line.keys()
-    assert line["eval/all/arc/count"] == 4
+    assert line["eval/all/arc/count"] == 5
     left = tmp_path / "run" / "evaluation" / f"step_{line['step']}"
     submission = json.loads((left / "submission.json").read_text())
-    assert len(submission) == 4
+    assert len(submission) == 5
     assert all({"attempt_1", "attempt_2"} == set(attempt) for task in submission.values() for attempt in task)
 
     words = ("checkpoint=run", "evaluators=[arc]")
     _evaluate(tmp_path, *words, "output_dir=alone")
-    evaluated = json.loads((tmp_path / "alone" / "metrics.json").read_text())["all"]
+    evaluated = _metrics(tmp_path / "alone")
     for name in _PASSES:
         assert evaluated[name] == pytest.approx(line[f"eval/all/{name}"])
         assert evaluated[f"{name}_low"] <= evaluated[name] <= evaluated[f"{name}_high"]

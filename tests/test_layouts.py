@@ -152,7 +152,6 @@ def _first_carry(runs: Runs) -> dict[str, dict]:
 def assert_equal_to_one(folder: Path, runs: Runs) -> None:
     """Trains the runs, those of one number of ranks together, and one process for each model and options."""
     alone = {f"one {name} {options}": (name, "one", options) for name, _, options in runs.values()}
-    alone = {run: (name, "one", options) for run, (name, _, options) in alone.items()}
     (expected,) = run_ranks(in_float64, 1, _train, folder, alone)
     for size in sorted({LAYOUTS[layout][0] for _, layout, _ in runs.values()}):
         chosen = {run: each for run, each in runs.items() if LAYOUTS[each[1]][0] == size}
