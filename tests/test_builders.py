@@ -1,6 +1,7 @@
 """What all builders share: the command alone decides what is in the folder, to the byte."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -53,10 +54,15 @@ def source(tmp_path) -> Path:
     return tmp_path
 
 
-def build(command: str, source: Path, folder: Path, *, seed: int = 5) -> dict[str, bytes]:
-    kind, *arguments = command.replace("SOURCE", str(source)).split()
-    build_dataset(kind, ["--output-dir", str(folder), *arguments, "--seed", str(seed)])
-    return files_of(folder)
+def words_of(command: str, source: Path, folder: Path, *, seed: int = 5) -> list[str]:
+    words = command.replace("SOURCE", str(source)).split()
+    return [*words, "--output-dir", str(folder), "--seed", str(seed)]
+
+
+def build(*arguments, **options) -> dict[str, bytes]:
+    kind, *words = words_of(*arguments, **options)
+    build_dataset(kind, words)
+    return files_of(arguments[-1])
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
@@ -72,11 +78,11 @@ def test_a_command_gives_the_recorded_bytes_and_another_seed_others(source, caps
 
 @pytest.mark.slow
 def test_same_command_same_bytes_in_another_process(source):
-    code = "import sys; from pathlib import Path; from tests.test_builders import _COMMANDS, build\n"
-    code += "for number, command in enumerate(_COMMANDS):\n"
-    code += "    build(command, Path(sys.argv[1]), Path(sys.argv[1], f'there_{number}'))"
-    environment = {**os.environ, "PYTHONHASHSEED": "1"}
-    subprocess.run([sys.executable, "-c", code, source], cwd=REPOSITORY, env=environment, check=True)
+    code = "import json, sys; from dataset.build import build_dataset\n"
+    code += "for kind, *words in json.load(sys.stdin): build_dataset(kind, words)"
+    given = [words_of(command, source, source / f"there_{n}") for n, command in enumerate(_COMMANDS)]
+    options = {"cwd": REPOSITORY, "env": {**os.environ, "PYTHONHASHSEED": "1"}, "check": True, "text": True}
+    subprocess.run([sys.executable, "-c", code], input=json.dumps(given), **options)
     for number, command in enumerate(_COMMANDS):
         assert build(command, source, source / f"here_{number}") == files_of(source / f"there_{number}"), (
             command
