@@ -67,32 +67,27 @@ class Pieces:
 class FlatParameters:
     """The flat buffers of some parameters: fixes the parameters' order, and owns weights and gradients.
 
-    The order is the reverse of registration, which is about the order in which a backward pass completes
-    gradients; parameters without weight decay come last, from a multiple of 1024 on. Every parameter starts
-    at a multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
+    The order is the reverse of registration, about that in which a backward pass completes gradients;
+    parameters without weight decay come last, from a multiple of 1024 on. Every parameter starts at a
+    multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
 
-    Ranks may divide the update (ZeRO-1, arXiv 1910.02054): each sharer updates the range `share`, and an
-    all-gather follows. The forward pass may read a narrower dtype than is updated (mixed precision, arXiv
-    1710.03740): float32 masters then exist only for the share, and the all-gather sends 2 bytes a weight.
-    Parameters outside of `spread` then stay float32, and every rank updates all of them.
+    Sharers divide the update (ZeRO-1, arXiv 1910.02054): each updates its range, `share`, and an all-gather
+    follows. In mixed precision (arXiv 1710.03740) the forward pass reads the parameters `spread` in
+    `compute_dtype`, and float32 masters exist only for the share; all other parameters stay float32, and
+    every rank updates all of them.
 
-    parameters: by name, in the order of the buffers; all of one dtype and on one device.
-    weights: [size] in `compute_dtype`; every spread parameter's data is a view of this buffer.
-    masters: the values that this rank updates; a view of `weights` where the dtypes are equal.
-    gradients: [size], initially zeros; [0] where the parameters need no gradient.
-    message: the memory of `gradients`, and behind them of `scalars`.
-    messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks in shared memory (`message` also
-    where only the ranks of one node share memory); None without `in_shared_memory`, or where the system
-    lacks it.
-    shares: the range of each sharer; the last ones may be short or empty. share: the range of this rank.
-    kept: the ranges that this rank updates: `share`, and all parameters that are not spread.
+    parameters: by name, in order. weights: [size], the memory of the parameters that sharers divide. masters:
+    the values that this rank updates; without mixed precision a view of `weights`. gradients: [size], the
+    memory of every `grad`, initially 0; [0] where the parameters need none. message: the memory of
+    `gradients`, and behind them of `scalars`. messages_of_ranks, weights_of_ranks: `message` and `weights` of
+    all ranks in shared memory, or None; on several nodes only `message` is shared. owned: {name: tensor or
+    shard that this rank updates}.
 
-    ranks: those that sum the gradients. sharers: those of `ranks` that divide the update; None: all of them
-    if they have shared memory, otherwise none, and every rank updates everything. scalar_names: of `scalars`.
+    named_parameters: all of one dtype and on one device. ranks: those that sum the gradients. sharers: of
+    these ranks; None: all where they share memory, otherwise none: every rank updates everything.
     undecayed: names of parameters without weight decay, perhaps of others too. unsplit: names of matrices
-    that one rank must update as a whole. spread: names of parameters in `compute_dtype` that sharers divide;
-    if compute_dtype is the parameters' own, all are. is_part: whether other ranks have other parameters of
-    the model (pipeline or tensor parallel). cuts: {name: which part of the model's weight a parameter is}.
+    that one rank must update as a whole. is_part: whether other ranks have other parameters of the model
+    (pipeline or tensor parallel). cuts: {name: which part of the model's weight a parameter is}.
     """
 
     def __init__(
@@ -150,12 +145,12 @@ class FlatParameters:
         if sharers is None:
             sharers = ALONE if self.weights_of_ranks is None else ranks
         self.sharers, self.is_mixed = sharers, dtype != first.dtype
-        self.shares = self._cut()
-        self.share = self.shares[sharers.index]
+        self._shares = self._cut()  # of all sharers; the last ones may be short or empty
+        self.share = self._shares[sharers.index]
         self._spread = {*spread} & self._ranges.keys() if self.is_mixed else {*self._ranges}
-        self.kept = self.around(self.share)
+        self._kept = self.around(self.share)  # the ranges that this rank updates
         if self.is_mixed:
-            self.masters = self.zeros(self.kept)
+            self.masters = self.zeros(self._kept)
         else:
             self.masters = Pieces([slice(0, self.size)], [self.weights])
         self.owned = self._take_over()
@@ -249,7 +244,7 @@ class FlatParameters:
             spans = (Span(part.start - begin, length),) if length else ()
             if cut := self.cuts.get(name):
                 spans, shape = cut.spans(slice(part.start - begin, part.stop - begin)), cut.shape
-            is_copy = share is self.share and self.ranks.index >= len(self.shares)
+            is_copy = share is self.share and self.ranks.index >= len(self._shares)
             tensor = pieces.at(part) if length else self.message[:0]
             shards[name] = Shard(tensor, spans, shape, is_copy=is_copy)
         return shards
@@ -285,7 +280,7 @@ class FlatParameters:
 
     def kept_of(self, names: Collection[str]) -> list[slice]:
         """Returns the ranges of these parameters, as far as this rank updates them."""
-        pairs = itertools.product(self.ranges(names), self.kept)
+        pairs = itertools.product(self.ranges(names), self._kept)
         common = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
         return [each for each in common if each.start < each.stop]
 
@@ -301,11 +296,11 @@ class FlatParameters:
         if self.weights_of_ranks is not None:
             self.weights_of_ranks.all_gather_(self.share)
         else:
-            self.sharers.all_gather_ranges_(self._padded, self.shares)
+            self.sharers.all_gather_ranges_(self._padded, self._shares)
 
     def average_shares(self) -> list[slice]:
         """Returns the range of weights that each rank averages: disjoint, and updated by the same rank."""
-        shares = self.shares if self.is_mixed else [slice(0, self.size)]
+        shares = self._shares if self.is_mixed else [slice(0, self.size)]
         number = self.ranks.size // len(shares)
         return [_cut_evenly(share, number)[copy] for copy in range(number) for share in shares]
 
