@@ -15,7 +15,7 @@ State = dict[str, Tensor]
 # Detached scalars by name: sums over slots of this rank.
 Sums = dict[str, Tensor]
 # Numbers by name that losses are divided by, over the global batch; "slots" is one of them.
-Counts = dict[str, "float | Tensor"]
+Divisors = dict[str, "float | Tensor"]
 # For each metric, the name of the sum that divides the sum of the same name. "slots": number of slots times
 # steps, in evaluation number of puzzles with a label. None: the sum is logged undivided.
 Metrics = dict[str, "str | None"]

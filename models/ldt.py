@@ -25,7 +25,7 @@ from models.carry import (
     NO_GUESS,
     Board,
     Carry,
-    Counts,
+    Divisors,
     Metrics,
     Reasoning,
     State,
@@ -314,18 +314,24 @@ class LDT(Network):
             "conflict_threshold": self.arch.eval_conflict_threshold,
         }
 
-    def counts(self, carry: Carry) -> Sums:
+    def divisors(self, carry: Carry) -> Sums:
         return {"digit_cells": digit_cells(carry.state).sum(), "bad": is_bad(carry.state).sum()}
 
     def losses(
-        self, before: Carry, output: StepOutput, *, counts: Counts, reasoning: Reasoning, draws: Draws | None
+        self,
+        before: Carry,
+        output: StepOutput,
+        *,
+        divisors: Divisors,
+        reasoning: Reasoning,
+        draws: Draws | None,
     ) -> tuple[Tensor, Sums]:
         """Returns the sum of three losses, each a mean over the loops, and the sums of the metrics.
 
         keep: weighted binary cross-entropy of all candidates. digit: cross-entropy of cells that are not
         given, on boards that still have the target. conflict: binary cross-entropy of "the target is lost".
         """
-        arch, state, slots = self.arch, before.state, counts["slots"]
+        arch, state, slots = self.arch, before.state, divisors["slots"]
         _, _, _, keep, digit, conflict = output.prediction
         target, bad, cells = state["target"], is_bad(state), digit_cells(state)
 
@@ -337,13 +343,13 @@ class LDT(Network):
         values = target.argmax(-1)[:, None, :, None].expand(-1, digit.shape[1], -1, 1)
         log_digit = digit.log_softmax(-1).gather(-1, values)[..., 0]
         digit_loss = -torch.where(cells[:, None], log_digit, 0).sum(-1).mean(1)
-        num_cells = torch.as_tensor(counts["digit_cells"], device=bad.device).clamp(min=1)
+        num_cells = torch.as_tensor(divisors["digit_cells"], device=bad.device).clamp(min=1)
 
         wanted = bad.to(keep.dtype)[:, None].expand_as(conflict)
         conflict_loss = F.binary_cross_entropy_with_logits(conflict, wanted, reduction="none").mean(1)
         weight = arch.conflict_weight
         if arch.balanced_conflict:
-            num_bad = torch.as_tensor(counts["bad"], device=bad.device)
+            num_bad = torch.as_tensor(divisors["bad"], device=bad.device)
             weight = weight / 2 * slots / torch.where(bad, num_bad, slots - num_bad)
         loss = keep_loss.sum() + arch.digit_weight * digit_loss.sum() * (slots / num_cells)
         loss = loss + (weight * conflict_loss).sum()

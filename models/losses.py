@@ -11,7 +11,7 @@ from torch import Tensor
 
 from config.architecture import LossConfig, NetworkConfig
 from dataset.format import IGNORE_LABEL_ID
-from models.carry import Carry, Counts, Metrics, Reasoning, StepOutput, Sums
+from models.carry import Carry, Divisors, Metrics, Reasoning, StepOutput, Sums
 from models.random import Draws
 
 
@@ -101,7 +101,13 @@ class TokenLosses:
         self.halt_exploration_prob = arch.halt_exploration_prob
 
     def losses(
-        self, before: Carry, output: StepOutput, *, counts: Counts, reasoning: Reasoning, draws: Draws | None
+        self,
+        before: Carry,
+        output: StepOutput,
+        *,
+        divisors: Divisors,
+        reasoning: Reasoning,
+        draws: Draws | None,
     ) -> tuple[Tensor, Sums]:
         """Returns lm_loss + halting_weight (q_halt_loss + q_continue_loss), and the sums of the metrics.
 

@@ -10,7 +10,7 @@ from config.architecture import ArchConfig
 from dataset.format import Metadata
 from dataset.loader import Batch
 from models.blocks import Level
-from models.carry import Board, Carry, Counts, Metrics, Prediction, Reasoning, State, StepOutput, Sums
+from models.carry import Board, Carry, Divisors, Metrics, Prediction, Reasoning, State, StepOutput, Sums
 from models.flops import flops
 from models.layers import Rotary, truncated_normal
 from models.random import Draws
@@ -209,17 +209,23 @@ class Network(nn.Module):
         """Returns constants as JSON values, by which a web page runs the search itself; None without one."""
         return None
 
-    def counts(self, carry: Carry) -> Sums:
+    def divisors(self, carry: Carry) -> Sums:
         """Returns divisors of losses besides `slots`, known before the forward pass, to sum over ranks."""
         return {}
 
     def losses(
-        self, before: Carry, output: StepOutput, *, counts: Counts, reasoning: Reasoning, draws: Draws | None
+        self,
+        before: Carry,
+        output: StepOutput,
+        *,
+        divisors: Divisors,
+        reasoning: Reasoning,
+        draws: Draws | None,
     ) -> tuple[Tensor, Sums]:
-        """Returns the loss summed over slots, to be divided by counts["slots"], and the sums of the metrics.
+        """Returns the loss summed over slots, to be divided by divisors["slots"], and sums of metrics.
 
-        before, output: input and output of the thinking step. counts: over the global batch. A term that is a
-        mean over another count must be multiplied by counts["slots"] / counts[name].
+        before, output: input and output of the thinking step. divisors: over the global batch. A term
+        that is a mean over another number must be multiplied by divisors["slots"] / divisors[name].
         """
         raise NotImplementedError
 

@@ -27,7 +27,7 @@ class _Losses(TokenLosses):
         return self.targets
 
     def of(self, output: StepOutput) -> tuple[torch.Tensor, Sums]:
-        return self.losses(None, output, counts={}, reasoning=None, draws=None)
+        return self.losses(None, output, divisors={}, reasoning=None, draws=None)
 
 
 def _output(seed: int = 0) -> StepOutput:

@@ -90,14 +90,14 @@ class Candidates(Network):
         strikes = (chance & (alive.sum(-1) > 1))[..., None] & torch.zeros_like(alive).scatter(-1, worst, True)
         return {"alive": alive & ~strikes}
 
-    def counts(self, carry: Carry) -> dict[str, Tensor]:
+    def divisors(self, carry: Carry) -> dict[str, Tensor]:
         return {"open": self._is_open(carry).sum()}
 
-    def losses(self, before: Carry, output: StepOutput, *, counts, reasoning, draws=None):
+    def losses(self, before: Carry, output: StepOutput, *, divisors, reasoning, draws=None):
         labels = before.data.labels.long().clamp(min=0)[..., None]
         each = -output.prediction.logits.log_softmax(-1).gather(-1, labels)[..., 0]
         loss = torch.where(self._is_open(before), each, 0).sum() * (
-            counts["slots"] / counts["open"].clamp(min=1)
+            divisors["slots"] / divisors["open"].clamp(min=1)
         )
         return loss, {"loss": loss.detach()}
 

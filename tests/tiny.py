@@ -116,8 +116,8 @@ def run_losses(
     draws = draws_of(len(batch.rows), **arrays) if arrays else draws
     before = model.refill(carry, batch, reasoning, draws)
     output = model(before, reasoning, draws)
-    counts = {"slots": len(batch.rows), **model.network.counts(before)}
-    options = {"counts": counts, "reasoning": reasoning, "draws": draws}
+    divisors = {"slots": len(batch.rows), **model.network.divisors(before)}
+    options = {"divisors": divisors, "reasoning": reasoning, "draws": draws}
     return output, functools.partial(model.network.losses, before, output, **options)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from config.schema import PretrainConfig
 from dataset.loader import Batch
-from models.carry import Carry, Counts, Reasoning, Sums
+from models.carry import Carry, Divisors, Reasoning, Sums
 from models.random import Draws
 from training.clock import StepClock
 from training.state import TrainState
@@ -47,11 +47,11 @@ def train_step(
     boards = state.model.refill(state.carry, batch, reasoning, draws)
     # Puzzle table by owner: fetch the rows of these slots. Table on every rank: count this rank's distinct
     # rows (not on CUDA); the largest count, sent with the gradients, decides which message is shorter.
-    # Counts divide losses: LDT's depend on the data and are summed over ranks; the number of slots is known.
+    # Divisors of losses: LDT's depend on the data and are summed over ranks; the number of slots is known.
     with clock.measure("sync"):
         state.table.prepare(boards.data.puzzle_identifiers)
-        counts = state.strategy.all_reduce_counts(state.model.network.counts(boards))
-    new_sums = forward_and_backward(state, boards, config, counts, reasoning, draws, is_asked_to_stop)
+        divisors = state.strategy.sum_divisors(state.model.network.divisors(boards))
+    new_sums = forward_and_backward(state, boards, config, divisors, reasoning, draws, is_asked_to_stop)
     grad_norm, result = update(state, config, rates, clock)
     # Metrics are sums over ranks, made when a row is logged. So a norm, which is equal on all ranks (with
     # local_steps: the mean over ranks is wanted), is divided by their number first.
@@ -103,15 +103,15 @@ def forward_and_backward(
     state: TrainState,
     boards: Carry,
     config: PretrainConfig,
-    counts: Counts,
+    divisors: Divisors,
     reasoning: Reasoning,
     draws: Draws,
     is_asked_to_stop: Callable[[], bool],
 ) -> Sums:
     """Accumulates this rank's gradients over micro-batches, and updates the carry; returns the metric sums.
 
-    counts: numbers that divide losses, of the global batch, or with local_steps of this rank's slots; the
-    gradients are of (sum of losses) / counts["slots"]. The last backward pass may already send gradients
+    divisors: numbers that divide losses, of the global batch, or with local_steps of this rank's slots; the
+    gradients are of (sum of losses) / divisors["slots"]. The last backward pass may already send gradients
     (`FlatSync` and DDP do, not so a mesh, shared memory or local steps), and with them the scalars (loss,
     request to stop), which therefore are added before.
     """
@@ -130,10 +130,10 @@ def forward_and_backward(
             # The model, or the wrapper of DistributedDataParallel around it; decides which slots halt.
             output = strategy.model(before, reasoning, own_draws)
             loss, new_sums = network.losses(
-                before, output, counts=counts, reasoning=reasoning, draws=own_draws
+                before, output, divisors=divisors, reasoning=reasoning, draws=own_draws
             )
             scalars.add(loss=loss.detach())
-            strategy.backward(loss / counts["slots"])  # a sum over slots: the mean of the global batch
+            strategy.backward(loss / divisors["slots"])  # a sum over slots: the mean of the global batch
         after.append(output.carry)
         sums = _add(sums, new_sums)
     # The same draws pick the same boards as in `refill`: each board returns to where it was in its slot.

@@ -1,6 +1,6 @@
 """How ranks that divide the batch train one model: by summing gradients in every step, or by local steps.
 
-A step calls `all_reduce_counts`, `start_step`, then `micro_batch` around each forward and backward pass,
+A step calls `sum_divisors`, `start_step`, then `micro_batch` around each forward and backward pass,
 `reduce_gradients`, and after the update `synchronize`.
 """
 
@@ -47,12 +47,12 @@ class Strategy:
         self._ranks = syncs[0].flat.ranks
         self.name, self.model, self._batch_size = syncs[0].name, syncs[0].model, batch_size
 
-    def all_reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Returns the divisors of the losses: `counts` summed over ranks (not with local steps), and "slots".
+    def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        """Returns the divisors of losses (summed over ranks unless steps are local), with "slots".
 
-        counts: this rank's `Network.counts`; if empty, no message is sent.
+        divisors: this rank's `Network.divisors`; if empty, no message is sent.
         """
-        return {"slots": self._batch_size, **counts}
+        return {"slots": self._batch_size, **divisors}
 
     def start_step(self) -> None:
         """Zeroes the gradients. From now until the last backward pass, `scalars` may be added to."""
@@ -105,11 +105,11 @@ class Strategy:
 class EveryStep(Strategy):
     """A strategy that sums gradients over ranks in every step; each rank updates all weights or a shard."""
 
-    def all_reduce_counts(self, counts: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        if counts:
-            sums = self._ranks.all_reduce_sum_(torch.stack([each.float() for each in counts.values()]))
-            counts = dict(zip(counts, sums.unbind(), strict=True))
-        return super().all_reduce_counts(counts)
+    def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
+        if divisors:
+            sums = self._ranks.all_reduce_sum_(torch.stack([each.float() for each in divisors.values()]))
+            divisors = dict(zip(divisors, sums.unbind(), strict=True))
+        return super().sum_divisors(divisors)
 
     def reduce_gradients(self, *, step: int) -> None:
         self._scalars, *_ = [sync.finish() for sync in self._syncs]

@@ -100,15 +100,15 @@ def replay(run: Path) -> Differences:
         boards_now = {name: each[rows] for name, each in state.items()}
         before = Carry(boards_now, ages[rows], torch.zeros(len(rows)).bool(), data)
         output = model.train()(before, reasoning, recorded)
-        counts = {"slots": len(rows), **network.counts(before)}
+        divisors = {"slots": len(rows), **network.divisors(before)}
         flat.gradients.zero_()
-        loss, sums = network.losses(before, output, counts=counts, reasoning=reasoning, draws=None)
+        loss, sums = network.losses(before, output, divisors=divisors, reasoning=reasoning, draws=None)
         (loss / len(rows)).backward()
 
         where = f"{run.name}, step {golden['step']}"
         found = {"loss": loss.detach() / len(rows), "grad_norm": flat.gradients.norm()}
         found |= {"bce_loss": sums["keep_loss"] / len(rows)}
-        found |= {"conflict_loss": sums["conflict_loss"] / len(rows), "digit_cells": counts["digit_cells"]}
+        found |= {"conflict_loss": sums["conflict_loss"] / len(rows), "digit_cells": divisors["digit_cells"]}
         found |= {"digit_loss": sums["digit_loss"] / max(golden["digit_cells"], 1)}
         for name, value in found.items():
             relative = 5e-4 if name == "grad_norm" else 1e-4
