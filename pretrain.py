@@ -81,7 +81,8 @@ def train(program: Program[PretrainConfig]) -> int:
     stopped = f"stopped: the same command goes on from here, with run_name={config.run_name};"
     outcome = stopped if is_stopped else "done:"
     log.info(f"{outcome} {schedule.describe(state.step)}")
-    # A stop by a signal ends torchrun too. The exit status tells an elastic torchrun to continue the run.
+    # After a stop by a signal, `end_torchrun` also ends a plain torchrun. An elastic one goes on with the
+    # machines that are left, which the exit status asks for.
     return end_torchrun() if is_stopped else 0
 
 
@@ -155,7 +156,7 @@ def run_steps(
                     state.check_replicas()
 
         # End: save, wait for the save, then write status and report, on rank 0. Checkpoints are closed before
-        # the status is written, so that a failed save leaves the old one; `with` closes again: no effect.
+        # the status is written: after a failed save the old status stays. `with` closes again: no effect.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # the last checkpoint may have much to write, W&B much to send
             checkpoints.save(state)

@@ -185,7 +185,7 @@ class Scores:
         return of_first
 
     def _are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Returns which answers obey the rules, bool [...], of [..., seq_len] each; None without rules."""
+        """Returns which answers obey the rules, bool [...]; None without rules. preds: [..., seq_len]."""
         if self._rules is None:
             return None
         flat = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (inputs, preds))

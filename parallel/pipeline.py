@@ -31,8 +31,9 @@ class Level(Protocol):
 class Ring:
     """The messages among the ranks of a pipeline, which all build a `Ring` and call levels together.
 
-    stages: these ranks, for messages from stage to stage. homes: the same ranks in a second group, for
-    messages from and to home: with NCCL, messages of two ranks in one group could deadlock.
+    stages: these ranks, for messages from stage to stage. homes: a second group of the same ranks, for
+    messages from and to home: in one group of NCCL, both kinds of messages between the same two ranks could
+    wait for each other.
     """
 
     def __init__(self, stages: Ranks, homes: Ranks):

@@ -46,7 +46,8 @@ def train_step(
     # boards, and a halted board starts on its row of `batch`.
     boards = state.model.refill(state.carry, batch, reasoning, draws)
     # Puzzle table by owner: fetch the rows of these slots. Table on every rank: count this rank's distinct
-    # rows (not on CUDA); the largest count, sent with the gradients, decides which message is shorter.
+    # rows (not on CUDA); the largest count of all ranks, which comes with the gradients, decides whether
+    # `table.reduce` sends one gradient for each slot or one sum for each distinct row.
     # Divisors of losses: LDT's depend on the data and are summed over ranks; the number of slots is known.
     with clock.measure("sync"):
         state.table.prepare(boards.data.puzzle_identifiers)
@@ -68,17 +69,17 @@ def update(
     its weights from its own gradients, and `synchronize` merges the weights every `local_steps` steps.
     grad_norm: of the dense weights alone, before clipping; puzzle embeddings move by signs of gradients.
     """
-    with clock.measure("sync"):  # sums gradients of weights and puzzle embeddings; not with local_steps
+    with clock.measure("sync"):  # sums gradients over ranks; with local_steps, takes this rank's own
         state.strategy.reduce_gradients(step=state.step)
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
     # Write the updated float32 weights into those of the forward pass: cast, and with shards all-gathered.
-    # With local_steps, where due, merge the weights of all ranks.
+    # With local_steps, where due, the weights of all ranks are merged before.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # The average of the dense weights takes in this step; with local_steps, at a merge, all steps since the
-    # last one. `state.table` itself averages the puzzle embeddings, each row before the row changes.
+    # Add the new dense weights to their average; with local_steps only at a merge, for all steps since the
+    # merge before. `state.table` itself averages the puzzle embeddings, each row before the row changes.
     state.average.update(result.averaged_steps)
     return grad_norm, result
 
@@ -110,10 +111,11 @@ def forward_and_backward(
 ) -> Sums:
     """Accumulates this rank's gradients over micro-batches, and updates the carry; returns the metric sums.
 
-    divisors: numbers that divide losses, of the global batch, or with local_steps of this rank's slots; the
-    gradients are of (sum of losses) / divisors["slots"]. The last backward pass may already send gradients
-    (`FlatSync` and DDP do, not so a mesh, shared memory or local steps), and with them the scalars (loss,
-    request to stop), which therefore are added before.
+    divisors: of the global batch, or with local_steps of this rank's slots. `Network.losses` returns a sum
+    over slots, in which a mean over another number than slots is scaled by divisors["slots"] / number; here
+    the sum is divided by divisors["slots"]. The last backward pass may already send gradients (`FlatSync` and
+    DDP do, not so a mesh, shared memory or local steps), and with them the scalars (loss, request to stop):
+    these are added before.
     """
     state.strategy.start_step()  # zeroes the gradients
     strategy, network, scalars = state.strategy, state.model.network, state.weights.scalars

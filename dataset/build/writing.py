@@ -138,7 +138,7 @@ def _write(
 
 @contextlib.contextmanager
 def _scratch_folder(goal: Path) -> Iterator[Path]:
-    """Yields a locked folder beside the goal; removes it later, and first what a killed attempt has left."""
+    """Yields a locked, empty folder beside the goal, even after a killed attempt; removes it at the end."""
     scratch = goal.with_name(f"{goal.name}.unfinished")
     if scratch.exists() and any(scratch.iterdir()) and not (scratch / _LOCK).exists():
         raise ValueError(f"{scratch} is in the way: move it elsewhere")
