@@ -168,6 +168,7 @@ def _fill_the_disk_for_a_while(run: Path, rank_with_full_disk: int) -> tuple[lis
     return names, [*failed, checkpoints.last_save_failed]
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_nothing(tmp_path):
     two = {"step_1", "step_2"}
     for full, results in enumerate(zip(*run_ranks(_fill_disks, 2, tmp_path), strict=True)):

@@ -86,8 +86,9 @@ def test_metrics_are_those_that_training_logged(trained, expected):
 def test_a_terminal_shows_how_far_it_is_and_how_good(trained, tmp_path):
     ours, its = os.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))  # rows and columns
-    words = ("checkpoint=run", f"output_dir={tmp_path}", "eval_batch_size=1", "halt_max_steps=999")
-    command = [sys.executable, REPOSITORY / "evaluate.py", *words, "device=cpu", "compile=false"]
+    words = ("checkpoint=run", f"output_dir={tmp_path}", "eval_batch_size=1", "halt_max_steps=400")
+    options = ("device=cpu", "compile=false", "cpu_threads=1")
+    command = [sys.executable, REPOSITORY / "evaluate.py", *words, *options]
     process = subprocess.Popen(command, cwd=trained.parent, stdout=subprocess.DEVNULL, stderr=its)
     os.close(its)
     shown = b""

@@ -30,6 +30,7 @@ def test_every_model_is_replayed():
     assert ldt.find_runs()
 
 
+@pytest.mark.slow
 def test_parity_is_printed(monkeypatch, capsys):
     """Every row, with its differences; a run that differs is named, with the number, and ends in status 1."""
     monkeypatch.setattr("sys.argv", ["golden"])
@@ -134,6 +135,7 @@ def test_a_public_checkpoint_may_be_wrapped_and_hold_more(tmp_path, name, wrappe
         assert all(torch.equal(loaded[key], value) for key, value in expected.items())
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_with_a_checkpoint_has_its_arch_by_one_word_or_by_those_of_the_refusal():
     with golden.published_checkpoint(golden.GOLDEN / "urm_a", 8) as checkpoint:
         with pytest.raises(ValueError, match="of another architecture") as refused:

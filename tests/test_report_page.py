@@ -101,6 +101,7 @@ def test_the_page_is_whole_and_small_and_asks_for_nothing(reported):
     assert not re.search(r'(fill|stroke): (?!none|var\(--)[^;"]', pictures)
 
 
+@pytest.mark.slow
 def test_hostile_names_are_only_text(reported, sudoku_folder, tmp_path):
     run, data = shutil.copytree(reported, tmp_path / "run"), shutil.copytree(sudoku_folder, tmp_path / "data")
     config = (run / "config.yaml").read_text()
@@ -261,6 +262,7 @@ def test_symbols_that_every_answer_keeps_are_given():
     assert clue_tokens(puzzles) == []
 
 
+@pytest.mark.slow
 def test_arc_grids_are_cropped_and_of_a_task_there_is_one_variant(tmp_path):
     tasks = {
         "abc": [([[1, 2, 3]], [[4], [5]]), ([[6]], [[7, 8]])],

@@ -138,6 +138,7 @@ def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
         run_search("lr=choice(1,2)", study="t")
 
 
+@pytest.mark.slow
 def test_the_page_of_a_study_shows_what_there_is(tmp_path, monkeypatch):
     """Of no trial, of one that has drawn nothing yet, and of some that are equally good."""
     words = (

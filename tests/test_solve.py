@@ -228,6 +228,7 @@ def _loss(model, question, identifier: int) -> float:
     return float(torch.nn.functional.cross_entropy(prediction.logits.transpose(1, 2), labels, ignore_index=0))
 
 
+@pytest.mark.slow
 def test_the_program_reads_files_and_standard_input(sudoku, program, tmp_path, monkeypatch):
     (tmp_path / "puzzle.txt").write_text(f"\ufeff{PUZZLE}")
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"\ufeff{PUZZLE}"))
