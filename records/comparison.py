@@ -4,7 +4,8 @@
 
 For each model: tunes the learning rate, trains several seeds, and evaluates them, also with more compute.
 records/comparison.yaml lists models and trainings. The folder keeps data and runs: the same command continues
-after an interruption. comparison.json, comparison.md and comparison.svg are there after each training.
+after an interruption. comparison.json, comparison.md and comparison.svg are there after each training. What
+comparison.json has is not trained again: it alone continues on another machine.
 """
 
 import parallel.environment  # noqa: F401
@@ -18,7 +19,7 @@ from typing import Any
 
 from benchmarks.harness import Parser, commit, cpu_name
 from config.compose import compose_overrides
-from config.reading import read_yaml
+from config.reading import read_json, read_yaml
 from config.schema import PretrainConfig
 from config.writing import write_json, write_text
 from evaluation.intervals import mean_and_deviation
@@ -54,15 +55,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def compare(plan: dict[str, Any], folder: Path) -> None:
     """Runs all trainings of the plan that are not done yet, and writes the results after each."""
-    results: list[dict[str, Any]] = []
+    done = read_json(folder / _JSON) if (folder / _JSON).exists() else {"rates": {}, "results": []}
+    rates, results = done["rates"], done["results"]
     for training in plan["trainings"]:
+        title = f"{training['rung']}, {training['petaflops']:g} PF"
         for name in plan["models"]:
-            lr = tune(plan, name, folder)
+            if name not in rates:
+                rates[name] = tune(plan, name, folder)
             for seed in training["seeds"]:
-                rerun = build_rerun(plan, name, training, folder, f"lr={lr}")
-                row = train(rerun, seed) | {"model": name, "lr": lr}
-                results.append(row | {"training": f"{training['rung']}, {training['petaflops']:g} PF"})
-                write_results(results, folder)
+                key = {"training": title, "model": name, "seed": seed}
+                if any(key.items() <= row.items() for row in results):
+                    continue
+                rerun = build_rerun(plan, name, training, folder, f"lr={rates[name]}")
+                results.append(train(rerun, seed) | key | {"lr": rates[name]})
+                write_results(rates, results, folder)
                 print("{training}, {model}, seed {seed}: {accuracies}".format(**results[-1]), flush=True)
 
 
@@ -113,8 +119,8 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     }
 
 
-def write_results(results: Sequence[dict[str, Any]], folder: Path) -> None:
-    write_json(folder / _JSON, {"cpu": cpu_name(), "commit": commit(), "results": results})
+def write_results(rates: dict[str, float], results: Sequence[dict[str, Any]], folder: Path) -> None:
+    write_json(folder / _JSON, {"cpu": cpu_name(), "commit": commit(), "rates": rates, "results": results})
     text, panels = f"# Models at equal training operations\n\n![{_TITLE}]({_PICTURE})\n", []
     models = dict.fromkeys(row["model"] for row in results)
     roles = {name: f"series{number}" for number, name in enumerate(models, 1)}
