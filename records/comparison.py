@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def compare(plan: dict[str, Any], folder: Path) -> None:
     """Runs all trainings of the plan that are not done yet, and writes the results after each."""
-    done = read_json(folder / _JSON) if (folder / _JSON).exists() else {"rates": {}, "results": []}
-    rates, results = done["rates"], done["results"]
+    results = read_json(folder / _JSON)["results"] if (folder / _JSON).exists() else []
+    rates = {row["model"]: row["lr"] for row in results}
     for training in plan["trainings"]:
         title = f"{training['rung']}, {training['petaflops']:g} PF"
         for name in plan["models"]:
@@ -68,7 +68,7 @@ def compare(plan: dict[str, Any], folder: Path) -> None:
                     continue
                 rerun = build_rerun(plan, name, training, folder, f"lr={rates[name]}")
                 results.append(train(rerun, seed) | key | {"lr": rates[name]})
-                write_results(rates, results, folder)
+                write_results(results, folder)
                 print("{training}, {model}, seed {seed}: {accuracies}".format(**results[-1]), flush=True)
 
 
@@ -119,8 +119,8 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     }
 
 
-def write_results(rates: dict[str, float], results: Sequence[dict[str, Any]], folder: Path) -> None:
-    write_json(folder / _JSON, {"cpu": cpu_name(), "commit": commit(), "rates": rates, "results": results})
+def write_results(results: Sequence[dict[str, Any]], folder: Path) -> None:
+    write_json(folder / _JSON, {"cpu": cpu_name(), "commit": commit(), "results": results})
     text, panels = f"# Models at equal training operations\n\n![{_TITLE}]({_PICTURE})\n", []
     models = dict.fromkeys(row["model"] for row in results)
     roles = {name: f"series{number}" for number, name in enumerate(models, 1)}
