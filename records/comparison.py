@@ -4,8 +4,8 @@
 
 For each model: tunes the learning rate, trains several seeds, and evaluates them, also with more compute.
 records/comparison.yaml lists models and trainings. The folder keeps data and runs: the same command continues
-after an interruption. comparison.json, comparison.md and comparison.svg are there after each training. What
-comparison.json has is not trained again: it alone continues on another machine.
+after an interruption. comparison.json, README.md and comparison.svg are there after each training. What
+comparison.json has is not trained again: it alone, as that of records/comparison/, continues elsewhere.
 """
 
 import parallel.environment  # noqa: F401
@@ -31,8 +31,20 @@ from report.run import read_run
 from training.data import open_data
 
 _PLAN = Path(__file__).with_name("comparison.yaml")
-_JSON, _PAGE, _PICTURE = "comparison.json", "comparison.md", "comparison.svg"
+_JSON, _PAGE, _PICTURE = "comparison.json", "README.md", "comparison.svg"
 _TITLE = "accuracy over GFLOP of an answer"
+_HEAD = """# Models at equal training operations
+
+![{title}]({picture})
+
+Each model is trained with equally many operations (PF: 1e15), on puzzles of a rung of the records, and
+answers 1000 others. Accuracy: every cell is right; of several seeds the mean, +- their standard deviation.
+lr: the better of two on held-out training puzzles of `{rung}` ({petaflops:g} PF, one seed). Thinking longer:
+with four times the steps, of LDT, which searches, with four chains; the right end of a line in the picture.
+Processor-hours: training and evaluation, beside other load.
+
+    python -m records.comparison --folder checkpoints/comparison
+"""
 _COLUMNS = {  # {column of the page: function of the results of a model's seeds}
     "model": lambda rows: rows[0]["model"],
     "parameters": lambda rows: f"{rows[0]['parameters']:,}",
@@ -68,7 +80,7 @@ def compare(plan: dict[str, Any], folder: Path) -> None:
                     continue
                 rerun = build_rerun(plan, name, training, folder, f"lr={rates[name]}")
                 results.append(train(rerun, seed) | key | {"lr": rates[name]})
-                write_results(results, folder)
+                write_results(plan, results, folder)
                 print("{training}, {model}, seed {seed}: {accuracies}".format(**results[-1]), flush=True)
 
 
@@ -119,9 +131,9 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     }
 
 
-def write_results(results: Sequence[dict[str, Any]], folder: Path) -> None:
+def write_results(plan: dict[str, Any], results: Sequence[dict[str, Any]], folder: Path) -> None:
     write_json(folder / _JSON, {"cpu": cpu_name(), "commit": commit(), "results": results})
-    text, panels = f"# Models at equal training operations\n\n![{_TITLE}]({_PICTURE})\n", []
+    text, panels = _HEAD.format(title=_TITLE, picture=_PICTURE, **plan["tuning"]), []
     models = dict.fromkeys(row["model"] for row in results)
     roles = {name: f"series{number}" for number, name in enumerate(models, 1)}
     for training in dict.fromkeys(row["training"] for row in results):

@@ -210,7 +210,7 @@ def test_models_are_compared_at_equal_operations(tmp_path, monkeypatch):
     assert (row["model"], row["seed"], row["lr"]) == ("a & b", 2, 1e-3)
     assert row["petaflops"] == pytest.approx(2e-5, rel=0.05)
     assert row["gigaflops"] == pytest.approx([row["gigaflops"][1] / 2, row["gigaflops"][1]])
-    assert f"| a & b | {row['parameters']:,} | 0.001 |" in (tmp_path / "comparison.md").read_text()
+    assert f"| a & b | {row['parameters']:,} | 0.001 |" in (tmp_path / "README.md").read_text()
     assert "demo, 2e-05 PF" in (tmp_path / "comparison.svg").read_text()
     shutil.rmtree(tmp_path / "demo")  # as on another machine
     monkeypatch.setattr(seeds, "_run", None)  # nothing is run again
