@@ -236,7 +236,7 @@ class RankSums:
 
     Adding never waits for the device. Sums are float64 (float32 on mps).
 
-    names: of all scalars that may be added. ranks: those that divide the batch. steps: calls of `add` so far.
+    names: of the scalars that are summed. ranks: those that divide the batch. steps: calls of `add` so far.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, ranks: Ranks):
@@ -247,7 +247,10 @@ class RankSums:
         self.steps = 0
 
     def add(self, scalars: dict[str, Tensor]) -> None:
-        """Adds the scalars of a step: the same names on every rank, all or some of `names`."""
+        """Adds the scalars of a step: the same names on every rank.
+
+        Ignores those that are not in `names`, as in an evaluation those of training alone.
+        """
         zero = self._sums.new_zeros(())
         self._sums += torch.stack([scalars.get(name, zero).to(self._sums.dtype) for name in self._names])
         self._present.update(scalars)
