@@ -15,7 +15,8 @@ from report.page import duration
 
 BEGIN, END = "<!-- records: python -m records --table -->", "<!-- end of records -->"
 
-_README_RUNGS = ("demo", "sudoku_extreme_search", "maze_15x15", "arc_mini")  # records/README.md has all
+# records/README.md has all rungs.
+_README_RUNGS = ("demo", "sudoku_extreme_search", "maze_15x15", "maze_30x30", "arc_mini")
 _CURVES_OF, _PICTURE = "sudoku_9x9_medium", "docs/curve.svg"  # shown in README.md
 _COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "processor-hours", "PF")
 _COLUMNS += ("thinking longer", "made by")

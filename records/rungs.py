@@ -88,7 +88,7 @@ _RUNGS = (
          "maze --size 10 --generate 8000 --num-test 1000 --perfect --aug", 0.95, 10 * _MINUTE, *_MAZE),
     Rung("maze_15x15", "15x15 mazes without loops, path of 50 cells or more",
          "maze --size 15 --generate 8000 --num-test 1000 --perfect --aug", 0.90, 30 * _MINUTE, *_MAZE),
-    Rung("maze_15x15_search", "the same, searched (LDT)",
+    Rung("maze_15x15_search", "mazes of maze_15x15, searched (LDT)",
          "maze --size 15 --generate 8000 --num-test 1000 --perfect --aug", 0.90, 2 * _HOUR,
          "samples=[1,4] decision_cell=fewest", _MAZE[1], judge="samples=16 decision_cell=fewest"),
     Rung("maze_30x30", "Maze-Hard, 1000 training mazes of 30x30, after smaller ones",
