@@ -19,6 +19,7 @@ SOLVED = {
     "sudoku_6x6": (f"sudoku --box 2x3 {_NEW}", 200),
     "sudoku_9x9": (f"sudoku {_NEW}", 175),
     "maze_15x15": (f"maze --size 15 --perfect {_NEW}", 200),
+    "maze_30x30": ("maze --size 30 --generate 1 --num-test 50 --seed 7", 37),
     "arc_mini": ("arc --generate 40 --max-size 8 --dihedral", 302),  # the tasks that it was trained on
 }
 QUICK = ("demo", "sudoku_6x6")
