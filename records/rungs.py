@@ -57,6 +57,7 @@ class Rung:
 
 _SAMPLES = "halt_max_steps=[16,32] samples=[1,4] noise=0.3"
 _MAZE, _ARC = ("halt_max_steps=[8,16]", "maze/shortest_accuracy"), ("halt_max_steps=[4,8]", "arc/pass@2")
+_MAZE_15 = "maze --size 15 --generate 8000 --num-test 1000 --perfect --aug"
 _SEARCH = "samples=32 decision_cell=fewest"
 _HARDEST = "9x9 Sudoku of the hardest kind"
 _MINUTE, _HOUR = 60, 3600
@@ -87,9 +88,9 @@ _RUNGS = (
     Rung("maze_10x10", "10x10 mazes without loops, path of 30 cells or more",
          "maze --size 10 --generate 8000 --num-test 1000 --perfect --aug", 0.95, 10 * _MINUTE, *_MAZE),
     Rung("maze_15x15", "15x15 mazes without loops, path of 50 cells or more",
-         "maze --size 15 --generate 8000 --num-test 1000 --perfect --aug", 0.90, 30 * _MINUTE, *_MAZE),
+         _MAZE_15, 0.90, 30 * _MINUTE, *_MAZE),
     Rung("maze_15x15_search", "mazes of maze_15x15, searched (LDT)",
-         "maze --size 15 --generate 8000 --num-test 1000 --perfect --aug", 0.90, 2 * _HOUR,
+         _MAZE_15, 0.90, 2 * _HOUR,
          "samples=[1,4] decision_cell=fewest", _MAZE[1], judge="samples=16 decision_cell=fewest"),
     Rung("maze_30x30", "Maze-Hard, 1000 training mazes of 30x30, after smaller ones",
          "maze --source {source}", 0.85, 2 * _HOUR, "halt_max_steps=[16,32]", "maze/shortest_accuracy",
