@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import timer
 
-from benchmarks.harness import benchmark_parser, cells, measurement, parse, positive, print_report, ratio
+from benchmarks.harness import (
+    benchmark_parser,
+    cells,
+    measurement,
+    parse,
+    positive,
+    print_report,
+    ratio,
+    run_main,
+)
 from benchmarks.worlds import TINY, Trainer
 from parallel.process_group import choose_device, set_cpu_threads
 from training.checkpoints import CheckpointManager
@@ -96,4 +105,4 @@ def _tensors(trainer: Trainer) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

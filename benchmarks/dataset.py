@@ -18,12 +18,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.harness import benchmark_parser, cells, measurement, parse, print_report
+from benchmarks.harness import benchmark_parser, cells, measurement, parse, print_report, run_main
 from dataset.build import build_dataset
 from dataset.format import open_dataset
 from dataset.loader import PuzzleDataset, read_batches
 from dataset.plan import Stage, TrainPlan
-from parallel.process_group import choose_device
+from parallel.process_group import choose_device, set_cpu_threads
 
 _BATCH_SIZE = 768
 _BATCHES_PER_ROUND = {"arc": 40, "sudoku": 400}
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = "of the builder of ARC, with the subsets training and evaluation; default: generated tasks"
     parser.add_argument("--source", metavar="PATH", help=source)
     options = parse(parser, argv)
-    torch.set_num_threads(1)
+    set_cpu_threads(options.threads)
     device = choose_device(options.device)
     tasks = (
         ["--source", options.source] if options.source else ["--generate", "20" if options.quick else "800"]
@@ -96,4 +96,4 @@ def _read(folder: Path, rounds: int, device: torch.device, *, num_batches: int) 
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -12,7 +12,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness import benchmark_parser, cells, measurement, parse, print_report, ratio, run_program
+from benchmarks.harness import (
+    benchmark_parser,
+    cells,
+    measurement,
+    parse,
+    print_report,
+    ratio,
+    run_main,
+    run_program,
+)
+from benchmarks.worlds import TINY
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
@@ -24,13 +34,6 @@ _TRAINING = (
     "eval_interval=null",
     "sanity_check=false",
     "epochs=3",
-)
-_QUICK = (
-    "arch.hidden_size=32",
-    "arch.num_heads=2",
-    "arch.H_layers=1",
-    "arch.L_layers=1",
-    "arch.halt_max_steps=4",
 )
 
 
@@ -85,9 +88,9 @@ def _train(folder: Path, *, is_quick: bool) -> Path:
         "-m", "dataset.build", "sudoku", "--output-dir", folder / "data", "--box", "2x2", "--generate", count
     )
     paths = (f"data_path={folder / 'data'}", f"checkpoint_path={folder / 'run'}")
-    run_program("pretrain.py", *_TRAINING, *(_QUICK if is_quick else ()), *paths)
+    run_program("pretrain.py", *_TRAINING, *(TINY if is_quick else ()), *paths)
     return folder / "run"
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

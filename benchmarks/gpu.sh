@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only a GPU can show, the most important first: for a machine with a CUDA device and requirements.txt.
+# What only a GPU can show, the most important first: for a machine with a CUDA device, after `make setup`.
 # What fails does not stop the rest; the status is 1 then.
 #
 #     benchmarks/gpu.sh checkpoints/gpu 2>&1 | tee gpu.txt          DEVICE=cpu QUICK=--quick: to see that it works

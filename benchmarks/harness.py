@@ -7,10 +7,11 @@ import json
 import os
 import platform
 import resource
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from torch.utils.benchmark import Measurement, TaskSpec
 
 from parallel import log
 from parallel.launch import REPOSITORY
+from parallel.signals import stop_signals
 
 BUSY_CORES = 0.1  # if other programs keep more cores busy, times are only estimates
 _USAGE_STATUS = 2  # as argparse
@@ -38,6 +40,16 @@ def fail(reason: object, *, status: int = 1) -> NoReturn:
     """Prints the reason as one line, and exits with the status."""
     log.error(reason)
     sys.exit(status)
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Calls a program's main function; an OSError or ValueError ends it with one line, a signal as Ctrl-C."""
+    for number in {*stop_signals()} - {signal.SIGINT}:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        fail(error)
 
 
 def positive(text: str) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.harness import benchmark_parser, cells, measurement, parse, print_report, ratio
+from benchmarks.harness import benchmark_parser, cells, measurement, parse, print_report, ratio, run_main
 from benchmarks.worlds import TINY, Trainer, World, take_turns
 
 _EMA_RATE = 0.999
@@ -128,4 +128,4 @@ class _Updates:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

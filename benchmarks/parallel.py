@@ -40,6 +40,7 @@ from benchmarks.harness import (
     positive,
     print_report,
     ratio,
+    run_main,
 )
 from benchmarks.layouts import measure_layout
 from benchmarks.worlds import TINY, Trainer, World, take_turns, timed
@@ -85,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error("--at-least is for the ranks that torchrun starts")
     if options.line and options.questions != ["exchange"]:
         parser.error("--line is for the question exchange alone")
-    for question in options.questions or _QUESTIONS:
+    questions = options.questions or list(_QUESTIONS)
+    if len(options.processes or []) > 1 and {"exchange", "layout"} & {*questions}:
+        parser.error("several --processes are for the questions scaling and memory")
+    for question in questions:
         _QUESTIONS[question](options)
 
 
@@ -295,7 +299,7 @@ def measure_memory(options: argparse.Namespace) -> None:
     rows, result = [], {}
     for count in sorted(set(options.processes or [1, 2]) | {1}):
         for setting, overrides in _MEMORY.items():
-            if count == 1 and "sharding" in setting or setting == "both" and count == 1:
+            if count == 1 and setting not in ("", "activation_checkpointing=block"):
                 continue
             with World(options, _Memory, options, overrides, processes=count) as world:
                 ranks = world.call("kept")
@@ -324,4 +328,4 @@ _QUESTIONS: dict[str, Any] = {
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

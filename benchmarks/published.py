@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.worlds import TOTAL_STEPS
 from dataset.format import IGNORE_LABEL_ID, Metadata
-from optimizers.learning_rate import scheduled_lr
+from optimizers.learning_rate import learning_rates
 
 
 # --------------------------------------------------------------------------------------------------- network
@@ -260,11 +261,10 @@ class PublishedTrainer:
         weights: dict[str, Tensor],
         *,
         device: torch.device,
-        total_steps: int = 10**6,
         compile_whole: bool = False,
         flash_attention: bool = False,
     ):
-        self.config, self.device, self.num_steps, self._total_steps = config, device, 0, total_steps
+        self.config, self.device, self.num_steps = config, device, 0
         self.network = Network(
             config.arch, metadata, batch_size=config.global_batch_size, flash_attention=flash_attention
         )
@@ -280,19 +280,11 @@ class PublishedTrainer:
         self.num_steps += 1
         self.carry, loss, sums = self.model(self.carry, batch)
         (1 / self.config.global_batch_size * loss).backward()
-        self._update_table_(self._rate(self.config.puzzle_emb_lr))
-        self._update_weights_(self._rate(self.config.lr))
+        rates = learning_rates(self.config, self.num_steps, total_steps=TOTAL_STEPS)
+        self._update_table_(rates["puzzle_emb_lr"])
+        self._update_weights_(rates["lr"])
         names = sorted(sums)
         return dict(zip(names, torch.stack([sums[name] for name in names]).cpu().tolist(), strict=True))
-
-    def _rate(self, base: float) -> float:
-        return scheduled_lr(
-            self.num_steps,
-            base=base,
-            warmup_steps=self.config.lr_warmup_steps,
-            total_steps=self._total_steps,
-            min_ratio=self.config.lr_min_ratio,
-        )
 
     @torch.no_grad()
     def _update_weights_(self, lr: float) -> None:

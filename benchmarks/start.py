@@ -33,6 +33,7 @@ from benchmarks.harness import (
     program,
     program_environment,
     ratio,
+    run_main,
 )
 from dataset.build import build_dataset
 
@@ -47,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="default: %(default)s")
     parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout of this repository")
     options = parse(parser, argv)
+    if options.threads == "auto":
+        parser.error("--threads must be an integer from 1 here: processes are compared")
     trees = {"": REPOSITORY} | ({"beside ": options.beside.absolute()} if options.beside else {})
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -111,4 +114,4 @@ def _seconds_of_run(
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

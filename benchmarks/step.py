@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils.benchmark import Timer, timer
 
-from benchmarks.harness import benchmark_parser, cells, parse, positive, print_report, ratio
+from benchmarks.harness import benchmark_parser, cells, parse, positive, print_report, ratio, run_main
 from benchmarks.published import PublishedTrainer
 from benchmarks.worlds import Trainer, World, spread_slots_, take_turns
 from training.clock import peak_memory_bytes
@@ -202,4 +202,4 @@ def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[l
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -33,6 +33,7 @@ from training.state import build_first_state
 from training.step import train_step
 from training.strategy import StepResult
 
+TOTAL_STEPS = 10**6  # of the learning rate: more than any benchmark makes
 TINY = ("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1")
 _POLL_SECONDS = 1.0
 _CLONE_NEWNET = 0x40000000  # of Linux's sched.h
@@ -183,7 +184,6 @@ class Trainer:
         rows: int = 1000,
         seq_len: int = 81,
         compiles: bool = False,
-        total_steps: int = 10**6,
         keeps_memory: bool = True,
     ):
         if keeps_memory:
@@ -192,17 +192,17 @@ class Trainer:
         words.append(f"compile={str(compiles).lower()}")
         self.config = compose_overrides(PretrainConfig, [*words, *overrides])
         self.metadata = metadata(rows=rows, seq_len=seq_len)
-        options = {"device": device, "total_steps": total_steps}
+        options = {"device": device, "total_steps": TOTAL_STEPS}
         self.state = build_first_state(self.config, self.metadata, **options)
         self.state.model.train()
         spread_slots_(self.state.carry, halt_max_steps=self.config.arch.halt_max_steps)
         count, first = len(self.state.slots), 4 * self.state.ranks.index
         self.batches = [random_batch(count, self.metadata, seed=first + number) for number in range(4)]
-        self._device, self._clock, self._total_steps = device, StepClock(device), total_steps
+        self._device, self._clock = device, StepClock(device)
 
     def step(self) -> StepResult:
         batch = self.batches[self.state.step % len(self.batches)].to(self._device)
-        rates = learning_rates(self.config, self.state.step + 1, total_steps=self._total_steps)
+        rates = learning_rates(self.config, self.state.step + 1, total_steps=TOTAL_STEPS)
         return train_step(self.state, batch, config=self.config, rates=rates, clock=self._clock)
 
     def update_weights(self) -> None:

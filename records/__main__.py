@@ -19,8 +19,6 @@ import dataclasses
 import json
 import math
 import os
-import signal
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,10 +26,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import BUSY_CORES, Parser, commit, cpu_name, fail, positive
+from benchmarks.harness import BUSY_CORES, Parser, commit, cpu_name, positive, run_main
 from config.writing import write_text
 from evaluation.intervals import goal_p, mean_and_deviation, mean_interval
-from parallel.signals import stop_signals
 from records.page import pages
 from records.record import write_record
 from records.rungs import RUNGS, Rung
@@ -65,12 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _write_pages() -> None:
-    try:
-        for path, content in pages().items():
-            write_text(path, content)
-            print(f"wrote {path}")
-    except (OSError, ValueError) as error:
-        fail(error)
+    for path, content in pages().items():
+        write_text(path, content)
+        print(f"wrote {path}")
 
 
 def _read(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -185,6 +179,4 @@ def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for number in {*stop_signals()} - {signal.SIGINT}:  # as Ctrl-C: the training stops and saves
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    main()
+    run_main(main)

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.harness import Parser, commit, cpu_name
+from benchmarks.harness import Parser, commit, cpu_name, run_main
 from config.compose import compose_overrides
 from config.reading import read_json, read_yaml
 from config.schema import PretrainConfig
@@ -40,7 +40,8 @@ _HEAD = """# Models at equal training operations
 Each model is trained with equally many operations (PF: 1e15), on puzzles of a rung of the records, and
 answers 1000 others. Accuracy: every cell is right; of several seeds the mean, +- their standard deviation.
 lr: the better of two on held-out training puzzles of `{rung}` ({petaflops:g} PF, one seed). Thinking longer:
-with four times the steps, of LDT, which searches, with four chains; the right end of a line in the picture.
+with four times the steps; LDT, which searches, with four chains of 40 rounds instead of one of 30, guessing
+at a cell of the fewest candidates; the right end of a line in the picture.
 Processor-hours: training and evaluation, beside other load.
 
     python -m records.comparison --folder checkpoints/comparison
@@ -122,12 +123,12 @@ def build_rerun(
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     """Trains a model with a seed, and evaluates it, also with more thinking; returns accuracies and costs."""
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
-    run, steps = read_run(rerun.run_folder(seed)), final_evaluation(rerun.rows(seed, data_seconds=0), "steps")
-    each = run.starts[-1]["gigaflops_per_step"]
+    trained = read_run(rerun.run_folder(seed))
+    steps, each = final_evaluation(trained.rows, "steps"), trained.starts[-1]["gigaflops_per_step"]
     return found | {
-        "parameters": run.num_parameters,
+        "parameters": trained.num_parameters,
         "accuracies": [found["exact_accuracy"], longer["exact_accuracy"]],
-        "gigaflops": [each * steps, each * longer["steps"] * longer["samples"]],
+        "gigaflops": [each * steps, each * longer["calls"]],
     }
 
 
@@ -162,4 +163,4 @@ def _mean(values: Iterable[float]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -26,7 +26,7 @@ class Rung:
                evaluation of the training counts; {data} and {more_data} are filled in
     test_time  arguments of evaluate.py for more test-time compute, outside the seconds; filled in as `judge`
     metric     of the final evaluation, mean over test sets
-    processes, threads  number of processes of torchrun, and of threads in each
+    processes  of torchrun, with one thread each
     """
 
     name: str
@@ -37,7 +37,6 @@ class Rung:
     test_time: str
     metric: str = "exact_accuracy"
     processes: int = 2
-    threads: int = 1
     also: str = ""
     judge: str = ""
     trainings: tuple[str, ...] = ("experiment={name} " + _SEEDED,)

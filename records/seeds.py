@@ -5,7 +5,6 @@ folder holds one rung: `data/`, and for each seed `seed_<n>/` with the run folde
 clock, with the time of each row of metrics.jsonl. Of several trainings the earlier are in `training_<m>/`.
 """
 
-import os
 import resource
 import shlex
 import statistics
@@ -59,7 +58,7 @@ class Rerun:
             self.folder.mkdir(parents=True, exist_ok=True)
             clock = Clock(self._data_clock)
             for command in commands:
-                _run(program(*command), clock, log=self.folder / "data.txt", threads=1)
+                _run(program(*command), clock, log=self.folder / "data.txt")
             write_json(made, {"command": sum(commands, []), "seconds": clock.seconds})
         built = read_json(made)
         if built["command"] != sum(commands, []):
@@ -82,7 +81,7 @@ class Rerun:
             max_steps = compose_overrides(PretrainConfig, recipe).max_steps
             if not has_ended(run, max_steps=max_steps):
                 command = program("pretrain.py", *recipe, processes=rung.processes)
-                _run(command, clocks[-1], log=folder / "log.txt", threads=rung.threads)
+                _run(command, clocks[-1], log=folder / "log.txt")
                 if not has_ended(run, max_steps=max_steps):
                     fail(f"seed {seed} was stopped before its end: the same command goes on with --folder")
             petaflops.append(read_run(run).petaflops)
@@ -107,7 +106,6 @@ class Rerun:
             "petaflops": sum(petaflops),
             "steps": rows[-1]["step"],
             "interruptions": sum(each.starts - 1 for each in clocks[1:]),
-            "load_at_start": clocks[1].load_at_start,
             "other_cores": max(others, default=None),
         }
 
@@ -124,8 +122,9 @@ class Rerun:
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
         """Evaluates a trained seed with more test-time compute, as the rung's `test_time` says, once.
 
-        Returns a dict for each setting: `steps`, `samples`, and accuracies, means over test sets, with the
-        first way to select. The last setting, with most steps and samples, also has the rung's metric.
+        Returns a dict for each setting: `steps`, `samples`, and means over test sets, with the first way to
+        select: accuracies, and `calls` of the network for a puzzle. The last setting, with most steps and
+        samples, also has the rung's metric.
         """
         rung, folder = self.rung, self.run_folder(seed).parent / "test_time"
         metrics = self._evaluate(seed, rung.test_time, folder, Clock(folder.with_suffix(".clock.json")))
@@ -133,7 +132,7 @@ class Rerun:
         settings = []
         for of_sets in zip(*(each["corners"] for each in sets), strict=True):
             shares = [next(iter(each["ways"].values())) for each in of_sets]
-            names = [name for name in ("exact_accuracy", "valid_accuracy") if name in shares[0]]
+            names = [name for name in ("exact_accuracy", "valid_accuracy", "calls") if name in shares[0]]
             means = {name: statistics.fmean(share[name] for share in shares) for name in names}
             settings.append({name: of_sets[0][name] for name in ("steps", "samples")} | means)
         settings[-1][rung.metric] = statistics.fmean(of_set[rung.metric] for of_set in metrics)
@@ -151,7 +150,7 @@ class Rerun:
             evaluator, slash, _ = self.rung.metric.rpartition("/")
             asked += [f"evaluators=[{evaluator}]"] if slash else []
             command = program("evaluate.py", *asked, processes=self.rung.processes)
-            _run(command, clock, log=folder.with_suffix(".txt"), threads=self.rung.threads)
+            _run(command, clock, log=folder.with_suffix(".txt"))
         return list(read_json(folder / EVALUATION_FILE).values())
 
     @property
@@ -184,7 +183,7 @@ def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float
     return None
 
 
-def _run(command: list[str], clock: "Clock", *, log: Path, threads: int) -> None:
+def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
     """Runs a command, timed by `clock`, with the output in a file. Exits with the error of a failed command.
 
     A signal to this program first terminates the command, and waits until it has saved.
@@ -195,7 +194,7 @@ def _run(command: list[str], clock: "Clock", *, log: Path, threads: int) -> None
         process = subprocess.Popen(
             command,
             cwd=REPOSITORY,
-            env=program_environment(threads),
+            env=program_environment(),
             stdout=output,
             stderr=output,
             start_new_session=True,  # else Ctrl-C would reach the command twice
@@ -226,7 +225,6 @@ class Clock:
         saved = read_json(path) if path.exists() else {}
         self.starts, self.seconds = saved.get("starts", 0), saved.get("seconds", 0.0)
         self.processor_seconds = saved.get("processor_seconds", 0.0)
-        self.load_at_start = saved.get("load_at_start")
         self.times = {int(step): seconds for step, seconds in saved.get("times", {}).items()}
         self._others, self._others_of = saved.get("others", 0.0), saved.get("others_of", 0.0)
 
@@ -237,8 +235,6 @@ class Clock:
 
     def __enter__(self) -> "Clock":
         self.starts += 1
-        if self.load_at_start is None:
-            self.load_at_start = round(os.getloadavg()[0], 2)
         self._read = self._log_size()
         self._before, self._saved = self.seconds, float("-inf")
         self._load, self._began, self._used = Load(), time.perf_counter(), _processor_seconds()
@@ -248,6 +244,7 @@ class Clock:
     def tick(self) -> None:
         """Updates the seconds, notes new rows of the log, and saves if the last save is a second ago."""
         self.seconds = self._before + time.perf_counter() - self._began
+        self._read = min(self._read, self._log_size())  # a run that continues first cuts rows back
         if self._log_size() > self._read:
             with self._log.open("rb") as log:
                 log.seek(self._read)
@@ -271,7 +268,7 @@ class Clock:
 
     def _save(self) -> None:
         self._saved = self.seconds
-        names = ("starts", "seconds", "processor_seconds", "load_at_start", "times")
+        names = ("starts", "seconds", "processor_seconds", "times")
         kept = {name: getattr(self, name) for name in names}
         write_json(self._path, kept | {"others": self._others, "others_of": self._others_of})
 

@@ -33,9 +33,11 @@ def test_all_of_them_are_in_make_bench():
     ("command", "message"),
     [
         ("parallel --processes 0", "from 1"),
+        ("parallel --processes 1 2", "scaling and memory"),
         ("parallel --line 100mbit 25", "exchange"),
         ("parallel --at-least 0.85", "torchrun"),
         ("dataset --threads many", "--threads"),
+        ("start --threads auto", "--threads"),
         ("step --hidden 30 --heads 4", "--hidden 30"),
         ("start --round 3", "--round"),
     ],

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from evaluation.intervals import goal_p, mean_interval, t_tail
 from records import __main__ as records
 from records import page, record, seeds
 from records.rungs import RUNGS, Rung
+from tests.ranks import REPOSITORY
 from tests.refusals import cases, check
 from tests.tiny import OVERRIDES
 
@@ -70,7 +72,7 @@ def test_a_log_is_thinned(count, every):
 
 
 def _result(*shares: float, **changes) -> dict:
-    common = {"data_seconds": 3.0, "steps": 40, "interruptions": 0, "load_at_start": 0.1, "other_cores": 0.0}
+    common = {"data_seconds": 3.0, "steps": 40, "interruptions": 0, "other_cores": 0.0}
     common |= {"petaflops": 0.25, "processor_hours": 1.5}
     runs = [
         {"seed": seed, "exact_accuracy": share, "seconds": 50.0 + seed, **common, **changes}
@@ -165,7 +167,25 @@ def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
         assert clock.processor_seconds > max(used, 0.01)
         used = clock.processor_seconds
         assert clock.seconds >= before + 0.05
-    assert seeds.Clock(tmp_path / "clock.json").times.keys() == {1, 2, 10, 20}
+    with seeds.Clock(tmp_path / "clock.json", log=log) as clock:
+        log.write_text('{"step": 1}\n')  # a run that continues cuts rows back, and logs them again
+        clock.tick()
+        log.write_text('{"step": 1}\n{"step": 22, "loss": 0.123456789012}\n{"step": 3}\n')
+    assert seeds.Clock(tmp_path / "clock.json").times.keys() == {1, 2, 10, 20, 22, 3}
+
+
+def test_a_signal_ends_the_command_too(tmp_path):
+    clock = tmp_path / "clock"
+    run = f"seeds._run(['sleep', '60'], seeds.Clock(Path('{clock}')), log=Path('{tmp_path}/log'))"
+    imports = "from pathlib import Path; from benchmarks.harness import run_main; from records import seeds"
+    command = [sys.executable, "-c", f"{imports}; run_main(lambda: {run})"]
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as program:
+        while not (clock.exists() and json.loads(clock.read_text())["seconds"] > 0.5):
+            time.sleep(0.02)
+        (child,) = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+        program.terminate()
+    assert program.returncode == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{child}").exists()
 
 
 @pytest.mark.slow
@@ -217,7 +237,7 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
     (run,) = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
     shallow, deep = run.pop("test_time")
     assert run == result["runs"][0]
-    assert shallow.keys() == {"steps", "samples", "exact_accuracy", "valid_accuracy"}
+    assert shallow.keys() == {"steps", "samples", "exact_accuracy", "valid_accuracy", "calls"}
     assert deep[rung.metric] == deep["valid_accuracy"]
     with pytest.raises(SystemExit):
         records.main([*words, "lr=2e-3"])

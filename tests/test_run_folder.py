@@ -57,7 +57,7 @@ def _open(folder: Path, **changes) -> Path:
 
 
 def test_a_second_owner_is_refused_until_the_first_is_dead(folder):
-    """Even if a worker of it lives on, as the reader of a killed run does, for a while."""
+    """Even if a forked child of it lives on."""
     owner = _Owner(folder)
     with pytest.raises(ValueError, match=f"in use by process {owner.process.pid} on .*run_name"):
         _open(folder)

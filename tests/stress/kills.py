@@ -8,9 +8,9 @@ of the last checkpoint, and which files there are. A recovery is the time from t
 step is done.
 
 With --minutes a kill comes about every --kill-seconds, and both runs go on at the same time; after half of it
-the clock of the run is set back by a day, for a minute. The memory of each torchrun, rank and reader of data
-is sampled; its slope is that of lines through the samples of each process, one slope for all of a kind, after
-the ten minutes in which a process comes to all that it does.
+the clock of the run is set back by a day, for a minute. The memory of each torchrun and rank is sampled; its
+slope is that of lines through the samples of each process, one slope for all of a kind, after the ten minutes
+in which a process comes to all that it does.
 """
 
 import argparse
