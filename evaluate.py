@@ -30,7 +30,7 @@ from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, find_che
 from config.compose import compose_config, compose_overrides
 from config.programs import EvaluateConfig
 from dataset.mixture import open_datasets
-from evaluation.compilation import compile_on_all_ranks
+from evaluation.compilation import compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
 from evaluation.results import (
@@ -43,10 +43,11 @@ from evaluation.results import (
     write_summary,
 )
 from evaluation.test_time import set_up
+from models.compilation import compile_blocks
 from parallel.child import run_child
 from parallel.errors import collective_errors, memory_errors
 from parallel.launch import Program, launch
-from parallel.process_group import is_main
+from parallel.process_group import is_main, world_size
 from report.page import check_packages, write_evaluation_report, write_picture
 
 
@@ -97,7 +98,8 @@ def evaluate_checkpoint(
         num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
         num_runs *= settings.samples[-1] if settings else 1
         num_calls = num_runs // batch_size * reasoning.max_steps
-    compile_on_all_ranks(model, config.compile, device, num_steps=num_calls)
+    if compiles_on_all_ranks(config.compile, device, num_steps=num_calls):
+        compile_blocks(model)
 
     # Evaluation: every rank works on its slice; sums and outputs come together on rank 0.
     options = {"outputs": config.save_outputs, "settings": settings, "seed": config.seed}
@@ -115,7 +117,10 @@ def evaluate_checkpoint(
             if scaling:
                 write_picture(output_folder / "scaling.svg", scaling)
             if config.report:
-                write_evaluation_report(checkpoint, model, data, output_folder, seed=config.seed)
+                of_rank = -(-batch_size // world_size())
+                write_evaluation_report(
+                    checkpoint, model, data, output_folder, seed=config.seed, batch_size=of_rank
+                )
     return metrics
 
 

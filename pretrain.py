@@ -188,7 +188,7 @@ def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
     """
     quiet = io.StringIO()  # the child process prints the same warnings
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
-        config = compose_run(overrides)
+        config = compose_run(overrides, processes=processes)
     if config is None:
         raise ValueError(f"{' '.join(overrides)} only asks to be shown something: drop it")
     run_child("pretrain.py", [*overrides, f"run_name={config.run_name}"], processes=processes)

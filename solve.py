@@ -29,7 +29,6 @@ import torch
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from config.compose import compose_config, config_with, show
 from config.programs import SolveConfig
-from config.writing import write_text
 from dataset.format import Metadata
 from evaluation.questions import Questions
 from evaluation.solving import Answer, answer_puzzle
@@ -39,6 +38,7 @@ from parallel import log
 from parallel.errors import local_errors
 from parallel.process_group import choose_device, set_cpu_threads, world_size
 from report.animation import draw_animation
+from report.page import write_page
 from training.adaptation import adapt
 
 
@@ -59,16 +59,8 @@ def print_answer(config: SolveConfig) -> None:
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     show(draw_answer(answer, width=shutil.get_terminal_size().columns, color=color))
     if config.picture is not None:
-        write_picture(Path(config.picture), answer)
-
-
-def write_picture(path: Path, answer: Answer) -> None:
-    """Writes the steps of an answer as an animated SVG. Raises ValueError where this fails."""
-    try:
-        write_text(path, draw_animation(answer))
-    except OSError as error:
-        raise ValueError(f"picture={path} cannot be written ({error.strerror}): give another file") from None
-    log.info(f"wrote {path}")
+        write_page(Path(config.picture), draw_animation(answer))
+        log.info(f"wrote {config.picture}")
 
 
 def load(

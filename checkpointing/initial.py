@@ -6,6 +6,7 @@ from torch import Tensor
 from checkpointing.pretrained import ARCH_WORD, find_checkpoint, load_weights
 from config.architecture import Architecture
 from config.files import changed_words, load_defaults
+from models import network_class
 from models.network import PuzzleEmbedding
 from parallel import log
 from parallel.shards import Shard, Tensors
@@ -18,11 +19,16 @@ def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[s
 
     targets: this rank's weights; tensors are overwritten, shards are not. Returns {name: whole weight} for
     the shards, to be sent to all ranks. Sends no message. A puzzle table of another size is filled with the
-    mean of the checkpoint's rows; any other difference raises ValueError, with keys that fit.
+    mean of the checkpoint's rows, and facts of this run's data (`of_data`) stay; any other difference raises
+    ValueError, with keys that fit.
     """
-    checkpoint = find_checkpoint(location)
+    checkpoint, of_data = find_checkpoint(location), network_class(arch.name).of_data
     try:
-        whole = fill_(targets, load_weights(checkpoint), source=f"init_from={location}")
+        own, stored = (
+            {name: each for name, each in tensors.items() if name not in of_data}
+            for tensors in (targets, load_weights(checkpoint))
+        )
+        whole = fill_(own, stored, source=f"init_from={location}")
     except ValueError as error:
         words = " ".join(_words_for(checkpoint.arch, instead_of=arch))
         cure = f"{ARCH_WORD}, or {words}" if words else "data of its vocabulary and length"

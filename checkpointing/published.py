@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from config.architecture import Architecture
@@ -97,8 +96,6 @@ def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
         weights = next((content[key] for key in _STATE_DICTS if key in content), content)
     if not isinstance(content, dict) or not isinstance(weights, dict) or not _are_tensors(weights):
         raise ValueError("is no state dict: it must hold names and tensors")
-    if arch.name == "ldt":
-        return _translate_ldt(weights, num_heads=arch.num_heads)
     is_single_z = getattr(arch, "single_z", False)
     tensors = _SINGLE_Z.tensors if is_single_z else _TENSORS[arch.name]
     translated = {}
@@ -116,34 +113,3 @@ def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
 
 def _are_tensors(weights: dict[Any, Any]) -> bool:
     return all(isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items())
-
-
-_LDT = {
-    **{"backbone.layers.": "blocks.layers.", "backbone.": "", "_embed.weight": "_embed"},
-    **{"bce_head": "keep_head", "softmax_head": "digit_head", "ffn.fc1": "up_proj", "ffn.fc2": "down_proj"},
-    **{"in_proj_weight": "qkv_proj.weight", "out_proj": "o_proj"},
-    **{f"{part}_proj.bias": f"{part}_bias" for part in "qkv"},
-}
-
-
-def _translate_ldt(weights: dict[str, Tensor], *, num_heads: int) -> dict[str, Tensor]:
-    """Translates names and layouts of LDT's tensors.
-
-    Drops the key bias, which has no effect on attention. Reorders rotary pairs from neighbours (2 i, 2 i + 1)
-    to halves (i, i + head_dim / 2), as our attention needs.
-    """
-    translated: dict[str, Tensor] = {}
-    for name, value in weights.items():
-        for public, ours in _LDT.items():
-            name = name.replace(public, ours)
-        if name.endswith((".q_proj.weight", ".k_proj.weight", ".q_bias", ".k_bias")):
-            value = value.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(value.shape)
-        if name.endswith("in_proj_bias"):
-            block = name.removesuffix("in_proj_bias")
-            translated[f"{block}q_bias"], _, translated[f"{block}v_bias"] = value.chunk(3)
-        elif name.endswith((".q_proj.weight", ".k_proj.weight", ".v_proj.weight")):  # they come in this order
-            packed = f"{name[: -len('q_proj.weight')]}qkv_proj.weight"
-            translated[packed] = torch.cat((translated.get(packed, value[:0]), value))
-        elif not name.endswith("_idx"):
-            translated[name] = value
-    return translated

@@ -218,6 +218,7 @@ class FPRMConfig(OneLevelConfig):
 
     title: ClassVar[str] = "FPRM"
     paper: ClassVar[tuple[str, str]] = "Fixed-Point Reasoning Model", "2606.18206"
+    cycle_keys: ClassVar[tuple[str, ...]] = ("L_cycles",)
 
     name: Literal["fprm"]
     mlp_t: Literal[False]

@@ -79,8 +79,13 @@ class _Files(FileConfigSource):
     """Hydra's source of config files, with `_Loader` instead of OmegaConf's loader."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
-        config, path = OmegaConf.create(yaml.load(text, _Loader)), f"{self.scheme()}://{self.path}"
+        file = Path(self.path, self._normalize_file_name(config_path))
+        text = file.read_text(encoding="utf-8")
+        try:
+            values = yaml.load(text, _Loader) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"{file} is not valid YAML ({' '.join(str(error).split())})") from None
+        config, path = OmegaConf.create(values), f"{self.scheme()}://{self.path}"
         return ConfigResult(path, self.provider, config, header=self._get_header_dict(text))
 
 
@@ -125,10 +130,11 @@ def config_with(schema: type[Config], **values: Any) -> Config:
 def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
     """Splits this process's command line: keys of `schema`, and words for a program to be started.
 
-    Returns the checked config of `schema`, and the other words unchecked. None after --help and --cfg job,
-    which only print.
+    Returns the checked config of `schema`, and the other words unchecked, with --config-dir=FOLDER. None
+    after --help and --cfg job, which only print.
     """
-    asked, own, others = _read_command_line(), [], []
+    asked, own = _read_command_line(), []
+    others = [f"--config-dir={folder}" for folder in asked.config_dir]
     for override in asked.overrides:
         (own if override.partition("=")[0] in schema.model_fields else others).append(override)
     config = _compose_or_show(schema, asked, own)

@@ -208,6 +208,9 @@ class PretrainConfig(MachineConfig):
             )
         if self.raw and self.ema is None:
             yield "raw=true needs ema: without averages eval/ is of the weights; drop raw"
+        for split, key in (("validation/", "validation_fraction"), ("eval_raw/", "raw")):
+            if (self.keep_best or "").startswith(split) and not getattr(self, key):
+                yield f"keep_best={self.keep_best} needs {key}: without it no evaluation has this metric"
         if self.wandb_log_checkpoints == "best" and not (self.keep_best and self.checkpoint_every_eval):
             yield "wandb_log_checkpoints=best needs keep_best and checkpoint_every_eval=true"
         yield from self._local_steps_mistakes()

@@ -75,11 +75,19 @@ class Metadata:
             yield "sets: a name is there twice"
         if self.augmentation not in (None, *AUGMENTATIONS):
             yield f"augmentation is none of {', '.join(AUGMENTATIONS)}"
+        side = math.isqrt(self.seq_len)
+        if self.augmentation in ("square", "sudoku") and side**2 != self.seq_len:
+            yield f"augmentation {self.augmentation} is of squares, but seq_len is {self.seq_len}"
+        elif self.augmentation == "sudoku" and self.vocab_size != FIRST_SYMBOL + side:
+            wanted = f"Sudokus of {self.seq_len} cells have {FIRST_SYMBOL + side}"
+            yield f"vocab_size is {self.vocab_size}, but {wanted}"
         if (symbols is None) != (num_columns is None):
             yield "one of symbols and num_columns is missing"
         elif symbols is not None:
             if len(set(symbols)) < len(symbols) or not all(map(str.isprintable, symbols)):
                 yield "symbols: a text is there twice, or not printable"
+            if len(symbols) > 256 - FIRST_SYMBOL:
+                yield f"{len(symbols)} symbols are more than a byte can count"
             if len(symbols) != self.vocab_size - FIRST_SYMBOL:
                 yield f"{len(symbols)} symbols do not go with vocab_size {self.vocab_size}"
             if self.seq_len % num_columns:
@@ -282,7 +290,10 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
 def _open_array(path: Path) -> np.ndarray:
     try:
         with open_regular(path):
-            return np.lib.format.open_memmap(path, mode="r")
+            array = np.lib.format.open_memmap(path, mode="r")
+            return (
+                array.view(np.int64) if array.dtype == np.uint64 else array
+            )  # numpy counts with int64 alone
     except MissingFileError as error:
         raise _broken(str(error)) from None
     except Exception as error:  # numpy's parser raises almost anything where a header is damaged

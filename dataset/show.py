@@ -57,6 +57,7 @@ def show(options: argparse.Namespace) -> None:
         if options.index is not None or puzzle_set.puzzle_identifiers[puzzle]:
             texts.append(_describe(puzzle_set, row, puzzle, names))
         inputs, labels = (tokens[0] for tokens in puzzle_set.read(np.array([row]), np.array([puzzle])))
+        labels = np.where(labels < 0, inputs, labels)  # a cell that counts nowhere
         drawings = [draw("puzzle", style, inputs, color=options.color)]
         if saved is not None:
             if not np.array_equal(saved["inputs"][row], inputs):

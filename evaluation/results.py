@@ -67,7 +67,8 @@ def write_measured(folder: Path, measured: Mapping[str, Any]) -> None:
     except ValueError:
         is_same = not path.exists() and not measured
     if not is_same:
-        for old in (*folder.glob("*__outputs.npz"), folder / SCALING_FILE, folder / "scaling.svg"):
+        names = (EVALUATION_FILE, SCALING_FILE, "scaling.svg")
+        for old in (*folder.glob("*__outputs.npz"), *(folder / name for name in names)):
             old.unlink(missing_ok=True)
     write_json(path, measured)
 

@@ -61,9 +61,8 @@ def reasoning_of_samples(
         model.eval_reasoning, max_steps=max_steps, halts_early=halts_early, **named
     )
     if num_samples > 1 and not network.needs_draws(reasoning):
-        raise ValueError(
-            f"samples={num_samples} would all be the same run: add noise=0.3, say, or init_noise=1"
-        )
+        cure = "add noise=0.3, say, or init_noise=1" if network.keeps_state else "drop samples"
+        raise ValueError(f"samples={num_samples} would all be the same run: {cure}")
     return reasoning
 
 

@@ -1,5 +1,6 @@
 """The trace of a model: its answers, probabilities, Q values and guesses after each thinking step."""
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -42,16 +43,22 @@ class Trace(NamedTuple):
 
 
 @torch.inference_mode()
-def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0) -> Trace:
-    """Runs a batch through all thinking steps, in one process, in evaluation mode. seed: of any noise."""
+def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps: int | None = None) -> Trace:
+    """Runs a batch through all thinking steps, in one process, in evaluation mode.
+
+    seed: of any noise. max_steps: the most steps; None: as many as an evaluation has.
+    """
     assert not model.training
+    reasoning = model.eval_reasoning
+    if max_steps is not None:
+        reasoning = dataclasses.replace(reasoning, max_steps=min(max_steps, reasoning.max_steps))
     steps: list[Trace] = []
 
     def add(output: StepOutput, _: torch.Tensor) -> None:
         steps.append(trace_step(model, output))
 
-    draw = build_draw(model.network, model.eval_reasoning, seed=seed)
-    for _ in answer_batches(model, iter([batch]), model.eval_reasoning, draw=draw, on_step=add):
+    draw = build_draw(model.network, reasoning, seed=seed)
+    for _ in answer_batches(model, iter([batch]), reasoning, draw=draw, on_step=add):
         pass
     return Trace(*(np.stack(column, axis=1) for column in zip(*steps, strict=True)))
 

@@ -89,7 +89,7 @@ def measure_link(
     calls = calls if rank() == pair[0] else calls[::-1]
     round_trip = median_seconds(calls, torch.zeros(1, device=device), repeats)
     large_round_trip = median_seconds(calls, torch.zeros(num_bytes // 4, device=device), 3)
-    return round_trip, 2 * num_bytes / max(large_round_trip - round_trip, 1e-9)
+    return round_trip, 2 * num_bytes / max(large_round_trip - round_trip, large_round_trip / 2)
 
 
 def median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:

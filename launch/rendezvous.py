@@ -18,6 +18,8 @@ def main() -> None:
     )
     parser.add_argument("port", nargs="?", type=int, default=29400, help="default: 29400")
     port = parser.parse_args().port
+    if not 0 <= port < 2**16:
+        parser.error(f"port {port} is not from 0 to 65535")
     try:
         store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:

@@ -107,12 +107,10 @@ class FPRM(OneState, TokenNetwork):
         unknown, patience = numbers * torch.inf, numbers * self.arch.decay_patience
         return {"z_H": z_H, "step_size": numbers, "patience": patience, "best": unknown, "residual": unknown}
 
-    def reason(
-        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
-    ) -> State:
+    def reason(self, state: State, e: Tensor, reasoning: Reasoning, draws: Draws | None) -> State:
         for call in range(reasoning.L_cycles):
             y, step_size = state["z_H"], state["step_size"].to(e.dtype)[:, None, None]
-            z = self.L_level(y, e, rotary)
+            z = self.L_level(y, e, self.rotary)
             proposed = torch.lerp(y, z, step_size)
             new = {"z_H": update(y, proposed, reasoning, draws, use=f"z_H {call}")}
             state = state | new | self._judge(state, y.detach(), z.detach())

@@ -4,7 +4,6 @@ from typing import Any
 
 from config.architecture import HRMConfig
 from dataset.format import Metadata
-from models.blocks import Level
 from models.recursion import RecursiveNetwork
 
 
@@ -14,10 +13,6 @@ class HRM(RecursiveNetwork):
     def __init__(self, arch: HRMConfig, metadata: Metadata, **options: Any):
         levels = {"L_level": arch.L_layers, "H_level": arch.H_layers}
         super().__init__(arch, metadata, levels=levels, **options)
-
-    @property
-    def slow_and_fast(self) -> tuple[Level, Level]:
-        return self.H_level, self.L_level
 
 
 NETWORK = HRM

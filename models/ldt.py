@@ -73,6 +73,7 @@ class LDT(Network):
     """
 
     is_search, keeps_state = True, True
+    of_data = ("candidates", "symmetries")
     metrics: ClassVar[Metrics] = {
         "count": None,
         **dict.fromkeys(("exact_accuracy", "wrong", "undecided", "steps"), "count"),
@@ -256,6 +257,12 @@ class LDT(Network):
                 for each in (keep, digit)
             )
         return Outputs(keep, digit, conflict[..., 0])
+
+    def state_shape(self, seq_len: int) -> tuple[int, ...]:
+        return seq_len + 1, self.hidden_size
+
+    def calls(self, reasoning: Reasoning) -> list[tuple[Level, int, int]]:
+        return [(self.blocks, reasoning.loops, reasoning.loops)]
 
     def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
         lengths = {self.blocks: seq_len + 1, self.conflict_head: 1}

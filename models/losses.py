@@ -118,8 +118,8 @@ class TokenLosses:
         losses, sums = self._losses_and_sums(output, targets, label_smoothing=self.loss.label_smoothing)
         if self.loss.supervision_decay < 1:
             weights = self.loss.supervision_decay ** (steps - 1)
-            losses = {name: [weights * part for part in parts] for name, parts in losses.items()}
-        total = {name: _sum_of_all(parts) for name, parts in losses.items()}
+            losses = {name: weights * each for name, each in losses.items()}
+        total = {name: each.sum() for name, each in losses.items()}
         halting_loss = total["q_halt_loss"] + total.get("q_continue_loss", 0)
         return total["lm_loss"] + self.loss.halting_weight * halting_loss, sums
 
@@ -135,8 +135,8 @@ class TokenLosses:
 
     def _losses_and_sums(
         self, output: StepOutput, targets: tuple[ContinueTarget, ...], *, label_smoothing: float
-    ) -> tuple[dict[str, list[Tensor]], Sums]:
-        """Returns {loss: its terms, [batch] each}, and the sums without gradient. targets: of q_continue."""
+    ) -> tuple[Sums, Sums]:
+        """Returns {loss: [batch]}, and the sums without gradient. targets: of q_continue."""
         labels, prediction = output.carry.data.labels, output.prediction
         labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)
         has_labels = labels_per_slot > 0
@@ -145,12 +145,12 @@ class TokenLosses:
 
         cross_entropy = CROSS_ENTROPIES[self.loss.loss_type]
         per_cell = cross_entropy(prediction.logits, labels, label_smoothing=label_smoothing)
-        losses = {"lm_loss": [per_cell.sum(-1) / labels_per_slot.clamp(min=1)]}
-        losses["q_halt_loss"] = [_binary_cross_entropy(prediction.q_halt, is_exact.float(), has_labels)]
+        losses = {"lm_loss": per_cell.sum(-1) / labels_per_slot.clamp(min=1)}
+        losses["q_halt_loss"] = _binary_cross_entropy(prediction.q_halt, is_exact.float(), has_labels)
         if targets:
-            losses["q_continue_loss"] = [
+            losses["q_continue_loss"] = sum(
                 _binary_cross_entropy(logits, values, has_labels & mask) for logits, values, mask in targets
-            ]
+            )
 
         with torch.no_grad():
             valid = output.carry.halted & has_labels
@@ -164,13 +164,8 @@ class TokenLosses:
                 "first_step_count": is_first,
                 "exact_accuracy_after_step_1": is_first & is_exact,
             }
-            sums = {name: values.sum() for name, values in sums.items()}
-            sums.update({name: _sum_of_all(parts) for name, parts in losses.items()})
+            sums = {name: values.sum() for name, values in (sums | losses).items()}
         return losses, sums
-
-
-def _sum_of_all(parts: list[Tensor]) -> Tensor:
-    return sum(part.sum() for part in parts)
 
 
 def _binary_cross_entropy(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:

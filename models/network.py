@@ -82,6 +82,7 @@ class Network(nn.Module):
     boards_per_slot  number of puzzles in a slot in training; each step works on one of them
     advances         whether training calls `advance`
     undecayed        names of weights without weight decay
+    of_data          names of stored tensors that are facts of the training data, not learned
     is_search        whether an evaluation is a search: a try at a puzzle ends when the network wants to halt,
                      the first such try answers the puzzle, and without one the puzzle is undecided
     puzzle_emb       the puzzle embeddings; None without them
@@ -93,6 +94,7 @@ class Network(nn.Module):
     boards_per_slot: int = 1
     advances: bool = False
     undecayed: ClassVar[tuple[str, ...]] = ()
+    of_data: ClassVar[tuple[str, ...]] = ()
     is_search: ClassVar[bool] = False
     puzzle_emb: PuzzleEmbedding | None
 
@@ -280,9 +282,7 @@ class Network(nn.Module):
         """Returns the embedded puzzle e, which every call of a level reads, in the shape of a state."""
         raise NotImplementedError
 
-    def reason(
-        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
-    ) -> State:
+    def reason(self, state: State, e: Tensor, reasoning: Reasoning, draws: Draws | None) -> State:
         """Runs the recurrence of one step from e; returns z_H and all other kept states, with gradient."""
         raise NotImplementedError
 
@@ -309,7 +309,7 @@ class Network(nn.Module):
             names, std = {"z_L"} & state.keys() or {*self.state_names} & state.keys(), reasoning.step_noise
             state = state | {n: plus_noise(state[n], std, draws, use=f"step {n}") for n in names}
         e = self.embed(inputs, puzzle_identifiers)
-        reasoned = self.reason(state, e, self.rotary, reasoning, draws)
+        reasoned = self.reason(state, e, reasoning, draws)
         kept = {name: reasoned[name].detach() for name in state}
         return kept, self.predict(reasoned["z_H"])
 

@@ -124,15 +124,18 @@ class Draws:
         return (self._symmetric(shape, use) + 1) / 2
 
     def integers(self, shape: Sequence[int], *, below: int, use: str) -> Tensor:
-        """Returns uniform integers from 0 to below - 1: int64 [batch, *shape]."""
-        return (self.uniform(shape, use=use).double() * below).long()
+        """Returns uniform integers from 0 to below - 1, below <= 2**23: int64 [batch, *shape]."""
+        return ((2 * self._bits(shape, use) + 1) * below) >> 24
 
     def _symmetric(self, shape: Sequence[int], use: str) -> Tensor:
         """Returns uniform [batch, *shape] between -1 and 1: odd multiples of 2**-23, exact in float32."""
+        return (self._bits(shape, use).float() + 0.5) * 2.0**-22 - 1
+
+    def _bits(self, shape: Sequence[int], use: str) -> Tensor:
+        """Returns uniform integers below 2**23: int64 [batch, *shape]."""
         size = math.prod(shape)
         blocks = torch.arange(-(-size // 4), device=self.counters.device)[None]
         name = torch.tensor([[zlib.crc32(use.encode())]], device=self.counters.device)
         key = self.key & _MASK, self.key >> 32
         bits = philox((blocks, name, *self.counters[:, :, None].unbind(1)), key)
-        bits = torch.cat(bits, dim=1)[:, :size].reshape(-1, *shape)
-        return ((bits >> 9).float() + 0.5) * 2.0**-22 - 1
+        return torch.cat(bits, dim=1)[:, :size].reshape(-1, *shape) >> 9

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from config.architecture import CyclesConfig, TwoAxesConfig
 from models.blocks import Level
 from models.carry import Reasoning, State
-from models.layers import Rotary, rms_norm
+from models.layers import rms_norm
 from models.network import plus_noise
 from models.random import Draws
 from models.tokens import TokenNetwork
@@ -79,11 +79,9 @@ class RecursiveNetwork(TokenNetwork):
     @property
     def slow_and_fast(self) -> tuple[Level, Level]:
         """Returns (the level that updates z_H, the level that updates z_L)."""
-        raise NotImplementedError
+        return getattr(self, "H_level", self.L_level), self.L_level
 
-    def reason(
-        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
-    ) -> State:
+    def reason(self, state: State, e: Tensor, reasoning: Reasoning, draws: Draws | None) -> State:
         H_level, L_level = self.slow_and_fast
         slow, fast = self.state_names[0], self.state_names[-1]
         has_one, state = slow == fast, dict(state)
@@ -104,9 +102,10 @@ class RecursiveNetwork(TokenNetwork):
             for call in range(reasoning.L_cycles):
                 is_last_call = is_last and call == reasoning.L_cycles - 1
                 with gradient(with_gradient or is_last_call):
-                    put(fast, L_level(state[fast], injection, rotary), use=f"{cycle} {call}")
+                    put(fast, L_level(state[fast], injection, self.rotary), use=f"{cycle} {call}")
             with gradient(with_gradient or is_last):
-                put(slow, H_level(state[slow], 0 if has_one else state[fast], rotary), use=f"{cycle}")
+                proposed = H_level(state[slow], 0 if has_one else state[fast], self.rotary)
+                put(slow, proposed, use=f"{cycle}")
         return state
 
     def calls(self, reasoning: Reasoning) -> list[tuple[Level, int, int]]:
@@ -134,14 +133,12 @@ class OneState:
         super().__init__(arch, *more, **options)
         self.gradient_cycles = arch.gradient_cycles
 
-    def reason(
-        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
-    ) -> State:
+    def reason(self, state: State, e: Tensor, reasoning: Reasoning, draws: Draws | None) -> State:
         z_H, num_calls = state["z_H"], reasoning.H_cycles * reasoning.L_cycles
         first_with_gradient = num_calls - (self.gradient_cycles * reasoning.L_cycles or 1)
         for call in range(num_calls):
             with gradient(call >= first_with_gradient):
-                proposed = self.refine(z_H, e, rotary, call=call, draws=draws)
+                proposed = self.refine(z_H, e, call=call, draws=draws)
                 z_H = update(z_H, proposed, reasoning, draws, use=f"z_H {call}")
         return {"z_H": z_H}
 
@@ -149,11 +146,9 @@ class OneState:
         calls = reasoning.H_cycles * reasoning.L_cycles
         return [(self.L_level, calls, min(self.gradient_cycles * reasoning.L_cycles or 1, calls))]
 
-    def refine(
-        self, z_H: Tensor, e: Tensor, rotary: Rotary | None, *, call: int, draws: Draws | None
-    ) -> Tensor:
+    def refine(self, z_H: Tensor, e: Tensor, *, call: int, draws: Draws | None) -> Tensor:
         """Returns the new z_H that call number `call` of the level in this step proposes."""
-        return self.L_level(z_H, e, rotary)
+        return self.L_level(z_H, e, self.rotary)
 
 
 def update(z: Tensor, proposed: Tensor, reasoning: Reasoning, draws: Draws | None, *, use: str) -> Tensor:

@@ -163,11 +163,9 @@ class SERRM(OneState, TokenLosses, Network):
         """Returns a vector for each symbol: `special` for symbols 0 and 1, `ordinary` for all others."""
         return torch.cat((special, ordinary.expand(-1, self.num_symbols - _NUM_SPECIAL, -1, -1)), dim=1)
 
-    def refine(
-        self, z_H: Tensor, e: Tensor, rotary: Rotary | None, *, call: int, draws: Draws | None
-    ) -> Tensor:
+    def refine(self, z_H: Tensor, e: Tensor, *, call: int, draws: Draws | None) -> Tensor:
         drops = self.training and self.dropout > 0
-        return self.L_level(z_H, e, rotary, draws.arrays["keys"] + call if drops else None)
+        return self.L_level(z_H, e, self.rotary, draws.arrays["keys"] + call if drops else None)
 
     def predict(self, z_H: Tensor) -> Prediction:
         cells = z_H[:, :, : self.seq_len]

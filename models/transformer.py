@@ -8,7 +8,6 @@ from config.architecture import TransformerConfig
 from dataset.format import Metadata
 from models.blocks import Level
 from models.carry import Reasoning, State
-from models.layers import Rotary
 from models.random import Draws
 from models.tokens import TokenNetwork
 
@@ -22,10 +21,8 @@ class Transformer(TokenNetwork):
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         return {}
 
-    def reason(
-        self, state: State, e: Tensor, rotary: Rotary | None, reasoning: Reasoning, draws: Draws | None
-    ) -> State:
-        return {"z_H": self.blocks(e, 0, rotary)}
+    def reason(self, state: State, e: Tensor, reasoning: Reasoning, draws: Draws | None) -> State:
+        return {"z_H": self.blocks(e, 0, self.rotary)}
 
     def calls(self, reasoning: Reasoning) -> list[tuple[Level, int, int]]:
         return [(self.blocks, 1, 1)]

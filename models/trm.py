@@ -4,7 +4,6 @@ from typing import Any
 
 from config.architecture import TRMConfig
 from dataset.format import Metadata
-from models.blocks import Level
 from models.recursion import RecursiveNetwork
 
 
@@ -18,10 +17,6 @@ class TRM(RecursiveNetwork):
         if arch.single_z:
             self.state_names = ("z_H",)
         super().__init__(arch, metadata, levels={"L_level": arch.L_layers}, **options)
-
-    @property
-    def slow_and_fast(self) -> tuple[Level, Level]:
-        return self.L_level, self.L_level
 
 
 NETWORK = TRM

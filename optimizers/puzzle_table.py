@@ -72,11 +72,10 @@ def rows_of_rank(num_rows: int, index: int, size: int) -> range:
 class PuzzleTable:
     """The puzzle embeddings of a run. This base class is of a model without any: its methods do nothing.
 
-    is_spread: whether each rank holds only a part of the rows. num_distinct: number of different rows that
-    the slots of this rank use in a step; 0: not counted. average: the average of the rows.
+    num_distinct: number of different rows that the slots of this rank use in a step; 0: not counted. average:
+    of the rows.
     """
 
-    is_spread = False
     num_distinct = 0
     average = Average()
 
@@ -226,8 +225,6 @@ class Replicated(_Table):
 
 class RowsByOwner(_Table):
     """A table with each row on one rank only; other ranks fetch rows, and send back gradients."""
-
-    is_spread = True
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
         super().__init__(embedding, num_rows, ranks, weight_decay=weight_decay)

@@ -206,12 +206,6 @@ def barrier() -> None:
     all_ranks().barrier()
 
 
-def true_on_all_ranks(value: bool, *, device: torch.device) -> bool:
-    """Returns whether the value is true on every rank; all ranks call it."""
-    (values,) = all_ranks().all_gather_counts(int(value), device=device)
-    return all(values)
-
-
 def gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any] | None:
     """Returns on member 0 the list of all members' values, by pickle; None on others. ranks: None: all."""
     ranks = ranks or all_ranks()

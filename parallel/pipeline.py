@@ -11,21 +11,13 @@ docs/parallel.md has the share of time that ranks are idle.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import Ranks
-
-RunBlocks = Callable[..., Tensor]  # applies the blocks of this stage to some slots, with their context
-
-
-class Level(Protocol):
-    """The interface that a pipeline needs of `models.blocks.Level`."""
-
-    run_blocks: RunBlocks
 
 
 class Ring:
@@ -106,7 +98,9 @@ class _Call(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, ring: Ring, run: RunBlocks, _anchor: Tensor, h: Tensor, *context: Any) -> Tensor:
+    def forward(
+        ctx: Any, ring: Ring, run: Callable[..., Tensor], _anchor: Tensor, h: Tensor, *context: Any
+    ) -> Tensor:
         ctx.ring, ctx.pieces = ring, {}
         ctx.context = [
             each.detach().requires_grad_(each.requires_grad) if torch.is_tensor(each) else each
@@ -132,7 +126,7 @@ class _Call(torch.autograd.Function):
         return None, None, None, of_slots, *(getattr(each, "grad", None) for each in ctx.context)
 
 
-def call(ring: Ring, run: RunBlocks, h: Tensor, *context: Any) -> Tensor:
+def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Tensor:
     """Calls a level on this rank's slots, [slots, ...], of equal shape on all ranks; all ranks call it.
 
     context: further arguments of each block, equal on all ranks.
@@ -143,7 +137,10 @@ def call(ring: Ring, run: RunBlocks, h: Tensor, *context: Any) -> Tensor:
     return _Call.apply(ring, run, h.new_zeros((), requires_grad=True), h, *context)
 
 
-def pipe_levels(levels: Iterable[Level], ring: Ring) -> None:
-    """Makes calls of these levels go through the pipeline; this rank must hold only its stage's blocks."""
+def pipe_levels(levels: Iterable[Any], ring: Ring) -> None:
+    """Makes calls of these levels go through the pipeline; this rank must hold only its stage's blocks.
+
+    levels: with `run_blocks`, as `models.blocks.Level` has it.
+    """
     for level in levels:
         level.run_blocks = functools.partial(call, ring, level.run_blocks)

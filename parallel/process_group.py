@@ -198,15 +198,9 @@ def open_group(backend: str, **options: object) -> None:
     """Calls dist.init_process_group, such that `close_group` can end all threads of the group.
 
     torch.distributed.nn is imported before, because its functions keep a reference to the group that is open
-    when they are imported; threads of gloo that live while Python exits sometimes abort the process. Raises
-    ValueError if GLOO_SOCKET_IFNAME names a missing interface.
+    when they are imported; threads of gloo that live while Python exits sometimes abort the process.
     """
     import torch.distributed.nn.functional  # noqa: F401
-
-    there = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name not in there:
-            raise ValueError(f"GLOO_SOCKET_IFNAME: no interface {name}; there are {', '.join(there)}")
 
     dist.init_process_group(backend, **options)
 
@@ -225,7 +219,7 @@ def choose_backend(name: str, device: torch.device) -> str:
     """Returns the backend for dist.init_process_group. name: auto, nccl or gloo.
 
     NCCL sends tensors on CUDA devices, gloo everything else (in a GPU run too). Raises ValueError if this
-    torch or this device does not support the backend.
+    torch or this device does not support the backend, or GLOO_SOCKET_IFNAME names a missing interface.
     """
     is_cuda = device.type == "cuda"
     if name == "auto":
@@ -244,6 +238,10 @@ def choose_backend(name: str, device: torch.device) -> str:
             f"{world_size()} processes, but this torch was built without gloo: install a torch from PyPI or "
             "pytorch.org, or use one process"
         )
+    there = [name for _, name in socket.if_nameindex()]
+    for interface in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") * (world_size() > 1)):
+        if interface not in there:
+            raise ValueError(f"GLOO_SOCKET_IFNAME: no interface {interface}; there are {', '.join(there)}")
     return f"cpu:gloo,cuda:{name}" if is_cuda else "gloo"
 
 

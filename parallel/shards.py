@@ -68,7 +68,8 @@ def part_of_whole(whole: Tensor, shard: Shard) -> Tensor:
     """Returns the elements of `whole` that the shard describes, flattened: [n]."""
     flat = whole.reshape(-1)
     pieces = [
-        flat.as_strided((each.count, each.length), (each.stride, 1), each.start) for each in shard.spans
+        flat.as_strided((each.count, each.length), (each.stride, 1), flat.storage_offset() + each.start)
+        for each in shard.spans
     ]
     return torch.cat([piece.flatten() for piece in pieces]) if pieces else flat[:0]
 

@@ -34,7 +34,6 @@ from training.code import CHANGES
 from training.run_folder import REPORT_FILE
 
 NUM_PUZZLES = 400  # test puzzles that the model is run on
-NEEDED = ("jinja2", "matplotlib")
 
 _HERE = Path(__file__).parent
 
@@ -84,10 +83,19 @@ def report_run(folder: Path) -> None:
 
 
 def write_evaluation_report(
-    checkpoint: Checkpoint, model: HaltingModel, data: Dataset, evaluation: Path, *, seed: int
+    checkpoint: Checkpoint,
+    model: HaltingModel,
+    data: Dataset,
+    evaluation: Path,
+    *,
+    seed: int,
+    batch_size: int,
 ) -> None:
-    """Writes report.html into the run folder after an evaluation; rank 0 alone calls it. seed: of noise."""
-    options = {"batch_size": checkpoint.global_batch_size, "path": checkpoint.path, "seed": seed}
+    """Writes report.html into the run folder after an evaluation; rank 0 alone calls it.
+
+    seed: of noise. batch_size: the most puzzles at once.
+    """
+    options = {"batch_size": batch_size, "path": checkpoint.path, "seed": seed}
     traced = trace_puzzles(model.eval(), data, num_puzzles=NUM_PUZZLES, **options)
     path = write_report(checkpoint.run_folder, traced=traced, evaluation=evaluation, warn=log.warning)
     log.info(f"wrote {path}")
@@ -127,9 +135,9 @@ def _run_page(run: RunRecord, traced: TracedPuzzles | None, *, notes: Sequence[s
 
 
 def check_packages() -> None:
-    """Raises ValueError where jinja2 or matplotlib is not installed."""
-    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        raise ValueError(f"a report needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    """Raises ValueError where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("a report needs matplotlib: pip install matplotlib")
 
 
 def render(template: str, **values: Any) -> str:

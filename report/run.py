@@ -128,7 +128,7 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
     if not folder.is_dir():
         raise ValueError(f"{folder} does not exist: give a run folder, such as checkpoints/demo")
     log, config_path = folder / METRICS_FILE, folder / CONFIG_FILE
-    if not log.exists() and not config_path.exists() and not any(folder.glob("step_*")):
+    if evaluation is None and not (log.exists() or config_path.exists() or any(folder.glob("step_*"))):
         raise ValueError(f"{folder} is no run folder: it has neither {CONFIG_FILE} nor {METRICS_FILE}")
     warnings: list[str] = []
     config: dict[str, Any] = {}
@@ -138,8 +138,8 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
         warnings.append(str(error))
     rows = {values["step"]: values for values, _ in read_rows(folder)}  # a later row of a step wins
     warnings += _broken_lines(log)
-    results, scaling = _read_evaluation(folder, evaluation, warnings)
     ordered = [rows[step] for step in sorted(rows)]
+    results, scaling = _read_evaluation(folder, evaluation, ordered, warnings)
     checkpoints = checkpoints_in(folder)
     return RunRecord(
         folder=folder,
@@ -184,13 +184,16 @@ def _fingerprint(checkpoint: Path) -> str | None:
 
 
 def _read_evaluation(
-    folder: Path, evaluation: Path | None, warnings: list[str]
+    folder: Path, evaluation: Path | None, rows: list[Row], warnings: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
     """Returns the content of metrics.json and scaling.json in `evaluation`, an evaluation's folder.
 
-    None: the newest metrics.json with default options, and the newest scaling.json on the run's own data.
+    None: the newest metrics.json with default options, and the newest scaling.json on the run's own data;
+    metrics.json not of a step before which the run has gone on, and was evaluated again. rows: of the log.
     Appends problems to `warnings`.
     """
+    last = max((row["step"] for row in rows if metrics_by_set(row)), default=0)
+    logged = (folder / METRICS_FILE).stat().st_mtime if last else 0.0
     files = [evaluation / EVALUATION_FILE] if evaluation else folder.glob(f"evaluation/*/{EVALUATION_FILE}")
     results, scaling = {}, None
     for path in sorted(files, key=lambda path: path.stat().st_mtime if path.exists() else 0):
@@ -199,7 +202,8 @@ def _read_evaluation(
         is_own = evaluation is not None or not isinstance(measured, dict) or measured.get("data") is None
         if is_own and _can_be_drawn(grid):
             scaling = grid
-        if evaluation is None and step_of(path.parent) is None:
+        step = step_of(path.parent)
+        if evaluation is None and (step is None or (step < last and path.stat().st_mtime < logged)):
             continue
         if isinstance(found, dict) and all(isinstance(values, dict) for values in found.values()):
             results = {

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ from evaluation.results import (
 )
 from training.code import git
 
+# {option of a builder: what stands between its parts}; other lists are options that are given several times.
+_JOINED = {"clues": "-", "easier": "-", "max_size": "x", "fields": ",", "symmetries": ","}
 Metrics = Mapping[str, Mapping[str, float]]  # {set: {metric: value}}
 
 
@@ -37,12 +39,14 @@ def model_card(
     license: str,
     shared: Mapping[str, Any],
     state: Mapping[str, Any],
+    data_names: Sequence[str],
     **values: Any,
 ) -> str:
     """Returns the text of a model card: metadata for the Hub, then a page in Markdown.
 
     address: of the repository on the Hub. shared: content of the shared config.json. state: content of the
-    checkpoint's state.json. values: further variables of card.md.jinja. ValueError where jinja2 is missing.
+    checkpoint's state.json. data_names: of its data folders, in commands. values: further
+    variables of card.md.jinja.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -52,7 +56,7 @@ def model_card(
     title = f"{arch.upper()} on {data_name}"
     name, paper = checkpoint.arch.paper or (arch, None)
     kind = _find_kind(checkpoint)
-    folders = zip(checkpoint.find_data(), data_paths, strict=True)
+    folders = zip(checkpoint.find_data(), data_names, strict=True)
     commands = [_build_command(folder, name=each) for folder, each in folders]
     source = run.get("init_from") or ""
     versions = state["versions"] if isinstance(state.get("versions"), dict) else {}
@@ -63,33 +67,30 @@ def model_card(
         model_name=title,
         eval_results=_eval_results(metrics, data_name=data_name, kind=kind) or None,
     )
-    try:
-        card = ModelCard.from_template(
-            data,
-            template_path=str(Path(__file__).with_name("card.md.jinja")),
-            title=title,
-            model=f"[{name}](https://arxiv.org/abs/{paper})" if paper else name,
-            address=address,
-            data_name=data_name,
-            kind=kind,
-            sets=list(metrics),
-            rows={
-                each: [metric_cell(of_set, each).strip() for of_set in metrics.values()]
-                for each in metric_names(metrics)
-            },
-            origin=_origin(),
-            commit=_plain(commit_of(checkpoint) or ""),
-            software=", ".join(f"{_plain(name)} {_plain(version)}" for name, version in versions.items()),
-            fingerprint=_plain(shared["dataset_fingerprint"]),
-            num_processes=_plain(state.get("world_size")),
-            data_commands=[command for command in commands if command],
-            data_path=shlex.quote(word("data_path", data_paths if len(data_paths) > 1 else data_paths[0])),
-            command=_train_command(run),
-            **shared,
-            **values,
-        )
-    except ImportError:
-        raise ValueError("share push needs the package jinja2: pip install jinja2") from None
+    card = ModelCard.from_template(
+        data,
+        template_path=str(Path(__file__).with_name("card.md.jinja")),
+        title=title,
+        model=f"[{name}](https://arxiv.org/abs/{paper})" if paper else name,
+        address=address,
+        data_name=data_name,
+        kind=kind,
+        sets=list(metrics),
+        rows={
+            each: [metric_cell(of_set, each).strip() for of_set in metrics.values()]
+            for each in metric_names(metrics)
+        },
+        origin=_origin(),
+        commit=_plain(commit_of(checkpoint) or ""),
+        software=", ".join(f"{_plain(name)} {_plain(version)}" for name, version in versions.items()),
+        fingerprint=_plain(shared["dataset_fingerprint"]),
+        num_processes=_plain(state.get("world_size")),
+        data_commands=[command for command in commands if command],
+        data_path=shlex.quote(word("data_path", data_paths if len(data_paths) > 1 else data_paths[0])),
+        command=_train_command(run),
+        **shared,
+        **values,
+    )
     return str(card)
 
 
@@ -162,16 +163,22 @@ def _build_command(folder: Path, *, name: str) -> str | None:
     if not are_options or not text.isprintable() or "\\" in text:  # not safe as one line of shell
         return None
     argv, comment = [f"python -m dataset.build {builder['name']} --output-dir {shlex.quote(name)}"], ""
-    for key, value in builder["arguments"].items():
+    arguments = {key: value for key, value in builder["arguments"].items() if key != "package"}
+    if builder["name"] == "arc" and arguments.get("generate") is not None:  # of what was generated
+        arguments = {key: value for key, value in arguments.items() if key not in ("source", "evaluate")}
+    for key, value in arguments.items():
         option = f"--{key.replace('_', '-')}"
         if value is True:
             argv.append(option)
+        elif isinstance(value, dict) and key == "options":  # of reasoning_gym
+            argv += [option] * bool(value) + [shlex.quote(f"{name}={each}") for name, each in value.items()]
         elif isinstance(value, dict):  # {name of a file or a subset: digest}
             argv.append(f"{option} SOURCE")
             parts = [f"{part} (sha256 {str(digest)[:12]}...)" for part, digest in value.items()]
             comment = f"    # SOURCE: {', '.join(parts)}"
         elif value is not None and value is not False:
             each = value if isinstance(value, list) else [value]
+            each = [_JOINED[key].join(map(str, each))] if key in _JOINED and each else each
             argv += [f"{option} {shlex.quote(str(part))}" for part in each]
     return " ".join(argv) + comment
 

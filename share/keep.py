@@ -6,13 +6,14 @@ only puzzles count that it decides before and after the rounding.
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from checkpointing.files import SHARED_WEIGHTS_FILE
-from checkpointing.pretrained import SHIPPED, Checkpoint, find_checkpoint, load_trained_model
+from checkpointing.pretrained import SHIPPED, Checkpoint, find_checkpoint, load_trained_model, load_weights
 from dataset.build.command_line import OneLineParser, integer, one_line_errors
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.format import Dataset
@@ -44,10 +45,16 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def keep(options: argparse.Namespace) -> None:
     """Writes weights/NAME (`share keep`). Raises ValueError, one line, and then writes nothing."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", options.name):
+        raise ValueError(f"NAME {options.name!r} is no name of a folder: give letters, digits and _.+-")
     goal = check_output_folder(
         SHIPPED / options.name, mark=SHARED_WEIGHTS_FILE, maker="share keep", key="NAME"
     )
     checkpoint = find_checkpoint(options.run)
+    if options.data_path and len(checkpoint.data_paths) > 1:
+        raise ValueError(
+            f"--data-path names one folder, but {options.run} has {len(checkpoint.data_paths)}: drop it"
+        )
     data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=False)
     dtype = choose_dtype(checkpoint, data, count=options.count)
     with replaced_folder(goal) as folder:
@@ -82,10 +89,9 @@ def answer(
     Returns {(test set, number of the puzzle): tokens [seq_len]}, without undecided puzzles of a search.
     """
     model = load_trained_model(checkpoint, data.metadata)
-    with torch.no_grad():
-        for tensor in model.network.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.copy_(tensor.to(dtype))
+    weights = load_weights(checkpoint).items()  # unlike the model's, not yet rounded to its forward_dtype
+    rounded = {name: each.to(dtype) if each.is_floating_point() else each for name, each in weights}
+    model.network.load_state_dict(rounded)
     results = evaluate_split(
         model,
         data,

@@ -118,6 +118,8 @@ def write_files(
         if not name.endswith("_init"):  # initial states are drawn, not trained
             num_weights["of puzzles" if name.startswith("puzzle_emb.") else "dense"] += value.numel()
     values = {"shared": shared, "num_weights": num_weights, "state": state}
+    names = [data_path] if data_path else _without_absolute_paths(checkpoint.data_paths, "data_path")
+    values |= {"data_names": names}
     values["dtype"] = str(dtype).removeprefix("torch.")
     card = model_card(checkpoint, address=address, license=license, **values)
     for name, value in weights.items():

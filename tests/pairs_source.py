@@ -1,7 +1,5 @@
 """Pairs of random grids, written as files, built into a dataset and read back."""
 
-import csv
-import gzip
 import json
 import random
 from pathlib import Path
@@ -12,6 +10,7 @@ import pyarrow.parquet
 from dataset.build import build_dataset
 from dataset.description import Vocabulary
 from dataset.format import open_dataset
+from tests import sudoku_source
 
 
 def random_grid(draw: random.Random, symbols: str, num_rows: int, num_columns: int) -> list[str]:
@@ -42,13 +41,8 @@ def write_parquet(path: Path, pairs: list[dict]) -> Path:
 
 
 def write_csv(path: Path, pairs: list[dict], *, delimiter: str = ",") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "wt", newline="") as file:
-        writer = csv.DictWriter(file, list(pairs[0]), delimiter=delimiter)
-        writer.writeheader()
-        writer.writerows(pairs)
-    return path
+    rows = [pair.values() for pair in pairs]
+    return sudoku_source.write_csv(path, rows, header=list(pairs[0]), delimiter=delimiter)
 
 
 def build(folder: Path, source: Path, *options):

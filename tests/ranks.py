@@ -13,6 +13,7 @@ import pickle
 import runpy
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
@@ -135,12 +136,15 @@ def _run(world_size: int | None, task: Callable[[int], tuple[Callable, tuple]]) 
         processes.append(_server.Process(target=_in_environment, args=(environment, target, arguments)))
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(_TIMEOUT_SECONDS)
-    stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
-        process.kill()
-        process.join()
+    end = time.monotonic() + _TIMEOUT_SECONDS
+    try:
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        stuck = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     assert not stuck, f"ranks {stuck} did not end within {_TIMEOUT_SECONDS} seconds"
     return [process.exitcode for process in processes]
 

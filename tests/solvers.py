@@ -3,15 +3,13 @@
 import sys
 from pathlib import Path
 
-import torch
-
 import solve
 from dataset.build import build_dataset
 from dataset.description import read_info
 from dataset.format import open_dataset
 from tests.arc_source import write_source
 from tests.checkpoints import save_on
-from training.state import TrainState
+from tests.tiny import draw_small_parts_
 
 PUZZLE = "1..4 .... .... 4..1"
 CLUES = [2, 1, 1, 5, 1, 1, 1, 1, 1, 1, 1, 1, 5, 1, 1, 2]
@@ -21,17 +19,7 @@ def save_run(run: Path, data: Path, *, has_facts: bool = True, **arch) -> Path:
     """A run folder with a model as it is drawn from the seed, but for its Q head and puzzle table."""
     dataset = open_dataset(data, read_everything=False)
     facts = read_info([data], dataset.metadata).to_json() if has_facts else None
-    return save_on(data, run, train=_draw_small_parts, facts=facts, **arch)
-
-
-def _draw_small_parts(state: TrainState) -> None:
-    network = state.model.network
-    with torch.no_grad():
-        if hasattr(network, "q_head"):
-            network.q_head.weight.normal_()
-            network.q_head.bias.normal_()
-        if network.puzzle_emb is not None:
-            network.puzzle_emb.weights.normal_()
+    return save_on(data, run, train=lambda state: draw_small_parts_(state.model.network), facts=facts, **arch)
 
 
 def save_maze_run(folder: Path) -> Path:

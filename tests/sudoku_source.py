@@ -3,6 +3,7 @@
 import csv
 import gzip
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -56,8 +57,10 @@ def source_rows(count: int, *, stream: int = 0) -> list[list[str]]:
     return rows
 
 
-def write_csv(path: Path, rows: list[list[str]], *, header: list[str] = HEADER) -> Path:
+def write_csv(
+    path: Path, rows: Iterable[Iterable[str]], *, header: list[str] = HEADER, delimiter: str = ","
+) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with (gzip.open if path.suffix == ".gz" else open)(path, "wt", newline="") as file:
-        csv.writer(file).writerows([header, *rows])
+        csv.writer(file, delimiter=delimiter).writerows([header, *rows])
     return path

@@ -11,10 +11,8 @@ from optimizers.average import Average, DenseAverage, warn_of_long_average
 from optimizers.puzzle_table import Replicated, RowAverage
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
-from parallel.shards import tensor_of
 from tests.checkpoints import assert_equal, begin_training, do_step
 from tests.float64 import assert_close
-from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_config, tiny_model
 from training.state import build_first_state
 
@@ -137,29 +135,6 @@ def test_averages_are_swapped_in_and_out_whatever_happens():
         assert_close(inside[name], value, what=name)  # there was no step
         assert torch.equal(network.state_dict()[name], value + 1), name
     assert all(tensors[name] is parameter for name, parameter in network.named_parameters())
-
-
-def _average_of_shares() -> tuple[dict[str, torch.Tensor], int]:
-    """The whole average, and how many numbers this rank keeps of it."""
-    network = tiny_model().network
-    average, table = _averages(network, corrects_bias=True)
-    (*_, last) = _random_steps(network, average, table, num_steps=20)
-    tensors = average.tensors() | table.average.tensors()
-    kept = sum(tensor_of(each).numel() for each in tensors.values())
-    with average.averaged(step=last), table.average.averaged(step=last):
-        return {name: tensor.clone() for name, tensor in network.state_dict().items()}, kept
-
-
-@pytest.mark.slow
-def test_ranks_keep_shares_of_the_average_of_one():
-    """To the bit, and what one rank keeps no other does."""
-    ((alone, num_all),) = run_ranks(_average_of_shares, 1)
-    for size in (2, 3):
-        ranks = run_ranks(_average_of_shares, size)
-        for whole, _ in ranks:
-            assert_equal(whole, alone)
-        assert sum(kept for _, kept in ranks) == num_all
-        assert max(kept for _, kept in ranks) < num_all / size + 1100
 
 
 def test_a_step_touches_only_the_rows_of_its_puzzles():

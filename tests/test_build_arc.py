@@ -127,8 +127,7 @@ def test_other_tasks_do_not_change_the_variants_of_a_task(tmp_path, tasks):
 # ------------------------------------------------------------------------------------- as they are published
 
 
-@pytest.mark.parametrize("separator", ["_", "-"])
-def test_kaggles_folder_as_it_is_downloaded(tmp_path, capsys, separator):
+def test_kaggles_folder_as_it_is_downloaded(tmp_path, capsys):
     """The hidden test has no solutions; the file that is downloaded has tasks of others, which have."""
     hidden = make_tasks(2, seed=2)
     copied = dict(list(make_tasks(3, seed=0).items())[1:])
@@ -137,9 +136,6 @@ def test_kaggles_folder_as_it_is_downloaded(tmp_path, capsys, separator):
     write_kaggle(tmp_path / "kaggle", "arc-agi_test", hidden | copied).with_name(
         "arc-agi_test_solutions.json"
     ).unlink()
-    for path in (tmp_path / "kaggle").iterdir():
-        ending = path.name.rpartition("_")[2]
-        path.rename(path.with_name(f"{path.name.removesuffix('_' + ending)}{separator}{ending}"))
     (tmp_path / "kaggle" / "sample_submission.json").write_text("{}")
     sets = build(tmp_path / "data", "--source", tmp_path / "kaggle", "--num-aug", 3)
     assert "test: 5 tasks (evaluation, test), 28 examples" in capsys.readouterr().out
@@ -229,6 +225,3 @@ def test_tasks_with_few_variants_are_counted(tmp_path, tasks, capsys):
     assert "tasks with fewer than 30 different variants: 1, at least 8\n" in capsys.readouterr().out
     assert np.diff(sets["train"].group_indices).tolist() == [31] * 3 + [9] + [31] * 3
     assert load_metadata(tmp_path / "data", "test").num_puzzle_identifiers == 1 + 6 * 31 + 9
-
-
-# ------------------------------------------------------------------------------------------------ real tasks

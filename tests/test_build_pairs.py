@@ -196,6 +196,3 @@ def test_larger_pairs_can_be_left_out(tmp_path, capsys):
     assert sorted(read_back(data, "train") + read_back(data, "test")) == sorted(as_texts(small))
     assert data.metadata.seq_len == 12
     assert f"pairs larger than 3x4, left out: {60 - len(small)}\n" in capsys.readouterr().out
-
-
-# ------------------------------------------------------------------------------------------------------- text

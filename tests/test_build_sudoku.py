@@ -12,7 +12,7 @@ from dataset.format import open_split
 from dataset.kinds.sudoku.rules import BOXES, TooHardError, are_solved, count_solutions, find_solutions
 from dataset.sets import FIELDS
 from tests.ranks import REPOSITORY
-from tests.sudoku_source import REAL_DATA, build, files_of, rows_of, source_rows, write_csv
+from tests.sudoku_source import build, files_of, rows_of, source_rows, write_csv
 
 # ------------------------------------------------------------------------------------------------- generating
 
@@ -238,14 +238,3 @@ def test_puzzles_in_both_splits_are_reported(tmp_path, source, capsys):
     write_csv(source / "train.csv", source_rows(40) + source_rows(3, stream=1))
     build(tmp_path / "data", "--source", source, "--box", "2x2")
     assert "warning: 3 puzzles of the training split are in the test split too" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"no {REAL_DATA}; DATA_DIR names the folder above it")
-def test_real_puzzles(tmp_path):
-    sets = build(tmp_path / "data", "--source", REAL_DATA, "--subsample-size", 200, "--num-aug", 20)
-    assert (sets["train"].num_examples, sets["test"].num_examples) == (4200, 6783)
-    assert are_solved(sets["train"].labels - 1, box=(3, 3)).all()
-    assert not set(rows_of(sets["train"].inputs)) & set(rows_of(sets["test"].inputs))
-    for question in (sets["train"].inputs[::100] - 1).tolist():
-        assert count_solutions(question, box=(3, 3)) == 1

@@ -1,18 +1,15 @@
 """What all builders share: the command alone decides what is in the folder, to the byte."""
 
 import hashlib
-import json
-import os
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 
 from dataset.build import build_dataset
+from share.card import _build_command
 from tests.arc_source import write_source
 from tests.pairs_source import random_pairs, write_json
-from tests.ranks import REPOSITORY
 from tests.sudoku_source import files_of, source_rows, write_csv
 
 # Of each command what it prints, and a digest: another one means that datasets of a seed change.
@@ -54,15 +51,10 @@ def source(tmp_path) -> Path:
     return tmp_path
 
 
-def words_of(command: str, source: Path, folder: Path, *, seed: int = 5) -> list[str]:
-    words = command.replace("SOURCE", str(source)).split()
-    return [*words, "--output-dir", str(folder), "--seed", str(seed)]
-
-
-def build(*arguments, **options) -> dict[str, bytes]:
-    kind, *words = words_of(*arguments, **options)
-    build_dataset(kind, words)
-    return files_of(arguments[-1])
+def build(command: str, source: Path, folder: Path, *, seed: int = 5) -> dict[str, bytes]:
+    kind, *words = command.replace("SOURCE", str(source)).split()
+    build_dataset(kind, [*words, "--output-dir", str(folder), "--seed", str(seed)])
+    return files_of(folder)
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
@@ -76,14 +68,20 @@ def test_a_command_gives_the_recorded_bytes_and_another_seed_others(source, caps
     assert any(here[name] != other[name] for name in here if name.startswith("train/all"))
 
 
-@pytest.mark.slow
-def test_same_command_same_bytes_in_another_process(source):
-    code = "import json, sys; from dataset.build import build_dataset\n"
-    code += "for kind, *words in json.load(sys.stdin): build_dataset(kind, words)"
-    given = [words_of(command, source, source / f"there_{n}") for n, command in enumerate(_COMMANDS)]
-    options = {"cwd": REPOSITORY, "env": {**os.environ, "PYTHONHASHSEED": "1"}, "check": True, "text": True}
-    subprocess.run([sys.executable, "-c", code], input=json.dumps(given), **options)
-    for number, command in enumerate(_COMMANDS):
-        assert build(command, source, source / f"here_{number}") == files_of(source / f"there_{number}"), (
-            command
-        )
+@pytest.mark.parametrize(
+    "command",
+    [
+        "sudoku --generate 10 --box 2x2 --clues 5-9 --easier 6-9",
+        "maze --generate 12 --size 6 --aug --materialize",
+        "arc --generate 6 --max-size 8 --dihedral",
+        "pairs --source SOURCE/pairs.jsonl --max-size 5x6 --symmetries dihedral,symbols --num-aug 3",
+    ],
+)
+def test_the_command_on_a_card_gives_the_same_bytes(source, command):
+    data = build(command, source, source / "data")
+    shown = _build_command(source / "data", name=str(source / "again")).replace(
+        "SOURCE", "SOURCE/pairs.jsonl"
+    )
+    kind, *words = shlex.split(shown.replace("SOURCE", str(source)), comments=True)[3:]
+    build_dataset(kind, words)
+    assert files_of(source / "again") == data

@@ -12,7 +12,7 @@ import torch
 
 from launch import check, links
 from launch.links import listen_like_gloo, pairs_to_measure
-from parallel.process_group import open_group
+from parallel.process_group import choose_backend
 from parallel.watchdog import EXIT_HANG
 from tests.ranks import Finished, run_program
 from training.dry_run import Sent
@@ -167,8 +167,9 @@ def test_addresses_are_those_of_the_chosen_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=no-such-one: No such device; there are .*'lo'"):
         listen_like_gloo()
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME: no interface no-such-one; there are .*lo"):
-        open_group("gloo")
+        choose_backend("gloo", torch.device("cpu"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
     with listen_like_gloo() as listener:
         assert listener.getsockname()[0] == "127.0.0.1"

@@ -1,7 +1,6 @@
 """Killed runs, full disks, lost ranks: nothing is lost, and saving continues."""
 
 import contextlib
-import json
 import os
 import resource
 import shutil
@@ -9,7 +8,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ from tests.checkpoints import (
     save,
     state_tensors,
 )
-from tests.ranks import Finished, complete_program, run_ranks
+from tests.ranks import run_ranks
 from tests.tiny import OVERRIDES, logged_rows, run_of
 from training.run_folder import compose_run
 
@@ -92,54 +90,9 @@ def _train(folder: Path, data: Path) -> None:
     import pretrain
 
     os.chdir(folder)
-    sys.argv = ["pretrain.py", *_arguments(data)]
+    words = (*OVERRIDES, "epochs=2", "checkpoint_interval=5", "checkpoint_path=run")
+    sys.argv = ["pretrain.py", f"data_path='{data}'", *words]
     pretrain.train(run_of(compose_run()))
-
-
-def _train_until_killed(folder: Path, data: Path, step: int) -> None:
-    import pretrain
-
-    train_step = pretrain.train_step
-
-    def train_or_die(state, *arguments, **options):
-        if state.step == step:
-            while newest_checkpoint(Path("run")) is None:  # it is being written
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(state, *arguments, **options)
-
-    pretrain.train_step = train_or_die
-    _train(folder, data)
-
-
-def _arguments(data: Path, *more: str) -> tuple[str, ...]:
-    length = ("epochs=2", "checkpoint_interval=5")
-    return (f"data_path='{data}'", *OVERRIDES, *length, "checkpoint_path=run", *more)
-
-
-def _run(folder: Path, data: Path, *more: str) -> Finished:
-    folder.mkdir(exist_ok=True)
-    return complete_program("pretrain", *_arguments(data, *more), folder=folder, world_size=2)
-
-
-def _files(run: Path) -> dict[str, Any]:
-    """What must not depend on interruptions: the tensors and state of the last checkpoint, and the log."""
-    files: dict[str, Any] = {path.name: path.read_bytes() for path in (run / "step_16").glob("*.safetensors")}
-    files["state"] = json.loads((run / "step_16" / "state.json").read_text())
-    files["log"] = logged_rows(run)
-    return files
-
-
-@pytest.mark.slow
-def test_killed_and_started_again_is_the_same_run(tmp_path, sudoku_folder):
-    """Checkpoints are written while it goes on, most within an epoch."""
-    _run(tmp_path / "whole", sudoku_folder, "keep_checkpoints=null")
-    assert checkpoint_names(tmp_path / "whole" / "run") == {f"step_{step}" for step in (5, 10, 15, 16)}
-    with pytest.raises(AssertionError, match="status -9"):
-        run_ranks(_train_until_killed, 2, tmp_path, sudoku_folder, 13)
-    assert step_of(newest_checkpoint(tmp_path / "run")) < 13
-    assert "going on from" in _run(tmp_path, sudoku_folder).stdout
-    assert _files(tmp_path / "run") == _files(tmp_path / "whole" / "run")
 
 
 # --------------------------------------------------------------------------------------------------- failures

@@ -81,6 +81,12 @@ def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     assert lines[-1].startswith("10 steps, ")
     assert compose_run([*words, f"data_path={sudoku_folder}"]) is None
     assert "nowhere" not in capsys.readouterr().out
+    assert (
+        compose_run(["arch=ldt", f"data_path={sudoku_folder}", "--cfg", "job", "--world-size", "2"]) is None
+    )
+    assert "averages" not in capsys.readouterr().out
+    layout = ["data_parallel_shard_degree=2", f"data_path={sudoku_folder}"]
+    assert compose_run([*_FITS[:2], *layout], processes=2).data_parallel_shard_degree == 2
     with pytest.raises(ValueError, match="--world-size N is for"):
         compose_run(["--world-size", "64"])
 

@@ -42,7 +42,7 @@ def test_threads_that_wait_go_to_sleep_unless_the_user_has_said_how(chosen, expe
     [
         ("0::/job/step\n", {"job/cpu.max": "100000 100000\n", "job/step/cpu.max": "max 100000\n"}, 1),
         ("0::/job\n", {"job/cpu.max": "50000 100000\n"}, 1),
-        ("0::/job\n", {"job/cpu.max": "9900000 100000\n"}, _CORES),
+        ("0::/job\n", {"job/cpu.max": "9900000000 100000\n"}, _CORES),
         ("0::/elsewhere\n", {"cpu.max": "150000 100000\n"}, 1),  # a container sees its own group as the root
         ("3:cpu,cpuacct:/a\n2:memory:/a\n", {"cpu,cpuacct/a/cpu.cfs_quota_us": "100000\n"}, 1),
         ("3:cpu,cpuacct:/a\n", {"cpu,cpuacct/a/cpu.cfs_quota_us": "-1\n"}, _CORES),

@@ -55,6 +55,9 @@ def trained(tmp_path_factory) -> Path:
     return folder / "run"
 
 
+_RESULTS = shutil.ignore_patterns("evaluation")  # of other tests
+
+
 @pytest.fixture(scope="module")
 def expected(trained) -> tuple[dict, dict]:
     """Metrics and outputs of one process with the default batch."""
@@ -141,7 +144,7 @@ def test_processes_and_batch_size_change_nothing(trained, expected, tmp_path):
 
 
 def test_data_is_found_from_the_configs_folder(trained, tmp_path):
-    shutil.copytree(trained, tmp_path / "run")
+    shutil.copytree(trained, tmp_path / "run", ignore=_RESULTS)
     shutil.copytree(trained.parent / "data", tmp_path / "run" / "data")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -184,7 +187,7 @@ def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_
 
 
 def test_a_report_is_written_once_by_rank_0(trained, tmp_path):
-    run = shutil.copytree(trained, tmp_path / "run")
+    run = shutil.copytree(trained, tmp_path / "run", ignore=_RESULTS)
     folder = trained.parent  # whose data the config names
     finished = _evaluate(
         folder, f"checkpoint={run}", f"data_path={folder}/data/sudoku", "report=true", world_size=2

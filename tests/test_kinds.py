@@ -119,7 +119,9 @@ def test_mazes_with_other_marks_and_no_squares(text, expected):
     assert puzzle.tokens.tolist() == to_tokens([expected])[0].tolist()
 
 
-@pytest.mark.parametrize("text", [MAZE, "S# \n   \nG##", "S#\n\nG##\n", "S#.\r\n...\r\nG##\r\n"])
+@pytest.mark.parametrize(
+    "text", [MAZE, "S# \n   \nG##", "S#\n\nG##\n", "\r\nS#.\r\n...\r\nG##\r\n\r\n", "S#....G##\r\n"]
+)
 def test_the_usual_forms_of_a_maze(text):
     (puzzle,) = find_kind("maze").read_puzzles(text)
     assert puzzle.tokens.tolist() == [3, 1, 2, 2, 2, 2, 4, 1, 1]

@@ -285,10 +285,10 @@ def test_shares_and_parts_of_all_replicas_are_compared():
         assert all(name.endswith("weight of weights") for name, *_ in found[1::2])
 
 
-def _draw(data: Path, layouts: list[str]) -> list[str]:
+def _draw(data: Path, cases: list[tuple[str, dict]]) -> list[str]:
     found = []
-    for layout in layouts:
-        opened = open_data(config := build_config("trm", layout, {"data_path": [str(data)]}))
+    for layout, options in cases:
+        opened = open_data(config := build_config("trm", layout, {"data_path": [str(data)]} | options))
         state = build_first_state(config, opened.dataset.metadata, device=torch.device("cpu"))
         found.append(think_of_puzzles(state, opened, count=4)())
     return found
@@ -296,9 +296,10 @@ def _draw(data: Path, layouts: list[str]) -> list[str]:
 
 @pytest.mark.slow
 def test_pictures_are_those_of_one_process(sudoku_folder):
-    ((alone,),) = run_ranks(in_float64, 1, _draw, sudoku_folder, ["one"])
+    ((alone,),) = run_ranks(in_float64, 1, _draw, sudoku_folder, [("one", {})])
     assert alone.count("</svg>") == 4
-    assert run_ranks(in_float64, 2, _draw, sudoku_folder, ["pp2", "tp2"]) == [[alone] * 2] * 2
+    cases = [("pp2", {}), ("tp2", {}), ("dp2", {"puzzle_emb_sharding": "rows"})]
+    assert run_ranks(in_float64, 2, _draw, sudoku_folder, cases) == [[alone] * 3] * 2
 
 
 _WORDS = ("arch.H_layers=2", "arch.L_layers=2", "arch.q_target=exact", "ema=0.9", "grad_clip_norm=0.5")

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from checkpointing import initial
 from checkpointing.pretrained import find_checkpoint
-from checkpointing.published import translate_weights
 from config.files import load_defaults
 from config.programs import EvaluateConfig
 from config.schema import validate_config
@@ -26,6 +26,7 @@ from models.lattice import CONTRADICTORY, move
 from models.random import Draws
 from report.trace import picture_data, reliability, trace_puzzles
 from share import keep
+from tests.golden.ldt import translate
 from tests.ranks import NUM_THREADS, complete_program
 from tests.report_runs import searching_model
 from tests.sudoku_source import build_sets
@@ -100,6 +101,17 @@ def test_what_a_token_may_become_is_found_in_the_training_data_and_kept_with_the
         assert network.complete(bare, network.state_dict()) == found
 
 
+def test_a_run_that_begins_with_a_checkpoint_keeps_the_facts_of_its_own_data(data, monkeypatch):
+    network = searching_model(data).network
+    stored = {name: each + 1 for name, each in network.state_dict().items()}
+    facts = {name: getattr(network, name).clone() for name in network.of_data}
+    monkeypatch.setattr(initial, "find_checkpoint", lambda _: "a checkpoint")
+    monkeypatch.setattr(initial, "load_weights", lambda _: stored)
+    initial.copy_weights_(network.state_dict(), "", network.arch)
+    for name, each in network.state_dict().items():
+        assert torch.equal(each, facts.get(name, stored[name])), name
+
+
 def test_boards_enter_with_hints_and_some_of_these_are_wrong(data):
     model, puzzles = searching_model(data).train(), data.splits["train"].sets["all"]
     inputs, labels = (np.tile(each, (20, 1)) for each in (puzzles.inputs, puzzles.labels))
@@ -141,7 +153,7 @@ def test_rotary_pairs_of_the_public_code_are_read():
     public = {f"{p}_proj.{k}": torch.randn(width, width)[:, : width if k == "weight" else 1].squeeze(1)
               for p in ("q", "k", "v", "out") for k in ("weight", "bias")}  # fmt: skip
     prefix = "backbone.layers.0.attn."
-    stored = translate_weights({prefix + name: each for name, each in public.items()}, network.arch)
+    stored = translate({prefix + name: each for name, each in public.items()}, num_heads=heads)
     attn.load_state_dict({name.removeprefix("blocks.layers.0.attn."): each for name, each in stored.items()})
     x = torch.randn(3, 17, width)
     q, k, v = (F.linear(x, public[f"{p}_proj.weight"], public[f"{p}_proj.bias"]) for p in "qkv")

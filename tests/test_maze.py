@@ -11,7 +11,6 @@ from dataset.kinds.kind import find_kind
 from dataset.kinds.maze import check_answers
 from dataset.kinds.maze.rules import (
     GOAL,
-    OPEN,
     START,
     WALL,
     draw_mazes,
@@ -117,44 +116,6 @@ def test_perfect_mazes_have_one_path_between_any_two_cells(size, min_path_cells)
         num_beside = sum(np.roll(is_open, step, axis) for step in (1, -1) for axis in (0, 1))
         inside = np.pad(np.ones((size, size), bool), 1)
         assert not (inside & ~is_open & (num_beside == 1)).any(), "nothing more can be dug"
-
-
-def drawn_plainly(count: int, *, size: int, min_path_cells: int) -> np.ndarray:
-    """What is left of `count` mazes with any start and any goal."""
-    random = np.random.Generator(np.random.Philox(0))
-    is_open = random.random((count, size * size)) >= random.uniform(0.3, 0.5, (count, 1))
-    is_open = is_open[is_open.sum(axis=1) >= 2]
-    mazes = np.where(is_open, OPEN, WALL).astype(np.uint8)
-    order = np.where(is_open, random.random(is_open.shape), 2.0).argpartition(1, axis=1)
-    rows = np.arange(len(mazes))
-    mazes[rows, order[:, 0]], mazes[rows, order[:, 1]] = START, GOAL
-    return mazes[shortest_path_cells(mazes) >= min_path_cells]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("min_path_cells", "num_tries"), [(2, 3000), (12, 50_000)])
-def test_random_mazes_are_those_that_plain_rejection_leaves(min_path_cells, num_tries):
-    batches = [
-        draw_mazes(0, stream=0, index=index, size=7, min_path_cells=min_path_cells) for index in range(20)
-    ]
-    samples = (
-        np.concatenate(batches)[:3000],
-        drawn_plainly(num_tries, size=7, min_path_cells=min_path_cells),
-    )
-    found = []
-    for mazes in samples:
-        assert len(mazes) > 700
-        facts = []
-        for maze in mazes:
-            far = sorted(cell for cell, steps in distances(maze).items() if steps >= min_path_cells - 1)
-            goal = divmod(int((maze == GOAL).argmax()), 7)
-            start = int((maze == START).argmax())
-            facts.append((len(far), far.index(goal) / len(far), (maze == WALL).mean(), start // 7, start % 7))
-        found.append(np.array(facts, float))
-    ours, plain = found
-    difference = ours.mean(axis=0) - plain.mean(axis=0)
-    error = (ours.var(axis=0) / len(ours) + plain.var(axis=0) / len(plain)) ** 0.5
-    assert np.abs(difference / error).max() < 4, (difference, error)
 
 
 def test_randomness_is_pinned():

@@ -1,33 +1,25 @@
-"""Models of another kind need their own file alone: a state of candidates, two boards a slot, a search.
-
-Both are exact over processes: LDT, and a small one made here. Of that one nothing but `_register` stands for
-lines elsewhere: those of the schema.
-"""
+"""LDT is exact over processes: a state of candidates, two boards a slot, and a search."""
 
 import dataclasses
-import sys
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from config.architecture import ArchConfig, Architecture
 from config.files import load_defaults
 from config.programs import EvaluateConfig
 from config.schema import PretrainConfig, validate_config
 from dataset.description import with_candidates
-from dataset.format import IGNORE_LABEL_ID, Dataset, open_dataset
+from dataset.format import Dataset, open_dataset
 from dataset.loader import Batch
 from evaluation.loop import Race
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.selection import Settings
 from evaluation.test_time import set_up
-from models import HaltingModel, build_model, network_class
-from models.carry import Carry, Prediction, Reasoning, State, StepOutput
-from models.losses import correct_sequences
-from models.network import Network
+from models import HaltingModel, build_model
+from models.ldt import LDT
 from optimizers.learning_rate import learning_rates
 from parallel.process_group import rank
 from tests.checkpoints import do_step
@@ -40,112 +32,6 @@ from training.metrics import training_metrics
 from training.state import TrainState, build_first_state
 from training.step import train_step
 
-
-class _Config(ArchConfig):
-    name: Literal["candidates"] = "candidates"
-    hidden_size: int = 16
-    puzzle_emb_ndim: int = 0
-    forward_dtype: Literal["float32"] = "float32"
-    halt_max_steps: int = 6
-    eval_halt_max_steps: int | None = 12
-
-
-class Candidates(Network):
-    """Strikes out candidates of cells, at random cells the least likely one, until each cell has but one."""
-
-    boards_per_slot, advances, is_search, keeps_state = 2, True, True, True
-    metrics: ClassVar = {"count": None, "exact_accuracy": "count", "decided": "count"}
-    training_metrics: ClassVar = {"loss": "slots", "left": None, "steps": "left", "struck": "slots"}
-
-    def __init__(self, arch: _Config, metadata):
-        super().__init__(arch)
-        self.num_values = metadata.vocab_size
-        self.inner, self.mix = (
-            nn.Linear(self.num_values, arch.hidden_size),
-            nn.Linear(*[metadata.seq_len] * 2),
-        )
-        self.outer = nn.Linear(arch.hidden_size, self.num_values)
-
-    def needs_draws(self, reasoning: Reasoning) -> bool:
-        return True
-
-    def start(self, data: Batch, reasoning: Reasoning, draws, fresh: Tensor) -> State:
-        given = nn.functional.one_hot(data.inputs.long(), self.num_values)
-        given[..., :2] = 0  # padding and blanks are no values
-        every = torch.ones_like(given).index_fill(-1, torch.tensor([0, 1]), 0)
-        return {"alive": torch.where((data.inputs == 1)[..., None], every, given).bool()}
-
-    def forward(self, state: State, inputs, puzzle_identifiers, *, reasoning, draws=None):
-        h = self.inner(state["alive"].to(self.inner.weight.dtype))
-        logits = self.outer(torch.tanh(h + self.mix(h.transpose(1, 2)).transpose(1, 2)))
-        if not self.training:  # an evaluation's step strikes out what it looked at
-            state = self._strike(state, logits, draws)
-        sure = _are_single(state["alive"]).double() - 0.5
-        return state, Prediction(torch.where(state["alive"], logits, -torch.inf), sure, None)
-
-    def _strike(self, state: State, logits: Tensor, draws) -> State:
-        alive = state["alive"]
-        worst = torch.where(alive, logits, torch.inf).argmin(-1, keepdim=True)
-        chance = draws.uniform(alive.shape[1:2], use="cells") < 0.5
-        strikes = (chance & (alive.sum(-1) > 1))[..., None] & torch.zeros_like(alive).scatter(-1, worst, True)
-        return {"alive": alive & ~strikes}
-
-    def divisors(self, carry: Carry) -> dict[str, Tensor]:
-        return {"open": self._is_open(carry).sum()}
-
-    def losses(self, before: Carry, output: StepOutput, *, divisors, reasoning, draws=None):
-        labels = before.data.labels.long().clamp(min=0)[..., None]
-        each = -output.prediction.logits.log_softmax(-1).gather(-1, labels)[..., 0]
-        loss = torch.where(self._is_open(before), each, 0).sum() * (
-            divisors["slots"] / divisors["open"].clamp(min=1)
-        )
-        return loss, {"loss": loss.detach()}
-
-    def _is_open(self, carry: Carry) -> Tensor:
-        alive, labels = carry.state["alive"], carry.data.labels.long()
-        has_label = alive.gather(-1, labels.clamp(min=0)[..., None])[..., 0] & (labels != IGNORE_LABEL_ID)
-        return has_label & (alive.sum(-1) > 1)
-
-    def advance(self, carry: Carry, reasoning: Reasoning, draws):
-        data = carry.data
-        state, _ = self(carry.state, data.inputs, data.puzzle_identifiers, reasoning=reasoning, draws=draws)
-        left = _are_single(state["alive"]) | (carry.steps >= reasoning.max_steps)
-        struck = (carry.state["alive"] & ~state["alive"]).sum()
-        sums = {"left": left.sum(), "steps": (left * carry.steps).sum(), "struck": struck}
-        return carry._replace(state=state, halted=left), sums
-
-    def halts(self, carry: Carry, prediction: Prediction, reasoning: Reasoning, draws) -> Tensor:
-        return carry.halted if self.training else super().halts(carry, prediction, reasoning, draws)
-
-    def sums(self, output: StepOutput) -> dict[str, Tensor]:
-        counted = (output.carry.data.labels != IGNORE_LABEL_ID).any(-1)
-        decided = counted & (output.prediction.q_halt > 0)
-        _, is_exact = correct_sequences(output.prediction.logits, output.carry.data.labels)
-        return {
-            "count": counted.sum(),
-            "exact_accuracy": (decided & is_exact).sum(),
-            "decided": decided.sum(),
-        }
-
-
-def _are_single(alive: Tensor) -> Tensor:
-    return (alive.sum(-1) == 1).all(-1)
-
-
-NETWORK = Candidates
-
-
-def _register() -> None:
-    """What a real model has in config/architecture.py, and its file in models/."""
-    sys.modules["models.candidates"] = sys.modules[__name__]
-    union = Architecture.__origin__ | _Config
-    field = PretrainConfig.model_fields["arch"]
-    field.annotation = union
-    PretrainConfig.model_rebuild(force=True)
-
-
-_register()
-
 # ------------------------------------------------------------------------------------------------- training
 
 _BATCH, _STEPS = 24, 10
@@ -153,7 +39,6 @@ _LDT = {**load_defaults("arch/ldt"), "hidden_size": 16, "num_heads": 2, "num_lay
 _LDT |= {"forward_dtype": "float32", "boards_per_slot": 2, "halt_max_steps": 4, "true_pin_prob": 0.5}
 _LDT |= {"kill_threshold": 0.45, "eval_halt_max_steps": 12}
 _ARCHS = {
-    "candidates": {"name": "candidates"},
     "ldt": _LDT,
     "ldt by the training pass": _LDT
     | {"advance": "training_pass", "pos_encodings": "rope", "balanced_conflict": True, "dropout": 0.0}
@@ -222,10 +107,9 @@ def _run_ranks(world_size: int, folder: Path, run: Path, steps: range, options: 
 def alone(sudoku_folder, tmp_path_factory) -> Results:
     found = _run_ranks(1, sudoku_folder, tmp_path_factory.mktemp("alone"), range(_STEPS), {})
     for arch, (result,) in found.items():
-        network = network_class(_ARCHS[arch]["name"])
-        assert result["metrics"].keys() <= {*network.metrics, *network.training_metrics, "grad_norm"}
+        assert result["metrics"].keys() <= {*LDT.metrics, *LDT.training_metrics, "grad_norm"}
         assert result["metrics"]["left"] > 5
-        boards = {"candidates": (2, 16, 6), "ldt": (2, 16, 4)}.get(arch, (16, 4))
+        boards = (2, 16, 4) if arch == "ldt" else (16, 4)
         assert result["carry"]["alive"].shape == (_BATCH, *boards)
     return found
 
@@ -293,45 +177,39 @@ def test_a_resumed_run_is_the_same(sudoku_folder, alone, tmp_path, before, after
 _SETTINGS = Settings((3, 12), (1, 4, 8), ("first_to_halt",))
 
 
-def _model(data: Dataset, arch: str = "candidates") -> HaltingModel:
+def _model(data: Dataset) -> HaltingModel:
     torch.manual_seed(0)
-    return build_model(tiny_config(arch=_ARCHS[arch]).arch, data.metadata).eval()
+    return build_model(tiny_config(arch=_LDT).arch, data.metadata).eval()
 
 
-def _evaluate(folder: Path, batch_size: int, arch: str, settings=_SETTINGS) -> tuple[SetResult, int]:
+def _evaluate(folder: Path, batch_size: int, settings=_SETTINGS) -> tuple[SetResult, int]:
     """Evaluates a search; returns also how many rows were called."""
     data, rows = _open(folder), []
-    model = _model(data, arch)
+    model = _model(data)
     model.network.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[1])))
     result = evaluate_split(model, data, global_batch_size=batch_size, settings=settings, seed=3)
     return result.get("all"), sum(rows)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["candidates", "ldt"])
-def test_a_search_decides_or_does_not_and_drops_what_cannot_win(sudoku_folder, arch, monkeypatch):
+def test_a_search_decides_or_does_not_and_drops_what_cannot_win(sudoku_folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Race, "is_lost", lambda _, rows, steps: torch.zeros_like(rows).bool())
-        whole, num_rows = _evaluate(sudoku_folder, 1000, arch)
+        whole, num_rows = _evaluate(sudoku_folder, 1000)
     assert {way for _, _, way, _ in whole.scores} == {"first_to_halt"}
     undecided = {key[:2]: number for key, number in whole.scores.items() if key[3] == "undecided"}
     calls = {key[:2]: number for key, number in whole.scores.items() if key[3] == "calls"}
     assert undecided[3, 1] > undecided[12, 1] > undecided[12, 8], undecided
-    assert _undecided(whole) == pytest.approx(undecided[12, 8] / 100)
+    assert whole.metrics["undecided"] == pytest.approx(undecided[12, 8] / 100)
     assert all(number <= 100 * depth * samples for (depth, samples), number in calls.items())
     for batch_size in (7, 1000):
-        ours, fewer = _evaluate(sudoku_folder, batch_size, arch)
+        ours, fewer = _evaluate(sudoku_folder, batch_size)
         assert (ours.scores, ours.metrics) == (whole.scores, whole.metrics)
         assert fewer < 0.9 * num_rows
-    ours, _ = run_ranks(_evaluate, 2, sudoku_folder, 64, arch)[0]
+    ours, _ = run_ranks(_evaluate, 2, sudoku_folder, 64)[0]
     assert ours.scores == whole.scores
-    plain, _ = _evaluate(sudoku_folder, 64, arch, settings=None)  # halts early too
-    assert _undecided(plain) == pytest.approx(undecided[12, 1] / 100)
-
-
-def _undecided(result: SetResult) -> float:
-    metrics = result.metrics
-    return metrics["undecided"] if "undecided" in metrics else 1 - metrics["decided"]
+    plain, _ = _evaluate(sudoku_folder, 64, settings=None)  # halts early too
+    assert plain.metrics["undecided"] == pytest.approx(undecided[12, 1] / 100)
 
 
 def test_the_first_to_halt_answers_whatever_is_asked_for(sudoku_folder):

@@ -249,19 +249,6 @@ def test_finished_run_says_so(whole_run, sudoku_folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [("lr=2e-3", "lr: 0.001 -> 0.002"), ("arch.hidden_size=64", "arch.hidden_size: 32 -> 64")],
-)
-def test_another_config_under_the_same_name_is_refused(whole_run, sudoku_folder, change, part):
-    words = (f"data_path={sudoku_folder}", "run_name=a", "project_name=p", *OVERRIDES, change)
-    finished = run_program("pretrain", *words, folder=whole_run.parents[2])
-    assert finished.statuses == [1]
-    assert part in finished.stderr
-    assert "run_name" in finished.stderr
-
-
-@pytest.mark.slow
 def test_names_are_drawn_and_shared(tmp_path, sudoku_folder):
     overrides = [override for override in OVERRIDES if not override.startswith("epochs")]
     for _ in range(2):

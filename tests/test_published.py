@@ -13,6 +13,7 @@ from benchmarks.worlds import Trainer, metadata, random_batch
 from dataset.format import IGNORE_LABEL_ID
 from dataset.loader import Batch
 from tests.float64 import TOLERANCE, assert_close
+from tests.tiny import draw_small_parts_
 
 _BATCH, _STEPS, _CPU = 8, 3, torch.device("cpu")
 # TRM is shorter than published: each cycle amplifies rounding a little more (see `tests.float64`).
@@ -30,10 +31,7 @@ def _pair(name: str, *changes: str, **options: bool) -> tuple[Trainer, Published
         _CPU, f"arch={name}", *_WORDS, *_LAYERS[name], *changes, puzzles=_BATCH, rows=20, seq_len=16
     )
     network = ours.state.model.network
-    with torch.no_grad():
-        network.q_head.weight.normal_()
-        network.q_head.bias.normal_()
-        network.puzzle_emb.weights.normal_()
+    draw_small_parts_(network)
     ours.state.carry.halted.fill_(True)
     weights = {name: value.clone() for name, value in network.state_dict().items()}
     return ours, PublishedTrainer(ours.config, ours.metadata, weights, device=_CPU, **options)

@@ -158,7 +158,7 @@ def _train(**options) -> dict[str, torch.Tensor]:
     found["gradients"], found["loss"] = state.weights.flats[0].gradients.clone(), result.loss
     for name in (_NAME, f"ema {_NAME}"):
         found["rows here of " + name] = torch.tensor(len(found[name]))
-        found[name] = _whole(found[name]) if state.table.is_spread else found[name]
+        found[name] = _whole(found[name]) if isinstance(state.table, RowsByOwner) else found[name]
     return found
 
 

@@ -12,7 +12,6 @@ import torch
 from dataset.format import IGNORE_LABEL_ID, SPLITS, open_dataset, open_split
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.plan import EvaluationPlan, Stage, TrainPlan
-from tests.golden import GOLDEN
 from tests.puzzle_sets import BLANK, IGNORED, PAD_ID, SEQ_LEN, write
 
 CPU = torch.device("cpu")
@@ -185,15 +184,3 @@ def test_what_fails_in_the_thread_fails_here(folder):
     dataset.plan = None
     with pytest.raises(AttributeError, match="batches"), read_batches(dataset, device=CPU) as batches:
         next(batches)
-
-
-def test_a_dataset_of_the_public_tools():
-    folder = GOLDEN / "hrm_checkpoint" / "dataset"
-    data = open_dataset(folder, read_everything=True)
-    assert (data.metadata.vocab_size, data.metadata.seq_len, data.metadata.ignore_label_id) == (6, 16, 0)
-    sizes = {name: split.sets["all"].num_examples for name, split in data.splits.items()}
-    assert sizes == {"train": 4000, "test": 1000}
-    plan = EvaluationPlan(data.splits["test"].sets, global_batch_size=1000)
-    ((_, batch),) = PuzzleDataset(data, "test", plan, rank=0, world_size=1)
-    for name in ("inputs", "labels"):
-        assert np.array_equal(getattr(batch, name), np.load(folder / "test" / f"all__{name}.npy"))

@@ -114,7 +114,7 @@ def test_damping_and_noise_of_every_call(name, cycles):
 
     for cycle, call in itertools.product(range(cycles), range(3)):
         if "z_L" not in state:
-            called = network.refine(z["z_H"], e, rotary, call=call, draws=draws)
+            called = network.refine(z["z_H"], e, call=call, draws=draws)
             mix("z_H", called, f"z_H {call}")
             continue
         slow, fast = network.slow_and_fast
@@ -159,9 +159,3 @@ def test_random_start_of_the_slots_that_begin():
         start = 0.5 * draws.truncated_normal(z.shape[1:], use=f"start {name}")
         assert_close(z[begins], start[begins])
         assert torch.equal(z[~begins], carry.state[name][~begins])
-
-
-def test_noise_without_numbers_is_our_mistake():
-    batch, model = random_batch(2), tiny_model(state_noise=0.1)
-    with pytest.raises(AssertionError, match="noise without random numbers"):
-        run_step(model, model.initial_carry(batch), batch)

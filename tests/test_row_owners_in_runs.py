@@ -4,18 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from checkpointing.tensors import load_joined
-from parallel.process_group import rank
 from tests.checkpoints import assert_equal
 from tests.puzzle_sets import NUM_IDENTIFIERS, write
-from tests.ranks import Finished, complete_program, run_ranks
-from tests.tiny import OVERRIDES, logged_rows, tiny_config
-from training.data import open_data
-from training.pictures import think_of_puzzles
-from training.state import build_first_state
+from tests.ranks import Finished, complete_program
+from tests.tiny import OVERRIDES, logged_rows
 
 pytestmark = pytest.mark.slow
 
@@ -90,19 +85,3 @@ def test_it_begins_with_the_weights_of_another_run(runs, tmp_path):
         assert_equal(*found)
         table = found[0]["puzzle_emb.weights"]
         assert (table != 0).any(dim=1).sum() == number if number > NUM_IDENTIFIERS else len(table) == number
-
-
-def _draw(data: Path, way: str) -> str:
-    """Draws on rank 0 what a model whose table is random thinks, which all ranks have a part in."""
-    config = tiny_config(data_path=[str(data)], puzzle_emb_sharding=way)
-    opened = open_data(config)
-    state = build_first_state(config, opened.dataset.metadata, device=torch.device("cpu"))
-    table = torch.randn(NUM_IDENTIFIERS, 32, generator=torch.Generator().manual_seed(0))
-    state.model.network.puzzle_emb.weights.copy_(table if way == "replicated" else table[rank() :: 2])
-    return think_of_puzzles(state, opened, count=4)()
-
-
-def test_pictures_are_the_same(runs):
-    ours, theirs = (run_ranks(_draw, 2, runs["data"], way)[0] for way in _WAYS)
-    assert ours == theirs
-    assert ours.count("</svg>") == 4

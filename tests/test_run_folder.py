@@ -20,6 +20,7 @@ from checkpointing.files import STARTS_FILE
 from checkpointing.rows import cut_back_rows, last_wandb_step, read_rows
 from config.files import config_to_yaml
 from tests.tiny import tiny_arch, tiny_config
+from tests.waiting import PATIENCE
 from training import code
 from training.run_folder import open_run_folder, record_start
 
@@ -39,7 +40,7 @@ class _Owner:
         receiver, sender = multiprocessing.Pipe(duplex=False)
         self.process = _processes.Process(target=_hold, args=(folder, sender))
         self.process.start()
-        assert receiver.poll(30)
+        assert receiver.poll(PATIENCE)
         self.child = receiver.recv()
 
     def kill(self) -> None:

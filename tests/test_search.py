@@ -272,6 +272,7 @@ def start(tmp_path):
     for process in started:
         process.terminate()  # and so its trials
         process.join(60)
+        process.kill()
 
 
 def _num_lines(paths: list[Path]) -> list[int]:

@@ -146,12 +146,12 @@ def test_a_terminal_that_is_closed_stops_a_run_unless_it_is_under_nohup(tmp_path
     )
     os.close(its)
     rows = tmp_path / "run" / "metrics.jsonl"
-    while not (rows.exists() and rows.stat().st_size):
-        if select.select([ours], [], [], 0.1)[0]:
-            os.read(ours, 4096)  # or the terminal would be full
-        assert process.poll() is None
-    os.close(ours)
     try:
+        while not (rows.exists() and rows.stat().st_size):
+            if select.select([ours], [], [], 0.1)[0]:
+                os.read(ours, 4096)  # or the terminal would be full
+            assert process.poll() is None
+        os.close(ours)
         assert process.wait(120) == 0
     finally:
         process.kill()

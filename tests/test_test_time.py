@@ -66,14 +66,14 @@ def _in_float64(folder: Path, options: dict) -> SetResult:
 
 @pytest.fixture(scope="module")
 def answerable(tmp_path_factory) -> Path:
-    """A set in which an untrained model is right now and then: a label has two counted cells at most."""
+    """A set in which an untrained model is right now and then: a label has one counted cell at most."""
     folder = tmp_path_factory.mktemp("answerable")
     for name, rows in (("train", source_rows(5)), ("test", source_rows(_COUNT, stream=1))):
         write_csv(folder / f"{name}.csv", rows)
     build_dataset("sudoku", ["--output-dir", str(folder / "data"), "--source", str(folder), "--box", "2x2"])
     folder = folder / "data"
     labels = np.load(folder / "test" / "all__labels.npy")
-    kept = np.random.default_rng(0).integers(0, labels.shape[1], (len(labels), 2))
+    kept = np.random.default_rng(0).integers(0, labels.shape[1], (len(labels), 1))
     few = np.zeros_like(labels)
     np.put_along_axis(few, kept, np.take_along_axis(labels, kept, 1), 1)
     few[::17] = 0  # puzzles without an answer count nowhere
@@ -181,8 +181,9 @@ def _naive_score(runs, batch: Batch, setting: tuple[int, int], by: str, rules) -
         ),
     ],
 )
-def test_every_setting_is_that_of_a_plain_loop(answerable, name, halting):
-    """`act` is as `max` read at halting."""
+def test_every_setting_is_that_of_a_plain_loop(answerable, name, halting, monkeypatch):
+    """`act` is as `max` read at halting; some answers obey the rules that are made up here."""
+    monkeypatch.setattr(Evaluators, "rules_of", lambda *_: lambda _, preds: preds[:, 0] % 2 == 0)
     batch = read_rows(open_dataset(answerable, read_everything=False), "all", np.arange(_COUNT))
     found = _evaluate(
         answerable, model=halting_model(answerable, name, steps=_STEPS[-1]), halting=halting
@@ -196,7 +197,7 @@ def test_every_setting_is_that_of_a_plain_loop(answerable, name, halting):
         expected = _naive_score(runs, batch, tuple(setting), by, rules)
         assert (found[(*setting, by, "exact")], found[(*setting, by, "calls")]) == expected, (setting, by)
         distinct.add(expected)
-    assert len(distinct) > 10, "the settings must differ, or this proves little"
+    assert len({exact for exact, _ in distinct}) > 5, "the settings must differ, or this proves little"
 
 
 def test_one_run_without_noise_is_the_plain_evaluation_to_the_bit(answerable):

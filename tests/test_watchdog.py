@@ -26,7 +26,7 @@ from parallel.collectives import barrier
 from parallel.process_group import process_group, rank, rendezvous_store
 from parallel.watchdog import EXIT_HANG, FailureRecord, Watchdog
 from tests.ranks import _in_environment, _server
-from tests.waiting import wait_for
+from tests.waiting import read, wait_for
 
 pytestmark = pytest.mark.slow  # each waits for a timeout of a second or more
 
@@ -76,8 +76,7 @@ class _Ranks:
         wait_for(lambda: all(text in self.stderr(number) for number in numbers), text)
 
     def stderr(self, number: int) -> str:
-        path = self._folder / f"{number}.stderr"
-        return path.read_text() if path.exists() else ""
+        return read(self._folder / f"{number}.stderr")
 
     def report(self, number: int) -> str:
         """The one line of a rank that ended by the watchdog; its stacks follow."""

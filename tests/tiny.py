@@ -18,6 +18,7 @@ from dataset.format import IGNORE_LABEL_ID, Metadata, load_metadata
 from dataset.loader import Batch
 from models import HaltingModel, build_model
 from models.carry import Carry, StepOutput, Sums
+from models.network import Network
 from models.random import Draws
 from parallel.launch import Program
 from parallel.watchdog import Watchdog
@@ -81,13 +82,18 @@ def tiny_model(name: str = "hrm", *, seed: int = 0, **changes: Any) -> HaltingMo
     """A model whose Q head, if it has one, and puzzle table are random, so that they matter."""
     torch.manual_seed(seed)
     model = build_model(tiny_arch(name, **changes), FACTS)
-    with torch.no_grad():
-        if hasattr(model.network, "q_head"):
-            model.network.q_head.weight.normal_()
-            model.network.q_head.bias.normal_()
-        if model.network.puzzle_emb is not None:
-            model.network.puzzle_emb.weights.normal_()
+    draw_small_parts_(model.network)
     return model
+
+
+@torch.no_grad()
+def draw_small_parts_(network: Network) -> None:
+    """Draws the Q head and the puzzle table, if there are any: these begin as zeros."""
+    if hasattr(network, "q_head"):
+        network.q_head.weight.normal_()
+        network.q_head.bias.normal_()
+    if network.puzzle_emb is not None:
+        network.puzzle_emb.weights.normal_()
 
 
 def draws_of(batch_size: int, **arrays: torch.Tensor) -> Draws:

@@ -15,7 +15,6 @@ from dataset.format import Metadata
 from dataset.loader import load_batch
 from dataset.sets import PuzzleSet
 from models import HaltingModel
-from optimizers.learning_rate import learning_rates
 from parallel import log
 from parallel.progress import Progress
 from training.clock import StepClock
@@ -47,8 +46,6 @@ def adapt(
         "data_path": checkpoint.data_paths,
         "train_only": "puzzle_embeddings",
         "global_batch_size": num_examples,
-        "lr": lr,
-        "lr_warmup_steps": 0,
         "seed": seed,
     }
     config = config_with(PretrainConfig, **changes)
@@ -60,14 +57,12 @@ def adapt(
         f"adapting: {num_steps} steps train an embedding for this puzzle, alone, on its {num_examples} "
         "demonstrations"
     )
-    clock = StepClock(device)
+    clock, rates = StepClock(device), dict.fromkeys(("lr", "puzzle_emb_lr"), lr)
     with Progress(total=num_steps, desc="adapting", unit="step") as bar:
         for number in range(num_steps):
             rows = np.arange(*demonstrations.puzzle_indices[number : number + 2])
             numbers = np.full_like(rows, number)
             batch = load_batch(demonstrations, metadata, rows, numbers, size=len(rows)).to(device)
-            rates = learning_rates(config, number + 1, total_steps=num_steps)
-            rates = dict.fromkeys(rates, rates["lr"])  # for puzzle_emb_lr too; only embeddings are trained
             result = train_step(state, batch, config=config, rates=rates, clock=clock)
             bar.set_postfix(loss=f"{result.loss.item():.3f}", refresh=False)
             bar.update()

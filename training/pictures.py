@@ -19,6 +19,7 @@ from models.compilation import eager_blocks
 from training.data import RunData
 from training.state import TrainState
 
+_MOST_STEPS = 64  # thinking steps: recipes of LDT and FPRM allow a thousand
 _GRIDS = 7  # at most, in a row: the puzzle, answers after 5 steps, the solution
 _GRID, _GAP, _TITLE = 160, 16, 34  # units of the SVG
 
@@ -36,7 +37,7 @@ def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> Callabl
     try:
         with eager_blocks():
             on_device = batch.to(state.carry.steps.device)
-            trace = record_trace(model, on_device)
+            trace = record_trace(model, on_device, max_steps=_MOST_STEPS)
     finally:
         model.train(was_training)
     names = [f"{set_name}, example {row}" for row in batch.rows.tolist()]

@@ -47,10 +47,13 @@ WANDB_ID_FILE = "wandb_run_id"
 _LOCK_FILE = "lock"
 
 
-def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None:
+def compose_run(
+    arguments: Sequence[str] | None = None, *, processes: int | None = None
+) -> PretrainConfig | None:
     """Returns the checked config of a command line, with the run named; the data is not read yet.
 
-    arguments: the words; None: of this process. Returns None after --help. ValueError for a mistake.
+    arguments: the words; None: of this process. processes: of the run; None: as many as run now. Returns None
+    after --help. ValueError for a mistake.
     """
     words = name_arch(sys.argv[1:] if arguments is None else arguments)
     options = {"notice": log.warning, "dry_run": dry_run.describe}
@@ -58,7 +61,7 @@ def compose_run(arguments: Sequence[str] | None = None) -> PretrainConfig | None
     if config is None:
         return None
     check_data_folders([*config.data_paths, *(config.test_data_path or [])], experiment=experiment)
-    check_layout(config, world_size())
+    check_layout(config, processes or world_size())
     if config.arch.forward_dtype == "auto":
         name = str(choose_dtype("auto")).removeprefix("torch.")
         log.info(f"arch.forward_dtype=auto: {name} on this machine")

@@ -187,21 +187,14 @@ def build_first_state(
         table = build_table(config, network.puzzle_emb, num_rows, ranks)
         average = build_average(config, flats, total_steps=total_steps)
         model.compile_()
-        if table.is_spread and network.advances:
-            raise ValueError(
-                "puzzle_emb_sharding=rows is not for this model: it reads the rows of the step before"
-            )
         slots = slots_of(ranks, config.global_batch_size)
         sums = (*sum_names(network.metrics), "grad_norm", *sum_names(network.training_metrics))
-        keys = ("sync", "bucket_size_mb", "sync_dtype", "local_steps", "outer_lr", "outer_momentum")
-        options = {"batch_size": config.global_batch_size, "total_steps": total_steps}
-        options |= {key: getattr(config, key) for key in keys}
         return TrainState(
             model=model.model,
             weights=weights,
             table=table,
             average=average,
-            strategy=build_strategy(model.model, weights, table, **options),
+            strategy=build_strategy(config, model.model, weights, table, total_steps=total_steps),
             carry=model.model.blank_carry(len(slots), seq_len=metadata.seq_len, device=device),
             slots=slots,
             num_slots=config.global_batch_size,
@@ -213,16 +206,17 @@ def build_first_state(
 def memory_advice(config: PretrainConfig) -> str:
     """Returns advice for a run that is out of memory: which keys make the same run need less."""
     num_ranks, parts = all_ranks().size, config.gradient_accumulation_steps
-    num_slots = config.global_batch_size // num_ranks
+    num_slots = -(-config.global_batch_size // (num_ranks // config.tensor_parallel_degree))
     more_parts = [number for number in range(parts + 1, num_slots + 1) if num_slots % number == 0]
     wishes = [f"gradient_accumulation_steps={number}" for number in more_parts[:1]]
     if config.activation_checkpointing == "none":
         wishes.append("activation_checkpointing=block")
     if num_ranks == 1:
         wishes.append("more processes")
-    elif config.data_parallel_shard_degree in ("auto", 1) and config.local_steps == 1:
-        wishes.append("data_parallel_shard_degree=-1")
-    if num_ranks > 1 and config.arch.has_puzzle_embeddings and config.puzzle_emb_sharding != "rows":
-        wishes.append("puzzle_emb_sharding=rows")
+    elif config.local_steps == 1:
+        if config.data_parallel_shard_degree in ("auto", 1) and config.train_only == "all":
+            wishes.append("data_parallel_shard_degree=-1")
+        if config.arch.has_puzzle_embeddings and config.puzzle_emb_sharding != "rows":
+            wishes.append("puzzle_emb_sharding=rows")
     at_once = f"a process computes {num_slots // parts} of its {num_slots} slots at once"
     return f"{at_once}; the same run needs less with {', or '.join(wishes) or 'a smaller global_batch_size'}"

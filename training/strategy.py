@@ -6,11 +6,12 @@ A step calls `sum_divisors`, `start_step`, then `micro_batch` around each forwar
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from config.schema import PretrainConfig
 from optimizers.puzzle_table import PuzzleTable
 from optimizers.weights import Weights
 from parallel.shards import Tensors, shard_of_own
@@ -197,28 +198,17 @@ class LocalSteps(Strategy):
 
 
 def build_strategy(
-    model: nn.Module,
-    weights: Weights,
-    table: PuzzleTable,
-    *,
-    batch_size: int,
-    local_steps: int,
-    total_steps: int | None,
-    outer_lr: float,
-    outer_momentum: float,
-    **options: Any,
+    config: PretrainConfig, model: nn.Module, weights: Weights, table: PuzzleTable, *, total_steps: int | None
 ) -> Strategy:
-    """Builds the strategy that the config asks for. All ranks call it.
-
-    batch_size: global. options: of `build_gradient_sync`.
-    """
+    """Builds the strategy that the config asks for. All ranks call it."""
+    options = {key: getattr(config, key) for key in ("sync", "bucket_size_mb", "sync_dtype")}
     syncs = [build_gradient_sync(model, flat, **options) for flat in weights.flats]
-    if local_steps == 1:
-        return EveryStep(syncs, weights, table, batch_size=batch_size)
-    own_size, rest = divmod(batch_size, weights.flats[0].ranks.size)
+    if config.local_steps == 1:
+        return EveryStep(syncs, weights, table, batch_size=config.global_batch_size)
+    own_size, rest = divmod(config.global_batch_size, weights.flats[0].ranks.size)
     assert not rest, "the mean of all weights counts every rank alike"
-    interval = {"local_steps": local_steps, "total_steps": total_steps}
-    outer = {"lr": outer_lr, "momentum": outer_momentum}
+    interval = {"local_steps": config.local_steps, "total_steps": total_steps}
+    outer = {"lr": config.outer_lr, "momentum": config.outer_momentum}
     return LocalSteps(syncs, weights, table, batch_size=own_size, **interval, **outer)
 
 

@@ -61,6 +61,8 @@ async def _run_trials(
         while not is_asked.is_set() and (waiting or study.num_left()):
             number = waiting.pop(0) if waiting else None
             if (trial := _begin(study, config, run, slot=slot, number=number)) is None:
+                on_end()
+                await asyncio.sleep(0)  # signals come in
                 continue
             running[slot] = trial
             try:

@@ -41,7 +41,7 @@ _MAX_TRIES = 16  # combinations tried, to find a valid one with a given value
 class Space:
     """The search space. parameters: {key: Optuna's distribution}, the keys that are searched.
 
-    fixed: the other key=value words of pretrain.py, equal in every trial.
+    fixed: the other words of pretrain.py, equal in every trial.
     """
 
     parameters: dict[str, BaseDistribution]
@@ -125,7 +125,8 @@ def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
     if asked is None:
         return None
     config, argv = asked
-    space = read_space(name_arch(argv))
+    swept = [word for word in argv if _has_several_values(word)]
+    space = read_space([*name_arch([word for word in argv if word not in swept]), *swept])
     run = space.check()
     if run.keep_best is None:
         raise ValueError("config: keep_best=null leaves nothing to choose the best trial by: name a metric")
@@ -137,9 +138,9 @@ def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
 
 
 def read_space(argv: Sequence[str]) -> Space:
-    """Reads the space from key=value words. ValueError, one line, also where no key has several values."""
-    parameters, fixed = {}, []
-    overrides = parse_overrides(PretrainConfig, argv)
+    """Reads the space from a command line's words. ValueError where no key has several values."""
+    parameters, fixed = {}, [word for word in argv if _is_option(word)]
+    overrides = _overrides_in(argv)
     for override in overrides:
         key = override.get_key_element()
         if key in _GIVEN_BY_SEARCH:
@@ -156,6 +157,18 @@ def read_space(argv: Sequence[str]) -> Space:
             "'lr=tag(log,interval(1e-4,1e-2))' or optimizer=choice(adam_atan2,muon)"
         )
     return Space(parameters, tuple(fixed))
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("--")  # --config-dir=FOLDER
+
+
+def _overrides_in(words: Sequence[str]) -> list[Override]:
+    return parse_overrides(PretrainConfig, [word for word in words if not _is_option(word)])
+
+
+def _has_several_values(word: str) -> bool:
+    return any(override.is_sweep_override() for override in _overrides_in([word]))
 
 
 def _distribution(override: Override) -> BaseDistribution:
@@ -193,7 +206,7 @@ def _ends(sweep: RangeSweep, word: str) -> tuple[float, float, float]:
 def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
     """Returns key=value words as text of a file for config/experiment, which begins with `comment`."""
     values, experiments, groups = OmegaConf.create(), [], {}
-    for override in parse_overrides(PretrainConfig, overrides):
+    for override in _overrides_in(overrides):
         key, value = override.get_key_element().lstrip("+"), override.value()
         if key == "experiment":
             experiments = [value] if value is not None else []

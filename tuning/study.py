@@ -107,7 +107,9 @@ class Study:
         )
         if self._grid and number is None:
             self.optuna.enqueue_trial(self._grid[trial_number])
-        if number is None:
+        if (
+            number is None or self.trials[number].state == TrialState.WAITING
+        ):  # killed before it was asked for
             trial = self.optuna.ask()
         else:
             study_id = self._storage.get_study_id_from_name(self._config.study)

@@ -41,7 +41,7 @@ class OneLineParser(argparse.ArgumentParser):
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
     """Raises ValueError where one of the options `names` was given, which only go with `other` (in words)."""
     for name in names:
-        if getattr(options, name) is not None:
+        if getattr(options, name, None) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for {other}: drop it")
 
 

@@ -157,7 +157,8 @@ function pose(puzzle) {
   source = null;
   Object.assign(now, { puzzle: { identifier: facts.puzzles[0].identifier, ...puzzle }, thoughts: [], shown: 0, isSearching: 0 });
   if (facts.search) now.total = facts.steps;
-  history.replaceState(null, "", link(chosen.name, isText ? write(puzzle.inputs) : puzzle.number));
+  const text = write(puzzle.inputs); // of a grid smaller than its field too short
+  history.replaceState(null, "", link(chosen.name, isText && read(text) ? text : puzzle.number));
   render();
 }
 
@@ -166,10 +167,17 @@ const link = (name, puzzle) => `#${new URLSearchParams({ ...(models.length > 1 &
 /** Returns a puzzle as text, a symbol for each cell, for a link or to be pasted. */
 const write = (inputs) => inputs.map((token) => (token === kind.blank ? "." : facts.symbols[token])).join("");
 
+/** Returns which of the tokens has a symbol, in either case where none has it exactly; -1: none. */
+function tokenOf(symbol, tokens) {
+  const [exact, folded] = [(each) => each, (each) => each.toLowerCase()].map((fold) =>
+    tokens.find((token) => facts.symbols[token] && fold(facts.symbols[token]) === fold(symbol)));
+  return exact ?? folded ?? -1;
+}
+
 /** Returns the tokens of a text such as 1..4 .... .... 4..1; null where it is no puzzle of this size. */
 function read(text) {
   const tokens = [...text.replace(kind.paints ? /[\r\n]/g : /\s/g, "")].map((symbol) => {
-    const token = facts.symbols.findIndex((each) => each && each.toLowerCase() === symbol.toLowerCase());
+    const token = tokenOf(symbol, [...facts.symbols.keys()]);
     return token < 0 && /[.0_\s]/.test(symbol) ? kind.blank : token;
   });
   return tokens.length === facts.rows * facts.columns && !tokens.includes(-1) ? tokens : null;
@@ -178,7 +186,7 @@ function read(text) {
 /** Shows the puzzle of the link, given as text, or as a number where its tokens have no symbols. */
 function poseLinked(text) {
   const tokens = isText && text !== null ? read(text) : null;
-  const index = isText ? facts.puzzles.findIndex(({ inputs }) => `${inputs}` === `${tokens}`) : text - 1;
+  const index = tokens ? facts.puzzles.findIndex(({ inputs }) => `${inputs}` === `${tokens}`) : text - 1;
   if (facts.puzzles[index]) pose({ ...facts.puzzles[index], number: index + 1 });
   else if (tokens) pose({ inputs: tokens, labels: null, from: "The puzzle of a link" });
   else next();
@@ -203,14 +211,17 @@ function put(cell, token) {
 /** Runs the model up to a step; resolves to false if another puzzle was chosen meanwhile. */
 async function think(step) {
   const { puzzle } = now;
-  source ??= (await model).think(puzzle.inputs, puzzle.identifier, (round) => {
-    if (now.puzzle !== puzzle) return;
+  const loaded = await model;
+  if (now.puzzle !== puzzle) return false;
+  source ??= loaded.think(puzzle.inputs, puzzle.identifier, (round) => {
+    if (now.puzzle !== puzzle) return false; // the search ends
     now.isSearching = round;
     renderBars();
+    return true;
   });
   while (now.puzzle === puzzle && now.thoughts.length < Math.min(step, now.total)) {
     const { value } = await source.next();
-    if (now.puzzle !== puzzle) break;
+    if (now.puzzle !== puzzle || !value) break;
     now.thoughts.push(value);
     if (facts.search) Object.assign(now, { total: value.total, isSearching: 0 });
   }
@@ -288,11 +299,11 @@ function move(key) {
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || /SELECT|INPUT/.test(event.target.tagName)) return;
   const key = event.key.toLowerCase();
-  const token = kind.tokens.find((each) => facts.symbols[each].toLowerCase() === key && key.trim());
+  const token = key.trim() ? tokenOf(event.key, kind.tokens) : -1;
   const back = () => goTo(now.shown - 1), on = () => goTo(now.shown + 1);
   const acts = { p: play, n: next, ",": back, ".": on, pageup: back, pagedown: on }; // a symbol goes before a letter
   if (event.key.startsWith("Arrow") && kind.tokens.length) move(event.key);
-  else if (token !== undefined) put(now.selected, token);
+  else if (token >= 0) put(now.selected, token);
   else if (["backspace", "delete", "0"].includes(key) && kind.tokens.length) put(now.selected, kind.blank);
   else if (acts[key]) acts[key]();
   else if (kind.paints && [" ", "enter"].includes(key) && event.target.tagName !== "BUTTON") put(now.selected, now.brush);

@@ -19,7 +19,7 @@ export async function* searching(look, facts, inputs, onRound) {
   const rounds = boards.map(() => []), end = performance.now() + 1000 * SECONDS;
   let answer = 0;
   for (let round = 1; round <= facts.steps && performance.now() < end; round++) {
-    onRound(round);
+    if (!onRound(round)) return;
     const alive = new Float32Array(CHAINS * size);
     boards.forEach((board, chain) => alive.set(board, chain * size));
     const { keep, digit, conflict } = await look(alive);

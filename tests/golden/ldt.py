@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from checkpointing.published import translate_weights
 from dataset.format import usual_metadata
 from dataset.loader import Batch
 from models import HaltingModel, build_model
@@ -19,6 +18,35 @@ from tests.golden import GOLDEN, Differences, expected
 from tests.tiny import tiny_arch
 
 _TOLERANCE = 5e-5  # of outputs and weights
+_NAMES = {
+    **{"backbone.layers.": "blocks.layers.", "backbone.": "", "_embed.weight": "_embed"},
+    **{"bce_head": "keep_head", "softmax_head": "digit_head", "ffn.fc1": "up_proj", "ffn.fc2": "down_proj"},
+    **{"in_proj_weight": "qkv_proj.weight", "out_proj": "o_proj"},
+    **{f"{part}_proj.bias": f"{part}_bias" for part in "qkv"},
+}
+
+
+def translate(weights: dict[str, torch.Tensor], *, num_heads: int) -> dict[str, torch.Tensor]:
+    """Names and layouts of the public tensors as ours.
+
+    Drops the key bias, which has no effect on attention. Reorders rotary pairs from neighbours (2 i, 2 i + 1)
+    to halves (i, i + head_dim / 2), as our attention needs.
+    """
+    translated: dict[str, torch.Tensor] = {}
+    for name, value in weights.items():
+        for public, ours in _NAMES.items():
+            name = name.replace(public, ours)
+        if name.endswith((".q_proj.weight", ".k_proj.weight", ".q_bias", ".k_bias")):
+            value = value.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).reshape(value.shape)
+        if name.endswith("in_proj_bias"):
+            block = name.removesuffix("in_proj_bias")
+            translated[f"{block}q_bias"], _, translated[f"{block}v_bias"] = value.chunk(3)
+        elif name.endswith((".q_proj.weight", ".k_proj.weight", ".v_proj.weight")):  # they come in this order
+            packed = f"{name[: -len('q_proj.weight')]}qkv_proj.weight"
+            translated[packed] = torch.cat((translated.get(packed, value[:0]), value))
+        elif not name.endswith("_idx"):
+            translated[name] = value
+    return translated
 
 
 class _Recorded:
@@ -58,7 +86,7 @@ def _load(run: Path, weights: str, operator: dict) -> HaltingModel:
         may_permute=operator["permute_digits"],
     )
     model = build_model(arch, metadata)
-    stored = translate_weights(torch.load(run / weights, weights_only=True), arch)
+    stored = translate(torch.load(run / weights, weights_only=True), num_heads=arch.num_heads)
     buffers = {name: getattr(model.network, name) for name in ("candidates", "symmetries")}
     model.network.load_state_dict(stored | buffers)
     return model

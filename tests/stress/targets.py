@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet
 import torch
 import yaml
 
@@ -33,6 +32,7 @@ from share.push import main as push
 from solve import load
 from tests.arc_source import make_tasks, write_kaggle, write_source
 from tests.maze_source import source_rows as maze_rows
+from tests.pairs_source import write_parquet
 from tests.stress.mutations import VALUES, mutate_files, mutate_text
 from tests.sudoku_source import source_rows as sudoku_rows
 from tests.sudoku_source import write_csv
@@ -116,8 +116,7 @@ def make_targets(folder: Path) -> dict[str, Target]:
 def _write_sources(folder: Path, pairs: Path) -> list[Path]:
     """Writes what else builders read, each kind in a folder of its own."""
     rows = [json.loads(line) for line in (pairs / "pairs.jsonl").read_text().splitlines()]
-    (folder / "parquet").mkdir(parents=True)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "parquet" / "pairs.parquet")
+    write_parquet(folder / "parquet" / "pairs.parquet", rows)
     write_source(folder / "tasks", count=2)
     write_kaggle(folder / "Kaggle", "arc-agi_evaluation", make_tasks(3))
     write_csv(folder / "Sudokus" / "train.csv", sudoku_rows(20))

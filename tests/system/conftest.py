@@ -1,4 +1,4 @@
-"""What tests of the whole system need that a plain machine may lack: a browser."""
+"""What tests of the whole system need that a plain machine may lack: a browser, other machines."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -6,6 +6,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+
+from tests.system.machines import Machines, emulate
 
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 
@@ -27,6 +29,12 @@ class Visit:
     def _asked(self, url: str, own: str) -> None:
         if not url.startswith((own, "data:", "blob:")):
             self.requests.append(url)
+
+
+@pytest.fixture
+def machines(tmp_path) -> Iterator[Machines]:
+    with emulate(2, tmp_path / "machines") as emulated:
+        yield emulated
 
 
 @pytest.fixture(scope="session")

@@ -53,21 +53,19 @@ def why_not(*, delays: bool = False) -> str:
 
 
 class Machines:
-    """Machines node0, node1, ... with the addresses 10.77.0.1, 10.77.0.2, ... on interface eth0."""
+    """Machines node0, node1, ... with the addresses 10.77.0.1, 10.77.0.2, ... on interface eth0.
 
-    def __init__(self, hosts: list[str], folder: Path, names: list[str], switch: str):
+    namespaces: the network namespace of each machine.
+    """
+
+    def __init__(self, hosts: list[str], folder: Path, namespaces: list[str]):
         self.count, self._hosts = len(hosts), hosts
-        self._folder, self._names, self._switch = folder, names, switch
-        self._started: list[list[subprocess.Popen]] = [[] for _ in names]
-
-    @property
-    def namespaces(self) -> list[str]:
-        """The network namespace of each machine."""
-        return self._names
+        self._folder, self.namespaces = folder, namespaces
+        self._started: list[list[subprocess.Popen]] = [[] for _ in hosts]
 
     def command(self, machine: int, words: Sequence[object]) -> list[str]:
         """Returns the command line that runs these words on a machine."""
-        enter = ["nsenter", f"--net=/run/netns/{self._names[machine]}", "unshare", "--uts", "--mount"]
+        enter = ["nsenter", f"--net=/run/netns/{self.namespaces[machine]}", "unshare", "--uts", "--mount"]
         return [*enter, "bash", "-c", _ENTER, "-", self._hosts[machine], str(self._folder), *map(str, words)]
 
     def start(self, machine: int, words: Sequence[object], **options) -> subprocess.Popen:
@@ -81,7 +79,7 @@ class Machines:
 
     def kill(self, machine: int) -> None:
         """Ends every process there by `kill -9`: the machine is gone, and may be started on again."""
-        while _kill_all_in(self._names[machine]):
+        while _kill_all_in(self.namespaces[machine]):
             while self._started[machine]:
                 self._started[machine].pop().wait()
 

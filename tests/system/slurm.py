@@ -4,11 +4,11 @@ import contextlib
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.system.machines import Machines
+from tests.waiting import wait_for
 
 _NEEDED = ("munged", "slurmctld", "slurmd", "sbatch")
 _CPUS = 2
@@ -108,17 +108,13 @@ def slurm(machines: Machines, folder: Path) -> Iterator[Cluster]:
     words = ["munged", "--foreground", "--force", *(f"--{name}={path}" for name, path in files.items())]
     munged = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        while not files["socket"].exists():
-            assert munged.poll() is None, (folder / "munge" / "log").read_text()
-            time.sleep(0.05)
+        wait_for(lambda: files["socket"].exists() or munged.poll() is not None, "no munged")
+        assert munged.poll() is None, files["log-file"].read_text()
         cluster = Cluster(machines, folder)
         cluster.start_daemon(0, "slurmctld", "-c")
         for number in range(machines.count):
             cluster.start_node(number)
-        deadline = time.monotonic() + 60
-        while cluster.num_idle() < machines.count:
-            assert time.monotonic() < deadline, "the nodes do not come up"
-            time.sleep(0.2)
+        wait_for(lambda: cluster.num_idle() == machines.count, "the nodes do not come up")
         yield cluster
     finally:
         munged.terminate()

@@ -3,12 +3,11 @@
 import os
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from tests.ranks import REPOSITORY, run_program
-from tests.system.machines import Machines, emulate, why_not
+from tests.system.machines import why_not
 from tests.tiny import OVERRIDES
 from tests.waiting import PATIENCE, read, wait_for
 
@@ -16,12 +15,6 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 _WORDS = (*OVERRIDES, "compile=false", "epochs=1000", "eval_interval=null")
 _WORDS += ("checkpoint_interval=7", "keep_checkpoints=null")
 _LAST_STEP = 21
-
-
-@pytest.fixture
-def machines(tmp_path) -> Iterator[Machines]:
-    with emulate(2, tmp_path / "machines") as emulated:
-        yield emulated
 
 
 def test_a_node_is_lost_and_comes_back_then_the_first_one_is_lost(machines, tmp_path, sudoku_folder):

@@ -11,6 +11,7 @@ import pytest
 
 from config.reading import read_json
 from tests.ranks import REPOSITORY
+from tests.stress.processes import kill_all_with
 from tests.tiny import OVERRIDES
 from tests.waiting import PATIENCE, wait_for
 
@@ -22,9 +23,10 @@ _CELL_SECONDS = 600  # of a cell, on a busy machine; alone each takes less than 
 def test_a_run_saves_and_ends_when_its_session_does(tmp_path, sudoku_folder, number):
     """By the stop button of a notebook, or because its kernel is killed."""
     words = [f"data_path={sudoku_folder}", *OVERRIDES, "epochs=100000", "eval_interval=100000"]
+    path = f"checkpoint_path={tmp_path / 'run'}"
     code = "import pretrain, sys; pretrain.run(sys.argv[1:])"
     session = subprocess.Popen(
-        [sys.executable, "-c", code, *words, "checkpoint_path=run", "log_interval=1"],
+        [sys.executable, "-c", code, *words, path, "log_interval=1"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY), "WANDB_MODE": "disabled"},
         stdout=subprocess.PIPE,
@@ -32,11 +34,15 @@ def test_a_run_saves_and_ends_when_its_session_does(tmp_path, sudoku_folder, num
         text=True,
     )
     log = tmp_path / "run" / "metrics.jsonl"
-    wait_for(lambda: (log.exists() and log.stat().st_size > 0) or session.poll() is not None, "no row")
-    session.send_signal(number)
-    said, errors = session.communicate(timeout=PATIENCE)
-    assert session.returncode == -number, errors
-    wait_for(lambda: read_json(log.with_name("status"))["status"] == "stopped", "the run goes on")
+    try:
+        wait_for(lambda: (log.exists() and log.stat().st_size > 0) or session.poll() is not None, "no row")
+        session.send_signal(number)
+        said, errors = session.communicate(timeout=PATIENCE)
+        assert session.returncode == -number, errors
+        wait_for(lambda: read_json(log.with_name("status"))["status"] == "stopped", "the run goes on")
+    finally:
+        session.kill()
+        kill_all_with(path)
     if number == signal.SIGINT:
         assert "stopped: the same command goes on from here" in said
         assert errors.strip().splitlines()[-1] == "KeyboardInterrupt"

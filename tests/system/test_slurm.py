@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import REPOSITORY, run_program
-from tests.system.machines import Machines, emulate, why_not
+from tests.system.machines import why_not
 from tests.system.slurm import Cluster, slurm, why_no_slurm
 from tests.tiny import OVERRIDES
 from tests.waiting import PATIENCE, read, wait_for
@@ -69,12 +69,6 @@ class _Job:
 
     def wait_for_state(self, state: str) -> None:
         wait_for(lambda: self.state == state, f"not {state}", output=self.output_file)
-
-
-@pytest.fixture
-def machines(tmp_path) -> Iterator[Machines]:
-    with emulate(2, tmp_path / "machines") as emulated:
-        yield emulated
 
 
 @pytest.fixture

@@ -115,6 +115,9 @@ def build(options: argparse.Namespace) -> None:
     found, evaluated = _find_tasks(options)
     tasks = drop_repeats(found, evaluated=evaluated)
     evaluated = sorted({*evaluated, *(task.subset for task in tasks if not task.has_outputs)})
+    if not evaluated:
+        subsets = ", ".join(sorted({task.subset for task in tasks}))
+        raise ValueError(f"no task is evaluated: name a subset with --evaluate, one of {subsets}")
     most = NUM_DIHEDRAL - 1 if options.dihedral else options.num_aug
     _check(tasks, evaluated, num_aug=most, allow_leaks=options.allow_leaks)
 

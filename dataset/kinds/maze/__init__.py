@@ -38,12 +38,15 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray
     return {"valid": is_valid, "shortest": is_valid & (path_cells == rules.shortest_path_cells(inputs))}
 
 
-def to_square(text: str) -> str:
-    """Returns the cells of a maze that is drawn in several lines, row by row; walls complete a square.
+def to_cells(text: str) -> str:
+    """Returns the cells of a maze, row by row, from one line, or from a line for each row.
 
-    Spaces at the end of a row, which editors drop, are restored as open cells.
+    Lines are completed to a square: the ends of rows that are shorter than others, where editors drop spaces,
+    by open cells, the rest by walls.
     """
-    rows = text.removesuffix("\n").replace("\r", "").split("\n")
+    rows = text.strip("\r\n").splitlines()
+    if len(rows) < 2:
+        return "".join(rows)
     width = max(map(len, rows))
     if any(len(row) < width for row in rows):
         width = max(width, len(rows))
@@ -62,8 +65,7 @@ def read_puzzles(text: str) -> list[Puzzle]:
             raise ValueError(
                 f"row {number} of the maze has {unknown!r}: its cells are '#', ' ' (or '.'), S and G (or E)"
             )
-    lines = text.removesuffix("\n").split("\n")
-    cells = to_square(text) if len(lines) > 1 else lines[0]
+    cells = to_cells(text)
     if len(cells) < 4 or math.isqrt(len(cells)) ** 2 != len(cells):
         raise ValueError(f"the maze has one line of {len(cells)} cells: give its rows as lines")
     tokens = np.array([TOKEN_OF[cell] for cell in cells], np.uint8)

@@ -19,7 +19,7 @@ from dataset.augmentations import NUM_DIHEDRAL
 from dataset.build import sources
 from dataset.build.command_line import integer, refuse_options, warn
 from dataset.build.splits import GENERATE, build_puzzles, draw_distinct
-from dataset.kinds.maze import TOKEN_OF, rules, to_square
+from dataset.kinds.maze import TOKEN_OF, rules, to_cells
 
 _SIZE = 30
 _MAX_BATCHES = 1000  # in a row without a new maze, before giving up: about 10 seconds
@@ -65,7 +65,7 @@ def check_options(options: argparse.Namespace) -> None:
     if options.generate is None:
         refuse_options(options, ("size", "min_path_cells", "perfect"), "--generate, not for --source")
     else:
-        refuse_options(options, ("subsample_size",), "--source, not for --generate")
+        refuse_options(options, ("columns", "subsample_size"), "--source, not for --generate")
         options.num_test = options.num_test or max(options.generate // 10, 20)
         options.size = options.size or _SIZE
         options.min_path_cells = options.min_path_cells or max(4 * options.size - 10, 2)
@@ -102,7 +102,7 @@ def _read(files: Sequence[Path], *, given: str | None) -> list[np.ndarray]:
         parts = []
         for lines, columns in sources.read_columns(path, names, given=given, is_grid=_is_maze):
             check = functools.partial(sources.expect, path, lines)
-            columns = {name: list(map(_flatten, texts)) for name, texts in columns.items()}
+            columns = {name: list(map(to_cells, texts)) for name, texts in columns.items()}
             if not num_cells:
                 num_cells = len(columns["question"][0])
                 is_square = num_cells >= 4 and math.isqrt(num_cells) ** 2 == num_cells
@@ -117,12 +117,8 @@ def _read(files: Sequence[Path], *, given: str | None) -> list[np.ndarray]:
     return read
 
 
-def _flatten(text: str) -> str:
-    return to_square(text) if "\n" in text.strip("\n") else text.strip("\n")
-
-
 def _is_maze(text: str) -> bool:
-    return len(text) >= 4 and set(_flatten(text)) <= TOKEN_OF.keys()
+    return len(text) >= 4 and set(to_cells(text)) <= TOKEN_OF.keys()
 
 
 def _parse(

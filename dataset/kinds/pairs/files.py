@@ -76,7 +76,7 @@ def _check_pieces(names: list[str]) -> None:
             raise ValueError(f"has both {first} and {others[0]}: only one of them can be meant")
         return
     num = int(match[1])
-    if num != len(names) or [int(each[0][1:6]) for each in map(_SHARD.search, names)] != [*range(num)]:
+    if [each and int(each[0][1:6]) for each in map(_SHARD.search, names)] != [*range(num)]:
         raise ValueError(f"has {len(names)} of the {num} shards {printable(first)}, ...: all are needed")
 
 

@@ -64,7 +64,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     if options.generate is not None:
-        refuse_options(options, ("subsample_size", "min_difficulty"), "--source, not for --generate")
+        refuse_options(
+            options, ("columns", "subsample_size", "min_difficulty"), "--source, not for --generate"
+        )
         options.num_test = options.num_test or max(options.generate // 10, 100)
     else:
         refuse_options(options, ("clues",), "--generate, not for --source")
