@@ -108,7 +108,7 @@ def emulate(
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (_FILES | {"hosts": f"127.0.0.1 localhost\n{''.join(lines)}"}).items():
         (folder / name).write_text(text)
-    machines = Machines(hosts, folder, names, switch)
+    machines = Machines(hosts, folder, names)
     try:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
