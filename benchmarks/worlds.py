@@ -28,6 +28,7 @@ from parallel.collectives import barrier
 from parallel.launch import keep_freed_memory
 from parallel.process_group import choose_device, process_group, set_cpu_threads, world_size
 from parallel.shards import tensor_of
+from parallel.signals import stop_signals
 from training.clock import StepClock
 from training.state import build_first_state
 from training.step import train_step
@@ -121,7 +122,8 @@ class World:
 def _serve(connection, environment, namespace, options, build, arguments) -> None:
     """Runs in each process: builds the contender, then calls the requested methods until it receives None."""
     parent = os.getppid()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # on Ctrl-C only the parent prints something
+    for number in stop_signals():  # only the parent prints; `terminate` must end a rank inside a collective
+        signal.signal(number, signal.SIG_DFL)
     os.environ.update(environment)
     if namespace:
         with open(f"/run/netns/{namespace}") as entry:

@@ -188,9 +188,9 @@ def _read_evaluation(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
     """Returns the content of metrics.json and scaling.json in `evaluation`, an evaluation's folder.
 
-    None: the newest metrics.json with default options, and the newest scaling.json on the run's own data;
-    metrics.json not of a step before which the run has gone on, and was evaluated again. rows: of the log.
-    Appends problems to `warnings`.
+    None: the newest metrics.json with default options, unless the run has gone on after its step and logged a
+    later evaluation since; and the newest scaling.json on the run's own data. rows: of the log. Appends
+    problems to `warnings`.
     """
     last = max((row["step"] for row in rows if metrics_by_set(row)), default=0)
     logged = (folder / METRICS_FILE).stat().st_mtime if last else 0.0

@@ -112,6 +112,7 @@ def test_a_puzzle_with_several_solutions_says_so(text, words):
         ("+--+\n|S |\n| E|\n+--+", "####|#S #|# G#|####"),
         ("#####\n#S E#\n#####", "#####|#S G#|#####|#####|#####"),
         ("S.\n..\n.E", "S #|  #| G#"),
+        ("S# \n G \n\n", "S# | G |   "),
     ],
 )
 def test_mazes_with_other_marks_and_no_squares(text, expected):

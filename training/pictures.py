@@ -104,4 +104,6 @@ def _in_words(label: np.ndarray, trace: Trace, number: int) -> str:
     last = f"right after step {is_right.argmax() + 1}" if is_right.any() else "never right"
     if is_right.any() and not is_right[-1]:
         last += ", wrong in the end"
+    if not trace.wants_to_halt[number].any():
+        return f"{last}; would not halt in {len(is_right)} steps"
     return f"{last}; would halt after step {trace.halting_steps[number]}"

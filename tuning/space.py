@@ -204,7 +204,10 @@ def _ends(sweep: RangeSweep, word: str) -> tuple[float, float, float]:
 
 
 def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
-    """Returns key=value words as text of a file for config/experiment, which begins with `comment`."""
+    """Returns key=value words as text of a file for config/experiment, which begins with `comment`.
+
+    Leaves out options such as --config-dir.
+    """
     values, experiments, groups = OmegaConf.create(), [], {}
     for override in _overrides_in(overrides):
         key, value = override.get_key_element().lstrip("+"), override.value()

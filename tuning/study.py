@@ -146,9 +146,10 @@ class Study:
         finished = self.count(TrialState.COMPLETE, TrialState.PRUNED)
         seeds = f", mean of {config.seeds} seeds" if config.seeds > 1 else ""
         caution = "" if selection.selected_by == "validation" else ", which chose it: others will give less"
+        options = "".join(f"{word} " for word in self.space.fixed if word.startswith("--"))
         return (
             f"The best of {finished} trials of a search (trial {best.number} of the study {config.study}).\n"
-            f"Command:   {config.launch or 'python'} pretrain.py experiment={config.study}\n"
+            f"Command:   {config.launch or 'python'} pretrain.py {options}experiment={config.study}\n"
             f"Measured:  {selection.metric} {best.value:.4g} on the {selection.selected_by} "
             f"puzzles{caution}{seeds}"
         )

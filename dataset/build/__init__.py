@@ -28,9 +28,7 @@ def build_dataset(kind: str, arguments: Sequence[str]) -> None:
     ValueError, one line, where the arguments or the source are wrong; then nothing is written.
     """
     if kind not in BUILDERS:
-        raise ValueError(
-            f"there is no builder {kind!r}: name one of {', '.join(BUILDERS)}, then its options or --help"
-        )
+        raise ValueError(f"name what to build, one of {', '.join(BUILDERS)}, then its options or --help")
     started = time.monotonic()
     builder = importlib.import_module(BUILDERS[kind])
     parser = OneLineParser(f"dataset.build {kind}", description=builder.__doc__.partition("\n")[0])

@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Sequence
 
-from dataset.build import build_dataset
+from dataset.build import BUILDERS, build_dataset
 from dataset.build.command_line import one_line_errors
 
 
 def main(arguments: Sequence[str]) -> None:
     kind, *words = arguments or [""]
-    with one_line_errors(f"build {kind}".strip()):
+    with one_line_errors(f"build {kind}" if kind in BUILDERS else "build"):
         build_dataset(kind, words)
 
 

@@ -183,7 +183,7 @@ function read(text) {
   return tokens.length === facts.rows * facts.columns && !tokens.includes(-1) ? tokens : null;
 }
 
-/** Shows the puzzle of the link, given as text, or as a number where its tokens have no symbols. */
+/** Shows the puzzle of the link, given as text, or as a number where a text cannot tell it. */
 function poseLinked(text) {
   const tokens = isText && text !== null ? read(text) : null;
   const index = tokens ? facts.puzzles.findIndex(({ inputs }) => `${inputs}` === `${tokens}`) : text - 1;

@@ -27,7 +27,7 @@ _NAMES = {
 
 
 def translate(weights: dict[str, torch.Tensor], *, num_heads: int) -> dict[str, torch.Tensor]:
-    """Names and layouts of the public tensors as ours.
+    """Translates names and layouts of the public tensors into ours.
 
     Drops the key bias, which has no effect on attention. Reorders rotary pairs from neighbours (2 i, 2 i + 1)
     to halves (i, i + head_dim / 2), as our attention needs.

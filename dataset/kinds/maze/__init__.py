@@ -44,9 +44,15 @@ def to_cells(text: str) -> str:
     Lines are completed to a square: the ends of rows that are shorter than others, where editors drop spaces,
     by open cells, the rest by walls.
     """
-    rows = text.strip("\r\n").splitlines()
-    if len(rows) < 2:
+    rows = text.splitlines()
+    if sum(map(bool, rows)) < 2:
         return "".join(rows)
+    for end in (
+        -1,
+        0,
+    ):  # drops empty lines around it; fewer are open rows that an editor emptied
+        while not rows[end] and len(rows) > max(map(len, rows)):
+            rows.pop(end)
     width = max(map(len, rows))
     if any(len(row) < width for row in rows):
         width = max(width, len(rows))
