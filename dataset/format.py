@@ -291,9 +291,8 @@ def _open_array(path: Path) -> np.ndarray:
     try:
         with open_regular(path):
             array = np.lib.format.open_memmap(path, mode="r")
-            return (
-                array.view(np.int64) if array.dtype == np.uint64 else array
-            )  # numpy counts with int64 alone
+        # numpy counts with int64 alone
+        return array.view(np.int64) if array.dtype == np.uint64 else array
     except MissingFileError as error:
         raise _broken(str(error)) from None
     except Exception as error:  # numpy's parser raises almost anything where a header is damaged

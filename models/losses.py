@@ -135,7 +135,7 @@ class TokenLosses:
 
     def _losses_and_sums(
         self, output: StepOutput, targets: tuple[ContinueTarget, ...], *, label_smoothing: float
-    ) -> tuple[Sums, Sums]:
+    ) -> tuple[dict[str, Tensor], Sums]:
         """Returns {loss: [batch]}, and the sums without gradient. targets: of q_continue."""
         labels, prediction = output.carry.data.labels, output.prediction
         labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)

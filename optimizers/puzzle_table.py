@@ -72,8 +72,8 @@ def rows_of_rank(num_rows: int, index: int, size: int) -> range:
 class PuzzleTable:
     """The puzzle embeddings of a run. This base class is of a model without any: its methods do nothing.
 
-    num_distinct: number of different rows that the slots of this rank use in a step; 0: not counted. average:
-    of the rows.
+    num_distinct: number of different rows that the slots of this rank use in a step; 0: not counted.
+    average: of the rows.
     """
 
     num_distinct = 0

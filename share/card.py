@@ -45,8 +45,8 @@ def model_card(
     """Returns the text of a model card: metadata for the Hub, then a page in Markdown.
 
     address: of the repository on the Hub. shared: content of the shared config.json. state: content of the
-    checkpoint's state.json. data_names: of its data folders, in commands. values: further
-    variables of card.md.jinja.
+    checkpoint's state.json. data_names: of its data folders, in commands. values: further variables of
+    card.md.jinja.
     """
     from huggingface_hub import ModelCard, ModelCardData
 

@@ -104,7 +104,7 @@ def test_what_a_token_may_become_is_found_in_the_training_data_and_kept_with_the
 def test_a_run_that_begins_with_a_checkpoint_keeps_the_facts_of_its_own_data(data, monkeypatch):
     network = searching_model(data).network
     stored = {name: each + 1 for name, each in network.state_dict().items()}
-    facts = {name: getattr(network, name).clone() for name in network.of_data}
+    facts = {name: getattr(network, name).clone() for name in ("candidates", "symmetries")}
     monkeypatch.setattr(initial, "find_checkpoint", lambda _: "a checkpoint")
     monkeypatch.setattr(initial, "load_weights", lambda _: stored)
     initial.copy_weights_(network.state_dict(), "", network.arch)

@@ -1,5 +1,6 @@
 """Sharing a run: pushed to a server that speaks the Hub's protocol, and read back by the programs."""
 
+import dataclasses
 import io
 import json
 import os
@@ -17,7 +18,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from checkpointing.files import STARTS_FILE
-from checkpointing.pretrained import broadcast_checkpoints, find_checkpoint
+from checkpointing.pretrained import broadcast_checkpoints, find_checkpoint, load_weights
 from checkpointing.tensors import load_joined
 from config.files import FOLDER
 from dataset.build import build_dataset
@@ -90,6 +91,20 @@ def test_a_model_is_kept_in_the_smallest_dtype_that_changes_no_answer(trained, t
     ours, theirs = (keep.answer(each, data, torch.float32, count=99) for each in asked)
     assert ours.keys() == theirs.keys() == {("all", number) for number in range(99)}
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_weights_that_are_asked_are_rounded_once_as_those_that_are_stored(trained, monkeypatch):
+    checkpoint, asked = find_checkpoint(trained), {}
+    arch = checkpoint.arch.model_copy(update={"forward_dtype": "bfloat16"})
+    checkpoint = dataclasses.replace(checkpoint, arch=arch)
+    data = open_datasets([trained.parent / "data" / "tiny"], splits=("test",), read_everything=False)
+    monkeypatch.setattr(
+        keep, "evaluate_split", lambda model, *_, **__: asked.update(model.network.state_dict()) or {}
+    )
+    keep.answer(checkpoint, data, torch.float8_e4m3fn, count=9)
+    for name, each in load_weights(checkpoint).items():
+        rounded = each.to(torch.float8_e4m3fn) if each.is_floating_point() else each
+        assert torch.equal(asked[name], rounded.to(asked[name].dtype)), name
 
 
 def test_kept_weights_are_asked_puzzles_with_several_examples(tmp_path):

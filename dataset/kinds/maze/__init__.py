@@ -47,10 +47,8 @@ def to_cells(text: str) -> str:
     rows = text.splitlines()
     if sum(map(bool, rows)) < 2:
         return "".join(rows)
-    for end in (
-        -1,
-        0,
-    ):  # drops empty lines around it; fewer are open rows that an editor emptied
+    # Empty lines around a square are dropped; others are rows of open cells, which an editor has emptied.
+    for end in (-1, 0):
         while not rows[end] and len(rows) > max(map(len, rows)):
             rows.pop(end)
     width = max(map(len, rows))
