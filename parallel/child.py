@@ -1,17 +1,59 @@
-"""Runs a program of this repository as a child process of a Python session, such as a notebook."""
+"""Runs a program of this repository as a child process, which is asked to stop when its parent ends."""
 
+import io
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
 
 from parallel.launch import REPOSITORY
 
 _PROGRESS_SECONDS = 10  # between two lines of progress
-_ERROR = re.compile(r"error(?: \(rank \d+(?: \(.*?\))?\))?: (.*)")
-# Linux's PR_SET_PDEATHSIG: when the session dies, in whatever way, the program receives a SIGTERM, and stops.
-_LEASH = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+_ERROR = re.compile(r"(?:[\w .]+: )?error(?: \(rank \d+(?: \(.*?\))?\))?: (.*)")
+# Linux's PR_SET_PDEATHSIG: when the parent dies, in whatever way, the child receives a signal.
+_LEASH = """import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, int(sys.argv[1]))
+os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
+os.execvp(sys.argv[3], sys.argv[3:])"""
+
+
+def start_child(
+    command: Sequence[str],
+    output: IO[bytes] | int,
+    *,
+    stop_signal: signal.Signals = signal.SIGTERM,
+    cores: Iterable[int] | None = None,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Starts a command, with stdout and stderr in `output`.
+
+    A signal of the terminal, such as Ctrl-C, does not reach the child. On Linux it gets `stop_signal` when
+    this process dies, and runs on `cores`; None: on those of this process. folder: in which it runs.
+    """
+    if sys.platform == "linux":
+        cores = ",".join(map(str, cores or os.sched_getaffinity(0)))
+        command = [sys.executable, "-c", _LEASH, str(int(stop_signal)), cores, *command]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=os.environ | (environment or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def last_words(said: Sequence[str]) -> str:
+    """Returns why a program failed, by its lines: the text of its last error, else its last line."""
+    said = [line.strip() for line in said if line.strip()]
+    errors = [found[1] for found in map(_ERROR.match, said) if found]
+    return (errors or said or ["it said nothing"])[-1]
 
 
 def run_child(program: str, words: Sequence[str], *, processes: int = 1) -> None:
@@ -23,29 +65,21 @@ def run_child(program: str, words: Sequence[str], *, processes: int = 1) -> None
     if processes < 1:
         raise ValueError(f"processes={processes}: give 1 or more")
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
-    leash = [sys.executable, "-c", _LEASH] if sys.platform == "linux" else []
-    child = subprocess.Popen(
-        [*leash, sys.executable, *torchrun, str(REPOSITORY / program), *words],
-        env=os.environ | {"PROGRESS_SECONDS": str(_PROGRESS_SECONDS)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        start_new_session=True,  # so that Ctrl-C reaches only this process, which then sends one SIGTERM
-    )
-    said = []
-    with child:
+    command = [sys.executable, *torchrun, str(REPOSITORY / program), *words]
+    said, environment = [], {"PROGRESS_SECONDS": str(_PROGRESS_SECONDS)}
+
+    def show_output() -> None:
+        for line in lines:
+            print(line, end="", flush=True)
+            said.append(line)
+
+    with start_child(command, subprocess.PIPE, environment=environment) as child:
+        lines = io.TextIOWrapper(child.stdout, encoding="utf-8", errors="replace")
         try:
-            for line in child.stdout:
-                print(line, end="", flush=True)
-                said.append(line.strip())
+            show_output()
         except BaseException:
             child.terminate()
-            for line in child.stdout:
-                print(line, end="", flush=True)
+            show_output()
             raise
     if child.returncode:
-        errors = [found[1] for found in map(_ERROR.match, said) if found]
-        last = next(filter(None, reversed(said)), "it said nothing")
-        raise ValueError(errors[0] if errors else f"{program} ended with status {child.returncode}: {last}")
+        raise ValueError(last_words(said))

@@ -8,7 +8,6 @@ clock, with the time of each row of metrics.jsonl. Of several trainings the earl
 import resource
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from config.reading import parse_json, read_json, read_yaml
 from config.schema import PretrainConfig
 from config.writing import open_to_append, write_json
 from evaluation.results import EVALUATION_FILE, SCALING_FILE, metrics_by_set
+from parallel.child import last_words, start_child
 from records.rungs import Rung
 from report.run import Row, read_run
 from training.run_folder import describe_changes, has_ended
@@ -191,14 +191,7 @@ def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
     print(f"running {shlex.join(command[:8])} ...: what it says is in {log}", file=sys.stderr, flush=True)
     begin = log.stat().st_size if log.exists() else 0
     with open_to_append(log) as output, clock:
-        process = subprocess.Popen(
-            command,
-            cwd=REPOSITORY,
-            env=program_environment(),
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # else Ctrl-C would reach the command twice
-        )
+        process = start_child(command, output, folder=REPOSITORY, environment=program_environment())
         try:
             while process.poll() is None:
                 time.sleep(_POLL_SECONDS)
@@ -209,8 +202,7 @@ def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
                 process.wait()
     if process.returncode:
         said = log.read_bytes()[begin:].decode(errors="replace").splitlines()
-        errors = [line for line in said if line.startswith("error") or ": error: " in line]
-        fail(f"{' '.join([*errors, *said[-1:], 'it fails'][:1])} (all of it: {log})")
+        fail(f"{last_words(said)} (all of it: {log})")
 
 
 class Clock:

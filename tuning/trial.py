@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import functools
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,14 +18,13 @@ from checkpointing.files import newest_checkpoint, step_of
 from checkpointing.rows import METRICS_FILE, read_rows
 from config.reading import read_lines
 from config.writing import open_to_append
+from parallel.child import last_words, start_child
 from training.best import Selection
 from training.run_folder import has_ended, is_in_use
 
 OUTPUT_FILE = "output.log"
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 120  # from asking a run to stop to killing it
-_PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Trial:
@@ -70,21 +66,15 @@ class Trial:
                 status = await self._run_once(folder, command, on_poll)
                 has_gone_on = self.is_stopped or _saved_step(folder) > step_before
                 if not has_gone_on and not self._has_ended(folder):
-                    raise ValueError(_last_words(folder / OUTPUT_FILE, status))
+                    path = folder / OUTPUT_FILE
+                    raise ValueError(f"{last_words(read_lines(path))} (exit status {status}; {path})")
 
     async def _run_once(self, folder: Path, command: Sequence[str], on_poll: Callable[[Trial], None]) -> int:
         """Runs a command to its end, and returns the exit status; an exception here stops the process."""
         stop_signal, asked_at = _stop_signal(command), None
         folder.mkdir(parents=True, exist_ok=True)
         with open_to_append(folder / OUTPUT_FILE) as output:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C reaches the search alone, which then stops its trials
-                preexec_fn=_leash(self._cores, stop_signal),
-            )
+            process = start_child(command, output, stop_signal=stop_signal, cores=self._cores)
         try:
             while process.poll() is None:
                 on_poll(self)
@@ -135,18 +125,6 @@ def _stop_signal(command: Sequence[str]) -> signal.Signals:
     return signal.SIGUSR1 if Path(command[0]).name == "srun" else signal.SIGTERM
 
 
-def _leash(cores: Sequence[int] | None, stop_signal: signal.Signals) -> Callable[[], None]:
-    """Returns a preexec_fn: the child runs on `cores`, and gets `stop_signal` if the search is killed."""
-
-    def hold() -> None:
-        if cores is not None:
-            os.sched_setaffinity(0, cores)
-        if _libc is not None:
-            _libc.prctl(_PR_SET_PDEATHSIG, stop_signal)
-
-    return hold
-
-
 def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
     """Returns the CPU cores for the trial in `slot`, of `num_slots` side by side; None: no restriction."""
     if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
@@ -159,11 +137,3 @@ def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
 def _saved_step(folder: Path) -> int:
     newest = newest_checkpoint(folder)
     return -1 if newest is None else step_of(newest)
-
-
-def _last_words(path: Path, status: int) -> str:
-    """Returns why a run failed: its last error line, or else its last line."""
-    lines = [line.strip() for line in read_lines(path) if line.strip()]
-    errors = [line for line in lines if line.startswith("error")]
-    last = (errors or lines or ["it said nothing"])[-1]
-    return f"{last} (exit status {status}; {path})"
