@@ -1,12 +1,10 @@
-"""Checks machines before a run: hardware, software, links between all ranks, cost of a step's messages.
+"""Checks machines before a run: hardware, software, and links between all ranks.
 
     python -m launch.check
-    torchrun --nproc-per-node N -m launch.check [--quick] [--timeout SECONDS] [experiment=NAME key=value ...]
+    torchrun --nproc-per-node N -m launch.check [--quick] [--timeout SECONDS]
 
-With key=value words of pretrain.py it also estimates the time of a step's messages on this network, and shows
-the position of each rank in a mesh. Ranks report through torchrun's TCP store, not through the group under
-test; a watchdog ends all ranks where one hangs, and names it. `python -m torch.utils.collect_env` says more
-about the software.
+Ranks report through torchrun's TCP store, not through the group under test; a watchdog ends all ranks where
+one hangs, and names it. `python -m torch.utils.collect_env` says more about the software.
 """
 
 from parallel.environment import num_cores
@@ -29,28 +27,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from config.compose import compose_overrides
-from config.schema import PretrainConfig
 from launch import links
 from parallel import log
 from parallel import process_group as group
 from parallel.errors import local_errors
 from parallel.launch import wait_for_all_ranks
-from parallel.mesh import describe_position
 from parallel.process_group import is_main, rank, world_size
 from parallel.watchdog import Watchdog
-from training.dry_run import sent_in_a_step
-from training.layout import layout_of
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
-# Overrides that make messages smaller or rarer.
-_ALTERNATIVES = (
-    (),
-    ("sync_dtype=bfloat16",),
-    ("local_steps=8",),
-    ("local_steps=32",),
-    ("local_steps=32", "sync_dtype=bfloat16"),
-)
 
 
 def main() -> None:
@@ -58,21 +43,16 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--backend", default="auto", choices=["auto", "nccl", "gloo"])
     parser.add_argument("--timeout", default=30.0, type=float, metavar="SECONDS", help="of each check (30)")
-    keys = "of a run, as experiment=sudoku_extreme: the time of its messages is estimated"
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help=keys)
     parser.add_argument("--quick", action="store_true", help="fewer and smaller messages")
     out, err = (sys.stdout, sys.stderr) if is_main() else (io.StringIO(), io.StringIO())  # only rank 0 prints
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        options = parser.parse_intermixed_args()
+        options = parser.parse_args()
         if options.timeout <= 0:
             parser.error(f"--timeout {options.timeout:g} is not above 0")
     log.info(describe_process())
     if world_size() > 1:
         with local_errors():
             check_ranks(options)
-    elif options.overrides:
-        log.error(f"{options.overrides[0]}: one process sends nothing: start this with torchrun")
-        raise SystemExit(1)
 
 
 def describe_process() -> str:
@@ -110,15 +90,8 @@ def check_ranks(options: argparse.Namespace) -> None:
             return [host, os.getpid(), str(device), threads, links.interface_of(address), address, port]
 
         rows = _on_all_ranks("set up", set_up)
-        read = functools.partial(_read_layout, options.overrides)
-        sizes, spreading = _on_all_ranks("read the keys", lambda: read() if is_main() else None)[0]
-        positions = [()] * len(rows)
-        if spreading:
-            log.locate_ranks(functools.partial(describe_position, sizes=sizes))
-            positions = [(describe_position(number, sizes),) for number in range(len(rows))]
         names = ("rank", "host", "pid", "device", "threads", "interface", "address", "port")
-        table = [(number, *row, *at) for number, (row, at) in enumerate(zip(rows, positions, strict=True))]
-        log.info("\n" + _table((*names, *["position"] * bool(spreading)), *table))
+        log.info("\n" + _table(names, *((number, *row) for number, row in enumerate(rows))))
         _check_names([row[0] for row in rows])
         _check_addresses(rows, timeout_seconds=limit / 2)
         watchdog.step_done(1)
@@ -127,20 +100,8 @@ def check_ranks(options: argparse.Namespace) -> None:
         _on_all_ranks("open the group", lambda: stack.enter_context(opened))
         is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo only sends CPU tensors
         device = device if is_nccl else torch.device("cpu")
-        costs = _measure_links(device, rows, is_quick=options.quick, watchdog=watchdog)
-        if options.overrides:
-            estimate = functools.partial(_estimate_steps, options.overrides, *costs)
-            lines, *_ = _on_all_ranks("estimate a step", lambda: estimate() if is_main() else None)
-            log.info(_table(*lines))
+        _measure_links(device, rows, is_quick=options.quick, watchdog=watchdog)
         dist.barrier()  # rank 0 may serve the store, and must not leave first
-
-
-def _read_layout(overrides: Sequence[str]) -> tuple[dict[str, int], list[str]]:
-    """Returns the mesh, {axis: number of ranks}, of key=value words, and the keys that divide state."""
-    if not overrides:
-        return {}, []
-    config = compose_overrides(PretrainConfig, overrides)
-    return layout_of(config, world_size()), config.sharding_keys
 
 
 def _check_names(hosts: Sequence[str]) -> None:
@@ -221,11 +182,8 @@ def _table(*rows: Sequence[object]) -> str:
 
 def _measure_links(
     device: torch.device, rows: Sequence[Sequence[Any]], *, is_quick: bool, watchdog: Watchdog
-) -> tuple[float, float]:
-    """Measures and prints messages between pairs of ranks, then an all-reduce; names the slowest link.
-
-    Returns (seconds of an all-reduce of 4 bytes, further seconds for each byte).
-    """
+) -> None:
+    """Measures and prints messages between pairs of ranks, then an all-reduce; names the slowest link."""
     size, repeats, large = world_size(), 10 if is_quick else 100, 2**20 if is_quick else 2**24  # large: bytes
     log.info(f"\n{device.type} tensors: 4 bytes in both directions, and {large >> 20} MiB")
     hosts, durations = [row[0] for row in rows], {}
@@ -247,35 +205,10 @@ def _measure_links(
     if len(set(hosts)) > 1:
         ends = (f"{hosts[number]} ({rows[number][4]})" for number in max(durations, key=durations.get))
         log.info(f"\nthe slowest link is between {' and '.join(ends)}")
-    return seconds, max(duration - seconds, duration / 2) / large
 
 
 def _describe_link(name: str, seconds: float, bytes_per_second: float) -> str:
     return f"{name:<14} {seconds * 1e6:8.0f} us {bytes_per_second * 8e-6:8.0f} Mbit/s"
-
-
-def _estimate_steps(overrides: Sequence[str], latency: float, seconds_a_byte: float) -> list[tuple[str, ...]]:
-    """Returns (changed keys, seconds of a step's messages) as texts, for a run and cheaper variants.
-
-    latency: seconds of the smallest message. seconds_a_byte: what each further byte adds.
-    """
-    lines, size = [], world_size()
-    for keys in _ALTERNATIVES:
-        try:
-            config = compose_overrides(PretrainConfig, [*overrides, *keys])
-        except ValueError:
-            if keys:  # this variant contradicts the run's keys
-                continue
-            raise
-        sent = sent_in_a_step(config, size)
-        if not keys:
-            what = ", ".join(f"{each.bytes / 2**20:.2f} MiB of {name}" for name, each in sent.items())
-            log.info(f"\n{' '.join(overrides)}: in a step a process sends {what}; by the all-reduces above")
-        # The measured all-reduce sends 2 (size - 1) / size bytes for each byte of the message.
-        of_byte = seconds_a_byte * size / (2 * (size - 1))
-        seconds = sum(latency * each.messages + of_byte * each.bytes for each in sent.values())
-        lines.append((" ".join(keys) or "as it is", f"{seconds:.3g} s a step"))
-    return lines
 
 
 if __name__ == "__main__":

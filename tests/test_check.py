@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from launch import check, links
+from launch import links
 from launch.links import listen_like_gloo, pairs_to_measure
 from parallel.process_group import choose_backend
 from parallel.watchdog import EXIT_HANG
 from tests.ranks import Finished, run_program
-from training.dry_run import Sent
 
 _VALUES = r" +\d+ us +\d+ Mbit/s"
 
@@ -61,30 +60,6 @@ def test_one_pair_for_each_two_nodes():
     assert pairs_to_measure(["a", "a", "a"]) == [(0, 1), (0, 2), (1, 2)]
     assert pairs_to_measure(["a", "a", "b", "b", "c"]) == [(0, 2), (0, 4), (2, 4)]
     assert len(pairs_to_measure(list("abcdefghij"))) == 9 + 8
-
-
-@pytest.mark.slow
-def test_ranks_of_a_mesh_are_located(tmp_path):
-    words = ("arch=trm", "pipeline_parallel_degree=2", "data_parallel_shard_degree=2", "data_path=nowhere")
-    finished = _check(tmp_path, 4, "--quick", "--device=cpu", *words)
-    assert (finished.statuses, _lines(finished, "warning")) == ([0] * 4, []), finished.stderr
-    positions = re.findall(r"^\d .* \d+  (stage .*)$", finished.stdout, flags=re.MULTILINE)
-    assert positions == [f"stage {n // 2}, shard {n % 2}" for n in range(4)]
-    assert re.search(r"MiB of weights of shards, .* MiB of stages", finished.stdout)
-    assert re.search(r"^as it is +[\d.e-]+ s a step$", finished.stdout, flags=re.MULTILINE)
-
-
-def test_a_step_costs_its_messages_and_their_bytes(monkeypatch):
-    monkeypatch.setattr(check, "world_size", lambda: 4)
-    # Messages of 3000 bytes, all-reduced, and of 200 bytes of each rank.
-    sent = lambda config, _: {  # noqa: E731
-        "gradients": Sent(1 / config.local_steps, 1.5 * 3000 / config.local_steps),
-        "rows": Sent(1 / config.local_steps, 3 * 200 / config.local_steps),
-    }
-    monkeypatch.setattr(check, "sent_in_a_step", sent)
-    told = dict(check._estimate_steps(["puzzle_emb_sharding=replicated"], 0.5, 0.001))
-    assert told["as it is"] == "4.4 s a step"
-    assert told["local_steps=8"] == "0.55 s a step"
 
 
 def _have_an_unknown_name_and_a_dead_address() -> None:
@@ -152,7 +127,6 @@ def test_a_rank_that_hangs_or_fails_is_named_and_all_end(tmp_path, spoil, status
     ("argument", "status", "text"),
     [
         ("--backend=nccl", 1, "error: ranks 0, 1 of 2 did not set up: backend=nccl needs CUDA"),
-        ("pipeline_parallel_degree=4", 1, "pipeline_parallel_degree=4 does not divide the 2 processes"),
         ("--timeout=0", 2, "python -m launch.check: error: --timeout 0"),
     ],
 )

@@ -23,7 +23,6 @@ _SCHEMAS = {
     "evaluate.py": EvaluateConfig,
     "solve.py": SolveConfig,
     "search.py": SearchConfig,
-    "launch.check": PretrainConfig,
     "share": PageConfig,
 }
 _THEIRS = ("http", "torch")  # modules that are not ours

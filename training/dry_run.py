@@ -146,13 +146,6 @@ def _ring(num_bytes: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * num_bytes
 
 
-def sent_in_a_step(config: PretrainConfig, world_size: int) -> dict[str, Sent]:
-    """Returns {purpose: what a process sends in a step}, where a run has `world_size` processes."""
-    model, seq_len, *_ = _build(config)
-    needs = Needs(config, model.network, layout_of(config, world_size))
-    return needs.sent(model.reasoning, seq_len=seq_len)
-
-
 def describe(config: PretrainConfig, world_size: int) -> str:
     """Returns a text about the needs of a run on `world_size` processes; ValueError for a wrong layout."""
     check_layout(config, world_size)

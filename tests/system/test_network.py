@@ -85,8 +85,8 @@ def test_the_pair_that_does_not_reach_each_other_is_named(machines, tmp_path):
 
 
 @_NO_DELAY
-def test_a_slow_line_is_measured_with_what_a_step_costs_on_it(tmp_path):
-    words = ("-m", "launch.check", "--quick", "--device", "cpu", "experiment=demo")
+def test_a_slow_line_is_measured(tmp_path):
+    words = ("-m", "launch.check", "--quick", "--device", "cpu")
     with emulate(2, tmp_path / "machines", rate="100mbit", delay_seconds=0.025) as slow:
         statuses, (told, _) = _torchrun(slow, tmp_path, words)
     assert statuses == [0, 0], told[-3000:]
@@ -94,11 +94,6 @@ def test_a_slow_line_is_measured_with_what_a_step_costs_on_it(tmp_path):
     assert 50_000 <= micros < 150_000
     assert 5 < megabits < 200, "a line lets a first burst of 256 KiB pass"
     assert "the slowest link is between node0 (eth0) and node1 (eth0)" in told
-    costs = dict(re.findall(r"^(as it is|\S+=\S+).*? ([\d.e-]+) s a step$", told, flags=re.MULTILINE))
-    assert float(costs["as it is"]) > float(costs["local_steps=8"]) > float(costs["local_steps=32"])
-    mebibytes = float(re.search(r"([\d.]+) MiB of sums of gradients", told)[1])
-    at_rate = mebibytes * 2**20 * 8 / 100e6  # of two ranks each sends all of it once
-    assert at_rate / 4 < float(costs["as it is"]) < 4 * at_rate
 
 
 @pytest.mark.parametrize("what", ["folder", "data"])
