@@ -80,8 +80,7 @@ class FlatParameters:
     the values that this rank updates; without mixed precision a view of `weights`. gradients: [size], the
     memory of every `grad`, initially 0; [0] where the parameters need none. message: the memory of
     `gradients`, and behind them of `scalars`. messages_of_ranks, weights_of_ranks: `message` and `weights` of
-    all ranks in shared memory, or None; on several nodes only `message` is shared. owned: {name: tensor or
-    shard that this rank updates}.
+    all ranks in shared memory, or None. owned: {name: tensor or shard that this rank updates}.
 
     named_parameters: all of one dtype and on one device. ranks: those that sum the gradients. sharers: of
     these ranks; None: all where they share memory, otherwise none: every rank updates everything.
@@ -127,14 +126,12 @@ class FlatParameters:
         num_scalars = len(scalar_names) * ranks.size
         num_behind = -(-max(1, num_scalars) // self._alignment) * self._alignment
 
-        def zeros(size: int, dtype: torch.dtype, **where: bool) -> tuple[SharedTensors | None, Tensor]:
-            shared = open_shared_tensors(size, dtype, ranks, **where) if in_shared_memory else None
+        def zeros(size: int, dtype: torch.dtype) -> tuple[SharedTensors | None, Tensor]:
+            shared = open_shared_tensors(size, dtype, ranks) if in_shared_memory else None
             return shared, first.new_zeros(size, dtype=dtype) if shared is None else shared.own
 
         dtype = compute_dtype or first.dtype
-        self.messages_of_ranks, self.message = zeros(
-            num_gradients + num_behind, first.dtype, spans_nodes=True
-        )
+        self.messages_of_ranks, self.message = zeros(num_gradients + num_behind, first.dtype)
         length = -(-self.size // (_SHARE_ALIGNMENT * ranks.size)) * _SHARE_ALIGNMENT * ranks.size
         self.weights_of_ranks, self._padded = zeros(length, dtype)
         self.weights = self._padded[: self.size]

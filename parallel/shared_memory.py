@@ -6,14 +6,12 @@ memory has no name in a file system: the system frees it with the last process, 
 
 import os
 import secrets
-import socket
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import Ranks
-from parallel.process_group import all_gather_objects, num_nodes, rank, world_size
+from parallel.process_group import all_gather_objects, num_nodes
 
 _CHUNK = 2**16  # elements to add up at a time: their sum is still in the cache when it is copied
 _ALIGNMENT = 1024  # elements: a rank's slice begins at a multiple
@@ -22,20 +20,17 @@ _ALIGNMENT = 1024  # elements: a rank's slice begins at a multiple
 class SharedTensors:
     """The tensors of all ranks of one machine, one for each rank, which all these ranks can read and write.
 
-    of_ranks: [size] each, in the order of `ranks` (of this machine). own: the tensor of this rank. leaders:
-    with several machines, on the first rank of each, the group of first ranks; otherwise None.
+    of_ranks: [size] each, in the order of `ranks`. own: the tensor of this rank.
     """
 
-    def __init__(self, of_ranks: list[Tensor], ranks: Ranks, leaders: Ranks | None = None):
+    def __init__(self, of_ranks: list[Tensor], ranks: Ranks):
         self.of_ranks, self.own, self._ranks = of_ranks, of_ranks[ranks.index], ranks
-        self._leaders, self.spans_nodes = leaders, ranks.size < world_size()
 
     def all_reduce_sum_(self) -> None:
         """Overwrites the tensor of every rank with the sum of all tensors. All ranks call it.
 
         Each rank sums a slice, in the order of ranks, so that results are equal to the bit on all ranks and
-        in every run. Then the first ranks of several machines sum over machines. A rank may write to its
-        tensor before the call and after the call returns.
+        in every run. A rank may write to its tensor before the call and after the call returns.
         """
         self._ranks.barrier()
         share = -(-len(self.own) // (_ALIGNMENT * self._ranks.size)) * _ALIGNMENT
@@ -43,15 +38,9 @@ class SharedTensors:
         for first, *others in zip(*slices, strict=True):
             for other in others:
                 first += other
-            for other in () if self.spans_nodes else others:
+            for other in others:
                 other.copy_(first)
         self._ranks.barrier()
-        if self.spans_nodes:
-            if self._leaders is not None:
-                self._leaders.all_reduce_sum_(self.own)
-            self._ranks.barrier()
-            self.own.copy_(self.of_ranks[0])
-            self._ranks.barrier()
 
     def all_gather_(self, own_range: slice) -> None:
         """Copies this rank's values in `own_range` into the tensors of all other ranks. All ranks call it.
@@ -64,45 +53,23 @@ class SharedTensors:
         self._ranks.barrier()
 
 
-def open_shared_tensors(
-    size: int, dtype: torch.dtype, ranks: Ranks, *, spans_nodes: bool = False
-) -> SharedTensors | None:
+def open_shared_tensors(size: int, dtype: torch.dtype, ranks: Ranks) -> SharedTensors | None:
     """Creates a shared tensor of zeros, [size], for each rank. All ranks call it.
 
-    Returns None on all ranks if these are not several ranks of one node, or if the system does not let a
-    process map another's memory (not Linux, separate containers). spans_nodes: whether to accept several
-    nodes with several ranks each; then `all_reduce_sum_` sums over all nodes, and `all_gather_` is forbidden.
+    Returns None on all ranks if these are not several ranks of a run on one node, or if the system does not
+    let a process map another's memory (not Linux, separate containers).
     """
-    everyone, leaders, nodes = ranks.group, None, num_nodes()
-    if ranks.size <= nodes or (nodes > 1 and not (spans_nodes and ranks.size == world_size())):
+    if ranks.size == 1 or num_nodes() > 1:
         return None
-    if nodes > 1:
-        ranks, leaders = _split_by_node()
     name = f"ranks_{secrets.token_hex(8)}"
     file = _create(name, size * dtype.itemsize)
     names = all_gather_objects((os.getpid(), file, name), ranks.group)
     of_ranks = [_map(*each, size=size, dtype=dtype) for each in names]
     # All ranks have mapped the files, or none will: they can be closed.
-    are_mapped = all(all_gather_objects(None not in of_ranks, everyone))
+    are_mapped = all(all_gather_objects(None not in of_ranks, ranks.group))
     if file is not None:
         os.close(file)
-    return SharedTensors(of_ranks, ranks, leaders) if are_mapped else None
-
-
-def _split_by_node() -> tuple[Ranks, Ranks | None]:
-    """Makes the group of each node's ranks, and that of the nodes' first ranks. All ranks call it.
-
-    Returns the group of this node, and on the first rank of a node the group of first ranks; elsewhere None.
-    """
-    members: dict[str, list[int]] = {}
-    for number, host in enumerate(all_gather_objects(socket.gethostname())):
-        members.setdefault(host, []).append(number)
-    own = members[socket.gethostname()]
-    of_nodes = {host: dist.new_group(numbers) for host, numbers in members.items()}  # all ranks make all
-    first = [numbers[0] for numbers in members.values()]
-    of_first = dist.new_group(first)
-    ranks = Ranks(own.index(rank()), len(own), of_nodes[socket.gethostname()])
-    return ranks, Ranks(first.index(rank()), len(first), of_first) if rank() in first else None
+    return SharedTensors(of_ranks, ranks) if are_mapped else None
 
 
 def _create(name: str, num_bytes: int) -> int | None:

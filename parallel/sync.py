@@ -162,9 +162,9 @@ class FlatSync(GradientSync):
 
 
 class SharedMemorySync(GradientSync):
-    """A sync for CPUs: ranks of one machine add up each other's gradients in shared memory.
+    """A sync for the CPUs of one machine: ranks add up each other's gradients in shared memory.
 
-    Between machines, one rank of each sends the sum. All this is after the backward pass, when CPUs are free.
+    This is after the backward pass, when CPUs are free.
     """
 
     name = "shared memory"

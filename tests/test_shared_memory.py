@@ -12,14 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from parallel import shared_memory
 from parallel.collectives import all_ranks, barrier
-from parallel.flat import FlatParameters
 from parallel.process_group import rank, world_size
 from parallel.shared_memory import SharedTensors, open_shared_tensors
-from tests.float64 import assert_close
 from tests.ranks import call_each, run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux alone")
@@ -62,34 +59,6 @@ def test_the_sum_is_that_of_messages_and_has_the_same_bits_on_all_ranks(num_rank
             assert torch.equal(ours, expected[0]), "added up in the order of ranks"
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
             assert num_ranks > 2 or torch.equal(ours, theirs), "two numbers have one sum"
-
-
-def _sums_on_nodes(size: int) -> tuple[torch.Tensor, bool]:
-    """Of five ranks on three nodes; the second node has the ranks 1 and 4."""
-    os.environ["GROUP_WORLD_SIZE"] = "3"
-    shared_memory.socket.gethostname = lambda: f"node{rank() % 3}"
-    assert open_shared_tensors(size, torch.float64, all_ranks()) is None
-    flat = FlatParameters([("w", nn.Parameter(torch.zeros(size)))], ranks=all_ranks(), in_shared_memory=True)
-    assert flat.messages_of_ranks.spans_nodes
-    assert flat.weights_of_ranks is None, "what is no sum stays in a node"
-    shared = open_shared_tensors(size, torch.float64, all_ranks(), spans_nodes=True)
-    for mine in _drawn(size, rank=rank()):
-        shared.own.mul_(0.5 + rank()).add_(mine)
-        shared.all_reduce_sum_()
-    return shared.own.clone(), shared._leaders is not None
-
-
-@pytest.mark.slow
-def test_the_first_rank_of_each_node_sends_the_sum_of_all():
-    for size, *ranks in _each_size(_sums_on_nodes, 5):
-        rounds = [_drawn(size, rank=each) for each in range(5)]
-        expected = torch.zeros(size, dtype=torch.float64)
-        for number in range(3):
-            expected = sum((0.5 + of) * expected + rounds[of][number] for of in range(5))
-        for ours, _ in ranks:
-            assert torch.equal(ours, ranks[0][0])
-            assert_close(ours, expected)
-        assert [is_leader for _, is_leader in ranks] == [True, True, True, False, False]
 
 
 def _nobody_reads_too_early(late: int) -> list[float]:
