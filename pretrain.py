@@ -144,8 +144,7 @@ def run_steps(
                 config=config,
                 rates=schedule.learning_rates(state.step + 1),
                 clock=monitor.clock,
-                # A function, because a network that advances (LDT) also asks for the step before this one.
-                reasoning_at=lambda step: schedule.reasoning(step, state.model.reasoning),
+                reasoning=schedule.reasoning(state.step + 1, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
             interruption.record_requests(result.stop_requests)

@@ -308,7 +308,6 @@ class LDTConfig(ArchConfig):
     rope_theta: _Positive
     dropout: Annotated[float, Field(ge=0, lt=1)]
     boards_per_slot: _Repeats
-    advance: Literal["second_pass", "training_pass"]
     kill_threshold: Fraction
     conflict_threshold: Fraction
     eval_conflict_threshold: Fraction

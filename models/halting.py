@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dataset.loader import Batch
-from models.carry import Carry, Reasoning, StepOutput, Sums, where
+from models.carry import Carry, Reasoning, StepOutput, where
 from models.network import Network
 from models.random import Draws
 
@@ -52,17 +52,6 @@ class HaltingModel(nn.Module):
         state = {name: where(boards.halted, fresh[name], old) for name, old in boards.state.items()}
         steps = torch.where(boards.halted, 0, boards.steps)
         return Carry(state, steps, torch.zeros_like(boards.halted), data)
-
-    @torch.no_grad()
-    def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
-        """Moves the boards of the last training step by `Network.advance`; returns carry and metric sums.
-
-        Runs in eval mode, with the weights after the update. reasoning, draws: of the last step.
-        """
-        picked, was_training = self._picked(draws), self.training
-        boards, sums = self.eval().network.advance(carry.boards(picked), reasoning, draws)
-        self.train(was_training)
-        return carry.with_boards_(picked, boards), sums
 
     def forward(self, carry: Carry, reasoning: Reasoning, draws: Draws | None = None) -> StepOutput:
         """Runs one thinking step. carry: from `refill`; in evaluation also the result of the last call."""

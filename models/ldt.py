@@ -2,8 +2,8 @@
 
 A board is a set of candidate values for each cell. A forward pass predicts which candidates to keep, the
 value of each cell, and whether the board has a contradiction. A move (`models.lattice`) changes the board by
-these. In training, the boards of a slot continue from the model's own moves, by default made by a second pass
-with the weights after the update; an evaluation is a search by the same moves.
+these. In training, the boards of a slot continue from the model's own moves, made by the training step's pass
+(the paper's code: by a second one, after the update); an evaluation is a search by the same moves.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class LDT(Network):
     def __init__(self, arch: LDTConfig, metadata: Metadata):
         super().__init__(arch)
         self.arch, self.boards_per_slot = arch, arch.boards_per_slot
-        self.advances = arch.advance == "second_pass"
         width, vocab_size, num_cells = arch.hidden_size, metadata.vocab_size, metadata.seq_len
         # Without facts about training data, as for an estimate of sizes, any input may have any label.
         candidates = np.zeros((vocab_size, vocab_size), np.uint8)
@@ -199,21 +198,19 @@ class LDT(Network):
         reasoning: Reasoning,
         draws: Draws | None = None,
     ) -> tuple[State, LDTPrediction]:
-        """Runs the network on the boards, and moves them; with advance=second_pass, training only runs it.
+        """Runs the network on the boards, and moves them.
 
         In evaluation (a search), contradictory boards are reset, and solved boards stay as they are.
         """
         dropout = self.arch.dropout if self.training else 0.0
-        outputs = self.look(state["alive"], draws, loops=reasoning.loops, use="look", dropout=dropout)
+        outputs = self.look(state["alive"], draws, loops=reasoning.loops, dropout=dropout)
+        moved = move(state, outputs.last(), self.arch, reasoning, draws, in_search=not self.training)
         if not self.training:
-            moved = move(state, outputs.last(), self.arch, reasoning, draws, in_search=True)
             moved["alive"] = where(moved["outcome"] == CONTRADICTORY, state["entered"], moved["alive"])
             was_solved = state["outcome"] == SOLVED
-            state = {name: where(was_solved, state[name], each) for name, each in moved.items()}
-        elif not self.advances:
-            state = move(state, outputs.last(), self.arch, reasoning, draws)
-        q_halt = torch.where(state["outcome"] == SOLVED, 5.0, -5.0)
-        return state, LDTPrediction(self._logits(state["alive"], inputs), q_halt, None, *outputs)
+            moved = {name: where(was_solved, state[name], each) for name, each in moved.items()}
+        q_halt = torch.where(moved["outcome"] == SOLVED, 5.0, -5.0)
+        return moved, LDTPrediction(self._logits(moved["alive"], inputs), q_halt, None, *outputs)
 
     def _logits(self, alive: Tensor, inputs: Tensor) -> Tensor:
         """Returns logits of the answer: a cell's only candidate is the likeliest token, else the input is."""
@@ -222,22 +219,20 @@ class LDT(Network):
         is_open = (alive.sum(-1, keepdim=True) != 1).to(self.dtype)
         return logits.scatter_add(-1, inputs.long()[..., None], 9 * is_open)
 
-    def look(
-        self, alive: Tensor, draws: Draws | None, *, loops: int, use: str = "", dropout: float = 0.0
-    ) -> Outputs:
+    def look(self, alive: Tensor, draws: Draws | None, *, loops: int, dropout: float = 0.0) -> Outputs:
         """Runs all loops on the boards; returns the outputs of each loop.
 
         With `draws`, each board is transformed by a random symmetry, and the outputs are transformed back.
-        alive: uint8 [batch, cells, values]. use: name of the random numbers (`Draws`).
+        alive: uint8 [batch, cells, values].
         """
         num_boards, num_cells, num_values = alive.shape
         x, index = alive, None
         if draws is not None:
-            index = self._draw_symmetry(draws, use=use)
+            index = self._draw_symmetry(draws)
             x = alive.flatten(1).gather(1, index).view(alive.shape)
         keys = None
         if dropout:
-            high, low = draws.integers((2,), below=1 << 23, use=f"{use} dropout").unbind(1)
+            high, low = draws.integers((2,), below=1 << 23, use="look dropout").unbind(1)
             keys = high << 23 | low
         outputs = []
         h = h0 = self.input_proj(x.to(self.dtype))
@@ -278,14 +273,14 @@ class LDT(Network):
         if not trains:
             return look()
         # The input projection needs no gradient of its input, the board.
-        return look(trains=True) - enter() + (look() if self.advances else 0)
+        return look(trains=True) - enter()
 
-    def _draw_symmetry(self, draws: Draws, *, use: str) -> Tensor:
+    def _draw_symmetry(self, draws: Draws) -> Tensor:
         """Draws a symmetry for each board: the index that each entry is read from, int64 [batch, entries]."""
-        number = draws.integers((), below=len(self.turned_cells), use=f"{use} symmetry")
+        number = draws.integers((), below=len(self.turned_cells), use="look symmetry")
         values = torch.arange(len(self.values), device=number.device).expand(len(number), -1)
         if self.symmetries[1]:
-            values = draws.uniform(self.values.shape, use=f"{use} values").argsort(dim=-1, stable=True)
+            values = draws.uniform(self.values.shape, use="look values").argsort(dim=-1, stable=True)
         cells = self.turned_cells[number]
         return (cells[:, :, None] * len(self.values) + values[:, None]).flatten(1)
 
@@ -296,20 +291,12 @@ class LDT(Network):
         table = (self.row_embed[:, None] + self.col_embed).flatten(0, 1)
         return torch.cat((table[None], self.cls_pos), dim=1)
 
-    # Moves.
-
-    def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
-        last = self.look(carry.state["alive"], draws, loops=reasoning.loops, use="move", dropout=0.0).last()
-        after = carry._replace(state=move(carry.state, last, self.arch, reasoning, draws))
-        after = after._replace(halted=leaves(after, reasoning))
-        return after, sums_of_moves(carry, after, last.keep, self.arch)
-
     def halts(
         self, carry: Carry, prediction: LDTPrediction, reasoning: Reasoning, draws: Draws | None
     ) -> Tensor:
-        if not self.training:
-            return super().halts(carry, prediction, reasoning, draws)
-        return carry.halted if self.advances else leaves(carry, reasoning)
+        if self.training:
+            return leaves(carry, reasoning)
+        return super().halts(carry, prediction, reasoning, draws)
 
     # Losses.
 
@@ -366,9 +353,7 @@ class LDT(Network):
         sums |= {"digit_cells": cells, "alarms": alarms}
         sums |= dict.fromkeys(("conflict_recall", "conflict_precision"), bad & alarms)
         sums = {name: each.detach().sum() for name, each in sums.items()}
-        if not self.advances:
-            sums |= sums_of_moves(before, output.carry, keep[:, -1].detach(), self.arch)
-        return loss, sums
+        return loss, sums | sums_of_moves(before, output.carry, keep[:, -1].detach(), self.arch)
 
     def sums(self, output: StepOutput) -> Sums:
         labels = output.carry.data.labels

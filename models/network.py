@@ -80,7 +80,6 @@ class Network(nn.Module):
     metrics          computed from the sums that `losses` and `sums` return (see `models.carry.Metrics`)
     training_metrics computed from the sums that `losses` returns, in training only
     boards_per_slot  number of puzzles in a slot in training; each step works on one of them
-    advances         whether training calls `advance`
     undecayed        names of weights without weight decay
     of_data          names of stored tensors that are facts of the training data, not learned
     is_search        whether an evaluation is a search: a try at a puzzle ends when the network wants to halt,
@@ -92,7 +91,6 @@ class Network(nn.Module):
     metrics: ClassVar[Metrics] = {}
     training_metrics: ClassVar[Metrics] = {}
     boards_per_slot: int = 1
-    advances: bool = False
     undecayed: ClassVar[tuple[str, ...]] = ()
     of_data: ClassVar[tuple[str, ...]] = ()
     is_search: ClassVar[bool] = False
@@ -194,14 +192,6 @@ class Network(nn.Module):
                 noise = (reasoning.init_noise * noise).to(self.dtype)
                 start[name] = start[name].index_copy(0, slots, noise)
         return start
-
-    def advance(self, carry: Carry, reasoning: Reasoning, draws: Draws) -> tuple[Carry, Sums]:
-        """Moves the boards of the last step, by another forward pass with the updated weights.
-
-        Returns the new carry and the metric sums of the moves. Only for a network that `advances` (LDT).
-        reasoning, draws: of the last step.
-        """
-        raise NotImplementedError
 
     def board(self, state: State) -> Board | None:
         """Returns the candidates of each cell, for display; None if the network keeps no candidates."""

@@ -31,7 +31,7 @@ _CASES = [
     *(("trm", {"update": "gate"}), ("hrm", {"update": "gate"})),
     *(("urm", {"gradient_cycles": 0, "L_cycles": 3}), ("serrm", {"equivariant_symbols": False})),
     ("fprm", {"conv_type": "conv1d", "puzzle_emb_ndim": 0}),
-    *(("ldt", {"advance": "training_pass"}), ("ldt", {"pos_encodings": "rope"})),
+    ("ldt", {"pos_encodings": "rope"}),
 ]
 
 
@@ -48,8 +48,6 @@ def test_a_step_takes_what_torch_counts(name, changes):
     with FlopCounterMode(display=False) as counted:
         output, losses = run_losses(model, carry, batch, draws=draws, halts_early=False)
         losses()[0].backward()
-        if network.advances:
-            model.advance(output.carry, model.reasoning, draws)
     trains = counted.get_total_flops()
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         run_losses(model.eval(), carry, batch, draws=draws)

@@ -136,7 +136,7 @@ def test_true_pins_are_the_label_and_fall_along_the_run(data):
     draws = draws_of(len(batch.rows))
     network, shares = model.network, []
     state = network.start(batch, model.reasoning, None, torch.ones(len(batch.rows)).bool())
-    last = network.look(state["alive"], draws, loops=2, use="look", dropout=0.0).last()
+    last = network.look(state["alive"], draws, loops=2).last()
     last = last._replace(conflict=torch.full_like(last.conflict, -9.0))
     for progress in (0.0, 0.5, 1.0):
         reasoning = dataclasses.replace(model.reasoning, progress=progress)
@@ -201,7 +201,7 @@ def test_a_search_gives_up_above_its_threshold(data):
     for threshold in (0.0, 1.0):
         reasoning = dataclasses.replace(model.eval_reasoning, eval_conflict_threshold=threshold)
         state = model.network.start(batch, reasoning, None, fresh)
-        last = model.network.look(state["alive"], draws_of(8), loops=1, use="look", dropout=0.0).last()
+        last = model.network.look(state["alive"], draws_of(8), loops=1).last()
         last = last._replace(keep=torch.full_like(last.keep, 9.0))  # strikes out nothing
         moved = move(state, last, model.network.arch, reasoning, draws_of(8), in_search=True)
         assert (moved["outcome"] == CONTRADICTORY).all() == (threshold == 0)

@@ -1,6 +1,5 @@
 """LDT is exact over processes: a state of candidates, two boards a slot, and a search."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,14 @@ from evaluation.selection import Settings
 from evaluation.test_time import set_up
 from models import HaltingModel, build_model
 from models.ldt import LDT
-from optimizers.learning_rate import learning_rates
 from parallel.process_group import rank
 from tests.checkpoints import do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import call_each, run_ranks
 from tests.tiny import tiny_config
 from training.checkpoints import CheckpointManager
-from training.clock import StepClock
 from training.metrics import training_metrics
 from training.state import TrainState, build_first_state
-from training.step import train_step
 
 # ------------------------------------------------------------------------------------------------- training
 
@@ -40,8 +36,8 @@ _LDT |= {"forward_dtype": "float32", "boards_per_slot": 2, "halt_max_steps": 4, 
 _LDT |= {"kill_threshold": 0.45, "eval_halt_max_steps": 12}
 _ARCHS = {
     "ldt": _LDT,
-    "ldt by the training pass": _LDT
-    | {"advance": "training_pass", "pos_encodings": "rope", "balanced_conflict": True, "dropout": 0.0}
+    "ldt by rows and columns": _LDT
+    | {"pos_encodings": "rope", "balanced_conflict": True, "dropout": 0.0}
     | {"decision_cell": "fewest", "boards_per_slot": 1},
 }
 
@@ -141,33 +137,9 @@ def test_several_ranks_are_the_same_run(sudoku_folder, alone, tmp_path, num_rank
     _assert_same_runs(_run_ranks(num_ranks, sudoku_folder, tmp_path, range(_STEPS), options), alone)
 
 
-def test_boards_advance_with_the_reasoning_of_the_step_that_called_them(sudoku_folder, monkeypatch):
-    data, advanced = _open(sudoku_folder), []
-    state, config = _build(data, "ldt")
-    advance = state.model.network.advance
-
-    def recorded(carry, reasoning, draws):
-        advanced.append(reasoning.progress)
-        return advance(carry, reasoning, draws)
-
-    monkeypatch.setattr(state.model.network, "advance", recorded)
-    clock = StepClock(torch.device("cpu"))
-    for step in range(1, 4):
-        train_step(
-            state,
-            _batch(data, torch.arange(_BATCH)),
-            config=config,
-            rates=learning_rates(config, step, total_steps=_STEPS),
-            clock=clock,
-            reasoning_at=lambda number: dataclasses.replace(state.model.reasoning, progress=number / 4),
-        )
-    assert advanced == [1 / 4, 2 / 4]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 1)])
 def test_a_resumed_run_is_the_same(sudoku_folder, alone, tmp_path, before, after):
-    """What is called last before the checkpoint advances after it, with the same random numbers."""
     _run_ranks(before, sudoku_folder, tmp_path, range(5), {})
     _assert_same_runs(_run_ranks(after, sudoku_folder, tmp_path, range(5, _STEPS), {}), alone)
 

@@ -26,22 +26,19 @@ def train_step(
     config: PretrainConfig,
     rates: dict[str, float],
     clock: StepClock,
-    reasoning_at: Callable[[int], Reasoning] | None = None,
+    reasoning: Reasoning | None = None,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> StepResult:
     """Trains one step on this rank's share of the global batch; changes `state`. All ranks call it.
 
     batch: a puzzle for each slot of this rank, used only in slots that have halted. rates: the learning rates
-    "lr" and "puzzle_emb_lr". reasoning_at: returns the reasoning (cycles, noise) of a step number, called for
-    this step and the one before; None: always the architecture's. is_asked_to_stop: returns whether a signal
-    has asked this rank to stop; called before the last micro-batch.
+    "lr" and "puzzle_emb_lr". reasoning: cycles and noise of this step; None: the architecture's.
+    is_asked_to_stop: returns whether a signal has asked this rank to stop; called before the last
+    micro-batch.
     """
     state.step += 1
-    reasoning_at = reasoning_at or (lambda _: state.model.reasoning)
-    reasoning = reasoning_at(state.step)
+    reasoning = reasoning or state.model.reasoning
     draws = draw(state, config, reasoning, step=state.step)
-    # LDT alone: complete the moves of the step before this one, with the weights that it has updated.
-    sums = advance_boards(state, config, reasoning_at)
     # Take one board of each slot into new tensors (`state.carry` is unchanged): `draws` picks among several
     # boards, and a halted board starts on its row of `batch`.
     boards = state.model.refill(state.carry, batch, reasoning, draws)
@@ -52,11 +49,11 @@ def train_step(
     with clock.measure("sync"):
         state.table.prepare(boards.data.puzzle_identifiers)
         divisors = state.strategy.sum_divisors(state.model.network.divisors(boards))
-    new_sums = forward_and_backward(state, boards, config, divisors, reasoning, draws, is_asked_to_stop)
+    sums = forward_and_backward(state, boards, config, divisors, reasoning, draws, is_asked_to_stop)
     grad_norm, result = update(state, config, rates, clock)
     # Metrics are sums over ranks, made when a row is logged. So a norm, which is equal on all ranks (with
     # local_steps: the mean over ranks is wanted), is divided by their number first.
-    state.metrics.add(_add(_add(sums, new_sums), {"grad_norm": grad_norm / state.ranks.size}))
+    state.metrics.add(_add(sums, {"grad_norm": grad_norm / state.ranks.size}))
     return result
 
 
@@ -82,22 +79,6 @@ def update(
     # merge before. `state.table` itself averages the puzzle embeddings, each row before the row changes.
     state.average.update(result.averaged_steps)
     return grad_norm, result
-
-
-def advance_boards(
-    state: TrainState, config: PretrainConfig, reasoning_at: Callable[[int], Reasoning]
-) -> Sums:
-    """Moves the boards of the last step to their next state; returns the metric sums of these moves.
-
-    Does nothing and returns {} unless the network `advances` (LDT with a second pass). Uses the weights that
-    the last step has updated, and the last step's reasoning and random numbers.
-    """
-    if not state.model.network.advances or state.step == 1:
-        return {}
-    reasoning = reasoning_at(state.step - 1)
-    draws = draw(state, config, reasoning, step=state.step - 1)
-    state.carry, sums = state.model.advance(state.carry, reasoning, draws)
-    return sums
 
 
 def forward_and_backward(

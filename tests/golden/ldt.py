@@ -10,6 +10,7 @@ from dataset.format import usual_metadata
 from dataset.loader import Batch
 from models import HaltingModel, build_model
 from models.carry import NO_GUESS, Carry, State
+from models.lattice import leaves, move
 from models.ldt import LDTPrediction
 from optimizers.weights import build_weights
 from parallel.collectives import all_ranks
@@ -119,10 +120,15 @@ def replay(run: Path) -> Differences:
     state, ages, waiting = _new(fresh[:size], solutions[:size]), torch.zeros(size).int(), size
     for number, golden in enumerate(known["train"]):
         given = {"cell": draws[f"cell_canonical_{number}"], "value": draws[f"digit_canonical_{number}"]}
-        for use, public in (("look", "loss"), ("move", "step")):
-            given[f"{use} symmetry"] = draws[f"{public}_symmetry_{number}"]
-            given[f"{use} values"] = draws[f"{public}_digits_{number}"]
-        recorded, rows = _Recorded(given), torch.from_numpy(draws[f"rows_{number}"])
+        recorded, of_move = (
+            _Recorded(
+                given
+                | {"look symmetry": draws[f"{public}_symmetry_{number}"]}
+                | {"look values": draws[f"{public}_digits_{number}"]}
+            )
+            for public in ("loss", "step")
+        )
+        rows = torch.from_numpy(draws[f"rows_{number}"])
         blank = torch.zeros(len(rows), fresh.shape[1], dtype=torch.int32)
         data = Batch(blank, blank, blank[:, 0], rows)
         boards_now = {name: each[rows] for name, each in state.items()}
@@ -144,12 +150,15 @@ def replay(run: Path) -> Differences:
             quantity = "gradients" if name == "grad_norm" else "loss"
             seen.compare(quantity, float(value), golden[name], **tolerance)
         if number == 0:
-            index = network._draw_symmetry(recorded, use="look")
+            index = network._draw_symmetry(recorded)
             _compare_outputs(seen, output.prediction, index, run / "outputs_step_1.npz")
         weights.clip_(options["clip_norm"])
         weights.update_(golden["lr"], step=number + 1)
 
-        after, _ = model.eval().network.advance(output.carry, reasoning, recorded)
+        # The public trainer moves the boards by another pass, with the updated weights.
+        last = network.look(before.state["alive"], of_move, loops=reasoning.loops).last()
+        after = output.carry._replace(state=move(before.state, last, network.arch, reasoning, of_move))
+        after = after._replace(halted=leaves(after, reasoning))
         moved = {"new_state": after.state["alive"], "replaced": after.halted, "target": after.state["target"]}
         moved |= {"solved": after.state["outcome"] == 1, "conflict": after.state["outcome"] == 2}
         for name, each in moved.items():
