@@ -87,3 +87,11 @@ def source(tmp_path) -> Path:
     write_csv(tmp_path / "source" / "train.csv", source_rows(40))
     write_csv(tmp_path / "source" / "test.csv.gz", source_rows(10, stream=1))
     return tmp_path / "source"
+
+
+@pytest.fixture
+def folders(tmp_path) -> list[Path]:
+    """Datasets `a` and `b` to be joined: each is the same for training and for testing."""
+    from tests.puzzle_sets import A, B, write
+
+    return [write(tmp_path / name, train=groups, test=groups) for name, groups in (("a", A), ("b", B))]

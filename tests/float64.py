@@ -49,3 +49,9 @@ def in_float64(function: Callable[..., Any], *arguments: Any) -> Any:
 def assert_close(ours: Any, theirs: Any, *, what: str | None = None) -> None:
     """Raises AssertionError where float64 tensors of one shape differ by more than `TOLERANCE`."""
     torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=what)
+
+
+def relative_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Returns the norm of the difference of all tensors over that of `theirs`."""
+    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs]).norm()
+    return float(difference / torch.cat([value.flatten() for value in theirs.values()]).norm())

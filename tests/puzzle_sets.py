@@ -21,6 +21,10 @@ ARRAYS = [
     f"{split}/{name}__{field}.npy" for split, sets in SPLITS.items() for name in sets for field in FIELDS
 ]
 
+# Two that are joined.
+A: dict[str, Groups] = {"all": [[1, 2], [3], [2, 2, 2]]}
+B: dict[str, Groups] = {"all": [[1], [1, 1]], "more": [[2]]}
+
 
 def make_set(groups: Groups, *, seed: int = 0) -> PuzzleSet:
     """Random tokens, of the labels some IGNORED, and random identifiers."""

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from dataset.kinds.arc.evaluator import Views, corner_grids, load_tasks, to_lists
+from dataset.kinds.arc.evaluator import corner_grids
 from tests.arc_set import (
     ONE_TASK,
     SIZE,
@@ -18,27 +18,8 @@ from tests.arc_set import (
     arc_answers,
     arc_evaluator,
     arc_evaluators,
-    augment,
-    lay,
-    random_names,
     write_arc,
 )
-
-
-def test_undoing_gives_the_grid_back(tmp_path):
-    draw = np.random.default_rng(0)
-    names = ["a", *random_names(draw, "a", 64)]
-    folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": names})
-    identifiers = json.loads((folder / "identifiers.json").read_text())
-    views = Views(folder, identifiers, tasks=load_tasks(folder), used=np.arange(1, len(names) + 1))
-    sizes = [(1, 1), (30, 30), (30, 1), (1, 30), (29, 30)] + [
-        tuple(draw.integers(1, 31, 2)) for _ in range(150)
-    ]
-    for index, size in enumerate(sizes):
-        grid, name = draw.integers(0, 10, size, dtype=np.uint8), names[index % len(names)]
-        laid = lay(augment(grid, name))[None].astype((np.uint8, np.int32)[index % 2])
-        undone = views.undo(corner_grids(laid)[0], identifiers.index(name))
-        assert to_lists(undone) == grid.tolist(), (name, size)
 
 
 def largest_corner(tokens: np.ndarray) -> tuple[int, int]:

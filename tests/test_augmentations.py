@@ -25,15 +25,6 @@ def test_dihedral_numbers_are_those_of_the_public_tools():
         assert np.array_equal(dihedral(dihedral(grid, number), DIHEDRAL_INVERSES[number]), grid), number
 
 
-def test_squares():
-    draw = np.random.default_rng(0)
-    tokens = draw.integers(0, 6, (20, 25), dtype=np.uint8)
-    numbers = draw.integers(0, NUM_DIHEDRAL, (20, 1), dtype=np.uint8)
-    found = AUGMENTATIONS["square"].apply(tokens, numbers, None)
-    for grid, (number,), result in zip(tokens, numbers, found, strict=True):
-        assert np.array_equal(result, dihedral(grid.reshape(5, 5), number).ravel())
-
-
 @pytest.mark.parametrize("size", [4, 9])
 def test_sudoku(size):
     draw = np.random.default_rng(size)

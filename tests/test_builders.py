@@ -27,9 +27,9 @@ _COMMANDS = {
         "train: 30 mazes of 7x7 and 7 variants of each, 240 examples\ntest: 20 mazes\nwrote ",
         "40a7e2ccd81f82b1",
     ),
-    "maze --generate 12 --size 8 --min-path-cells 12 --aug --materialize": (
+    "maze --generate 12 --size 8 --min-path-cells 12 --perfect --aug --materialize": (
         "train: 12 mazes of 8x8",
-        "62d03cae664bbaea",
+        "00fe30e6800acac9",
     ),
     "arc --source SOURCE/arc --num-aug 6": (
         "train: 6 tasks, 36 variants, 112 examples\ntest: 3 tasks (evaluation), 28 examples\nwrote ",

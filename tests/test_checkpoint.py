@@ -102,14 +102,6 @@ def test_the_averages_of_a_branch_begin_with_the_weights_where_there_are_none(ru
     assert_equal(state.sections()["weights"], random_state(3).sections()["weights"])
 
 
-def test_the_stall_is_told_once(run):
-    with open_checkpoints(run) as checkpoints:
-        assert checkpoints.pop_stall_seconds() == {}
-        checkpoints.save(random_state(3))
-        assert 0 < checkpoints.pop_stall_seconds()["checkpoint_stall_seconds"] < 30
-        assert checkpoints.pop_stall_seconds() == {}
-
-
 def _save_share(run: Path) -> None:
     save(run, 5)
 

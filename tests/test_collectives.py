@@ -1,14 +1,12 @@
 """Ranks that have drifted apart are noticed, and the first tensor that differs is named."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from parallel.collectives import broadcast_difference, checksum
 from parallel.process_group import rank
-from tests.ranks import run_ranks
-from tests.tiny import run_of, tiny_config
+from tests.ranks import run_program, run_ranks
+from tests.tiny import OVERRIDES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32, torch.bool])
@@ -43,35 +41,28 @@ def test_the_first_differing_tensor_is_named_on_all_ranks():
     assert run_ranks(_compare, 3, changed) == [expected] * 3
 
 
-def _train_with_a_changed_bit(folder: Path, data: Path) -> str:
-    """A run in which something changes one weight of rank 1 in step 3."""
-    import pretrain
+def _change_a_bit() -> None:
+    """Changes one weight of this rank in step 3."""
+    import training.step
 
-    train_step = pretrain.train_step
+    train_step = training.step.train_step
 
     def changed(state, *arguments, **options):
         result = train_step(state, *arguments, **options)
-        if rank() == 1 and state.step == 3:
+        if state.step == 3:
             with torch.no_grad():
                 state.model.network.lm_head.weight.view(torch.int32)[0, 0] ^= 1
         return result
 
-    pretrain.train_step = changed
-    paths = {"data_path": str(data), "checkpoint_path": str(folder / "run")}
-    # With shares the other rank would overwrite the bit.
-    config = tiny_config(**paths, data_parallel_shard_degree=1, replica_check_interval=2)
-    try:
-        pretrain.train(run_of(config))
-    except SystemExit as ended:
-        return f"{ended.code} {(folder / 'run' / 'logs' / f'rank_{rank()}.log').read_text()}"
-    return "went on"
+    training.step.train_step = changed
 
 
 @pytest.mark.slow
 def test_a_run_whose_ranks_drift_apart_ends(tmp_path, sudoku_folder):
-    first, second = run_ranks(_train_with_a_changed_bit, 2, tmp_path, sudoku_folder)
-    assert first.startswith("1 ")
-    assert second.startswith("1 ")
-    assert "drifted apart at step 4" in first
-    assert "of ranks [1]" in first
+    words = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "replica_check_interval=2")
+    words += ("data_parallel_shard_degree=1",)  # with shares the other rank would overwrite the bit
+    finished = run_program("pretrain", *words, folder=tmp_path, world_size=2, spoil=_change_a_bit)
+    assert finished.statuses == [1, 1]
+    assert "drifted apart at step 4" in finished.stderr
+    assert "of ranks [1]" in finished.stderr
     assert not list((tmp_path / "run").glob("step_*"))

@@ -18,12 +18,6 @@ _CPU, _CUDA, _MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
 
 
 @pytest.fixture
-def without_compiler(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-
-
-@pytest.fixture
 def with_compiler(monkeypatch, tmp_path):
     compiler = tmp_path / "some_c++"
     compiler.write_text("#!/bin/sh\n")
@@ -41,7 +35,9 @@ def test_auto_compiles_where_it_pays_off(with_compiler):
     assert not should_compile("auto", _MPS, num_steps=10**9)
 
 
-def test_without_a_compiler_auto_does_not_and_true_says_what_is_missing(without_compiler, monkeypatch):
+def test_without_a_compiler_auto_does_not_and_true_says_what_is_missing(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
     assert not should_compile("auto", _CPU, num_steps=10**9)
     assert not should_compile(False, _CPU, num_steps=10**9)
     with pytest.raises(ValueError, match=r"compile=true needs the C\+\+ compiler (g|clang)\+\+ .*install it"):

@@ -10,7 +10,6 @@ import torch
 
 from dataset.mixture import open_datasets
 from dataset.plan import Stage, TrainPlan
-from tests.puzzle_sets import Groups, write
 from tests.tiny import draws_of, random_batch, tiny_config, tiny_model
 from training.schedule import Schedule
 
@@ -61,15 +60,6 @@ def test_a_stage_runs_its_own_loops():
 def test_the_last_step_is_saved_and_alone_where_a_config_says_so(keys, saved):
     schedule = Schedule(tiny_config(**keys), SimpleNamespace(total_steps=8, iteration_ends=[4, 8]))
     assert [step for step in range(9) if schedule.is_checkpoint(step)] == saved
-
-
-_A: dict[str, Groups] = {"all": [[1, 2], [3], [2, 2, 2]]}
-_B: dict[str, Groups] = {"all": [[1], [1, 1]], "more": [[2]]}
-
-
-@pytest.fixture
-def folders(tmp_path) -> list[Path]:
-    return [write(tmp_path / name, train=groups, test=groups) for name, groups in (("a", _A), ("b", _B))]
 
 
 def _plan(folders: list[Path], *stages: Stage) -> TrainPlan:

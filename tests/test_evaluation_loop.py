@@ -154,10 +154,3 @@ def test_a_trace_is_what_the_network_answers_after_each_step(name):
                 trace.wants_to_halt[:, step], model.network.wants_to_halt(state, prediction)
             )
     assert trace.preds.shape == (3, model.eval_reasoning.max_steps, FACTS.seq_len)
-
-
-def test_a_run_stops_where_it_first_wants_to_and_else_after_the_last_step():
-    model = tiny_model("trm").eval()
-    trace = record_trace(model, random_batch(3))
-    wants = np.array([[False, True, False, True], [False] * 4, [True] * 4])
-    assert trace._replace(wants_to_halt=wants).halting_steps.tolist() == [2, 4, 1]

@@ -12,6 +12,7 @@ from parallel.collectives import Ranks, all_ranks
 from parallel.flat import FlatParameters
 from parallel.process_group import rank, world_size
 from parallel.sync import GradientSync, build_gradient_sync
+from tests.float64 import relative_difference
 from tests.ranks import run_ranks
 
 _BATCH, _WIDTH = 12, 8
@@ -92,11 +93,6 @@ def _oracle(*, num_ranks: int, skips: bool = False) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def _relative_difference(ours: dict, theirs: dict) -> float:
-    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs]).norm()
-    return float(difference / torch.cat([value.flatten() for value in theirs.values()]).norm())
-
-
 _OPTIONS = {
     "flat": {},
     "one gradient a bucket": {"bucket_size_mb": 1e-6},
@@ -123,7 +119,7 @@ def test_gradients_are_those_of_the_whole_batch(num_ranks):
         tolerance = _TOLERANCE[_OPTIONS[name[0]].get("sync_dtype", "float32")]
         for results in ranks:
             result = results[name]
-            assert _relative_difference(result["gradients"], expected) < tolerance, name
+            assert relative_difference(result["gradients"], expected) < tolerance, name
             assert result["loss"] == pytest.approx(loss, rel=tolerance), name
             assert result["norm"] == pytest.approx(norm, rel=tolerance), name
             for key, gradient in result["gradients"].items():
@@ -150,7 +146,7 @@ def _gradients_of_a_group() -> list[dict[str, torch.Tensor]]:
 def test_a_group_of_ranks_sums_its_own_gradients_alone():
     expected = _oracle(num_ranks=2)
     for gradients in itertools.chain(*run_ranks(_gradients_of_a_group, 4)):
-        assert _relative_difference(gradients, expected) < _TOLERANCE["float32"]
+        assert relative_difference(gradients, expected) < _TOLERANCE["float32"]
 
 
 def test_a_parameter_that_some_rank_did_not_use():
@@ -160,7 +156,7 @@ def test_a_parameter_that_some_rank_did_not_use():
     for results in run_ranks(_gradients_of_each, 3, names, [1], True):
         for (name, _), result in results.items():
             tolerance = _TOLERANCE[_OPTIONS[name].get("sync_dtype", "float32")]
-            assert _relative_difference(result["gradients"], expected) < tolerance, name
+            assert relative_difference(result["gradients"], expected) < tolerance, name
 
 
 def _orders_of_starts() -> list[list]:

@@ -63,11 +63,6 @@ def test_folders_of_the_public_tools_are_read(folder):
     assert open_split(folder, "train").metadata.total_puzzles == 4
 
 
-def test_one_split_is_enough_where_no_other_is_asked_for(folder):
-    (folder / "train").rename(folder / "elsewhere")
-    assert list(open_dataset(folder, splits=("test",), read_everything=True).splits) == ["test"]
-
-
 def test_files_may_be_links(folder, tmp_path):
     (folder / "train").rename(tmp_path / "elsewhere")
     (folder / "train").mkdir()

@@ -1,6 +1,6 @@
-"""Which slots halt, what a halted slot starts with, and where exploration comes from.
+"""Which slots halt, and where exploration comes from.
 
-The exact targets of q_continue: test_golden.py.
+What a halted slot starts with: test_published.py. The exact targets of q_continue: test_golden.py.
 """
 
 import numpy as np
@@ -49,34 +49,6 @@ def _targets(model: HaltingModel, carry: Carry, batch, draws=None) -> tuple[Step
     before = model.refill(carry, batch, model.reasoning, draws)
     output = model(before, model.reasoning, draws)
     return output, list(model.network.continue_targets(before, output, model.reasoning, draws))
-
-
-@pytest.mark.usefixtures("float64")
-def test_only_halted_slots_start_anew():
-    model = tiny_model().train()
-    old, new = random_batch(_SLOTS, seed=1), random_batch(_SLOTS, seed=2)
-    carry = run_step(model, model.initial_carry(old), old).carry
-    halted = torch.tensor([True, False] * (_SLOTS // 2))
-    carry = carry._replace(halted=halted, steps=torch.full((_SLOTS,), 2, dtype=torch.int32))
-    after = run_step(model, carry, new).carry
-
-    for name in ("inputs", "labels", "puzzle_identifiers"):
-        kept, fresh, held = (getattr(data, name) for data in (old, new, after.data))
-        assert torch.equal(held[halted], fresh[halted])
-        assert torch.equal(held[~halted], kept[~halted])
-    assert after.steps.tolist() == [1, 3] * (_SLOTS // 2)
-
-    # A halted slot forgets its state: the same as a slot that never had one. The others go on from theirs.
-    fresh = run_step(model, model.initial_carry(new), new).carry
-    assert_close(after.state["z_H"][halted], fresh.state["z_H"][halted])
-    assert not torch.isclose(after.state["z_H"][~halted], fresh.state["z_H"][~halted]).all()
-
-
-@pytest.mark.parametrize(("q_halt", "expected"), [(1.0, [True] * 4), (-1.0, [False, False, False, True])])
-def test_training_halts_where_halting_is_worth_more(q_halt, expected):
-    carries = _run(_with_q(q_halt, 0.0).train(), 4)
-    assert [carry.halted.all().item() for carry in carries] == expected
-    assert [carry.halted.any().item() for carry in carries] == expected
 
 
 def test_without_continue_a_slot_halts_where_its_answer_is_rather_right():

@@ -113,19 +113,17 @@ def test_a_puzzle_with_several_solutions_says_so(text, words):
         ("#####\n#S E#\n#####", "#####|#S G#|#####|#####|#####"),
         ("S.\n..\n.E", "S #|  #| G#"),
         ("S# \n G \n\n", "S# | G |   "),
+        (MAZE, "S# |   |G##"),
+        ("S# \n   \nG##", "S# |   |G##"),
+        ("S#\n\nG##\n", "S# |   |G##"),
+        ("\r\nS#.\r\n...\r\nG##\r\n\r\n", "S# |   |G##"),
+        ("S#....G##\r\n", "S# |   |G##"),
     ],
 )
-def test_mazes_with_other_marks_and_no_squares(text, expected):
+def test_the_usual_forms_of_a_maze(text, expected):
+    """Other marks too, and mazes that are no squares."""
     (puzzle,) = find_kind("maze").read_puzzles(text)
     assert puzzle.tokens.tolist() == to_tokens([expected])[0].tolist()
-
-
-@pytest.mark.parametrize(
-    "text", [MAZE, "S# \n   \nG##", "S#\n\nG##\n", "\r\nS#.\r\n...\r\nG##\r\n\r\n", "S#....G##\r\n"]
-)
-def test_the_usual_forms_of_a_maze(text):
-    (puzzle,) = find_kind("maze").read_puzzles(text)
-    assert puzzle.tokens.tolist() == [3, 1, 2, 2, 2, 2, 4, 1, 1]
 
 
 def test_symbols_of_other_datasets():

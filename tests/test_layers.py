@@ -20,13 +20,8 @@ from models.layers import (
     truncated_normal,
 )
 from models.tokens import Q_HEAD_BIAS
-from tests.float64 import TOLERANCE, assert_close
+from tests.float64 import assert_close
 from tests.tiny import FACTS, random_batch, run_step, tiny_arch, tiny_model
-
-
-def _rotary(length: int, head_dim: int, *, base: float) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = rotary_angles(torch.arange(length), head_dim, base=base)
-    return angles.cos(), angles.sin()
 
 
 def test_truncated_normal_has_the_standard_deviation_asked_for():
@@ -48,23 +43,9 @@ def test_rms_norm_is_computed_in_float32():
 
 
 @pytest.mark.usefixtures("float64")
-def test_rotation_turns_each_pair_by_its_angle():
-    length, dim = 5, 8
-    x = torch.randn(1, length, 1, dim)
-    turned = rotate(x, *_rotary(length, dim, base=100.0))
-    for position in range(length):
-        for i in range(dim // 2):
-            angle = position * 100.0 ** (-2 * i / dim)
-            a, b = x[0, position, 0, i].item(), x[0, position, 0, i + dim // 2].item()
-            first = a * math.cos(angle) - b * math.sin(angle)
-            second = b * math.cos(angle) + a * math.sin(angle)
-            assert turned[0, position, 0, i].item() == pytest.approx(first, abs=TOLERANCE)
-            assert turned[0, position, 0, i + dim // 2].item() == pytest.approx(second, abs=TOLERANCE)
-
-
-@pytest.mark.usefixtures("float64")
 def test_pairs_side_by_side_turn_as_halves_do():
-    x, rotary = torch.randn(2, 5, 3, 8), _rotary(5, 8, base=100.0)
+    x, angles = torch.randn(2, 5, 3, 8), rotary_angles(torch.arange(5), 8, base=100.0)
+    rotary = angles.cos(), angles.sin()
     side_by_side = x.unflatten(-1, (2, 4)).transpose(-1, -2).flatten(-2)
     turned = rotate_pairs(side_by_side, *rotary).unflatten(-1, (4, 2)).transpose(-1, -2).flatten(-2)
     assert_close(turned, rotate(x, *rotary))

@@ -1,7 +1,5 @@
 """Several dataset folders as one: which examples come when, and with which identifiers."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -9,17 +7,9 @@ from dataset.format import open_dataset
 from dataset.loader import PuzzleDataset
 from dataset.mixture import fingerprint_of, open_datasets
 from dataset.plan import EvaluationPlan, Stage, TrainPlan
-from tests.puzzle_sets import NUM_IDENTIFIERS, Groups, write
+from tests.puzzle_sets import NUM_IDENTIFIERS, A, write
 from tests.tiny import tiny_config
 from training.data import open_tests
-
-_A: dict[str, Groups] = {"all": [[1, 2], [3], [2, 2, 2]]}
-_B: dict[str, Groups] = {"all": [[1], [1, 1]], "more": [[2]]}
-
-
-@pytest.fixture
-def folders(tmp_path) -> list[Path]:
-    return [write(tmp_path / name, train=groups, test=groups) for name, groups in (("a", _A), ("b", _B))]
 
 
 def test_one_folder_is_left_as_it_is(folders):
@@ -75,19 +65,19 @@ def test_rows_of_all_folders_in_one_batch(folders):
 
 
 def test_folders_that_cannot_be_joined_are_refused(folders, tmp_path):
-    other = write(tmp_path / "other", train=_A, test=_A, pad_id=1)
+    other = write(tmp_path / "other", train=A, test=A, pad_id=1)
     with pytest.raises(ValueError, match="other: pad_id is 1, but 3 in .*a: one model cannot train on both"):
         open_datasets([folders[0], other], read_everything=False)
-    twin = write(tmp_path / "twin" / "a", train=_A, test=_A)
+    twin = write(tmp_path / "twin" / "a", train=A, test=A)
     with pytest.raises(ValueError, match=r"of one name cannot be told apart \(a, a\): rename one"):
         open_datasets([folders[0], twin], read_everything=False)
 
 
 def test_test_data_that_a_model_cannot_read_is_refused(folders, tmp_path):
     trained = open_dataset(folders[0], read_everything=False)
-    write(tmp_path / "other", train=_A, test=_A, pad_id=1)
-    write(tmp_path / "more", train=_A, test=_A, num_puzzle_identifiers=NUM_IDENTIFIERS + 1)
-    write(tmp_path / "twin" / "b", train=_A, test=_A)
+    write(tmp_path / "other", train=A, test=A, pad_id=1)
+    write(tmp_path / "more", train=A, test=A, num_puzzle_identifiers=NUM_IDENTIFIERS + 1)
+    write(tmp_path / "twin" / "b", train=A, test=A)
     for names, message in (
         (["other"], "other: pad_id is 1, but 3 in .*a: "),
         (["more"], "test_data_path: .*more has puzzles without a trained embedding"),

@@ -22,7 +22,7 @@ from tests.tiny import FACTS, draws_of, random_batch, run_losses, run_step, tiny
 _NAMES = tuple(name for name, arch in architectures().items() if issubclass(arch, NetworkConfig))
 
 
-def _rms(x: torch.Tensor, dim: int) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return x / (x.square().mean(dim, keepdim=True) + 1e-5).sqrt()
 
 
@@ -51,8 +51,8 @@ def test_mixing_positions_by_a_swiglu():
         gate, up = (x @ layer.gate_up_proj.weight.T).chunk(2, dim=-1)
         return (F.silu(gate) * up) @ layer.down_proj.weight.T
 
-    mixed = _rms(h + swiglu(block.mlp_t, h.transpose(1, 2)).transpose(1, 2), dim=1)
-    expected = _rms(mixed + swiglu(block.mlp, mixed), dim=2)
+    mixed = rms_norm(h + swiglu(block.mlp_t, h.transpose(1, 2)).transpose(1, 2), dim=1)
+    expected = rms_norm(mixed + swiglu(block.mlp, mixed), dim=2)
     assert_close(block(h, None), expected)
 
 
@@ -209,9 +209,9 @@ def test_a_call_of_a_fixed_point_begins_with_the_cells_before_and_ends_with_a_no
     b1 = b2 * (1 - a1) / (1 - a1**2 + 1e-5)
     (block,) = level.layers
     h = a2 * torch.cat((y[:, :2], convolved), dim=1) + b2 * e
-    h = a1 * h + b1 * block.self_attn(_rms(h, -1), rotary)
-    h = a1 * h + b1 * block.mlp(_rms(h, -1))
-    assert_close(level(y, e, rotary), _rms(h, -1))
+    h = a1 * h + b1 * block.self_attn(rms_norm(h), rotary)
+    h = a1 * h + b1 * block.mlp(rms_norm(h))
+    assert_close(level(y, e, rotary), rms_norm(h))
 
 
 @pytest.mark.usefixtures("float64")

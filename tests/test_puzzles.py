@@ -113,22 +113,6 @@ def test_ranks_share_the_global_batch(folder, split, world_size):
         assert (torch.cat([share[1].rows for share in shares])[6:] == -1).all()
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_reading_starts_after_the_first_steps(folder, split):
-    everything = read(folder, split)
-    for step in range(len(everything) + 1):
-        assert are_equal(read(folder, split, first_step=step), everything[step:])
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_a_thread_reads_the_same(folder, split):
-    dataset, before = whole(folder, split, rank=1, world_size=2), threading.active_count()
-    expected = list(dataset)
-    with read_batches(dataset, device=CPU) as batches:
-        assert are_equal(batches, iter(expected))
-    assert threading.active_count() == before
-
-
 class WatchedDataset(PuzzleDataset):
     """A dataset that counts what was read of it, and whose file system may not answer any more."""
 
@@ -173,10 +157,12 @@ def test_a_file_system_that_does_not_answer_holds_nobody_up(folder, monkeypatch)
 
 def test_what_was_opened_stays_read_where_the_folder_is_built_anew(folder):
     expected, dataset = read(folder, "train"), whole(folder, "train")
+    before = threading.active_count()
     shutil.rmtree(folder)
     write(folder, train={"all": [[1]], "more": [[1]]}, test=GROUPS)
     with read_batches(dataset, device=CPU) as batches:
         assert are_equal(batches, iter(expected))
+    assert threading.active_count() == before
 
 
 def test_what_fails_in_the_thread_fails_here(folder):

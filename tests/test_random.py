@@ -32,32 +32,24 @@ def test_the_generator_is_the_published_one(counter, key, expected):
     assert tuple(map(int, bits)) == expected
 
 
-def _keys(batch_size: int, step: int = 1) -> torch.Tensor:
+def slot_keys(batch_size: int, step: int = 1) -> torch.Tensor:
     return torch.from_numpy(draw_keys(seed=3, step=step, batch_size=batch_size))
 
 
 def test_random_bits_depend_on_key_stream_and_position_alone():
-    keys = _keys(3)
+    keys = slot_keys(3)
     bits = random_bits(keys, 1001, stream=2)
     assert bits.shape == (3, 1001)
     assert torch.equal(random_bits(keys[1:2], 500, stream=2)[0], bits[1, :500])
     assert len({*bits.flatten().tolist(), *random_bits(keys, 1001, stream=3).flatten().tolist()}) > 6000
-    assert not torch.equal(_keys(3), _keys(3, step=2))
-    assert (_keys(1000) >= 0).all()
-    assert (_keys(1000) < 2**62).all()
+    assert not torch.equal(slot_keys(3), slot_keys(3, step=2))
+    assert (slot_keys(1000) >= 0).all()
+    assert (slot_keys(1000) < 2**62).all()
 
 
 def _draws(rows, samples, steps, *, seed: int = 3) -> Draws:
     columns = torch.broadcast_tensors(*(torch.as_tensor(each) for each in (rows, samples, steps)))
     return Draws.of_evaluation(seed, rows=columns[0], samples=columns[1], steps=columns[2].int())
-
-
-def test_a_slot_draws_the_same_in_any_batch():
-    rows = torch.tensor([4, 0, 2**31 - 1, 9])
-    together = _draws(rows, 1, 2).normal(_SHAPE, use="z_L")
-    for slot, row in enumerate(rows.tolist()):
-        assert torch.equal(_draws([row], 1, 2).normal(_SHAPE, use="z_L")[0], together[slot])
-    assert torch.equal(_draws(rows, 1, 2)[1:3].normal(_SHAPE, use="z_L"), together[1:3])
 
 
 def test_every_part_of_the_counter_counts():
@@ -75,15 +67,6 @@ def test_every_part_of_the_counter_counts():
     ]
     for other in others:
         assert not torch.isclose(here, other).any()
-
-
-def test_training_draws_for_the_global_batch():
-    def draw(slots: slice) -> torch.Tensor:
-        return Draws.of_training(0, step=7, slots=slots, device=torch.device("cpu")).normal((3,), use="z")
-
-    whole = draw(slice(0, 10))
-    assert torch.equal(torch.cat([draw(slice(0, 4)), draw(slice(4, 10))]), whole)
-    assert len(whole.unique()) == 30
 
 
 def test_moments():

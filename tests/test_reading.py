@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from config.reading import parse_json, printable, read_bytes, read_json, read_text, read_yaml
+from config.reading import parse_json, read_bytes, read_json, read_text, read_yaml
 from config.writing import open_to_append, remove_unfinished_files, replace_file, write_json, write_text
 
 
@@ -69,13 +69,6 @@ def test_only_regular_files_of_bounded_size_are_read(tmp_path):
     assert read_text(tmp_path / "text", most=10) == "1234567890"
 
 
-def test_nothing_of_a_stranger_reaches_the_terminal():
-    assert (
-        printable("caf\u00e9 \x1b[2J\x9b\u202e\n")
-        == r"caf\u00e9 \x1b[2J\x9b\u202e".replace(r"\u00e9", "\u00e9") + "\n"
-    )
-
-
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     path = tmp_path / "file"
     write_text(path, "first")
@@ -85,20 +78,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
     write_json(path, {"a": 1})
     assert path.read_text() == '{\n "a": 1\n}\n'
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
-
-
-def test_no_link_is_followed(tmp_path):
-    victim, link = tmp_path / "victim", tmp_path / "link"
-    victim.write_text("mine")
-    link.symlink_to(victim)
-    with pytest.raises(OSError, match="link"):
-        open_to_append(link)
-    write_text(link, "theirs")
-    assert victim.read_text() == "mine"
-    assert not link.is_symlink()
-    with open_to_append(link) as file:
-        file.write(b"!")
-    assert link.read_text() == "theirs!"
 
 
 def test_the_umask_says_who_may_read(tmp_path):

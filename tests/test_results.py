@@ -2,14 +2,13 @@
 
 import math
 import re
-import statistics
 from collections import Counter
 
 import pytest
 
 from config.compose import config_with
 from config.programs import EvaluateConfig
-from evaluation.intervals import mean_and_deviation, wilson_interval
+from evaluation.intervals import wilson_interval
 from evaluation.passes import SetResult
 from evaluation.results import (
     all_metrics,
@@ -33,16 +32,6 @@ def test_ends_are_where_the_score_test_just_rejects(count):
         for end in (low, high):
             distance = 2.5 * math.sqrt(end * (1 - end) / count)
             assert abs(share - end) == pytest.approx(distance, rel=1e-6, abs=1e-9)
-
-
-def test_mean_and_deviation():
-    assert mean_and_deviation([0.25]) == (0.25, None)
-    mean, deviation = mean_and_deviation([1.0, 2.0, 6.0])
-    assert mean == 3.0
-    assert deviation == pytest.approx(math.sqrt(7))
-    assert mean_and_deviation([0.1] * 3) == (pytest.approx(0.1), pytest.approx(0.0))
-    with pytest.raises(statistics.StatisticsError):
-        mean_and_deviation([])
 
 
 def test_a_table_of_the_best_checkpoints_says_who_chose_them():

@@ -48,87 +48,82 @@ class _Owner:
         self.process.join()
 
 
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    return tmp_path / "run"
-
-
 def _open(folder: Path, **changes) -> Path:
     return open_run_folder(tiny_config(checkpoint_path=str(folder), **changes))
 
 
-def test_a_second_owner_is_refused_until_the_first_is_dead(folder):
+def test_a_second_owner_is_refused_until_the_first_is_dead(run):
     """Even if a forked child of it lives on."""
-    owner = _Owner(folder)
+    owner = _Owner(run)
     with pytest.raises(ValueError, match=f"in use by process {owner.process.pid} on .*run_name"):
-        _open(folder)
+        _open(run)
     owner.kill()
     try:
         os.kill(owner.child, 0)  # it is alive
-        _open(folder)
+        _open(run)
     finally:
         os.kill(owner.child, signal.SIGKILL)
 
 
-def test_without_locks_a_run_is_possible(folder, monkeypatch, capsys):
+def test_without_locks_a_run_is_possible(run, monkeypatch, capsys):
     def fail(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", fail)
-    _open(folder)
+    _open(run)
     assert "cannot be locked" in capsys.readouterr().err
 
 
-def test_only_what_may_change_may_change(folder):
-    _open(folder)
-    (folder / "config.yaml").write_text(config_to_yaml(tiny_config(checkpoint_path=str(folder))))
-    _open(folder, checkpoint_interval=7, keep_best="eval/all/accuracy", resume="must", max_steps=3)
+def test_only_what_may_change_may_change(run):
+    _open(run)
+    (run / "config.yaml").write_text(config_to_yaml(tiny_config(checkpoint_path=str(run))))
+    _open(run, checkpoint_interval=7, keep_best="eval/all/accuracy", resume="must", max_steps=3)
     with pytest.raises(ValueError, match="another config .epochs: 4 -> 6, lr: 0.001 -> 0.5.: .*run_name"):
-        _open(folder, lr=0.5, epochs=6)
+        _open(run, lr=0.5, epochs=6)
 
 
-def test_a_key_that_the_run_began_without_has_its_default(folder):
+def test_a_key_that_the_run_began_without_has_its_default(run):
     exact = tiny_arch(q_target="exact").model_dump()
-    _open(folder, arch=exact)
-    text = config_to_yaml(tiny_config(checkpoint_path=str(folder), arch=exact))
+    _open(run, arch=exact)
+    text = config_to_yaml(tiny_config(checkpoint_path=str(run), arch=exact))
     for line in ("grad_clip_norm: null\n", "  q_target: exact\n"):
         assert line in text
         text = text.replace(line, "")
-    (folder / "config.yaml").write_text(text)
-    _open(folder, arch=exact)
+    (run / "config.yaml").write_text(text)
+    _open(run, arch=exact)
     with pytest.raises(ValueError, match="another config .arch.q_target: exact -> deferred"):
-        _open(folder, arch=tiny_arch(q_target="deferred").model_dump())
+        _open(run, arch=tiny_arch(q_target="deferred").model_dump())
 
 
-def test_cutting_the_log_back(folder):
-    folder.mkdir()
-    assert cut_back_rows(folder, step=3) == []
-    assert last_wandb_step(folder) == 0
-    path = folder / "metrics.jsonl"
+def test_cutting_the_log_back(run):
+    run.mkdir()
+    assert cut_back_rows(run, step=3) == []
+    assert last_wandb_step(run) == 0
+    path = run / "metrics.jsonl"
     lines = [json.dumps({"step": step, "eval/all/accuracy": step / 10}) for step in (1, 5, 10, 15)]
     unfinished = '{"step": 16, "train/lm'
     for step in (15, 12, 10, 0):
         path.write_text("\n".join(lines) + f"\nno json\n[1]\n{unfinished}")
-        rows = cut_back_rows(folder, step=step)
+        rows = cut_back_rows(run, step=step)
         kept = [line for line in lines if json.loads(line)["step"] <= step]
         assert rows == [json.loads(line) for line in kept]
         assert path.read_text().splitlines() == kept
-        assert [(values, line) for values, line in read_rows(folder)] == [
+        assert [(values, line) for values, line in read_rows(run)] == [
             (json.loads(line), line) for line in kept
         ]
-    assert last_wandb_step(folder) == 15
+    assert last_wandb_step(run) == 15
 
 
-def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(folder, monkeypatch, capsys):
-    folder.mkdir()
+def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(run, monkeypatch, capsys):
+    run.mkdir()
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain.py", "data_path=a b", "lr=1e-3"])
     for step in (0, 7):
-        record_start(folder, step=step, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
+        record_start(run, step=step, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    record_start(folder, step=9, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
-    starts = [values for values, _ in read_rows(folder, STARTS_FILE)]
+    record_start(run, step=9, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
+    starts = [values for values, _ in read_rows(run, STARTS_FILE)]
     assert [start["step"] for start in starts] == [0, 7, 9]
     assert [start["processes"] for start in starts] == [1, 1, 4]
     assert starts[0]["gradient_sync"] == "flat"
@@ -138,15 +133,15 @@ def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(folder, monkeyp
         f"torchrun --nnodes 2 --nproc-per-node 2 {asked}",
     ]
     assert "cores" in starts[0]["hardware"]
-    (folder / STARTS_FILE).unlink()
-    (folder / STARTS_FILE).mkdir()
-    record_start(folder, step=9, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
+    (run / STARTS_FILE).unlink()
+    (run / STARTS_FILE).mkdir()
+    record_start(run, step=9, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
     assert "starts.jsonl cannot be written" in capsys.readouterr().err
 
 
-def test_code_that_is_not_that_of_the_commit_is_recorded(folder, monkeypatch):
+def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch):
     """Changed files and new ones, but neither tests nor what is no code."""
-    repository = folder / "code"
+    repository = run / "code"
     for name in ("models/trm.py", "tests/test.py", "data/new.txt"):
         (repository / name).parent.mkdir(parents=True)
         (repository / name).write_text("was = 1\n")
@@ -163,19 +158,19 @@ def test_code_that_is_not_that_of_the_commit_is_recorded(folder, monkeypatch):
     def recorded() -> dict[str, Any]:
         for function in (code.git_commit, code.code_diff):
             function.cache_clear()
-        record_start(folder, step=0, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
-        return list(read_rows(folder, STARTS_FILE))[-1][0]
+        record_start(run, step=0, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
+        return list(read_rows(run, STARTS_FILE))[-1][0]
 
     commit = git("rev-parse", "HEAD").strip()
     (repository / "tests/test.py").write_text("was = 2\n")
     start = recorded()
     assert start["git_commit"] == commit
-    assert not list(folder.glob("*.diff"))
+    assert not list(run.glob("*.diff"))
     (repository / "models/trm.py").write_text("now = 3\n")
     (repository / "models/mine.py").write_text("new = 4\n" * 2**18)
     start = recorded()
     assert start["git_commit"] == commit + code.CHANGES
-    diff = (folder / start["changes"]).read_text()
+    diff = (run / start["changes"]).read_text()
     assert "-was = 1\n+now = 3\n" in diff
     assert "+new = 4\n" in diff
     assert "was = 2" not in diff

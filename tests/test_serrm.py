@@ -10,8 +10,9 @@ from torch import Tensor
 from dataset.loader import Batch
 from models import build_model
 from models.layers import Dropout
-from models.random import draw_keys
 from tests.float64 import assert_close
+from tests.test_networks import rms_norm
+from tests.test_random import slot_keys
 from tests.tiny import FACTS, random_batch, run_step, tiny_arch, tiny_model
 
 _SIZES = {"L_layers": 2, "H_cycles": 2, "L_cycles": 3}
@@ -28,15 +29,7 @@ def _model(seed: int = 0, **changes):
     return tiny_model("serrm", seed=seed, **{**_SIZES, "puzzle_emb_ndim": 0, **changes})
 
 
-def _keys(batch_size: int, step: int = 1) -> Tensor:
-    return torch.from_numpy(draw_keys(seed=3, step=step, batch_size=batch_size))
-
-
 # ------------------------------------------------------------------------------------------------- the oracle
-
-
-def _rms(x: Tensor) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
 
 
 def _rotate(x: Tensor, positions: str) -> Tensor:
@@ -106,12 +99,12 @@ def _oracle(network, arch, batch: Batch, rows: Tensor | None) -> tuple[Tensor, T
         h = z + e
         for layer in range(arch.L_layers):
             name = f"L_level.layers.{layer}"
-            h = _rms(h + _attention(h, w, f"{name}.attn", arch.num_heads, arch.pos_encodings))
+            h = rms_norm(h + _attention(h, w, f"{name}.attn", arch.num_heads, arch.pos_encodings))
             along = h.transpose(1, 2)
             mixed = _attention(along, w, f"{name}.attn_t", arch.num_heads_t, "learned")
-            h = _rms(h + mixed.transpose(1, 2))
+            h = rms_norm(h + mixed.transpose(1, 2))
             gate, up = (h @ w[f"{name}.mlp.gate_up_proj.weight"].T).chunk(2, -1)
-            h = _rms(h + (F.silu(gate) * up) @ w[f"{name}.mlp.down_proj.weight"].T)
+            h = rms_norm(h + (F.silu(gate) * up) @ w[f"{name}.mlp.down_proj.weight"].T)
         z = h
     cells, head = z[:, :, : FACTS.seq_len], w["lm_head.weight"]
     if arch.equivariant_symbols:
@@ -214,16 +207,16 @@ def test_stops_are_a_pure_function_of_seed_and_step():
 
 def test_dropout_drops_its_share_and_keeps_the_mean():
     x = torch.ones(4 * 5, 10, 500)
-    dropped = Dropout(_keys(4), 0, 0.2)(x)
+    dropped = Dropout(slot_keys(4), 0, 0.2)(x)
     assert (dropped == 0).float().mean().item() == pytest.approx(0.2, abs=0.005)
     assert dropped.unique().tolist() == pytest.approx([0, 1.25])
-    assert torch.equal(Dropout(_keys(4)[2:3], 0, 0.2)(x[:5]), dropped[10:15]), "a slot alone"
+    assert torch.equal(Dropout(slot_keys(4)[2:3], 0, 0.2)(x[:5]), dropped[10:15]), "a slot alone"
 
 
 @pytest.mark.usefixtures("float64")
 def test_dropout_is_that_of_training_and_of_each_slot():
     model, batch = _model(dropout=0.3), random_batch(6)
-    carry, keys = model.initial_carry(batch), _keys(6)
+    carry, keys = model.initial_carry(batch), slot_keys(6)
     model.eval()
     evaluated = run_step(model, carry, batch).prediction.logits
     assert torch.equal(run_step(model, carry, batch, arrays={"keys": keys}).prediction.logits, evaluated)
@@ -232,7 +225,7 @@ def test_dropout_is_that_of_training_and_of_each_slot():
     model.train()
     trained = run_step(model, carry, batch, arrays={"keys": keys}).prediction.logits
     assert (trained - evaluated).abs().max() > 1e-3
-    other = run_step(model, carry, batch, arrays={"keys": _keys(6, step=2)}).prediction.logits
+    other = run_step(model, carry, batch, arrays={"keys": slot_keys(6, step=2)}).prediction.logits
     assert (other - trained).abs().max() > 1e-3
     some = slice(2, 5)
     part = run_step(model, carry.select(some), batch.select(some), arrays={"keys": keys[some]})
@@ -249,6 +242,6 @@ def test_dropout_draws_anew_in_every_layer_call_and_attention(monkeypatch):
         return plain(self, x)
 
     monkeypatch.setattr(Dropout, "__call__", watched)
-    run_step(model, model.initial_carry(batch), batch, arrays={"keys": _keys(2)})
+    run_step(model, model.initial_carry(batch), batch, arrays={"keys": slot_keys(2)})
     assert len(drawn) == 2 * 3 * 2 * 2, "H cycles, L cycles, layers, attentions"
     assert len(set(drawn)) == len(drawn)

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import select
@@ -10,14 +11,15 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from parallel.process_group import rank
 from parallel.signals import SIGNALS, Interruption, stop_signals
-from tests.ranks import REPOSITORY, complete_program, run_ranks
-from tests.tiny import OVERRIDES, logged_rows, run_of, tiny_arch, tiny_config
+from tests.ranks import REPOSITORY, complete_program, run_ranks, send_signal
+from tests.tiny import OVERRIDES, logged_rows
 
 
 def _ask_after_a_signal(number: int, asked_rank: int) -> list[bool]:
@@ -60,35 +62,10 @@ def test_once_all_stop_or_this_rank_fails_a_late_signal_ends_nothing(ends_by_err
     assert run_ranks(_signal_at_the_end, 2, ends_by_error) == [True, True]
 
 
-def _train_and_be_stopped(folder: Path, data: Path, number: int, step: int, place: str) -> str:
-    """Rank 1 gets the signal in the middle of a step, or of the evaluation after it."""
-    import pretrain
-    import training.evaluation
-
-    module, name = {"step": (pretrain, "train_step"), "evaluation": (training.evaluation, "evaluate_split")}[
-        place
-    ]
-    function, calls = getattr(module, name), []
-
-    def interrupted(*arguments, **options):
-        calls.append(1)
-        if rank() == 1 and len(calls) == step:
-            os.kill(os.getpid(), number)
-        return function(*arguments, **options)
-
-    setattr(module, name, interrupted)
-    os.chdir(folder)
-    arch = tiny_arch(halt_exploration_prob=0.1, q_target="exact").model_dump()
-    paths = {"data_path": str(data), "checkpoint_path": str(folder / "run")}
-    config = tiny_config(arch=arch, sanity_check=False, epochs=2, eval_interval=1, **paths)
-    pretrain.train(run_of(config))
-    return (folder / "run" / "logs" / f"rank_{rank()}.log").read_text()
-
-
-def _train(data: Path, run: Path) -> None:
-    options = ("epochs=2", "eval_interval=1", "arch.halt_exploration_prob=0.1")
-    words = (f"data_path={data}", *OVERRIDES, *options, f"checkpoint_path={run}")
-    complete_program("pretrain", *words, folder=run.parent, world_size=2)
+def _train(data: Path, run: Path, **options: Any) -> None:
+    words = (f"data_path={data}", *OVERRIDES, "epochs=2", "eval_interval=1", f"checkpoint_path={run}")
+    words += ("arch.halt_exploration_prob=0.1", "sanity_check=false")
+    complete_program("pretrain", *words, folder=run.parent, world_size=2, **options)
 
 
 @pytest.fixture(scope="module")
@@ -101,20 +78,22 @@ def whole_run(tmp_path_factory, sudoku_folder) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "place", "call", "step"),
+    ("number", "module", "name", "call", "step"),
     [
-        (signal.SIGTERM, "step", 5, 5),
-        (signal.SIGUSR1, "evaluation", 1, 8),
-        (signal.SIGINT, "evaluation", 2, 16),
+        (signal.SIGTERM, "training.step", "train_step", 5, 5),
+        (signal.SIGUSR1, "training.evaluation", "evaluate_split", 1, 8),
+        (signal.SIGINT, "training.evaluation", "evaluate_split", 2, 16),
     ],
 )
 def test_a_run_that_is_stopped_goes_on_from_that_step(
-    tmp_path, sudoku_folder, whole_run, number, place, call, step
+    run, sudoku_folder, whole_run, number, module, name, call, step
 ):
-    for log in run_ranks(_train_and_be_stopped, 2, tmp_path, sudoku_folder, number, call, place):
+    """Rank 1 gets the signal in the middle of a step, or of the evaluation after it."""
+    _train(sudoku_folder, run, spoil=functools.partial(send_signal, number, module, name, call))
+    for each in range(2):
+        log = (run / "logs" / f"rank_{each}.log").read_text()
         assert f"is at training step {step} of 16" in log
         assert "stopped: the same command goes on from here" in log
-    run = tmp_path / "run"
     assert json.loads((run / "status").read_text()) == {"status": "stopped", "step": step}
     assert max(int(path.name[5:]) for path in run.glob("step_*")) == step
     _train(sudoku_folder, run)

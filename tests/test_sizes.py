@@ -80,16 +80,6 @@ def test_what_it_cannot_is_refused(run, arch, field, weights_tell):
             load_trained_model(find_checkpoint(run / "step_1"), _metadata(field))
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> Path:
-    """Sudokus of three sizes, as the builder makes them: sudoku_2x2, ..."""
-    folder = tmp_path_factory.mktemp("sizes")
-    for box, *more in (("2x2", "100", "40"), ("2x3", "1", "40"), ("4x4", "1", "3", "--clues", "150-160")):
-        words = ("--box", box, "--generate", more[0], "--num-test", *more[1:])
-        build_dataset("sudoku", ["--output-dir", str(folder / f"sudoku_{box}"), *words])
-    return folder
-
-
 _SERRM = ("arch=serrm", "arch.hidden_size=16", "arch.num_heads=2", "arch.head_dim=8", "arch.head_dim_t=8")
 _SMALL = ("arch.L_layers=1", "arch.L_cycles=2", "arch.halt_max_steps=3", "arch.forward_dtype=float32")
 _MACHINE = ("device=cpu", f"cpu_threads={NUM_THREADS}")
@@ -97,26 +87,30 @@ _RUN = tuple(each for each in OVERRIDES if not each.startswith("arch."))
 
 
 @pytest.mark.slow
-def test_a_run_on_4x4_sudokus_is_evaluated_on_6x6_and_asked_16x16(folders, tmp_path, capsys):
+def test_a_run_on_4x4_sudokus_is_evaluated_on_6x6_and_asked_16x16(tmp_path, capsys):
     """SE-RRM (arXiv 2603.02193)."""
-    data = f"data_path={folders / 'sudoku_2x2'}"
+    for box, *more in (("2x2", "100", "40"), ("2x3", "1", "40"), ("4x4", "1", "3", "--clues", "150-160")):
+        words = ("--box", box, "--generate", more[0], "--num-test", *more[1:])
+        build_dataset("sudoku", ["--output-dir", str(tmp_path / f"sudoku_{box}"), *words])
+    data = f"data_path={tmp_path / 'sudoku_2x2'}"
     complete_program("pretrain", *_SERRM, *_SMALL, *_RUN, data, "checkpoint_path=run", folder=tmp_path)
     words = ("checkpoint=run", "evaluators=[sudoku]", "save_outputs=[inputs,labels,preds,logits]", *_MACHINE)
     for box, size, count in (("2x2", 4, 40), ("2x3", 6, 40), ("4x4", 16, 3)):
-        more = (f"data_path={folders / f'sudoku_{box}'}", f"output_dir=out_{box}")
+        more = (f"data_path={tmp_path / f'sudoku_{box}'}", f"output_dir=out_{box}")
         more += ("eval_batch_size=2",) if count < 24 else ()
         complete_program("evaluate", *words, *more, folder=tmp_path, world_size=2)
         metrics = json.loads((tmp_path / f"out_{box}" / "metrics.json").read_text())["all"]
         assert metrics["count"] == metrics["sudoku/count"] == count
         assert metrics["accuracy"] > 1.2 / size, "better than any digit for all"
-    test = open_dataset(folders / "sudoku_4x4", read_everything=False).splits["test"].sets["all"]
+    test = open_dataset(tmp_path / "sudoku_4x4", read_everything=False).splits["test"].sets["all"]
     text = "".join(f"_.{SYMBOLS}"[token] for token in test.inputs[0])
     asked = ("checkpoint=run", f"puzzle={text}", "picture=large.svg", *_MACHINE)
     solved = complete_program("solve", *asked, folder=tmp_path)
     assert solved.stderr == ""
     drawn = ElementTree.parse(tmp_path / "large.svg").iter("{http://www.w3.org/2000/svg}text")
     assert set(SYMBOLS[:16]) <= {each.text for each in drawn}
-    show([str(folders / "sudoku_4x4"), "--outputs", str(tmp_path / "out_4x4"), "--count", "1"])
+    capsys.readouterr()  # of the builder
+    show([str(tmp_path / "sudoku_4x4"), "--outputs", str(tmp_path / "out_4x4"), "--count", "1"])
     shown = capsys.readouterr().out
     assert " G " in shown
     assert "16" not in shown

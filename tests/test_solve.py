@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -42,18 +41,8 @@ def sudoku(folder, sudoku_folder) -> Path:
 
 
 @pytest.fixture(scope="module")
-def maze(folder) -> Path:
-    return save_maze_run(folder)
-
-
-@pytest.fixture(scope="module")
 def arc(folder) -> Path:
     return save_arc_run(folder)
-
-
-@pytest.fixture
-def program(monkeypatch, capsys) -> Callable[..., tuple[int, str, str]]:
-    return functools.partial(run_solve, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +114,8 @@ def test_from_python(sudoku):
         model.solve(PUZZLE, step=3)
 
 
-def test_the_dataset_may_be_gone(folder, sudoku, maze):
+def test_the_dataset_may_be_gone(folder, sudoku):
+    maze = save_maze_run(folder)
     data = shutil.copytree(folder / "mazes", folder / "moved")
     runs = [save_run(folder / f"gone_{has}", data, has_facts=has) for has in (True, False)]
     maze_text = "S...\n.##.\n.##.\n...G"
@@ -228,7 +218,8 @@ def _loss(model, question, identifier: int) -> float:
 
 
 @pytest.mark.slow
-def test_the_program_reads_files_and_standard_input(sudoku, program, tmp_path, monkeypatch):
+def test_the_program_reads_files_and_standard_input(sudoku, tmp_path, monkeypatch, capsys):
+    program = functools.partial(run_solve, monkeypatch, capsys)
     (tmp_path / "puzzle.txt").write_text(f"\ufeff{PUZZLE}")
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"\ufeff{PUZZLE}"))
     shown = [

@@ -14,7 +14,7 @@ from optimizers.learning_rate import learning_rates
 from parallel import shared_memory
 from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step, replicated_tensors
-from tests.float64 import TOLERANCE, assert_close, in_float64
+from tests.float64 import TOLERANCE, assert_close, in_float64, relative_difference
 from tests.ranks import run_ranks
 from tests.tiny import random_batch, run_losses, tiny_arch, tiny_config, tiny_model
 from training.metrics import training_metrics
@@ -71,11 +71,6 @@ def _run_ranks(function: Callable, world_size: int, *arguments) -> list:
     return run_ranks(in_float64, world_size, function, *arguments)
 
 
-def _relative_difference(ours: dict, theirs: dict) -> float:
-    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in ours]).norm()
-    return float(difference / torch.cat([value.flatten() for value in theirs.values()]).norm())
-
-
 def _assert_same_run(together: list[dict], alone: dict, what: str) -> None:
     """Every rank's result against that of one process with the whole batch."""
     for name in ("steps", "halted", "rows"):
@@ -83,7 +78,7 @@ def _assert_same_run(together: list[dict], alone: dict, what: str) -> None:
     for number, each in enumerate(together):
         where = f"{what}, rank {number}"
         for ours, theirs in zip(each["gradients"], alone["gradients"], strict=True):
-            assert _relative_difference(ours, theirs) < TOLERANCE, where
+            assert relative_difference(ours, theirs) < TOLERANCE, where
         assert each["loss"] == pytest.approx(alone["loss"], rel=TOLERANCE), where
         assert each["norms"] == pytest.approx(alone["norms"], rel=TOLERANCE), where
         for name, value in each["weights"].items():
@@ -160,7 +155,7 @@ def test_gradients_on_the_wire_in_bfloat16():
     """Each rank's share and their sum are rounded by at most 2**-9 of themselves, float32 by 2**-24."""
     (alone,) = run_ranks(_train, 1, 1, {})
     for each in run_ranks(_train, 2, 1, {"sync_dtype": "bfloat16"}):
-        assert 1e-5 < _relative_difference(each["gradients"][0], alone["gradients"][0]) < 1e-2
+        assert 1e-5 < relative_difference(each["gradients"][0], alone["gradients"][0]) < 1e-2
 
 
 @pytest.mark.slow
@@ -201,7 +196,7 @@ def test_gradients_are_those_of_the_mean_over_the_global_batch():
     expected = torch.autograd.grad(loss / _GLOBAL_BATCH, list(model.parameters()))
     names = [name for name, _ in model.network.named_parameters()]
     for gradients in results:
-        assert _relative_difference(gradients, dict(zip(names, expected, strict=True))) < TOLERANCE
+        assert relative_difference(gradients, dict(zip(names, expected, strict=True))) < TOLERANCE
 
 
 def _first_gradients(config) -> dict:

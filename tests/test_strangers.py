@@ -27,7 +27,7 @@ from training.run_folder import is_in_use, lock_folder, record_start, write_stat
 from tuning.space import read_space
 from tuning.study import Study
 
-_CODES = "a\x1b[2J\x9b\u202eb"
+_CODES = "\u00e9\x1b[2J\x9b\u202eb"
 
 
 def test_what_is_small_on_disk_stays_small(tmp_path):
@@ -60,10 +60,10 @@ def test_no_code_of_a_terminal_is_shown(tmp_path, capsys):
     log.warning(_CODES)
     log.error(_CODES)
     said = capsys.readouterr()
-    assert said.out == "a\\x1b[2J\\x9b\\u202eb\n\tnext\n"
+    assert said.out == "\u00e9\\x1b[2J\\x9b\\u202eb\n\tnext\n"
     assert all(line.isprintable() for line in said.err.splitlines())
     (tmp_path / "identifiers.json").write_text(json.dumps([_CODES]))
-    assert read_names(tmp_path) == ["a\\x1b[2J\\x9b\\u202eb"]
+    assert read_names(tmp_path) == ["\u00e9\\x1b[2J\\x9b\\u202eb"]
     info = DatasetInfo(
         usual_metadata(vocab_size=4, seq_len=4, num_puzzle_identifiers=1, symbols=("x", "y"), num_columns=2)
     )

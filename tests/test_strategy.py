@@ -1,7 +1,7 @@
 """Local steps against a naive loop in one process: separate workers, joined by torch's own SGD."""
 
+import functools
 import json
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from models.q_head import QHead
 from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step, replicated_tensors
 from tests.float64 import TOLERANCE, assert_close, in_float64
-from tests.ranks import call_each, complete_program, run_ranks
-from tests.tiny import OVERRIDES, logged_rows, random_batch, run_of, tiny_arch, tiny_config
+from tests.ranks import call_each, complete_program, run_ranks, send_signal
+from tests.tiny import OVERRIDES, logged_rows, random_batch, tiny_arch, tiny_config
 from training.metrics import training_metrics
 from training.state import TrainState
 from training.strategy import StepResult, next_sync, synced_steps
@@ -181,27 +181,9 @@ _LOCAL = (
 )
 
 
-def _pretrain(data: Path, run: Path, *options: str, world_size: int = 2) -> None:
-    words = (f"data_path={data}", *OVERRIDES, *_LOCAL, *options, f"checkpoint_path={run}")
-    complete_program("pretrain", *words, folder=run.parent, world_size=world_size)
-
-
-def _train_and_be_stopped(folder: Path, data: Path, step: int) -> None:
-    import pretrain
-    from config.compose import compose_overrides
-    from config.schema import PretrainConfig
-
-    train_step = pretrain.train_step
-
-    def interrupted(state, *arguments, **options):
-        if rank() == 1 and state.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(state, *arguments, **options)
-
-    pretrain.train_step = interrupted
-    os.chdir(folder.parent)
-    words = [f"data_path={data}", *OVERRIDES, *_LOCAL, f"checkpoint_path={folder}", "wandb_mode=disabled"]
-    pretrain.train(run_of(compose_overrides(PretrainConfig, words)))
+def _pretrain(data: Path, run: Path, *words: str, world_size: int = 2, **options: Any) -> None:
+    words = (f"data_path={data}", *OVERRIDES, *_LOCAL, *words, f"checkpoint_path={run}")
+    complete_program("pretrain", *words, folder=run.parent, world_size=world_size, **options)
 
 
 def _tensors(folder: Path) -> dict[str, bytes]:
@@ -214,7 +196,8 @@ def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(tmp_path, sudo
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     _pretrain(sudoku_folder, whole)
     assert sorted(int(path.name[5:]) for path in whole.glob("step_*")) == [8, 12, 16]
-    run_ranks(_train_and_be_stopped, 2, stopped, sudoku_folder, 9)
+    spoil = functools.partial(send_signal, signal.SIGTERM, "training.step", "train_step", 10)
+    _pretrain(sudoku_folder, stopped, spoil=spoil)
     assert json.loads((stopped / "status").read_text()) == {"status": "stopped", "step": 12}
     _pretrain(sudoku_folder, tmp_path / "other", f"resume={stopped}", "max_steps=13", world_size=1)
     assert (tmp_path / "other" / "step_16").is_dir(), "max_steps waits for the exchange too"

@@ -17,7 +17,6 @@ from dataset.kinds.sudoku.rules import (
     draw_symmetries,
     find_solutions,
     generate_puzzle,
-    no_symmetry,
 )
 from dataset.randomness import random_bits
 from evaluation.evaluators import build_evaluator
@@ -78,17 +77,6 @@ def test_generated_puzzles_are_minimal_with_one_solution(box, count):
         assert is_minimal(question, box=box)
 
 
-def test_randomness_is_pinned():
-    # Recorded once: a difference means that every dataset built from a seed changes.
-    bits = random_bits(7, stream=1, index=2, count=17)
-    assert bits[:3].tolist() == [17835452263025703421, 8328343615031762455, 877633570629470668]
-    assert random_bits(7, stream=1, index=2, count=3).tolist() == bits[:3].tolist()
-    puzzle = digits("1000204000000002"), digits("1423234132144132")
-    assert generate_puzzle(7, stream=1, index=2, box=(2, 2)) == puzzle
-    transform = draw_symmetries(bits.reshape(1, 17), box=(2, 2))
-    assert transform.tolist() == [[1, *(2, 3, 0, 1), *(1, 0, 3, 2), *(4, 1, 2, 3)]]
-
-
 def draw(count: int, *, box: tuple[int, int]) -> np.ndarray:
     """Transforms, [count, bytes]."""
     width = bits_per_symmetry(box)
@@ -99,12 +87,6 @@ def draw(count: int, *, box: tuple[int, int]) -> np.ndarray:
 def transform(grids: np.ndarray, transforms: np.ndarray) -> np.ndarray:
     """Digits, 0 = empty, rewritten as tokens are."""
     return AUGMENTATIONS["sudoku"].apply(grids + np.uint8(1), transforms, None) - np.uint8(1)
-
-
-@pytest.mark.parametrize("box", BOXES)
-def test_no_symmetry_changes_nothing(box):
-    _, answers = generate(3, box=box)
-    assert np.array_equal(transform(answers, np.stack([no_symmetry(box)] * 3)), answers)
 
 
 @pytest.mark.parametrize("box", BOXES)

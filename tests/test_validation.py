@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.build import build_dataset
 from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan, held_out_groups
 from tests.puzzle_sets import Groups, make_set, write
 from tests.ranks import complete_program
+from tests.sudoku_source import build_sets
 from tests.tiny import OVERRIDES, logged_rows, tiny_arch, tiny_config
 from training.data import build_plan, hold_out
 
@@ -84,20 +84,15 @@ def test_what_cannot_be_held_out_is_refused(tmp_path):
 # ----------------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """80 puzzles with 2 further variants each, made while reading; 100 for testing."""
-    path = tmp_path_factory.mktemp("data") / "sudoku"
-    build_dataset("sudoku", ["--output-dir", str(path), "--generate", "80", "--box", "2x2", "--num-aug", "2"])
-    return path
-
-
 def _run(cwd: Path, program: str, *overrides: str, world_size: int = 1):
     return complete_program(program, *overrides, folder=cwd, world_size=world_size, is_float64=True)
 
 
 @pytest.mark.slow
-def test_a_run_is_selected_by_its_validation_puzzles(tmp_path, folder):
+def test_a_run_is_selected_by_its_validation_puzzles(tmp_path):
+    """80 puzzles with 2 further variants each, made while reading; 100 for testing."""
+    folder = tmp_path / "sudoku"
+    build_sets("sudoku", folder, "--generate", 80, "--box", "2x2", "--num-aug", 2)
     options = (*OVERRIDES, f"data_path={folder}", "validation_fraction=0.25", "keep_best=lm_loss")
     options += (f"test_data_path={folder}", "ema=0.5", "compile=false", "epochs=12", "eval_interval=3")
     _run(tmp_path, "pretrain", *options, "checkpoint_path=whole")
