@@ -282,13 +282,6 @@ class PretrainConfig(MachineConfig):
         """Returns the peak learning rates, {"lr": ..., "puzzle_emb_lr": ...}, before any scaling."""
         return {"lr": self.lr, "puzzle_emb_lr": self.puzzle_emb_lr}
 
-    @property
-    def sharding_keys(self) -> list[str]:
-        """Returns the keys that make ranks divide weights, moments or puzzle embeddings, as they are set."""
-        unshared = {"data_parallel_shard_degree": ("auto", 1), "puzzle_emb_sharding": ("replicated",)}
-        unshared |= {"pipeline_parallel_degree": (1,), "tensor_parallel_degree": (1,)}
-        return [key for key, values in unshared.items() if getattr(self, key) not in values]
-
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:
     """Returns the keys that may change when a run is resumed."""

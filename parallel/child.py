@@ -13,9 +13,11 @@ from typing import IO
 from parallel.launch import REPOSITORY
 
 _PROGRESS_SECONDS = 10  # between two lines of progress
-_ERROR = re.compile(r"(?:[\w .]+: )?error(?: \(rank \d+(?: \(.*?\))?\))?: (.*)")
+_ERROR = re.compile(r"(?:[\w .-]+: )?error(?: \(rank \d+(?: \(.*?\))?\))?: (.*)")
 # Linux's PR_SET_PDEATHSIG: when the parent dies, in whatever way, the child receives a signal.
-_LEASH = """import ctypes, os, sys
+_LEASH = """import ctypes, os, signal, sys
+for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
+    signal.signal(ignored_by_python, signal.SIG_DFL)
 ctypes.CDLL(None).prctl(1, int(sys.argv[1]))
 os.sched_setaffinity(0, map(int, sys.argv[2].split(",")))
 os.execvp(sys.argv[3], sys.argv[3:])"""
@@ -49,11 +51,11 @@ def start_child(
     )
 
 
-def last_words(said: Sequence[str]) -> str:
-    """Returns why a program failed, by its lines: the text of its last error, else its last line."""
-    said = [line.strip() for line in said if line.strip()]
-    errors = [found[1] for found in map(_ERROR.match, said) if found]
-    return (errors or said or ["it said nothing"])[-1]
+def why_it_failed(said: str, status: int) -> str:
+    """Returns the text of the first error in a program's output, else exit status and last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip("=- ")]
+    errors = [found[1] for found in map(_ERROR.match, lines) if found]
+    return errors[0] if errors else f"ended with status {status}: {(lines or ['it said nothing'])[-1]}"
 
 
 def run_child(program: str, words: Sequence[str], *, processes: int = 1) -> None:
@@ -82,4 +84,4 @@ def run_child(program: str, words: Sequence[str], *, processes: int = 1) -> None
             show_output()
             raise
     if child.returncode:
-        raise ValueError(last_words(said))
+        raise ValueError(why_it_failed("".join(said), child.returncode))

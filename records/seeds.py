@@ -22,7 +22,7 @@ from config.reading import parse_json, read_json, read_yaml
 from config.schema import PretrainConfig
 from config.writing import open_to_append, write_json
 from evaluation.results import EVALUATION_FILE, SCALING_FILE, metrics_by_set
-from parallel.child import last_words, start_child
+from parallel.child import start_child, why_it_failed
 from records.rungs import Rung
 from report.run import Row, read_run
 from training.run_folder import describe_changes, has_ended
@@ -201,8 +201,8 @@ def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
                 process.terminate()
                 process.wait()
     if process.returncode:
-        said = log.read_bytes()[begin:].decode(errors="replace").splitlines()
-        fail(f"{last_words(said)} (all of it: {log})")
+        said = log.read_bytes()[begin:].decode(errors="replace")
+        fail(f"{why_it_failed(said, process.returncode)} (all of it: {log})")
 
 
 class Clock:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from optimizers.learning_rate import learning_rates
-from parallel import shared_memory
 from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step, replicated_tensors
 from tests.float64 import TOLERANCE, assert_close, in_float64, relative_difference
@@ -140,7 +139,6 @@ def test_ranks_of_an_elastic_run_have_fewer_slots_or_none():
 
 def _train_on_nodes() -> dict:
     os.environ["GROUP_WORLD_SIZE"] = "2"
-    shared_memory.socket.gethostname = lambda: f"node{rank() % 2}"
     return _train(3, {"data_parallel_shard_degree": -1})
 
 

@@ -38,7 +38,7 @@ def train_step(
     """
     state.step += 1
     reasoning = reasoning or state.model.reasoning
-    draws = draw(state, config, reasoning, step=state.step)
+    draws = draw(state, config, reasoning)
     # Take one board of each slot into new tensors (`state.carry` is unchanged): `draws` picks among several
     # boards, and a halted board starts on its row of `batch`.
     boards = state.model.refill(state.carry, batch, reasoning, draws)
@@ -124,8 +124,8 @@ def forward_and_backward(
     return sums
 
 
-def draw(state: TrainState, config: PretrainConfig, reasoning: Reasoning, *, step: int) -> Draws:
-    """Returns the random numbers of this rank's slots in a step; they do not depend on the number of ranks.
+def draw(state: TrainState, config: PretrainConfig, reasoning: Reasoning) -> Draws:
+    """Returns this rank's random numbers of a step; a slot's do not depend on the number of ranks.
 
     `Network.draw` draws arrays for the global batch on the host, such as the least thinking steps of slots
     that explore. This rank's rows go to the device, which computes all else from seed, step and slot.
@@ -133,13 +133,13 @@ def draw(state: TrainState, config: PretrainConfig, reasoning: Reasoning, *, ste
     device, slots = state.carry.steps.device, state.slots
     is_pinned = device.type == "cuda"  # then the host does not wait for the copy
     arrays = state.model.network.draw(
-        seed=config.seed, step=step, batch_size=config.global_batch_size, reasoning=reasoning
+        seed=config.seed, step=state.step, batch_size=config.global_batch_size, reasoning=reasoning
     )
     own = {}
     for name, array in arrays.items():
         share = torch.from_numpy(array[slots.start : slots.stop])
         own[name] = (share.pin_memory() if is_pinned else share).to(device, non_blocking=True)
-    return Draws.of_training(config.seed, step=step, slots=slots, device=device, **own)
+    return Draws.of_training(config.seed, step=state.step, slots=slots, device=device, **own)
 
 
 def _add(sums: Sums, more: Sums) -> Sums:

@@ -16,9 +16,8 @@ import optuna
 
 from checkpointing.files import newest_checkpoint, step_of
 from checkpointing.rows import METRICS_FILE, read_rows
-from config.reading import read_lines
 from config.writing import open_to_append
-from parallel.child import last_words, start_child
+from parallel.child import start_child, why_it_failed
 from training.best import Selection
 from training.run_folder import has_ended, is_in_use
 
@@ -62,12 +61,13 @@ class Trial:
                     on_poll(self)
                     await asyncio.sleep(_POLL_SECONDS)
                     continue
-                step_before = _saved_step(folder)
+                step_before, log = _saved_step(folder), folder / OUTPUT_FILE
+                begin = log.stat().st_size if log.exists() else 0
                 status = await self._run_once(folder, command, on_poll)
                 has_gone_on = self.is_stopped or _saved_step(folder) > step_before
                 if not has_gone_on and not self._has_ended(folder):
-                    path = folder / OUTPUT_FILE
-                    raise ValueError(f"{last_words(read_lines(path))} (exit status {status}; {path})")
+                    said = log.read_bytes()[begin:].decode(errors="replace")
+                    raise ValueError(f"{why_it_failed(said, status)} ({log})")
 
     async def _run_once(self, folder: Path, command: Sequence[str], on_poll: Callable[[Trial], None]) -> int:
         """Runs a command to its end, and returns the exit status; an exception here stops the process."""
