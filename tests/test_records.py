@@ -20,6 +20,7 @@ from records.rungs import RUNGS, Rung
 from tests.ranks import REPOSITORY
 from tests.refusals import cases, check
 from tests.tiny import OVERRIDES
+from tests.waiting import wait_for
 
 RUNG = Rung("demo", "tiny Sudoku", "sudoku --box 2x2 --generate 100", goal=0.5, seconds=60, test_time="")
 
@@ -174,18 +175,20 @@ def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
     assert seeds.Clock(tmp_path / "clock.json").times.keys() == {1, 2, 10, 20, 22, 3}
 
 
-def test_a_signal_ends_the_command_too(tmp_path):
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -9)])
+def test_a_signal_ends_the_command_too(tmp_path, number, status):
     clock = tmp_path / "clock"
-    run = f"seeds._run(['sleep', '60'], seeds.Clock(Path('{clock}')), log=Path('{tmp_path}/log'))"
+    run = f"seeds._run(['sleep', '1000'], seeds.Clock(Path('{clock}')), log=Path('{tmp_path}/log'))"
     imports = "from pathlib import Path; from benchmarks.harness import run_main; from records import seeds"
     command = [sys.executable, "-c", f"{imports}; run_main(lambda: {run})"]
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as program:
         while not (clock.exists() and json.loads(clock.read_text())["seconds"] > 0.5):
             time.sleep(0.02)
         (child,) = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
-        program.terminate()
-    assert program.returncode == 128 + signal.SIGTERM
-    assert not Path(f"/proc/{child}").exists()
+        program.send_signal(number)
+    assert program.returncode == status
+    command_line = Path(f"/proc/{child}/cmdline")  # empty of a process that has ended and is not reaped yet
+    wait_for(lambda: not (command_line.exists() and command_line.read_bytes()), "the command goes on")
 
 
 @pytest.mark.slow
