@@ -41,7 +41,8 @@ from training.step import train_step
 def main() -> None:
     """Launches this process as one rank of a run, and trains."""
     with launch(PretrainConfig, compose_run) as program:
-        with memory_errors(memory_advice(program.config), folder=Path(program.config.checkpoint_path)):
+        advice = memory_advice(program.config, program.device)
+        with memory_errors(advice, folder=Path(program.config.checkpoint_path)):
             exit_status = train(program)
     sys.exit(exit_status)
 
@@ -103,7 +104,7 @@ def run_steps(
         data.read_train_batches(first_step=state.step, ranks=state.ranks, device=program.device) as batches,
         checkpoints,
         Monitor(program, state, data, checkpoints, is_logged=is_logged) as monitor,
-        Interruption() as interruption,
+        Interruption(program.watchdog.is_paused) as interruption,
     ):
         # Evaluate one batch of each set, so that a broken evaluation fails before training.
         if config.sanity_check and state.step == 0:

@@ -56,6 +56,7 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
     if not study.trials and (others := sorted(folder.glob("trial_*"))):
         raise ValueError(f"{others[0]} is there, but no trial in {storage_of(config)}: choose another folder")
     check_data_folders(run.data_paths, experiment=chosen_experiment())
+    check_data_folders(run.test_data_path or [], experiment=None, key="test_data_path")
     introduce(study, config)
     is_stopped = run_trials(study, config, run, on_end=lambda: write_page(study, folder / PAGE_FILE))
     conclude(study, config, is_stopped=is_stopped)

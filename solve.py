@@ -91,14 +91,17 @@ class Solver:
         self._models: dict[Metadata, HaltingModel] = {}
 
     def solve(self, puzzle: str | Path | dict | Sequence | np.ndarray, **keys: Any) -> Answer:
-        """Solves a puzzle: a text or file as on the command line, an ARC task as a dict, or rows of numbers.
+        """Solves a puzzle: a text or file as on the command line, an ARC task as a dict, or rows of cells.
 
         keys: of solve.py, such as steps=64, samples=8. Raises ValueError, one line, for a bad puzzle or key.
         """
         if isinstance(puzzle, dict):
             puzzle = json.dumps(puzzle)
         elif not isinstance(puzzle, str | Path):
-            puzzle = "\n".join(" ".join(map(str, row)) for row in np.atleast_2d(puzzle).tolist())
+            rows, vocabulary = np.atleast_2d(puzzle).tolist(), self.info.vocabulary
+            is_spaced = not all(isinstance(cell, str) and len(cell) == 1 for row in rows for cell in row)
+            is_spaced = is_spaced if vocabulary is None else vocabulary.parts_by_spaces
+            puzzle = "\n".join((" " if is_spaced else "").join(map(str, row)) for row in rows)
         keys = {"checkpoint": str(self.checkpoint.path), "puzzle": str(puzzle)} | keys
         return self.answer(config_with(SolveConfig, **keys))
 

@@ -19,27 +19,23 @@ import numpy as np
 import torch
 from torch.utils.benchmark import Measurement, TaskSpec
 
+from dataset.build.command_line import OneLineParser, integer
 from parallel import log
 from parallel.launch import REPOSITORY
 from parallel.signals import stop_signals
 
 BUSY_CORES = 0.1  # if other programs keep more cores busy, times are only estimates
-_USAGE_STATUS = 2  # as argparse
 _QUICK_ROUNDS = 2
 
 
 # ---------------------------------------------------------------------------------------------- command line
-class Parser(argparse.ArgumentParser):
-    """An argparse parser with errors of one line, without the usage text."""
-
-    def error(self, message: str) -> NoReturn:
-        fail(f"{message} (--help lists the options)", status=_USAGE_STATUS)
+positive = integer(at_least=1)
 
 
-def fail(reason: object, *, status: int = 1) -> NoReturn:
-    """Prints the reason as one line, and exits with the status."""
+def fail(reason: object) -> NoReturn:
+    """Prints the reason as one line, and exits with status 1."""
     log.error(reason)
-    sys.exit(status)
+    sys.exit(1)
 
 
 def run_main(main: Callable[[], None]) -> None:
@@ -52,16 +48,9 @@ def run_main(main: Callable[[], None]) -> None:
         fail(error)
 
 
-def positive(text: str) -> int:
-    """Parses an option's value, an integer from 1; a `type` for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1, not {text!r}")
-    return int(text)
-
-
-def benchmark_parser(name: str, *, description: str, rounds: int, threads: str = "auto") -> Parser:
+def benchmark_parser(name: str, *, description: str, rounds: int, threads: str = "auto") -> OneLineParser:
     """Returns a parser with the options that all benchmarks have. rounds, threads: their defaults."""
-    parser = Parser(prog=f"python -m benchmarks.{name}", description=description, allow_abbrev=False)
+    parser = OneLineParser(f"benchmarks.{name}", description=description)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help="default: %(default)s")
     of_each = (
@@ -72,7 +61,7 @@ def benchmark_parser(name: str, *, description: str, rounds: int, threads: str =
     return parser
 
 
-def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Parses and checks the options; their attribute `load` measures other programs from now on."""
     arguments = parser.parse_args(argv)
     if arguments.quick:

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import (
-    Parser,
     benchmark_parser,
     cells,
     fail,
@@ -44,6 +43,7 @@ from benchmarks.harness import (
 )
 from benchmarks.layouts import measure_layout
 from benchmarks.worlds import TINY, Trainer, World, take_turns, timed
+from dataset.build.command_line import OneLineParser
 from parallel.collectives import all_ranks
 from parallel.errors import abort_all
 from parallel.process_group import (
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _QUESTIONS[question](options)
 
 
-def _parser() -> Parser:
+def _parser() -> OneLineParser:
     description = "What it costs that several processes train one model."
     parser = benchmark_parser("parallel", description=description, rounds=7, threads="1")
     parser.add_argument("questions", nargs="*", choices=[[], *_QUESTIONS], help=" ".join(_QUESTIONS))

@@ -78,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _seconds_of_help(tree: Path) -> float:
     began = time.perf_counter()
-    subprocess.run([sys.executable, "pretrain.py", "--help"], cwd=tree, stdout=subprocess.DEVNULL, check=True)
+    command = [sys.executable, "pretrain.py", "--help"]
+    if subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL).returncode:
+        fail(f"{tree}: pretrain.py --help fails there")
     return time.perf_counter() - began
 
 

@@ -25,6 +25,7 @@ from dataset.format import Metadata
 from dataset.loader import Batch
 from optimizers.learning_rate import learning_rates
 from parallel.collectives import barrier
+from parallel.errors import local_errors
 from parallel.launch import keep_freed_memory
 from parallel.process_group import choose_device, process_group, set_cpu_threads, world_size
 from parallel.shards import tensor_of
@@ -130,7 +131,7 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
             assert not ctypes.CDLL(None).setns(entry.fileno(), _CLONE_NEWNET), f"cannot enter {namespace}"
     set_cpu_threads(options.threads)
     device = choose_device(options.device)
-    with process_group(device):
+    with local_errors(), process_group(device):
         contender = build(device, *arguments)
         barrier()
         connection.send(None)

@@ -23,11 +23,11 @@ def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[s
     ValueError, with keys that fit.
     """
     checkpoint, of_data = find_checkpoint(location), network_class(arch.name).of_data
+    own, stored = (
+        {name: each for name, each in tensors.items() if name not in of_data}
+        for tensors in (targets, load_weights(checkpoint))
+    )
     try:
-        own, stored = (
-            {name: each for name, each in tensors.items() if name not in of_data}
-            for tensors in (targets, load_weights(checkpoint))
-        )
         whole = fill_(own, stored, source=f"init_from={location}")
     except ValueError as error:
         words = " ".join(_words_for(checkpoint.arch, instead_of=arch))

@@ -6,10 +6,11 @@ safetensors, or a `torch.save`d dict read with `weights_only=True`; configs are 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -267,11 +268,9 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
     """
     weights = load_weights(checkpoint, raw=raw)
     network = network_class(checkpoint.arch.name)
-    try:
+    with architecture_errors(checkpoint):
         sizes = network.sizes_in(weights, checkpoint.arch)
         metadata = network.complete(metadata, weights)
-    except (KeyError, ValueError, IndexError) as error:
-        raise _other_architecture(checkpoint, error) from None
     if checkpoint.seq_len is not None and not checkpoint.arch.reads_any_length:
         sizes["seq_len"] = checkpoint.seq_len
     for field, size in sizes.items():
@@ -294,6 +293,15 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
 
 def _written(shape: torch.Size | None) -> str:
     return "nothing" if shape is None else str(list(shape))
+
+
+@contextlib.contextmanager
+def architecture_errors(checkpoint: Checkpoint) -> Iterator[None]:
+    """Turns what a block raises that reads sizes in a checkpoint's weights into a ValueError, one line."""
+    try:
+        yield
+    except (KeyError, ValueError, IndexError) as error:
+        raise _other_architecture(checkpoint, error) from None
 
 
 def _other_architecture(checkpoint: Checkpoint, reason: object) -> ValueError:

@@ -1,7 +1,9 @@
 """The rows of a run's log, metrics.jsonl: written, read, cut back on resume; and the best step in them."""
 
 import contextlib
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,16 @@ class MetricsFile:
     name = METRICS_FILE
 
     def __init__(self, run_folder: Path):
-        self._file = open_to_append(run_folder / METRICS_FILE)
+        self._file, self._is_torn = open_to_append(run_folder / METRICS_FILE), False
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(f"{json.dumps({'step': step, **metrics})}\n".encode())
+        """Writes a row. Raises OSError where the disk has no room for all of it; a later row is whole."""
+        row = f"{json.dumps({'step': step, **metrics})}\n".encode()
+        row = b"\n" + row if self._is_torn else row
+        self._is_torn = True  # until all of it is written
+        self._is_torn = self._file.write(row) < len(row)
+        if self._is_torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self, *, has_failed: bool) -> None:
         self._file.close()

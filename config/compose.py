@@ -119,6 +119,12 @@ def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
     return _validate(schema, _compose(schema, asked.overrides, asked.config_dir))
 
 
+def compose_values(schema: type[Config], overrides: Sequence[str]) -> dict[str, Any]:
+    """Composes the values of key=value words as `compose_overrides` does, but checks none of them."""
+    asked = _read_command_line(overrides)
+    return _values(schema, _compose(schema, asked.overrides, asked.config_dir))
+
+
 def config_with(schema: type[Config], **values: Any) -> Config:
     """Returns the default config of a program, changed by `values`, without a command line.
 
@@ -233,13 +239,17 @@ def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> lis
 
 
 def _validate(schema: type[Config], composed: DictConfig) -> Config:
+    return validate_config(schema, _values(schema, composed))
+
+
+def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
     with _one_line_errors(schema):
         if "${oc.env" in OmegaConf.to_yaml(composed):  # an environment variable may be a secret
             raise ValueError("configs are kept and logged: let the shell fill in $NAME instead of oc.env")
         values = OmegaConf.to_container(composed, resolve=True)
         for key in values.keys() & text_keys(schema) - set(schema.VERBATIM):
             values[key] = expand_home(key, values[key])
-    return validate_config(schema, values)
+    return values
 
 
 def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:

@@ -145,15 +145,15 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
     return keys
 
 
-def check_data_folders(folders: Sequence[str], *, experiment: str | None) -> None:
+def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: str = "data_path") -> None:
     """Raises ValueError where a dataset folder is missing; the message has the experiment's build command.
 
-    experiment: None: any experiment that trains on the folder.
+    experiment: None: any experiment that trains on the folder. key: the one that names the folders.
     """
     for folder in folders:
         if not Path(folder).is_dir():
             problem = "is a file" if Path(folder).exists() else "does not exist"
-            several = f"; several folders are data_path=[{folder}]" if "," in folder else ""
+            several = f"; several folders are {key}=[{folder}]" if "," in folder else ""
             names = (
                 [experiment]
                 if experiment
@@ -164,7 +164,7 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None) -> Non
             remedy = f"build it: {own[0]}" if own else "build it (docs/data.md)"
             if experiment and commands and not own:
                 remedy += f", or that of experiment={experiment}: {commands[0]}"
-            raise ValueError(f"data folder {folder} {problem}: {remedy}; or set data_path{several}")
+            raise ValueError(f"data folder {folder} {problem}: {remedy}; or set {key}{several}")
 
 
 def _data_of(experiment: str) -> str | None:
@@ -189,6 +189,8 @@ def help_text(program: str, topic: str = "") -> str:
     file = FOLDER / kind / f"{name}.yaml"
     if program == "pretrain" and kind in ("arch", "experiment") and file.is_file():
         return "\n".join(_help_of_arch(file)) if kind == "arch" else file.read_text().rstrip()
+    if program == "pretrain" and kind in ("arch", "experiment") and name:
+        raise ValueError(f"--help {topic}: {kind} has no {name}; --help all lists them")
     if topic == "experiment":
         return "\n".join(_help_of_experiments())
     if topic not in ("", "all") and not name:

@@ -55,8 +55,8 @@ function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wro
   board?.forEach((bits, cell) => {
     if (isOne(bits)) return;
     const { x, y } = corner(cell), all = boardBefore ? bits | boardBefore[cell] : bits;
-    look.symbols.filter(Boolean).forEach((symbol, index) => {
-      const token = look.symbols.indexOf(symbol), color = look.colors[token];
+    [...look.symbols.keys()].filter((token) => look.symbols[token]).forEach((token, index) => {
+      const symbol = look.symbols[token], color = look.colors[token];
       if (!(all >> token & 1)) return;
       const at = { x: x + 0.08 + 0.84 * (index % side + 0.5) / side, y: y + 0.08 + 0.84 * (Math.floor(index / side) + 0.5) / side };
       const kind = bits >> token & 1 ? "candidate" : "candidate struck";

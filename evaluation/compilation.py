@@ -22,10 +22,11 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
         compiles = should_compile(choice, device, num_steps=num_steps)
         failure = find_compiler_failure(device) if compiles and local_rank() == 0 else None
         if failure is not None:
-            advice = f"the compiler fails ({failure}): mend it, or choose another one (CXX=...)"
+            variable = "CC" if device.type == "cuda" else "CXX"
+            reason = f"the compiler fails ({failure}): mend it, or choose another one ({variable}=...)"
             if choice is True:
-                raise ValueError(f"compile=true, but {advice}")
-            log.warning(f"blocks are not compiled, since {advice}")
+                raise ValueError(f"compile=true, but {reason}, or leave compile=auto")
+            log.warning(f"blocks are not compiled, since {reason}")
     compiles = all(all_gather_objects(compiles and failure is None))
     if compiles:
         log.info(_COMPILING)

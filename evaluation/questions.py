@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from checkpointing.pretrained import Checkpoint, load_weights
+from checkpointing.pretrained import Checkpoint, architecture_errors, load_weights
 from config.programs import SolveConfig
 from config.reading import read_text
 from dataset.description import DatasetInfo, read_info, read_names
@@ -81,6 +81,9 @@ class Questions:
         where = ", ".join(map(str, self._folders))
         if config.task is not None or not puzzle.has_own_rule:
             names = [name for folder in self._folders for name in read_names(folder)]
+            count = self.info.metadata.num_puzzle_identifiers
+            if count > len(self._folders) and count != len(names):
+                raise ValueError(f"{where} does not name the {count} tasks of the model: give data_path")
             if config.task in names:  # where folders share a name, the first one's
                 return names.index(config.task)
             if config.task is not None:
@@ -138,9 +141,10 @@ def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo
     if folders is not None or all((path / "test" / "dataset.json").is_file() for path in paths):
         data = open_datasets(paths, splits=("test",), read_everything=False)
         return read_info(paths, data.metadata)
-    network = network_class(checkpoint.arch.name)
+    network, weights = network_class(checkpoint.arch.name), load_weights(checkpoint)
     sizes = {"seq_len": checkpoint.seq_len, "num_puzzle_identifiers": 1}
-    sizes |= network.sizes_in(load_weights(checkpoint), checkpoint.arch)
+    with architecture_errors(checkpoint):
+        sizes |= network.sizes_in(weights, checkpoint.arch)
     if sizes["seq_len"] is None or "vocab_size" not in sizes:
         where = ", ".join(map(str, paths))
         raise ValueError(

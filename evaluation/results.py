@@ -17,6 +17,7 @@ from config.compose import config_with
 from config.programs import EvaluateConfig
 from config.reading import read_json
 from config.writing import replace_file, write_json
+from dataset.kinds.kind import SUBMISSION_FILE, TASKS_FILE
 from dataset.mixture import fingerprint_of
 from evaluation.intervals import mean_and_deviation, wilson_interval
 from evaluation.passes import SetResult
@@ -60,16 +61,20 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], run_data: Sequen
 
 
 def write_measured(folder: Path, measured: Mapping[str, Any]) -> None:
-    """Writes `measured` to measured.json; before, removes results in the folder that had other options."""
+    """Writes `measured` to measured.json; before, removes results in the folder that had other options.
+
+    What was saved for each data folder of a mixture, in a folder of its own, counts too.
+    """
     path = folder / MEASURED_FILE
     try:
         is_same = read_json(path) == measured
     except ValueError:
         is_same = not path.exists() and not measured
     if not is_same:
-        names = (EVALUATION_FILE, SCALING_FILE, "scaling.svg")
-        for old in (*folder.glob("*__outputs.npz"), *(folder / name for name in names)):
-            old.unlink(missing_ok=True)
+        names = (EVALUATION_FILE, SCALING_FILE, "scaling.svg", "*__outputs.npz")
+        names += tuple(each for name in (SUBMISSION_FILE, TASKS_FILE) for each in (name, f"*/{name}"))
+        for old in (path for name in names for path in folder.glob(name)):
+            old.unlink()
     write_json(path, measured)
 
 
@@ -313,4 +318,5 @@ def is_number(value: Any) -> bool:
 
 def is_share(metric: str) -> bool:
     """Returns whether a metric is a share of puzzles or cells, which has an interval."""
-    return metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@")
+    is_end = _has_suffix(metric, *INTERVAL_ENDS, "deviation")
+    return not is_end and (metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@"))

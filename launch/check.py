@@ -49,6 +49,8 @@ def main() -> None:
         options = parser.parse_args()
         if options.timeout <= 0:
             parser.error(f"--timeout {options.timeout:g} is not above 0")
+    with local_errors():
+        group.check_launcher()
     log.info(describe_process())
     if world_size() > 1:
         with local_errors():

@@ -7,6 +7,7 @@ NAME:PORT of that machine, and --rdzv-conf is_host=false.
 """
 
 import argparse
+import contextlib
 import signal
 
 from torch.distributed import TCPStore
@@ -27,7 +28,8 @@ def main() -> None:
             1, f"error: port {port} cannot be opened: choose another ({str(error).partition('. ')[0]})\n"
         )
     print(f"machines may meet at port {store.port}", flush=True)
-    signal.pause()
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.pause()
 
 
 if __name__ == "__main__":

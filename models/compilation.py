@@ -1,13 +1,8 @@
 """Compiles the blocks of a model by `torch.compile`, and decides whether that pays off."""
 
 import contextlib
-import importlib.util
-import os
-import shutil
 import subprocess
 import sys
-import sysconfig
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -32,15 +27,9 @@ COMPILER_OPTIONS = {
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
     """Returns whether to compile. choice: True, False, or "auto": if compiling saves time over `num_steps`.
 
-    num_steps: of the whole run, all starts of the run together. ValueError for True without a compiler.
+    num_steps: of the whole run, all starts of the run together.
     """
-    if choice == "auto":
-        pays_off = num_steps >= _STEPS_TO_PAY.get(device.type, float("inf"))
-        return pays_off and _missing_compiler(device) is None
-    missing = _missing_compiler(device)
-    if choice and missing:
-        raise ValueError(f"compile=true needs {missing}: install it, or leave compile=auto")
-    return bool(choice)
+    return num_steps >= _STEPS_TO_PAY.get(device.type, float("inf")) if choice == "auto" else bool(choice)
 
 
 def find_compiler_failure(device: torch.device) -> str | None:
@@ -79,17 +68,3 @@ def compile_blocks(model: nn.Module) -> None:
 def eager_blocks(*, is_rare: bool = True) -> contextlib.AbstractContextManager:
     """Returns a context in which compiled blocks run uncompiled, if the batch size `is_rare`."""
     return torch.compiler.set_stance("force_eager") if is_rare else contextlib.nullcontext()
-
-
-def _missing_compiler(device: torch.device) -> str | None:
-    """Returns the name of a program or file that torch.compile needs and this machine lacks; None if none."""
-    if device.type == "cuda":
-        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang", "cc"]
-        if importlib.util.find_spec("triton") is None:
-            return "triton"
-        return None if any(map(shutil.which, compilers)) else "a C compiler, such as gcc"
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None:
-        return f"the C++ compiler {compiler} (another one: CXX=...)"
-    has_headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
-    return None if has_headers else "Python.h, the headers of Python (a package such as python3-dev)"

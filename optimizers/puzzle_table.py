@@ -21,7 +21,6 @@ from optimizers.average import Average
 from parallel.collectives import AllToAllPlan, Ranks, has_group
 from parallel.shards import Shard, Tensors, shard_of_rows, slots_of
 
-_SUM_LENGTH = 2  # size of a float64 sum, in float32 rows
 _PIECE = 2**16  # rows in one message, at most
 
 
@@ -72,21 +71,16 @@ def rows_of_rank(num_rows: int, index: int, size: int) -> range:
 class PuzzleTable:
     """The puzzle embeddings of a run. This base class is of a model without any: its methods do nothing.
 
-    num_distinct: number of different rows that the slots of this rank use in a step; 0: not counted.
     average: of the rows.
     """
 
-    num_distinct = 0
     average = Average()
 
     def prepare(self, identifiers: Tensor) -> None:
         """Prepares a step that reads the rows of `identifiers`, int [n], with repeats. All ranks call it."""
 
-    def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
-        """Sums over ranks the gradients of the backward passes of `step`, for `update_`. All ranks call it.
-
-        nums_distinct: `num_distinct` of all ranks, [ranks].
-        """
+    def reduce(self, *, step: int) -> None:
+        """Sums the gradients of `step` over ranks, for `update_`. All ranks call it."""
 
     def keep_own(self, *, step: int) -> None:
         """Takes this rank's gradients for `update_`, in local steps; step: the first one after a merge."""
@@ -156,29 +150,13 @@ class Replicated(_Table):
         self._slot_counts = slot_counts
         self._moved: list[Tensor] = []  # identifiers of the rows that this rank alone has moved
 
-    def prepare(self, identifiers: Tensor) -> None:
-        """Sets `num_distinct`, rounded up to 8 significant bits, which a message in bfloat16 can hold.
-
-        On CUDA, sets 0 (not counted), because the host would have to wait for the number.
-        """
-        on_cuda = identifiers.device.type == "cuda"
-        self.num_distinct = 0 if on_cuda else _round_up(len(torch.unique(identifiers)))
-
     @torch.no_grad()
-    def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
-        """Gathers the gradients of all ranks in one message, and sums them for each identifier.
-
-        Each rank sends either a float32 gradient for each slot, or a float64 sum for each distinct
-        identifier, if that is shorter; on CUDA always the former. The result is the same.
-        """
-        self._step, counts = step, list(self._slot_counts)
+    def reduce(self, *, step: int) -> None:
+        """Gathers the gradients of all slots of all ranks, and sums them for each identifier."""
+        self._step = step
         identifiers, rows = self.embedding.pop_gradients()
-        assert len(rows) == counts[self.ranks.index], "each slot reads one row"
-        if not rows.is_cuda and 0 < _SUM_LENGTH * (length := int(nums_distinct.max())) < max(counts):
-            counts = [length if count else 0 for count in counts]
-            sums = sum_by_identifier(identifiers, rows)
-            identifiers, rows = _pad(*sums, length=counts[self.ranks.index])
-        gathered = self.ranks.all_gather_numbered_rows(identifiers.long(), rows, counts)
+        assert len(rows) == self._slot_counts[self.ranks.index], "each slot reads one row"
+        gathered = self.ranks.all_gather_numbered_rows(identifiers.long(), rows, self._slot_counts)
         self._gradients = _sum_rows(*gathered)
 
     @torch.no_grad()
@@ -237,7 +215,7 @@ class RowsByOwner(_Table):
         self.embedding.read_from(distinct, self._plan.fetch(self.embedding.weights))
 
     @torch.no_grad()
-    def reduce(self, nums_distinct: Tensor, *, step: int) -> None:
+    def reduce(self, *, step: int) -> None:
         """Sends the sum of each fetched row to its owner, which adds up the sums of all ranks."""
         self._step = step
         identifiers, rows = self.embedding.pop_gradients()
@@ -377,16 +355,3 @@ def num_local_rows(config: PretrainConfig, num_rows: int, ranks: Ranks) -> int:
 
 def _is_spread(config: PretrainConfig, ranks: Ranks) -> bool:
     return config.puzzle_emb_sharding == "rows" and ranks.size > 1
-
-
-def _round_up(count: int) -> int:
-    """Rounds up to a number of at most 8 significant bits, by less than 1 %."""
-    unit = 2 ** max(0, count.bit_length() - 8)
-    return -(-count // unit) * unit
-
-
-def _pad(identifiers: Tensor, sums: Tensor, *, length: int) -> tuple[Tensor, Tensor]:
-    """Pads both to `length` entries, for messages of equal length: the first identifier again, sums of 0."""
-    missing = length - len(identifiers)
-    padding = identifiers[:1].expand(missing), sums.new_zeros(missing, sums.shape[1])
-    return torch.cat([identifiers, padding[0]]), torch.cat([sums, padding[1]])

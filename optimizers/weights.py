@@ -16,8 +16,8 @@ from parallel.shards import Shard, Span, Tensors, part_of_whole, tensor_of
 from parallel.tensor import Cut
 
 # Numbers of each rank, sent with the gradients or the changes of weights: sum of losses, gradient norm (with
-# local steps), number of distinct puzzle rows that the slots read (0: not counted), request to stop (0 or 1).
-SCALARS = ("loss", "grad_norm", "num_distinct", "stop")
+# local steps), request to stop (0 or 1).
+SCALARS = ("loss", "grad_norm", "stop")
 _MOMENTUM = 0.95  # of Muon
 
 

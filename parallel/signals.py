@@ -3,7 +3,7 @@
 A signal may reach one rank or all, at any moment, also during a collective. So the handler only sets a flag,
 which the ranks sum up together with the gradients; a flag that is set too late for one step stops all ranks
 after the next. A thread ends a rank that does not come to the end of a step any more, perhaps because it
-waits for a rank that has ended.
+waits for a rank that has ended; a save or an evaluation may take any time.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import torch
@@ -52,10 +53,13 @@ def end_torchrun() -> int:
 
 
 class Interruption:
-    """A context in which signals ask the ranks to stop after a step, instead of ending the process."""
+    """A context in which signals ask the ranks to stop after a step, instead of ending the process.
 
-    def __init__(self) -> None:
-        self._is_requested = False
+    is_paused: returns whether this rank does something that may take any time, instead of a step.
+    """
+
+    def __init__(self, is_paused: Callable[[], bool] = lambda: False) -> None:
+        self._is_paused, self._is_requested = is_paused, False
         self._all_stop = threading.Event()
         self._asked_at = 0.0
         self._last_requests: tuple[Tensor, torch.cuda.Event] | None = None
@@ -126,6 +130,8 @@ class Interruption:
                 self._is_requested = True
                 self._asked_at = time.monotonic()
                 while not self._all_stop.wait(_TICK_SECONDS):
+                    if self._is_paused():
+                        self._asked_at = time.monotonic()
                     if time.monotonic() - self._asked_at < _GRACE_SECONDS:
                         continue
                     name = signal.Signals(received[0]).name

@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import BUSY_CORES, Parser, commit, cpu_name, positive, run_main
+from benchmarks.harness import BUSY_CORES, commit, cpu_name, positive, run_main
 from config.writing import write_text
+from dataset.build.command_line import OneLineParser
 from evaluation.intervals import goal_p, mean_and_deviation, mean_interval
 from records.page import pages
 from records.record import write_record
@@ -68,7 +69,7 @@ def _write_pages() -> None:
 
 
 def _read(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="python -m records", description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = OneLineParser("records", description=__doc__.partition("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--rung", choices=RUNGS, metavar="NAME", help="the rung to run: %(choices)s")
     what.add_argument("--table", action="store_true", help="make the tables of all records")

@@ -17,11 +17,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.harness import Parser, commit, cpu_name, run_main
+from benchmarks.harness import commit, cpu_name, run_main
 from config.compose import compose_overrides
 from config.reading import read_json, read_yaml
 from config.schema import PretrainConfig
 from config.writing import write_json, write_text
+from dataset.build.command_line import OneLineParser
 from evaluation.intervals import mean_and_deviation
 from models import build_model
 from records.rungs import RUNGS
@@ -51,9 +52,9 @@ _COLUMNS = {  # {column of the page: function of the results of a model's seeds}
     "parameters": lambda rows: f"{rows[0]['parameters']:,}",
     "lr": lambda rows: f"{rows[0]['lr']:g}",
     "accuracy": lambda rows: _mean(row["accuracies"][0] for row in rows),
-    "GFLOP of an answer": lambda rows: f"{rows[0]['gigaflops'][0]:.3g}",
+    "GFLOP of an answer": lambda rows: f"{_costs(rows)[0]:.3g}",
     "thinking longer": lambda rows: _mean(row["accuracies"][1] for row in rows),
-    "its GFLOP": lambda rows: f"{rows[0]['gigaflops'][1]:.3g}",
+    "its GFLOP": lambda rows: f"{_costs(rows)[1]:.3g}",
     "training PF": lambda rows: f"{rows[0]['petaflops']:.3g}",
     "steps": lambda rows: f"{rows[0]['steps']:,}",
     "processor-hours": lambda rows: _mean(row["processor_hours"] for row in rows),
@@ -61,7 +62,7 @@ _COLUMNS = {  # {column of the page: function of the results of a model's seeds}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(prog="python -m records.comparison", description=__doc__.partition("\n")[0])
+    parser = OneLineParser("records.comparison", description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, metavar="PATH", help="of data and runs")
     compare(read_yaml(_PLAN), parser.parse_args(argv).folder.absolute())
 
@@ -148,13 +149,18 @@ def write_results(plan: dict[str, Any], results: Sequence[dict[str, Any]], folde
         lines = []
         for name, group in groups.items():
             means = [fmean(shares) for shares in zip(*(row["accuracies"] for row in group), strict=True)]
-            lines.append(Line(name, group[0]["gigaflops"], means, roles[name], has_dots=True))
+            lines.append(Line(name, _costs(group), means, roles[name], has_dots=True))
         options = {"share": True, "from_zero": True, "log_x": True}
         chart = line_chart(training, lines, x_label="GFLOP of an answer", **options)
         names = (f'<tspan fill="var(--{role})">{name}</tspan>' for name, role in chart.legend)
         panels.append(((training, " ".join(names)), chart))
     write_text(folder / _PICTURE, chart_file(panels, title=_TITLE))
     write_text(folder / _PAGE, text)
+
+
+def _costs(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Returns the GFLOP of an answer and of a longer one, means over seeds."""
+    return [fmean(costs) for costs in zip(*(row["gigaflops"] for row in rows), strict=True)]
 
 
 def _mean(values: Iterable[float]) -> str:

@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             output = options.output or Path("comparison.html")
             path = write_comparison(options.runs, output=output, warn=warn_of)
         else:
-            given = {"output": options.output, "data": options.data, "num_puzzles": options.puzzles}
+            given = {} if options.puzzles is None else {"num_puzzles": options.puzzles}
+            given |= {"output": options.output, "data": options.data}
             path = write_report(options.runs[0], **given, warn=warn_of)
         print(f"wrote {path}")
 
@@ -49,12 +50,12 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     data = "dataset folder, or several, to show test puzzles of (default: of the run)"
     parser.add_argument("--data", type=Path, nargs="+", metavar="FOLDER", help=data)
     puzzles = "how many test puzzles the model thinks about (default 400; 0: none, the log is enough)"
-    parser.add_argument("--puzzles", type=integer(at_least=0), default=400, metavar="N", help=puzzles)
+    parser.add_argument("--puzzles", type=integer(at_least=0), metavar="N", help=puzzles)
     options = parser.parse_args(arguments)
     if len(options.runs) == 1 and options.table:
         raise ValueError("--table is for a comparison: give several runs")
-    if len(options.runs) > 1 and options.data:
-        raise ValueError("--data is for the report of one run: drop it")
+    if len(options.runs) > 1 and (options.data or options.puzzles is not None):
+        raise ValueError("--data and --puzzles are for the report of one run: drop them")
     return options
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from checkpointing.pretrained import Checkpoint
 from config.writing import to_yaml, write_text
 from dataset.drawing import SCRIPTS, THEME
 from dataset.format import Dataset
+from dataset.kinds.kind import to_grid
 from evaluation.intervals import wilson_interval
 from evaluation.results import INTERVAL_ENDS, is_number, is_share, metric_names, with_suffix
 from models import HaltingModel
@@ -186,9 +186,9 @@ def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
     on = None
     # A dataset with symbols of its own is named by its folder.
     if traced and (kind := traced.info.kind) and traced.info.vocabulary is None:
-        side = math.isqrt(traced.inputs.shape[1])
-        name = kind.title or kind.name.capitalize()
-        on = name if traced.info.style.first_of_field is not None else f"{side} \u00d7 {side} {name}"
+        style, name = traced.info.style, kind.title or kind.name.capitalize()
+        rows, columns = to_grid(traced.inputs[0], num_columns=style.num_columns).shape
+        on = name if style.first_of_field is not None else f"{rows} \u00d7 {columns} {name}"
     data = run.config.get("data_path")
     names = [Path(str(path)).name for path in data] if isinstance(data, list) else []
     return " on ".join(filter(None, [run.architecture, on or ", ".join(names)])) or "a run without its config"

@@ -30,7 +30,7 @@ _KNOWN_METRICS = (
     *("lm_loss", "q_halt_accuracy", "q_halt_loss", "q_continue_loss"),
 )
 
-# The fields of starts.jsonl and status.json that the pages show, with their types.
+# The fields of starts.jsonl and of the status that the pages show, with their types.
 _START = dict.fromkeys(("time", "command", "git_commit", "hardware", "gradient_sync", "torch"), str)
 _START |= dict.fromkeys(("step", "processes", "num_parameters"), int)
 _START["gigaflops_per_step"] = float

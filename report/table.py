@@ -115,7 +115,8 @@ class Table:
 
 def build_table(groups: Sequence[Group]) -> Table:
     """Builds the table; the t-test of each row compares its accuracies with those in the first row."""
-    settings = list(groups[0].settings)[:_MOST_DIFFERENCES]
+    settings = list(groups[0].settings)
+    settings = settings if len(settings) <= _MOST_DIFFERENCES else []
     first = [share for run in groups[0].runs if (share := _solved(run)) is not None]
     rows, records = [], []
     for number, group in enumerate(groups):

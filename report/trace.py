@@ -25,6 +25,7 @@ from parallel.progress import Progress
 
 MAX_PICTURES_BYTES = 3_500_000  # in base64; a page may have 5 MB
 _MOST_OF_SEARCH = 40  # puzzles; each takes a search of a hundred steps or more
+_MOST_CELLS = 6_000_000  # of all puzzles and steps: some 0.5 GB while the page is made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +90,15 @@ def trace_puzzles(
 ) -> TracedPuzzles:
     """Runs a model in evaluation mode on up to `num_puzzles` test puzzles, evenly spaced, without variants.
 
-    Runs in one process. A model that searches (LDT) gets 40 puzzles at most, as it is slow. path: of the
-    model's checkpoint. seed: of the noise in reasoning, if any.
+    Runs in one process. A model that searches (LDT) gets 40 puzzles at most, as it is slow; of large
+    puzzles or many steps fewer fit in memory. path: of the model's checkpoint. seed: of the noise in
+    reasoning, if any.
     """
     sets = data.splits["test"].sets
     if model.network.is_search:
         num_puzzles = min(num_puzzles, _MOST_OF_SEARCH)
+    cells = model.eval_reasoning.max_steps * data.metadata.seq_len
+    num_puzzles = max(1, min(num_puzzles, _MOST_CELLS // cells))
     columns, traces, set_names = [], [], []
     device = next(model.network.parameters()).device
     for name, puzzle_set in sets.items():
@@ -124,10 +128,12 @@ def trace_puzzles(
 
 
 def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
-    """Returns, for each step, the number of right and of wrong answers with which the model halts there."""
+    """Returns, for each step, the number of right and of wrong answers, with labels, that halt there."""
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]
-    right, wrong = (np.bincount(halts[of] - 1, minlength=num_steps) for of in (is_right, ~is_right))
+    labelled = puzzles.has_labels
+    counted = (labelled & is_right, labelled & ~is_right)
+    right, wrong = (np.bincount(halts[of] - 1, minlength=num_steps) for of in counted)
     return right.tolist(), wrong.tolist()
 
 

@@ -4,7 +4,9 @@ TEST_THREADS=2 gives torch two threads in every process of the tests; one is the
 Fixtures import what they need: the process that hands out the tests reads this file too, without torch.
 """
 
+import contextlib
 import gc
+import random
 import signal
 import socket
 from collections.abc import Iterator
@@ -73,10 +75,11 @@ def run(tmp_path) -> Path:
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A TCP port that nobody listens on; the system chooses others, from 32768, for those who do not ask."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as free:
+            free.bind(("127.0.0.1", random.randrange(20_000, 30_000)))
+            return free.getsockname()[1]
 
 
 @pytest.fixture

@@ -62,7 +62,8 @@ class HubServer(ThreadingHTTPServer):
     def environment(self, home: Path, **more: str) -> dict[str, str]:
         """What makes the client of a process a client of this server, with a cache of its own."""
         endpoint = f"http://127.0.0.1:{self.server_address[1]}"
-        return {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **more}
+        own = {"HF_TOKEN": "", "HF_HUB_OFFLINE": "0"}  # whatever the tester's shell has
+        return {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **own, **more}
 
     def add(self, kind: str, repo: str, files: dict[str, bytes], *, token: str | None = None) -> str:
         repository = self.repositories.setdefault((kind, repo), Repository(token=token))

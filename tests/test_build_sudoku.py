@@ -4,6 +4,7 @@ import gzip
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from dataset.kinds.sudoku.rules import BOXES, TooHardError, are_solved, count_so
 from dataset.sets import FIELDS
 from tests.ranks import REPOSITORY
 from tests.sudoku_source import build, files_of, rows_of, source_rows, write_csv
+from tests.waiting import wait_for
 
 # ------------------------------------------------------------------------------------------------- generating
 
@@ -50,6 +52,18 @@ def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path):
     run = subprocess.run([sys.executable, "script.py"], **options)
     assert (run.returncode, run.stdout.count("once"), run.stderr) == (0, 1, "")
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "pool")
+
+
+@pytest.mark.slow
+def test_a_killed_builder_leaves_no_process(tmp_path):
+    """Each process that it starts to draw puzzles has its stdout, which ends with the last of them."""
+    command = [sys.executable, "-m", "dataset.build", "sudoku", "--generate", "100000"]
+    command += ["--output-dir", str(tmp_path / "data")]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE) as builder:
+        children = Path(f"/proc/{builder.pid}/task/{builder.pid}/children")
+        wait_for(lambda: len(children.read_text().split()) > 1, "it draws alone")
+        builder.kill()
+        builder.communicate(timeout=60)
 
 
 # ------------------------------------------------------------------------------------------------- augmenting

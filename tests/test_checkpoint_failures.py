@@ -25,7 +25,7 @@ from tests.checkpoints import (
     save,
     state_tensors,
 )
-from tests.ranks import run_ranks
+from tests.ranks import call_each, run_ranks
 from tests.tiny import OVERRIDES, logged_rows, run_of
 from training.run_folder import compose_run
 
@@ -103,10 +103,6 @@ def _limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
-def _fill_disks(folder: Path) -> list[tuple[list[set[str]], list]]:
-    return [_fill_the_disk_for_a_while(folder / str(number), number) for number in range(2)]
-
-
 def _fill_the_disk_for_a_while(run: Path, rank_with_full_disk: int) -> tuple[list[set[str]], list]:
     names, failed = [], []
     states = [random_state(step) for step in (1, 2, 3, 4, 5)]
@@ -124,7 +120,9 @@ def _fill_the_disk_for_a_while(run: Path, rank_with_full_disk: int) -> tuple[lis
 @pytest.mark.slow
 def test_a_full_disk_ends_nothing(tmp_path):
     two = {"step_1", "step_2"}
-    for full, results in enumerate(zip(*run_ranks(_fill_disks, 2, tmp_path), strict=True)):
+    cases = [(tmp_path / str(number), number) for number in range(2)]
+    of_ranks = run_ranks(call_each, 2, _fill_the_disk_for_a_while, cases)
+    for full, results in enumerate(zip(*of_ranks, strict=True)):
         names, failed = results[0]
         assert names == [{"step_1"}, two, two, two, {"step_2", "step_5"}]
         assert [failure is not None for failure in failed[:5]] == [False, False, True, True, False]

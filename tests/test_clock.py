@@ -15,7 +15,7 @@ import torch
 
 import training.clock
 from parallel.process_group import is_main, rank
-from tests.ranks import complete_program, run_ranks
+from tests.ranks import call_each, complete_program, run_ranks
 from tests.tiny import OVERRIDES
 from training.clock import StepClock, gather_timing, traced_steps
 
@@ -80,10 +80,6 @@ def test_a_straggler_is_named_and_no_rank_that_differs_by_less_than_a_person_not
 _MATRIX_PRODUCTS = 3  # of one step: one forward, two backward
 
 
-def _train_each(cases: list[tuple[Path, int, int]]) -> list[tuple[str, str]]:
-    return [_train(*case) for case in cases]
-
-
 def _train(folder: Path, first_step: int, num_steps: int) -> tuple[str, str]:
     """Traces a loop of `num_steps` steps; returns the console's text.
 
@@ -112,7 +108,7 @@ def test_the_trace_holds_exactly_three_steps(tmp_path):
     cases = {"a": (0, 12, [5, 6, 7]), "b": (100, 7, [5, 6, 7]), "c": (0, 5, [5]), "d": (0, 4, [])}
     (tmp_path / "file").touch()
     runs = [(tmp_path / name, first_step, num_steps) for name, (first_step, num_steps, _) in cases.items()]
-    shown, others = run_ranks(_train_each, 2, [*runs, (tmp_path / "file" / "profile", 0, 10)])
+    shown, others = run_ranks(call_each, 2, _train, [*runs, (tmp_path / "file" / "profile", 0, 10)])
     assert others == [("out of the block\n", "")] * 5
     for (folder, first_step, _), (*_, traced), (out, err) in zip(
         runs[:3], cases.values(), shown, strict=False

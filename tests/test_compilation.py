@@ -14,55 +14,16 @@ from tests.ranks import run_ranks
 from tests.test_layouts import ACCUMULATION, begin
 from tests.tiny import random_batch, run_losses, tiny_model
 
-_CPU, _CUDA, _MPS = (torch.device(name) for name in ("cpu", "cuda", "mps"))
+_CPU, _MPS = torch.device("cpu"), torch.device("mps")
 
 
-@pytest.fixture
-def with_compiler(monkeypatch, tmp_path):
-    compiler = tmp_path / "some_c++"
-    compiler.write_text("#!/bin/sh\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CXX", "some_c++")
-
-
-def test_auto_compiles_where_it_pays_off(with_compiler):
+def test_auto_compiles_where_it_pays_off():
     assert should_compile(True, _CPU, num_steps=1)
     assert not should_compile(False, _CPU, num_steps=10**9)
     assert not should_compile("auto", _CPU, num_steps=1500)  # the demo
     assert not should_compile("auto", _CPU, num_steps=4000)  # 90 s are saved, and 96 lost beside other load
     assert should_compile("auto", _CPU, num_steps=4500)
     assert not should_compile("auto", _MPS, num_steps=10**9)
-
-
-def test_without_a_compiler_auto_does_not_and_true_says_what_is_missing(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("CXX", raising=False)
-    assert not should_compile("auto", _CPU, num_steps=10**9)
-    assert not should_compile(False, _CPU, num_steps=10**9)
-    with pytest.raises(ValueError, match=r"compile=true needs the C\+\+ compiler (g|clang)\+\+ .*install it"):
-        should_compile(True, _CPU, num_steps=1)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(ValueError, match="compile=true needs a C compiler, such as gcc"):
-        should_compile(True, _CUDA, num_steps=1)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not should_compile("auto", _CUDA, num_steps=10**9)
-    with pytest.raises(ValueError, match="compile=true needs triton"):
-        should_compile(True, _CUDA, num_steps=1)
-
-
-def test_it_needs_the_compiler_that_torch_would_take_and_the_headers_of_python(
-    with_compiler, monkeypatch, tmp_path
-):
-    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
-    assert not should_compile("auto", _CPU, num_steps=10**9)
-    with pytest.raises(ValueError, match=r"needs Python\.h"):
-        should_compile(True, _CPU, num_steps=1)
-    (tmp_path / "g++").symlink_to(tmp_path / "some_c++")
-    monkeypatch.setenv("CXX", "nothing")
-    with pytest.raises(ValueError, match=r"needs the C\+\+ compiler nothing"):
-        should_compile(True, _CPU, num_steps=1)
 
 
 @pytest.mark.slow

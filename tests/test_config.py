@@ -149,6 +149,8 @@ def test_help_has_the_keys_that_people_use_and_more_on_request(monkeypatch, caps
     assert all(f"\n  experiment={name}" in listed for name in _EXPERIMENTS)
     with pytest.raises(ValueError, match="unknown key 'keep_bst': --help all"):
         _compose(monkeypatch, "--help", "keep_bst")
+    with pytest.raises(ValueError, match="--help arch=hmr: arch has no hmr"):
+        _compose(monkeypatch, "--help", "arch=hmr")
 
 
 def test_the_composed_config_can_be_shown(monkeypatch, capsys):

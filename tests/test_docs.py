@@ -16,6 +16,7 @@ from config.programs import EvaluateConfig, PageConfig, SearchConfig, SolveConfi
 from config.schema import PretrainConfig
 from tests.ranks import REPOSITORY
 
+_MADE = ("checkpoints/", "data/", "outputs/")  # by commands, or by the reader
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 _OTHERS = [REPOSITORY / name for name in ("CONTRIBUTING.md", "benchmarks/RESULTS.md", "records/README.md")]
 _SCHEMAS = {
@@ -58,15 +59,14 @@ def test_what_is_linked_and_named_exists(path):
         assert file.exists(), target
         assert not anchor or anchor in _anchors(file), target
     names = re.findall(r"`([\w-]+/[\w./-]*\.(?:py|yaml|md|sh|sbatch|svg|jinja))`", path.read_text())
-    made = ("checkpoints/", "data/", "outputs/")  # by commands, or by the reader
-    missing = [name for name in names if not name.startswith(made) and not (REPOSITORY / name).exists()]
+    missing = [name for name in names if not name.startswith(_MADE) and not (REPOSITORY / name).exists()]
     assert missing in ([], ["dataset/kinds/sorting.py"]), "the latter is the example of a kind"
 
 
 def test_pages_that_code_and_config_name_exist():
-    files = [
-        path for path in REPOSITORY.glob("[a-z]*/**/*") if path.suffix in (".py", ".yaml", ".sh", ".jinja")
-    ]
+    tops = [each for each in REPOSITORY.glob("[a-z]*") if not f"{each.name}/".startswith(_MADE)]
+    files = [path for each in tops for path in each.rglob("*")]
+    files = [path for path in files if path.suffix in (".py", ".yaml", ".sh", ".jinja")]
     names = {name for path in files for name in re.findall(r"\b(?:docs|records)/\w+\.md", path.read_text())}
     assert names
     assert not [name for name in names if not (REPOSITORY / name).exists()]

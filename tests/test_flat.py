@@ -13,7 +13,7 @@ from parallel.flat import FlatParameters
 from parallel.process_group import rank, world_size
 from parallel.sync import GradientSync, build_gradient_sync
 from tests.float64 import relative_difference
-from tests.ranks import run_ranks
+from tests.ranks import call_each, run_ranks
 
 _BATCH, _WIDTH = 12, 8
 # At worst: a gradient is a sum of 12 x 37 products, each rounded; the shares of 3 ranks and their sum are.
@@ -159,10 +159,6 @@ def test_a_parameter_that_some_rank_did_not_use():
             assert relative_difference(result["gradients"], expected) < tolerance, name
 
 
-def _orders_of_starts() -> list[list]:
-    return [_order_of_starts(num_ranks_used) for num_ranks_used in (2, 1)]
-
-
 def _order_of_starts(num_ranks_used: int) -> list:
     """Sizes of the messages in the order in which this rank sends them, and how many before `finish`."""
     sync = _build_sync(_Model(), bucket_size_mb=0.002)
@@ -182,7 +178,7 @@ def _order_of_starts(num_ranks_used: int) -> list:
 
 
 def test_buckets_start_during_the_backward_pass_in_one_order():
-    starts, starts_of_other = run_ranks(_orders_of_starts, 2)
+    starts, starts_of_other = run_ranks(call_each, 2, _order_of_starts, [(2,), (1,)])
     (sizes, before), (others, _) = starts[0], starts_of_other[0]
     assert sizes == others
     assert len(sizes) > 2

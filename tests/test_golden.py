@@ -142,6 +142,8 @@ def test_a_run_that_begins_with_a_checkpoint_has_its_arch_by_one_word_or_by_thos
             copy_weights_({"more": torch.zeros(1)}, str(checkpoint.path), tiny_arch("trm"))
         one_word, *words = str(refused.value).partition(": give ")[2].replace(", or", "").split()
         words_of_path = [f"init_from={checkpoint.path}", "experiment=trm_maze", one_word]
+        loops = "curriculum=[{share: 0.5, loops: 2}]"  # which the default arch has not
+        assert name_arch([loops, *words_of_path])[0] == "arch=urm"
         for given in (words, name_arch(words_of_path), name_arch(["-cd", ".", *words_of_path])):
             assert compose_overrides(PretrainConfig, ["data_path=x", *given]).arch == checkpoint.arch
         deeper = name_arch([*words_of_path, "arch.L_layers=5"])

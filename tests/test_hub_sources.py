@@ -58,7 +58,7 @@ def test_files_are_downloaded_once_and_only_those_that_are_needed(server, files,
     newer = server.add(
         "dataset", "owner/puzzles", {"train.csv": files["train.csv"].rsplit(b"\n", 2)[0] + b"\n"}
     )
-    offline = _build(tmp_path / "offline", _HERE, **environment, HF_HUB_OFFLINE="1")
+    offline = _build(tmp_path / "offline", _HERE, **environment | {"HF_HUB_OFFLINE": "1"})
     assert offline.statuses == [0], offline.stderr
     assert "cannot be reached (HF_HUB_OFFLINE is set): what the cache has of it is used" in offline.stdout
     again = _build(tmp_path / "newer", f"{_HERE}@{newer}", **environment)

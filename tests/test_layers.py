@@ -65,12 +65,6 @@ def test_short_and_long_sequences_attend_alike(length):
         assert_close(mine, other)
 
 
-def test_the_inner_width_of_a_swiglu():
-    """Its values: test_golden.py."""
-    for width, expansion, inner in ((512, 4, 1536), (64, 4, 256), (97, 4, 512), (128, 1.5, 256)):
-        assert SwiGLU(width, expansion=expansion).down_proj.weight.shape == (width, inner)
-
-
 @pytest.mark.usefixtures("float64")
 def test_a_convolution_sees_the_neighbours_of_each_cell():
     torch.manual_seed(0)

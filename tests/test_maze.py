@@ -43,14 +43,9 @@ ANSWERS = {
 }
 
 
-def grids(maze: np.ndarray) -> list[list[int]]:
-    size = math.isqrt(len(maze))
-    return maze.reshape(size, size).tolist()
-
-
 def distances(maze: np.ndarray) -> dict[tuple[int, int], int]:
     """Steps from the start to every cell that can be reached, by the book."""
-    grid = grids(maze)
+    grid = maze.reshape(math.isqrt(len(maze)), -1).tolist()
     start = next((r, c) for r, row in enumerate(grid) for c, token in enumerate(row) if token == START)
     steps, queue = {start: 0}, collections.deque([start])
     while queue:

@@ -15,7 +15,7 @@ from dataset.show import main as show
 from evaluation.evaluators import Evaluators, build_evaluator
 from tests.answers import answers
 from tests.pairs_source import build, grid_of, random_grid, text_of, write_json
-from tests.ranks import run_program
+from tests.ranks import complete_program
 from tests.tiny import OVERRIDES
 
 
@@ -115,14 +115,12 @@ def test_the_evaluator_counts_each_task(folder, tmp_path):
 @pytest.mark.slow
 def test_a_run_learns_from_them(folder, tmp_path):
     arguments = (*OVERRIDES, "evaluators=[pairs]", "wandb_mode=disabled", f"data_path={folder}")
-    finished = run_program("pretrain", *arguments, "checkpoint_path=run", folder=tmp_path)
-    assert finished.statuses == [0], finished.stderr
+    complete_program("pretrain", *arguments, "checkpoint_path=run", folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["train/lm_loss"] < lines[0]["train/lm_loss"]
     assert lines[-1]["eval/all/pairs/exact_accuracy"] == lines[-1]["eval/all/exact_accuracy"]
     tasks = json.loads(next((tmp_path / "run" / "evaluation").rglob("tasks.json")).read_text())
     assert {name: task["count"] for name, task in tasks["all"].items()} == {"down": 5, "right": 5}
     question = ("checkpoint=run", "task=right", "puzzle=abab bbbb aaaa baba", "device=cpu")
-    solved = run_program("solve", *question, folder=tmp_path)
-    assert solved.statuses == [0], solved.stderr
+    solved = complete_program("solve", *question, folder=tmp_path)
     assert "a b a b" in solved.stdout

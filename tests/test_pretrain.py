@@ -125,14 +125,6 @@ def _as_it_was(run: Path, step: int, folder: Path) -> Path:
     return earlier
 
 
-@pytest.mark.slow
-def test_resumed_after_a_logged_step_is_bit_equal_too(whole_run, tmp_path, sudoku_folder):
-    """What has been reported does not count again in the next line."""
-    run = _as_it_was(whole_run, _PER_ITERATION, tmp_path)
-    _train(tmp_path, sudoku_folder)
-    _assert_the_same_end(run, whole_run, _STEPS)
-
-
 def _trust_the_compiler() -> None:
     """Leaves out the trial of the compiler, a process of its own: it has just passed."""
     compilation.find_compiler_failure = lambda device: None

@@ -28,7 +28,7 @@ from share import keep
 from share.push import main as push
 from tests.golden import GOLDEN
 from tests.hub_server import HubServer, hub_server
-from tests.ranks import NUM_THREADS, Finished, run_program, run_ranks
+from tests.ranks import NUM_THREADS, Finished, complete_program, run_program, run_ranks
 from tests.refusals import cases, check
 from tests.tiny import OVERRIDES
 
@@ -50,8 +50,7 @@ def trained(tmp_path_factory, sudoku_folder) -> Path:
     data = shutil.copytree(sudoku_folder, folder / "data" / "tiny")
     words = (f"data_path={data}", *OVERRIDES, "max_steps=10", "ema=0.5", "evaluators=[sudoku]")
     words = (*words, "checkpoint_path=run", "checkpoint_interval=5")
-    finished = run_program("pretrain", *words, folder=folder, world_size=2)
-    assert finished.statuses == [0, 0], finished.stderr
+    complete_program("pretrain", *words, folder=folder, world_size=2)
     starts = folder / "run" / STARTS_FILE
     starts.write_text(starts.read_text().replace("+changes", ""))  # of this checkout while it is edited
     return folder / "run"
@@ -138,13 +137,10 @@ def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):
     assert written.read_bytes() == (tmp_path / "ours" / "metrics.json").read_bytes()
 
     arguments = (f"checkpoint={_HERE}", "puzzle=1..4 .... .... 4..1", "device=cpu")
-    finished = run_program("solve", *arguments, folder=tmp_path, world_size=None, **environment)
-    assert finished.statuses == [0], finished.stderr
+    complete_program("solve", *arguments, folder=tmp_path, world_size=None, **environment)
     training = ("data_path=data/tiny", *OVERRIDES, "max_steps=1", f"init_from={_HERE}")
-    finished = run_program(
-        "pretrain", *training, "checkpoint_path=second", folder=tmp_path, world_size=2, **environment
-    )
-    assert finished.statuses == [0, 0], finished.stderr
+    training = (*training, "checkpoint_path=second")
+    finished = complete_program("pretrain", *training, folder=tmp_path, world_size=2, **environment)
     assert f"beginning with the weights of {_HERE}@{repository.find('main')}" in finished.stdout
     raw = _evaluate(tmp_path, f"checkpoint={_HERE}", "raw=true", **environment)
     assert raw.error_lines[0].endswith("has the averages of the weights alone: drop raw=true")

@@ -67,8 +67,7 @@ def _optimize(num_used: int, is_spread: bool, counts: list[int]) -> torch.Tensor
     half = count // 2
     for part in (slice(None, half), slice(half, None)):  # two uses before the step: accumulation
         (embedding(identifiers[part]) * weights[part]).sum().backward()
-    nums_distinct = all_ranks().all_gather_rows(torch.tensor([float(table.num_distinct)]))
-    table.reduce(nums_distinct, step=1)
+    table.reduce(step=1)
     table.update_(_LR)
     return embedding.weights
 
@@ -76,7 +75,6 @@ def _optimize(num_used: int, is_spread: bool, counts: list[int]) -> torch.Tensor
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [[24], [12, 12], [6] * 4, [16, 8, 0]])
 def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(counts):
-    """Sums travel where 2 of 6 slots are distinct, on rank 0 only 1 of them; rows where 10 are."""
     size, cases = len(counts), [(num, is_spread, counts) for num in (2, 10) for is_spread in (False, True)]
     for (num_used, is_spread, _), *tables in zip(
         cases, *run_ranks(call_each, size, _optimize, cases), strict=True

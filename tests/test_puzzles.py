@@ -1,7 +1,6 @@
 import itertools
 import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from dataset.format import IGNORE_LABEL_ID, SPLITS, open_dataset, open_split
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.plan import EvaluationPlan, Stage, TrainPlan
 from tests.puzzle_sets import BLANK, IGNORED, PAD_ID, SEQ_LEN, write
+from tests.waiting import wait_for
 
 CPU = torch.device("cpu")
 GROUPS = {"all": [[1, 2], [3], [2, 4, 1]], "more": [[2], [5]]}  # 13 and 7 examples
@@ -116,7 +116,7 @@ def test_ranks_share_the_global_batch(folder, split, world_size):
 class WatchedDataset(PuzzleDataset):
     """A dataset that counts what was read of it, and whose file system may not answer any more."""
 
-    num_read, answers = 0, threading.Event()
+    num_read = 0
 
     def __iter__(self):
         for each in super().__iter__():
@@ -127,8 +127,10 @@ class WatchedDataset(PuzzleDataset):
 
 
 def _watched(folder: Path) -> WatchedDataset:
-    data = open_dataset(folder, read_everything=False)
-    return WatchedDataset(data, "train", make_plan(folder, "train", epochs=1000), rank=0, world_size=1)
+    data, plan = open_dataset(folder, read_everything=False), make_plan(folder, "train", epochs=1000)
+    dataset = WatchedDataset(data, "train", plan, rank=0, world_size=1)
+    dataset.answers = threading.Event()
+    return dataset
 
 
 def test_a_few_batches_are_read_ahead_until_an_error_that_is_kept(folder):
@@ -137,13 +139,13 @@ def test_a_few_batches_are_read_ahead_until_an_error_that_is_kept(folder):
     def fail() -> None:
         with read_batches(dataset, device=CPU) as batches:
             next(batches)
-            time.sleep(0.2)
+            wait_for(lambda: dataset.num_read >= 2, "nothing is read ahead")
             raise RuntimeError("in the block")
 
     with pytest.raises(RuntimeError, match="in the block") as kept:
         fail()
-    assert threading.active_count() == before
-    assert 2 <= dataset.num_read <= 10
+    assert threading.active_count() <= before
+    assert dataset.num_read <= 10
     assert kept.tb is not None  # it still holds the iterator
 
 
@@ -162,7 +164,7 @@ def test_what_was_opened_stays_read_where_the_folder_is_built_anew(folder):
     write(folder, train={"all": [[1]], "more": [[1]]}, test=GROUPS)
     with read_batches(dataset, device=CPU) as batches:
         assert are_equal(batches, iter(expected))
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_what_fails_in_the_thread_fails_here(folder):

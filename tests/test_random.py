@@ -9,7 +9,7 @@ import torch
 
 from models.random import Draws, draw_keys, philox, random_bits
 from tests.float64 import assert_close
-from tests.tiny import FACTS, random_batch, run_step, tiny_model
+from tests.tiny import FACTS, draws_of, random_batch, run_step, tiny_model
 
 _SHAPE = (5, 7)
 
@@ -128,10 +128,7 @@ def test_noise_before_a_step_is_on_z_L():
 @pytest.mark.usefixtures("float64")
 def test_random_start_of_the_slots_that_begin():
     model = tiny_model(init_noise=0.5).train()
-    batch, draws = (
-        random_batch(4),
-        Draws.of_training(0, step=1, slots=slice(0, 4), device=torch.device("cpu")),
-    )
+    batch, draws = random_batch(4), draws_of(4)
     carry = run_step(model, model.initial_carry(batch), batch, draws=draws).carry
     begins = torch.tensor([True, False, True, False])
     carry = carry._replace(halted=begins, steps=torch.full((4,), 2, dtype=torch.int32))

@@ -214,10 +214,9 @@ def test_sums_are_those_of_a_plain_loop():
     for puzzle in range(n):
         halt = next((k for k in range(steps) if traced.trace.q_halt[puzzle, k] > 0), steps - 1)
         for k in range(steps):
-            is_right = puzzle == n - 1 or (traced.trace.preds[puzzle, k] == 2).all()
-            if k == halt:
-                halted[k][not is_right] += 1
-            if puzzle < n - 1:
+            is_right = (traced.trace.preds[puzzle, k] == 2).all()
+            if puzzle < n - 1:  # the last one has no label
+                halted[k][not is_right] += k == halt
                 right_after[k] += bool(is_right)
                 answers.append((1 / (1 + np.exp(-float(traced.trace.q_halt[puzzle, k]))), bool(is_right)))
     assert list(zip(*halting_histogram(traced), strict=True)) == [tuple(counts) for counts in halted]

@@ -5,6 +5,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from checkpointing.files import STARTS_FILE
-from checkpointing.rows import cut_back_rows, last_wandb_step, read_rows
+from checkpointing.rows import MetricsFile, cut_back_rows, last_wandb_step, read_rows
 from config.files import config_to_yaml
 from tests.tiny import tiny_arch, tiny_config
 from tests.waiting import PATIENCE
@@ -114,6 +115,23 @@ def test_cutting_the_log_back(run):
     assert last_wandb_step(run) == 15
 
 
+def test_a_row_that_the_disk_has_no_room_for_costs_no_other_row(run):
+    run.mkdir()
+    file, (_, hard) = MetricsFile(run), resource.getrlimit(resource.RLIMIT_FSIZE)
+    file.log(1, {"train/loss": 0.5})
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((run / file.name).stat().st_size + 9, hard))
+        for step in (2, 3):  # a part of it is written, then nothing
+            with pytest.raises(OSError, match="No space left|File too large"):
+                file.log(step, {"train/loss": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    for step in (4, 5):
+        file.log(step, {"train/loss": 0.5})
+    file.close(has_failed=False)
+    assert [values["step"] for values, _ in read_rows(run)] == [1, 4, 5]
+
+
 def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(run, monkeypatch, capsys):
     run.mkdir()
     monkeypatch.setattr("sys.argv", ["/somewhere/pretrain.py", "data_path=a b", "lr=1e-3"])
@@ -150,6 +168,7 @@ def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch):
         command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
         return subprocess.run(command, cwd=repository, check=True, capture_output=True, text=True).stdout
 
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
     git("init", "-q")
     git("add", "models", "tests")
     git("commit", "-qm", "all")

@@ -122,6 +122,8 @@ def test_the_dataset_may_be_gone(folder, sudoku):
     expected = load(runs[0], device="cpu").solve(maze_text).text
     shutil.rmtree(data)
     assert load(runs[0], device="cpu").solve(maze_text).text == expected
+    rows = [[*row.replace(".", " ")] for row in maze_text.split()]  # a space is an open cell
+    assert load(runs[0], device="cpu").solve(rows).text == expected
     with pytest.raises(ValueError, match="does not say whether its puzzles are maze or .*: give data_path$"):
         load(runs[1], device="cpu")  # of an earlier version, which kept no facts
     kinds = [load(run, device="cpu").info.kind.name for run in (sudoku, maze)]
@@ -148,6 +150,11 @@ def test_a_dataset_of_no_kind_and_one_with_several_tasks(folder):
         model.solve("1 2", task="sort")
     with pytest.raises(ValueError, match="'9' is no symbol of its puzzles: 0 1 2 3 4"):
         model.solve("1 2 9", task="sort")
+    shutil.rmtree(data)
+    gone = load(folder / "numbers_run", device="cpu")
+    for task in (None, "sort"):
+        with pytest.raises(ValueError, match="numbers does not name the 3 tasks .*: give data_path"):
+            gone.solve("1 2 3", task=task)
 
 
 def test_a_model_of_any_size_solves_larger_puzzles(folder, sudoku_folder):

@@ -226,7 +226,7 @@ def _train_slowly(watchdog: Watchdog) -> None:
     for step in range(1, 4):
         watchdog.step_done(step)
         _say_so()
-        for _ in range(5):  # time is left of this step when the process goes on
+        for _ in range(2):  # time is left of this step when the process goes on
             time.sleep(_TICK)
 
 

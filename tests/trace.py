@@ -19,7 +19,7 @@ from checkpointing.files import CONFIG_FILE, checkpoints_in, step_of
 from checkpointing.tensors import find_files, load_joined
 from dataset.build.writing import write_dataset
 from tests.puzzle_sets import make_split
-from tests.ranks import run_program
+from tests.ranks import complete_program
 from tests.tiny import OVERRIDES, TIMINGS
 
 _HALF, _STEPS = 10, 20
@@ -154,8 +154,7 @@ def record_trace(name: str, *, data: Path, folder: Path) -> dict[str, object]:
     ranks = (case.ranks,) if isinstance(case.ranks, int) else case.ranks
     for last_step, world_size in zip((_HALF, _STEPS)[-len(ranks) :], ranks, strict=True):
         arguments = (*base, *_SHORT, *case.overrides, *paths, f"max_steps={last_step}")
-        finished = run_program("pretrain", *arguments, folder=folder, world_size=world_size)
-        assert finished.statuses == [0] * world_size, finished.stderr
+        complete_program("pretrain", *arguments, folder=folder, world_size=world_size)
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     metrics = [{name: value for name, value in row.items() if _is_computed(name)} for row in rows]
     sums, tensors = {}, {}

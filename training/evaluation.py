@@ -15,6 +15,7 @@ from parallel.errors import collective_errors
 from parallel.process_group import is_main
 from parallel.signals import Interruption
 from training.data import RunData
+from training.run_folder import disk_errors_warn
 from training.state import TrainState
 
 
@@ -61,7 +62,7 @@ def evaluate(
             return None
         if what is own and not only_first_batches:
             folder = Path(config.checkpoint_path) / name.replace("eval", "evaluation") / f"step_{state.step}"
-            with collective_errors():
+            with collective_errors(), disk_errors_warn(folder):
                 write_outputs(folder, results)
                 if is_main():
                     evaluators.write(folder)

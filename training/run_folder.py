@@ -27,7 +27,7 @@ import torch
 
 from checkpointing.files import CONFIG_FILE, STARTS_FILE, newest_checkpoint
 from checkpointing.pretrained import ARCH_WORD, find_checkpoint
-from config.compose import chosen_experiment, compose_config, compose_overrides
+from config.compose import chosen_experiment, compose_config, compose_values
 from config.files import changed_words, fill_defaults, flatten
 from config.messages import check_data_folders
 from config.reading import read_json, read_yaml
@@ -60,7 +60,8 @@ def compose_run(
     config, experiment = compose_config(PretrainConfig, words, **options), chosen_experiment(words)
     if config is None:
         return None
-    check_data_folders([*config.data_paths, *(config.test_data_path or [])], experiment=experiment)
+    check_data_folders(config.data_paths, experiment=experiment)
+    check_data_folders(config.test_data_path or [], experiment=experiment, key="test_data_path")
     check_layout(config, processes or world_size())
     if config.arch.forward_dtype == "auto":
         name = str(choose_dtype("auto")).removeprefix("torch.")
@@ -78,7 +79,7 @@ def name_arch(words: Sequence[str]) -> list[str]:
     if ARCH_WORD not in words:
         return list(words)
     others = [word for word in words if not re.match(r"[+~]*arch\b", word)]
-    location = compose_overrides(PretrainConfig, others).init_from
+    location = compose_values(PretrainConfig, others)["init_from"]
     if location is None:
         raise ValueError(f"config: {ARCH_WORD} is that of another checkpoint: give init_from=PATH")
     arch = find_checkpoint(location).arch
@@ -192,7 +193,8 @@ def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
 
 
 @contextlib.contextmanager
-def _disk_errors_warn(path: Path) -> Iterator[Path]:
+def disk_errors_warn(path: Path) -> Iterator[Path]:
+    """Turns an OSError of the block, such as a full disk, into a warning."""
     try:
         yield path
     except OSError as error:
@@ -202,7 +204,7 @@ def _disk_errors_warn(path: Path) -> Iterator[Path]:
 def write_status(folder: Path, status: str, *, step: int) -> None:
     """Writes the status (running, stopped, max_steps, failed, finished) into `status`, on rank 0 only."""
     if is_main():
-        with _disk_errors_warn(folder / STATUS_FILE) as path:
+        with disk_errors_warn(folder / STATUS_FILE) as path:
             write_json(path, {"status": status, "step": step}, indent=None)
 
 
@@ -233,9 +235,9 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
     }
     if diff := code_diff():
         start["changes"] = f"changes_{hashlib.sha256(diff.encode()).hexdigest()[:12]}.diff"
-        with _disk_errors_warn(folder / start["changes"]) as path:
+        with disk_errors_warn(folder / start["changes"]) as path:
             write_text(path, diff)
-    with _disk_errors_warn(folder / STARTS_FILE) as path, open_to_append(path) as file:
+    with disk_errors_warn(folder / STARTS_FILE) as path, open_to_append(path) as file:
         file.write(f"{json.dumps(start)}\n".encode())
 
 

@@ -23,6 +23,7 @@ from optimizers.weights import Weights, build_flats, build_weights
 from parallel.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference, gather_objects
 from parallel.errors import abort_all, collective_errors
 from parallel.mesh import Mesh
+from parallel.process_group import num_nodes
 from parallel.shards import Shard, Tensors, shard_of_rows, slots_of, tensor_of
 from training.layout import build_mesh
 from training.model import build_own_model
@@ -203,8 +204,8 @@ def build_first_state(
         )
 
 
-def memory_advice(config: PretrainConfig) -> str:
-    """Returns advice for a run that is out of memory: which keys make the same run need less."""
+def memory_advice(config: PretrainConfig, device: torch.device) -> str:
+    """Returns advice for a run that is out of memory on `device`: which keys make the same run need less."""
     num_ranks, parts = all_ranks().size, config.gradient_accumulation_steps
     num_slots = -(-config.global_batch_size // (num_ranks // config.tensor_parallel_degree))
     more_parts = [number for number in range(parts + 1, num_slots + 1) if num_slots % number == 0]
@@ -214,7 +215,9 @@ def memory_advice(config: PretrainConfig) -> str:
     if num_ranks == 1:
         wishes.append("more processes")
     elif config.local_steps == 1:
-        if config.data_parallel_shard_degree in ("auto", 1) and config.train_only == "all":
+        is_in_memory = device.type == "cpu" and num_nodes() == 1  # then `auto` is -1 already
+        unsharded = (1,) if is_in_memory else ("auto", 1)
+        if config.data_parallel_shard_degree in unsharded and config.train_only == "all":
             wishes.append("data_parallel_shard_degree=-1")
         if config.arch.has_puzzle_embeddings and config.puzzle_emb_sharding != "rows":
             wishes.append("puzzle_emb_sharding=rows")

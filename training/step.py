@@ -42,9 +42,7 @@ def train_step(
     # Take one board of each slot into new tensors (`state.carry` is unchanged): `draws` picks among several
     # boards, and a halted board starts on its row of `batch`.
     boards = state.model.refill(state.carry, batch, reasoning, draws)
-    # Puzzle table by owner: fetch the rows of these slots. Table on every rank: count this rank's distinct
-    # rows (not on CUDA); the largest count of all ranks, which comes with the gradients, decides whether
-    # `table.reduce` sends one gradient for each slot or one sum for each distinct row.
+    # Puzzle table by owner: fetch the rows of these slots.
     # Divisors of losses: LDT's depend on the data and are summed over ranks; the number of slots is known.
     with clock.measure("sync"):
         state.table.prepare(boards.data.puzzle_identifiers)

@@ -59,7 +59,6 @@ class Strategy:
         """Zeroes the gradients. From now until the last backward pass, `scalars` may be added to."""
         for sync in self._syncs:
             sync.zero()
-        self._weights.scalars.add(num_distinct=self._table.num_distinct)
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds forward and backward pass of a micro-batch; only the last one may send messages.
@@ -114,7 +113,7 @@ class EveryStep(Strategy):
 
     def reduce_gradients(self, *, step: int) -> None:
         self._scalars, *_ = [sync.finish() for sync in self._syncs]
-        self._table.reduce(self._scalars["num_distinct"], step=step)
+        self._table.reduce(step=step)
 
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
         self._weights.gather_()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,7 +183,7 @@ class Study:
 
 def _count_evaluations(run: PretrainConfig) -> int:
     stages = [(stage.epochs, stage.eval_interval) for stage in run.curriculum if stage.epochs]
-    steps = (run.train_steps, run.eval_steps)
+    steps = min(run.train_steps or 0, run.max_steps or math.inf), run.eval_steps
     stages.append(steps if run.train_steps else (run.epochs, run.eval_interval))
     return sum(-(-length // (interval or length)) for length, interval in stages)
 

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import types
 from collections import deque
@@ -197,9 +198,8 @@ def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Seque
         yield draw(index)
         index += 1
     num_processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    leave_interrupts_to_parent = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
     pool = concurrent.futures.ProcessPoolExecutor(
-        num_processes, multiprocessing.get_context("spawn"), initializer=leave_interrupts_to_parent
+        num_processes, multiprocessing.get_context("spawn"), initializer=_follow_parent
     )
     try:
         pending: deque[Iterator] = deque()
@@ -209,8 +209,21 @@ def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Seque
                 pending.append(pool.map(draw, draws, chunksize=_DRAWS_OF_A_TASK))
             if len(pending) > 2 * num_processes:
                 yield from pending.popleft()
+    except concurrent.futures.BrokenExecutor:
+        raise MemoryError("a process that draws puzzles was killed: is there too little memory?") from None
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _follow_parent() -> None:
+    """Leaves Ctrl-C to the parent process, and ends this process once the parent has ended in any way."""
+
+    def watch() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextlib.contextmanager

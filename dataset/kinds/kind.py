@@ -21,7 +21,7 @@ from dataset.format import IGNORE_LABEL_ID, Metadata, Split
 from dataset.sets import PuzzleSet
 
 FAINT = "2"  # the ANSI code of cells that a reader may ignore
-TASKS_FILE = "tasks.json"
+SUBMISSION_FILE, TASKS_FILE = "submission.json", "tasks.json"
 _MAX_COLUMNS = 32
 
 # Inputs and answers, tokens [n, seq_len] each -> which answers the rules of the puzzle accept: bool [n].

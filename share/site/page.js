@@ -166,6 +166,7 @@ const link = (name, puzzle) => `#${new URLSearchParams({ ...(models.length > 1 &
 
 /** Returns a puzzle as text, a symbol for each cell, for a link or to be pasted. */
 const write = (inputs) => inputs.map((token) => (token === kind.blank ? "." : facts.symbols[token])).join("");
+const cellsOf = (text) => text.replace(kind.paints ? /[\r\n]/g : /\s/g, ""); // a space may be an open cell
 
 /** Returns which of the tokens has a symbol, in either case where none has it exactly; -1: none. */
 function tokenOf(symbol, tokens) {
@@ -176,7 +177,7 @@ function tokenOf(symbol, tokens) {
 
 /** Returns the tokens of a text such as 1..4 .... .... 4..1; null where it is no puzzle of this size. */
 function read(text) {
-  const tokens = [...text.replace(kind.paints ? /[\r\n]/g : /\s/g, "")].map((symbol) => {
+  const tokens = [...cellsOf(text)].map((symbol) => {
     const token = tokenOf(symbol, [...facts.symbols.keys()]);
     return token < 0 && /[.0_\s]/.test(symbol) ? kind.blank : token;
   });
@@ -230,8 +231,8 @@ async function think(step) {
 
 async function goTo(step) {
   playing = null;
-  const wanted = Math.max(0, Math.min(step, now.total));
-  if (await think(wanted)) {
+  const wanted = Math.max(0, Math.min(step, now.total)), mine = (now.wish = {});
+  if ((await think(wanted)) && now.wish === mine) { // no later wish
     now.shown = Math.min(wanted, now.total);
     render();
   }
@@ -243,7 +244,7 @@ async function play() {
     playing = null;
     return render();
   }
-  const mine = (playing = {});
+  const mine = (playing = now.wish = {});
   if (now.shown === now.total) now.shown = 0;
   render();
   while (playing === mine && now.shown < now.total) {
@@ -317,12 +318,13 @@ function onPaste(event) {
   event.preventDefault();
   const text = event.clipboardData.getData("text"), tokens = read(text);
   if (tokens) return poseOwn(tokens);
-  const cells = text.replace(/\s/g, ""), other = models.find((each) => each.kind === facts.kind && fits(cells)(each));
+  const cells = cellsOf(text), other = models.find((each) => each.kind === facts.kind && fits(cells)(each));
   if (other && other !== chosen) location.hash = link(other.name, cells);
   else $("hint").textContent = `What was pasted is no such puzzle: it takes ${facts.rows * facts.columns} cells, . where one is empty.`;
 }
 
 async function copyLink() {
+  if (!navigator.clipboard) return void prompt("The link", location.href); // http other than localhost
   await navigator.clipboard.writeText(location.href);
   $("copy").textContent = "Link copied";
   setTimeout(() => ($("copy").textContent = "Copy link"), 1600);

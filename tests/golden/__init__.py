@@ -184,7 +184,7 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> Differenc
         if (run / "trace.npz").exists():
             compare_trace(seen, carry, run / "trace.npz", "{}_" + str(number))
         weights.update_(chosen.lr, step=number + 1)
-        table.reduce(torch.zeros(1), step=number + 1)
+        table.reduce(step=number + 1)
         table.update_(chosen.puzzle_emb_lr)
 
     final = load(run, len(known["train"])).state_dict()

@@ -31,8 +31,9 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from benchmarks.harness import Parser, positive, table
+from benchmarks.harness import positive, run_main, table
 from config.reading import printable
+from dataset.build.command_line import OneLineParser
 from tests.stress.mutations import MARKER, VICTIM
 from tests.stress.targets import Target, make_targets
 
@@ -141,7 +142,7 @@ def _data_bytes() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status."""
     about = __doc__.partition("\n")[0]
-    parser = Parser(prog="python -m tests.stress.fuzz", description=about, allow_abbrev=False)
+    parser = OneLineParser("tests.stress.fuzz", description=about)
     parser.add_argument("--mutations", type=positive, default=2000, metavar="N", help="default: %(default)s")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first (default: 0)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what was made and changed there")
@@ -182,4 +183,4 @@ def _try(number: int) -> Outcome:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(lambda: sys.exit(main()))

@@ -29,10 +29,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.harness import REPOSITORY, Load, Parser, positive, print_report, program, program_environment
+from benchmarks.harness import (
+    REPOSITORY,
+    Load,
+    positive,
+    print_report,
+    program,
+    program_environment,
+    run_main,
+)
 from benchmarks.worlds import TINY
 from checkpointing.files import checkpoints_in, step_of
 from dataset.build import build_dataset
+from dataset.build.command_line import OneLineParser
 from tests.stress.processes import Memory, find_parents, kill_all_with, rank_of
 
 _LONGEST_WAIT_SECONDS = 3.0  # from a new step to the next kill
@@ -162,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     about = __doc__.partition("\n")[0]
-    parser = Parser(prog="python -m tests.stress.kills", description=about, allow_abbrev=False)
+    parser = OneLineParser("tests.stress.kills", description=about)
     parser.add_argument("--kills", type=positive, default=10, metavar="N", help="default: %(default)s")
     minutes, between = "of disturbance, in place of --kills", "between kills, with --minutes"
     parser.add_argument("--minutes", type=float, default=0.0, metavar="N", help=minutes)
@@ -265,6 +274,4 @@ def _disturb(
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: nothing of the runs is left
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    sys.exit(main())
+    run_main(lambda: sys.exit(main()))  # a signal is as Ctrl-C: nothing of the runs is left

@@ -26,11 +26,10 @@ from dataset.format import IDENTIFIERS, Metadata, open_split
 from dataset.kinds.arc import tasks as arc
 from dataset.kinds.arc.tasks import COLOR_0, TEST_PUZZLES, VOCAB_SIZE, grid_bytes
 from dataset.kinds.arc.variants import IDENTITY, parse_variant_name
-from dataset.kinds.kind import Answers
+from dataset.kinds.kind import SUBMISSION_FILE, Answers
 from dataset.sets import PuzzleSet
 
 PASSES = (1, 2, 5, 10, 100, 1000)  # the K of pass@K
-SUBMISSION_FILE = "submission.json"
 
 _NUM_ATTEMPTS = 2
 _NO_ANSWER = [[0]]  # a submission needs a grid for every attempt

@@ -246,7 +246,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
     except Exception as error:  # the parser raises almost anything on damaged bytes
         if isinstance(error, MissingFileError):
             raise
-        raise ValueError(f"{path} is no parquet file ({' '.join(str(error).split())})") from None
+        raise ValueError(f"{path} cannot be read as parquet ({' '.join(str(error).split())})") from None
 
 
 _READERS = {
