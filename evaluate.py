@@ -90,7 +90,7 @@ def evaluate_checkpoint(
         if is_main():
             output_folder = open_output_folder(folder_for(checkpoint, config))
             measured = measured_with(config, folders, checkpoint.find_data())
-            write_measured(output_folder, measured)
+            write_measured(output_folder, measured, folders)
             if "data" not in measured:
                 warn_of_new_data(checkpoint, folders)
             if config.report:

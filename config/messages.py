@@ -190,7 +190,7 @@ def help_text(program: str, topic: str = "") -> str:
     if program == "pretrain" and kind in ("arch", "experiment") and file.is_file():
         return "\n".join(_help_of_arch(file)) if kind == "arch" else file.read_text().rstrip()
     if program == "pretrain" and kind in ("arch", "experiment") and name:
-        raise ValueError(f"--help {topic}: {kind} has no {name}; --help all lists them")
+        raise ValueError(f"--help {topic}: config/{kind} has no {name}; --help all lists them")
     if topic == "experiment":
         return "\n".join(_help_of_experiments())
     if topic not in ("", "all") and not name:

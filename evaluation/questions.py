@@ -80,10 +80,12 @@ class Questions:
             return blank
         where = ", ".join(map(str, self._folders))
         if config.task is not None or not puzzle.has_own_rule:
-            names = [name for folder in self._folders for name in read_names(folder)]
-            count = self.info.metadata.num_puzzle_identifiers
-            if count > len(self._folders) and count != len(names):
-                raise ValueError(f"{where} does not name the {count} tasks of the model: give data_path")
+            names = [name for folder in self._folders for name in read_names(folder) or [BLANK]]
+            if (count := self.info.metadata.num_puzzle_identifiers) != len(names):
+                raise ValueError(
+                    f"the {count} puzzle identifiers of the model are not named in {where}: give data_path, "
+                    "a dataset with identifiers.json"
+                )
             if config.task in names:  # where folders share a name, the first one's
                 return names.index(config.task)
             if config.task is not None:

@@ -60,10 +60,10 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], run_data: Sequen
     return ({} if are_own else {"data": [str(each.resolve()) for each in data]}) | options
 
 
-def write_measured(folder: Path, measured: Mapping[str, Any]) -> None:
+def write_measured(folder: Path, measured: Mapping[str, Any], data: Sequence[Path]) -> None:
     """Writes `measured` to measured.json; before, removes results in the folder that had other options.
 
-    What was saved for each data folder of a mixture, in a folder of its own, counts too.
+    data: the data folders; of several, each has a subfolder of its name for what its evaluators write.
     """
     path = folder / MEASURED_FILE
     try:
@@ -71,10 +71,12 @@ def write_measured(folder: Path, measured: Mapping[str, Any]) -> None:
     except ValueError:
         is_same = not path.exists() and not measured
     if not is_same:
-        names = (EVALUATION_FILE, SCALING_FILE, "scaling.svg", "*__outputs.npz")
-        names += tuple(each for name in (SUBMISSION_FILE, TASKS_FILE) for each in (name, f"*/{name}"))
-        for old in (path for name in names for path in folder.glob(name)):
-            old.unlink()
+        old = [*folder.glob("*__outputs.npz")]
+        old += [folder / name for name in (EVALUATION_FILE, SCALING_FILE, "scaling.svg")]
+        places = [folder, *(folder / each.name for each in data)]
+        old += [place / name for place in places for name in (SUBMISSION_FILE, TASKS_FILE)]
+        for each in old:
+            each.unlink(missing_ok=True)
     write_json(path, measured)
 
 

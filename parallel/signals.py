@@ -3,12 +3,13 @@
 A signal may reach one rank or all, at any moment, also during a collective. So the handler only sets a flag,
 which the ranks sum up together with the gradients; a flag that is set too late for one step stops all ranks
 after the next. A thread ends a rank that does not come to the end of a step any more, perhaps because it
-waits for a rank that has ended; a save or an evaluation may take any time.
+waits for a rank that has ended. A save or an evaluation may take longer, until a second signal comes.
 """
 
 import contextlib
 import faulthandler
 import os
+import select
 import signal
 import socket
 import sys
@@ -55,7 +56,7 @@ def end_torchrun() -> int:
 class Interruption:
     """A context in which signals ask the ranks to stop after a step, instead of ending the process.
 
-    is_paused: returns whether this rank does something that may take any time, instead of a step.
+    is_paused: returns whether a rank does something that may take any time, instead of a step.
     """
 
     def __init__(self, is_paused: Callable[[], bool] = lambda: False) -> None:
@@ -130,14 +131,15 @@ class Interruption:
                 self._is_requested = True
                 self._asked_at = time.monotonic()
                 while not self._all_stop.wait(_TICK_SECONDS):
-                    if self._is_paused():
+                    is_alone = not select.select([self._reader], [], [], 0)[0]  # no second signal came
+                    if is_alone and self._is_paused():
                         self._asked_at = time.monotonic()
                     if time.monotonic() - self._asked_at < _GRACE_SECONDS:
                         continue
                     name = signal.Signals(received[0]).name
                     log.warning(
-                        f"{name} came and for {_GRACE_SECONDS} s this rank has not come to the end of a "
-                        "step: it ends without saving"
+                        f"{name} came and for {_GRACE_SECONDS} s this rank has not come to the end of what "
+                        "it does: it ends without saving"
                     )
                     faulthandler.dump_traceback(sys.stderr)
                     os._exit(EXIT_STUCK)

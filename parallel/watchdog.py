@@ -155,8 +155,8 @@ class Watchdog:
         return self._record.pop_recovery() if self._record else {}
 
     def is_paused(self) -> bool:
-        """Returns whether this rank is in a block of `paused`."""
-        return self._pauses > 0
+        """Returns whether this rank, or as far as it has heard another one, is in a block of `paused`."""
+        return self._pauses > 0 or self._others_are_paused()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -222,7 +222,7 @@ class Watchdog:
         return answer
 
     def _exchange_once(self, store: Store, *, has_left: bool) -> None:
-        is_paused = self.is_paused() or (is_main() and self._others_are_paused())
+        is_paused = self._pauses > 0 or (is_main() and self._others_are_paused())
         heartbeat = _Heartbeat(time.time(), self._step, self._state(), is_paused, has_left)
         self._ask(store.set, _key(rank()), json.dumps(dataclasses.asdict(heartbeat)))
         # Sets the alarm if this rank has found a reason and none is set, and reads it; `get` might wait.

@@ -340,10 +340,12 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
     drawn: list[Chart | None] = [_accuracy_over_steps(run, traced)]
     if traced:
         right, wrong = halting_histogram(traced)
+        num_labelled = sum(right) + sum(wrong)
         judge = "where the search ends" if traced.is_search else "by the Q head"
-        caption = f"Stopped there {judge}, {sum(right):,} of {len(traced.rows):,} puzzles are right."
+        caption = f"Stopped there {judge}, {sum(right):,} of {num_labelled:,} puzzles are right."
         stacks = [("right", "good", right), ("wrong", "bad", wrong)]
-        drawn.append(bar_chart("Where puzzles halt", stacks, x_label="thinking step", caption=caption))
+        if num_labelled:
+            drawn.append(bar_chart("Where puzzles halt", stacks, x_label="thinking step", caption=caption))
         if judged := reliability(traced):
             caption = (
                 "On the diagonal its word can be taken. The larger a dot, the more answers; "
@@ -380,9 +382,9 @@ def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart 
         )
     caption = "Share of test puzzles solved after each thinking step, with its 95 % interval."
     if traced and not any(line.x for line in lines):
-        shares = accuracy_after_steps(traced)
+        shares, count = accuracy_after_steps(traced), int(traced.has_labels.sum())
         lines = [Line("", range(1, len(shares) + 1), shares, has_dots=len(shares) <= 20)]
-        caption = f"Share solved after each thinking step, of the {len(traced.rows):,} puzzles on this page."
+        caption = f"Share solved after each thinking step, of the {count:,} puzzles on this page."
     return line_chart(
         "Thinking longer", lines, x_label="thinking steps", share=True, integer_x=True, caption=caption
     )

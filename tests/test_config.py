@@ -149,7 +149,7 @@ def test_help_has_the_keys_that_people_use_and_more_on_request(monkeypatch, caps
     assert all(f"\n  experiment={name}" in listed for name in _EXPERIMENTS)
     with pytest.raises(ValueError, match="unknown key 'keep_bst': --help all"):
         _compose(monkeypatch, "--help", "keep_bst")
-    with pytest.raises(ValueError, match="--help arch=hmr: arch has no hmr"):
+    with pytest.raises(ValueError, match="--help arch=hmr: config/arch has no hmr"):
         _compose(monkeypatch, "--help", "arch=hmr")
 
 

@@ -93,7 +93,7 @@ class Needs:
     def sent(self, reasoning: Reasoning, *, seq_len: int) -> dict[str, Sent]:
         """Returns {purpose: what a process sends in a step}, for the process that sends most.
 
-        Puzzle rows are an upper limit: with local steps, rows of the same puzzle are sent once.
+        Puzzle rows are an upper limit: with local steps, or by owner, rows of the same puzzle are sent once.
         Buckets and calls of q_target=deferred are estimates. Messages of metrics and clipping are left out.
         """
         config, blocks, rest = self._config, self._blocks, self._rest

@@ -79,8 +79,8 @@ def name_arch(words: Sequence[str]) -> list[str]:
     if ARCH_WORD not in words:
         return list(words)
     others = [word for word in words if not re.match(r"[+~]*arch\b", word)]
-    location = compose_values(PretrainConfig, others)["init_from"]
-    if location is None:
+    location = compose_values(PretrainConfig, others).get("init_from")
+    if not isinstance(location, str):
         raise ValueError(f"config: {ARCH_WORD} is that of another checkpoint: give init_from=PATH")
     arch = find_checkpoint(location).arch
     named = [f"++{word}" for word in changed_words({"arch": arch.model_dump()}, {})]

@@ -215,7 +215,8 @@ def memory_advice(config: PretrainConfig, device: torch.device) -> str:
     if num_ranks == 1:
         wishes.append("more processes")
     elif config.local_steps == 1:
-        is_in_memory = device.type == "cpu" and num_nodes() == 1  # then `auto` is -1 already
+        is_in_memory = device.type == "cpu" and num_nodes() == 1 and config.sync == "auto"
+        is_in_memory &= config.sync_dtype == "float32"  # then `auto` is -1 already
         unsharded = (1,) if is_in_memory else ("auto", 1)
         if config.data_parallel_shard_degree in unsharded and config.train_only == "all":
             wishes.append("data_parallel_shard_degree=-1")
