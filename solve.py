@@ -99,10 +99,13 @@ class Solver:
             puzzle = json.dumps(puzzle)
         elif not isinstance(puzzle, str | Path):
             rows, vocabulary = np.atleast_2d(puzzle).tolist(), self.info.vocabulary
-            is_joined = all(isinstance(cell, str) and len(cell) == 1 for row in rows for cell in row)
-            is_joined = is_joined and self.info.kind is not None  # a space may be a cell, as in a maze
-            is_joined = is_joined if vocabulary is None else not vocabulary.parts_by_spaces
-            puzzle = "\n".join(("" if is_joined else " ").join(map(str, row)) for row in rows)
+            if vocabulary is not None:
+                has_spaces = vocabulary.parts_by_spaces
+            elif self.info.kind is not None:  # of one-character cells one may be a space, as in a maze
+                has_spaces = not all(isinstance(cell, str) and len(cell) == 1 for row in rows for cell in row)
+            else:
+                has_spaces = True
+            puzzle = "\n".join((" " if has_spaces else "").join(map(str, row)) for row in rows)
         keys = {"checkpoint": str(self.checkpoint.path), "puzzle": str(puzzle)} | keys
         return self.answer(config_with(SolveConfig, **keys))
 

@@ -28,7 +28,6 @@ class MetricsFile:
         """Writes a row. Raises OSError where the disk has no room for all of it; a later row is whole."""
         row = f"{json.dumps({'step': step, **metrics})}\n".encode()
         row = b"\n" + row if self._is_torn else row
-        self._is_torn = True  # until all of it is written
         self._is_torn = self._file.write(row) < len(row)
         if self._is_torn:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

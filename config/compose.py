@@ -115,8 +115,7 @@ def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
 
     overrides: words of a command line; --config-dir FOLDER may be among them.
     """
-    asked = _read_command_line(overrides)
-    return _validate(schema, _compose(schema, asked.overrides, asked.config_dir))
+    return validate_config(schema, compose_values(schema, overrides))
 
 
 def compose_values(schema: type[Config], overrides: Sequence[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataset.format import IGNORE_LABEL_ID, open_dataset
 from dataset.kinds.kind import kind_of
 from dataset.show import main as show
 from evaluation.evaluators import Evaluators, build_evaluator
+from solve import load
 from tests.answers import answers
 from tests.pairs_source import build, grid_of, random_grid, text_of, write_json
 from tests.ranks import complete_program
@@ -124,3 +125,6 @@ def test_a_run_learns_from_them(folder, tmp_path):
     question = ("checkpoint=run", "task=right", "puzzle=abab bbbb aaaa baba", "device=cpu")
     solved = complete_program("solve", *question, folder=tmp_path)
     assert "a b a b" in solved.stdout
+    model, rows = load(tmp_path / "run", device="cpu"), "abab bbbb aaaa baba"
+    one, other = (model.solve(each, task="right") for each in (rows, [[*row] for row in rows.split()]))
+    assert one.text == other.text

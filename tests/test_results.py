@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,8 @@ from evaluation.results import (
     scaling_table,
     setting_metrics,
     summarize,
+    with_intervals,
+    write_measured,
 )
 from report.compute import compute_picture
 
@@ -32,6 +35,27 @@ def test_ends_are_where_the_score_test_just_rejects(count):
         for end in (low, high):
             distance = 2.5 * math.sqrt(end * (1 - end) / count)
             assert abs(share - end) == pytest.approx(distance, rel=1e-6, abs=1e-9)
+
+
+def test_an_interval_has_no_interval():
+    once = with_intervals(
+        {"arc/pass@1": 0.5, "arc/pass@1@steps=2": 0.5, "accuracy": 0.5, "arc/count": 4, "count": 4}
+    )
+    assert once["arc/pass@1_low"] < 0.5 < once["arc/pass@1_high"]
+    assert with_intervals(once) == once
+
+
+def test_what_other_options_left_is_removed_but_not_what_another_evaluation_left(tmp_path):
+    data = [Path("data/a"), Path("data/b")]
+    for name in ("metrics.json", "a/submission.json", "b/tasks.json", "c/submission.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    write_measured(tmp_path, {"samples": 8}, data)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")}
+    assert left == {"measured.json", "c/submission.json"}
+    (tmp_path / "metrics.json").touch()
+    write_measured(tmp_path, {"samples": 8}, data)
+    assert (tmp_path / "metrics.json").exists()
 
 
 def test_a_table_of_the_best_checkpoints_says_who_chose_them():
