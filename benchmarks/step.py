@@ -32,6 +32,7 @@ from benchmarks.published import PublishedTrainer
 from benchmarks.worlds import Trainer, World, spread_slots_, take_turns
 from training.clock import peak_memory_bytes
 from training.metrics import FiniteCheck
+from training.model import count_steps
 
 _PUBLISHED = ("published", "published_flash", "published_compiled")
 _OURS = ("exact", "exact_compiled", "deferred", "deferred_compiled")
@@ -97,8 +98,8 @@ class Contender:
 
     def count_operations(self) -> float:
         """Returns the operations of the matrix products in a training step."""
-        model, sizes = self._model, {"seq_len": self._options.length}
-        return self._options.batch * model.network.step_flops(model.reasoning, trains=True, **sizes)
+        counter = count_steps(self._trainer.config, self._trainer.metadata)
+        return self._options.batch * counter.flops(self._model.reasoning, trains=True)
 
     def product_rate(self) -> float:
         """Returns operations a second of the faster of two matrix products, one model-sized, one square."""

@@ -7,7 +7,8 @@ from checkpointing.pretrained import ARCH_WORD, find_checkpoint, load_weights
 from config.architecture import Architecture
 from config.files import changed_words, load_defaults
 from models import network_class
-from models.network import PuzzleEmbedding
+from models.embedding import PuzzleEmbedding
+from models.search import Search
 from parallel import log
 from parallel.shards import Shard, Tensors
 
@@ -22,7 +23,8 @@ def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[s
     mean of the checkpoint's rows, and facts of this run's data (`of_data`) stay; any other difference raises
     ValueError, with keys that fit.
     """
-    checkpoint, of_data = find_checkpoint(location), network_class(arch.name).of_data
+    checkpoint, network = find_checkpoint(location), network_class(arch.name)
+    of_data = network.of_data if issubclass(network, Search) else ()
     own, stored = (
         {name: each for name, each in tensors.items() if name not in of_data}
         for tensors in (targets, load_weights(checkpoint))

@@ -34,6 +34,7 @@ from checkpointing.files import (
 )
 from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS, translate_config, translate_weights
 from checkpointing.rows import best_checkpoint
+from checkpointing.sizes import sizes_in
 from checkpointing.tensors import find_files, load_joined
 from config.architecture import Architecture, Strict
 from config.files import fill_defaults
@@ -41,6 +42,8 @@ from config.reading import read_json, read_yaml
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
 from models import HaltingModel, build_model, network_class
+from models.blocks import cast_blocks_
+from models.search import Search
 from parallel import log
 from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors
@@ -269,8 +272,9 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
     weights = load_weights(checkpoint, raw=raw)
     network = network_class(checkpoint.arch.name)
     with architecture_errors(checkpoint):
-        sizes = network.sizes_in(weights, checkpoint.arch)
-        metadata = network.complete(metadata, weights)
+        sizes = sizes_in(weights, checkpoint.arch)
+        if issubclass(network, Search):
+            metadata = network.complete(metadata, weights)
     if checkpoint.seq_len is not None and not checkpoint.arch.reads_any_length:
         sizes["seq_len"] = checkpoint.seq_len
     for field, size in sizes.items():
@@ -287,7 +291,7 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
             raise _other_architecture(checkpoint, f"{name}: {_written(stored)} there, {_written(own)} here")
     model = build_model(checkpoint.arch, metadata)
     model.network.load_state_dict(weights)
-    model.network.cast_blocks_()
+    cast_blocks_(model.network)
     return model
 
 

@@ -63,7 +63,6 @@ class ArchConfig(Strict):
     has_q_continue: ClassVar[bool] = False  # True: the model has the output q_continue_logits
     finds_candidates: ClassVar[bool] = False  # True: the model needs `Metadata.candidates`, found in the data
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
-    no_mesh: ClassVar[str] = ""  # why neither pipeline nor tensor parallelism is possible
 
     hidden_size: _AtLeastOne
     puzzle_emb_ndim: _Width
@@ -78,6 +77,11 @@ class ArchConfig(Strict):
     def reads_any_length(self) -> bool:
         """Returns whether the same weights can read puzzles with another number of cells."""
         return False
+
+    @property
+    def eval_changes(self) -> dict[str, int]:
+        """Returns the cycles that an evaluation has in place of those of training."""
+        return {}
 
     def check_outputs(self, names: list[str]) -> None:
         """Raises ValueError where `save_outputs` names an output that the model does not have."""
@@ -236,6 +240,10 @@ class FPRMConfig(OneLevelConfig):
     stepsize_decay_eval: Damping
     decay_patience: _Repeats
 
+    @property
+    def eval_changes(self) -> dict[str, int]:
+        return {"L_cycles": self.eval_L_cycles}
+
 
 class SERRMConfig(CyclesConfig):
     """The config of the Symbol-Equivariant Recurrent Reasoning Model (SE-RRM).
@@ -296,7 +304,6 @@ class LDTConfig(ArchConfig):
     paper: ClassVar[tuple[str, str]] = "Lattice Deduction Transformer", "2605.08605"
     finds_candidates: ClassVar[bool] = True
     cycle_keys: ClassVar[tuple[str, ...]] = ("loops",)
-    no_mesh: ClassVar[str] = "its blocks and its search need all of a slot in one place"
 
     name: Literal["ldt"]
     puzzle_emb_ndim: Literal[0]

@@ -82,7 +82,9 @@ def answer_batches(
             for _ in range(reasoning.max_steps):
                 output = step(carry)
                 carry = output.carry
-                wants_to = model.network.wants_to_halt(carry.state, output.prediction) | carry.halted
+                wants_to = (
+                    model.network.objective.wants_to_halt(carry.state, output.prediction) | carry.halted
+                )
                 on_step(output, wants_to & ~has_acted)
                 has_acted |= wants_to
             yield output
@@ -118,7 +120,7 @@ def answer_batches(
             output = step(Carry.join(parts)).select(slice(num_busy))
         if race is not None:
             carry = output.carry
-            race.record(carry, model.network.wants_to_halt(carry.state, output.prediction))
+            race.record(carry, model.network.objective.wants_to_halt(carry.state, output.prediction))
             halted = carry.halted | race.is_lost(carry.data.rows, carry.steps)
             output = output._replace(carry=carry._replace(halted=halted))
             lost = race.is_lost(waiting.rows, torch.zeros_like(waiting.rows))

@@ -24,6 +24,7 @@ from models import HaltingModel
 from models.carry import Reasoning, StepOutput, divide, sum_names
 from models.losses import correct_sequences
 from models.network import Network
+from models.search import Search
 from parallel.collectives import ALONE, Ranks, RankSums, all_ranks, gather_objects
 from parallel.process_group import is_main
 from parallel.progress import Progress
@@ -81,7 +82,7 @@ def evaluate_split(
     stages              the ranks of this rank's pipeline; without settings only
     """
     network, reasoning, ranks = model.network, reasoning or model.eval_reasoning, ranks or all_ranks()
-    if network.is_search:
+    if isinstance(network, Search):
         reasoning = dataclasses.replace(reasoning, halts_early=True)
     device, was_training = next(model.parameters()).device, model.training
     num_puzzles = global_batch_size
@@ -113,7 +114,7 @@ def evaluate_split(
             sums[name] = _SetSums(network, device, ranks, num_steps=num_steps, outputs=outputs)
             if settings is not None:
                 rules = evaluators.rules_of(name) if evaluators else None
-                sums[name].scores = Scores(settings, rules=rules, is_search=network.is_search)
+                sums[name].scores = Scores(settings, rules=rules, is_search=isinstance(network, Search))
             bar = Progress(
                 desc=f"evaluating {name}",
                 total=puzzle_set.num_examples if puzzles is None else None,
@@ -156,7 +157,7 @@ class _SetSums:
     def __init__(
         self, network: Network, device: torch.device, ranks: Ranks, *, num_steps: int, outputs: Sequence[str]
     ):
-        self._network, self._metrics = network, RankSums(sum_names(network.metrics), device, ranks)
+        self._network, self._metrics = network, RankSums(sum_names(network.objective.metrics), device, ranks)
         self._exact_after_step = torch.zeros(num_steps, dtype=torch.float32, device=device)
         self._act_sums = torch.zeros(2, dtype=torch.float32, device=device)  # exact answers, steps
         self._rows: list[np.ndarray] = []
@@ -177,7 +178,7 @@ class _SetSums:
         self._act_sums += torch.stack([(counted & is_exact).sum(), (counted * steps).sum()])
 
     def add(self, final: StepOutput) -> None:
-        self._metrics.add(self._network.sums(final))
+        self._metrics.add(self._network.objective.sums(final))
         if self._outputs:
             is_real = final.carry.data.is_real
             self._rows.append(final.carry.data.rows[is_real].cpu().numpy())
@@ -187,14 +188,14 @@ class _SetSums:
     def describe(self) -> str:
         """Returns the accuracies on this rank so far, as a text for the progress bar."""
         sums = self._metrics.own()
-        metrics = divide(sums, self._network.metrics, slots=sums.get("count", 0))
+        metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
         words = {"exact_accuracy": "solved", "accuracy": "cells right"}  # as in the report
         return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in words.items() if name in metrics)
 
     def reduce(self, extra: dict[str, float]) -> SetResult:
         """Returns the result over all ranks, whole on rank 0 only. All ranks call it. extra: more metrics."""
         sums = self._metrics.reduce()
-        metrics = divide(sums, self._network.metrics, slots=sums.get("count", 0))
+        metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
         passes = (self._exact_after_step, self._act_sums)
         exact, act = (self._metrics.ranks.reduce_sum_(each).tolist() for each in passes)
         if not metrics:

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 from checkpointing.pretrained import Checkpoint, architecture_errors, load_weights
+from checkpointing.sizes import sizes_in
 from config.programs import SolveConfig
 from config.reading import read_text
 from dataset.description import DatasetInfo, read_info, read_names
 from dataset.format import BLANK, Metadata, usual_metadata
 from dataset.kinds.kind import Puzzle, kinds_of, read_symbols
 from dataset.mixture import open_datasets
-from models import network_class
 from parallel import log
 
 _FILES = (".txt", ".json", ".csv")
@@ -143,10 +143,10 @@ def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo
     if folders is not None or all((path / "test" / "dataset.json").is_file() for path in paths):
         data = open_datasets(paths, splits=("test",), read_everything=False)
         return read_info(paths, data.metadata)
-    network, weights = network_class(checkpoint.arch.name), load_weights(checkpoint)
+    weights = load_weights(checkpoint)
     sizes = {"seq_len": checkpoint.seq_len, "num_puzzle_identifiers": 1}
     with architecture_errors(checkpoint):
-        sizes |= network.sizes_in(weights, checkpoint.arch)
+        sizes |= sizes_in(weights, checkpoint.arch)
     if sizes["seq_len"] is None or "vocab_size" not in sizes:
         where = ", ".join(map(str, paths))
         raise ValueError(

@@ -13,10 +13,11 @@ from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Puzzle, Style
 from dataset.loader import Batch
 from evaluation.selection import Scores, Settings
-from evaluation.test_time import reasoning_of_samples, run_settings
+from evaluation.test_time import keeps_state, reasoning_of_samples, run_settings
 from evaluation.trace import Trace, trace_step
 from models import HaltingModel
 from models.carry import StepOutput
+from models.search import Search
 
 _NOISE = 0.3  # the default for several samples, as in PTRM
 
@@ -102,7 +103,7 @@ def answer_puzzle(
     config = config.model_copy(update={"noise": _noise(model, config)})
     max_steps = config.steps or model.eval_reasoning.max_steps
     reasoning = reasoning_of_samples(model, config, max_steps=max_steps, num_samples=config.samples)
-    is_search = model.network.is_search
+    is_search = isinstance(model.network, Search)
 
     seen: list[tuple[np.ndarray, Trace]] = []  # after each step: its attempts, and their trace
 
@@ -147,7 +148,7 @@ def _noise(model: HaltingModel, config: SolveConfig) -> float:
     init_noise = reasoning.init_noise if config.init_noise is None else config.init_noise
     if config.noise is not None or config.samples == 1 or reasoning.state_noise or init_noise:
         return config.noise or 0.0
-    return _NOISE if model.network.keeps_state and not model.network.is_search else 0.0
+    return _NOISE if keeps_state(model.network) and not isinstance(model.network, Search) else 0.0
 
 
 def _batch_of(puzzle: Puzzle, identifier: int, row: int) -> Batch:

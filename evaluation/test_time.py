@@ -21,6 +21,7 @@ from models import HaltingModel
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput, where
 from models.network import Network
 from models.random import Draws
+from models.search import Search
 
 _RESIDUAL_STEPS = 3  # the residual of EqR: the mean change over so many last steps
 
@@ -34,7 +35,7 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
     samples = sorted(config.samples)
     reasoning = reasoning_of_samples(model, config, max_steps=steps[-1], num_samples=samples[-1])
     selects = tuple(config.select)
-    if model.network.is_search:
+    if isinstance(model.network, Search):
         selects = ("first_to_halt",)
     return reasoning, Settings(tuple(steps), tuple(samples), selects) if config.asks_for_settings else None
 
@@ -48,22 +49,32 @@ def reasoning_of_samples(
     searches = ("decision_cell", "decision_value", "eval_conflict_threshold")
     of_search = {name: getattr(config, name) for name in searches}
     named = {name: value for name, value in (noises | of_search).items() if value is not None}
-    known = of_search if network.is_search else noises if network.keeps_state else {}
+    known = of_search if isinstance(network, Search) else noises if keeps_state(network) else {}
     if refused := [name for name in named if name not in known]:
         what = "search" if refused[0] in of_search else "keep a state between steps"
         raise ValueError(f"{refused[0]} is for models that {what}, this one does not: drop it")
     named["step_noise"] = named.pop("noise", 0.0)
     selects = {config.select} if isinstance(config.select, str) else set(config.select)
-    if network.is_search and (extra := selects - {"q_head", "first_to_halt"}):
+    if isinstance(network, Search) and (extra := selects - {"q_head", "first_to_halt"}):
         raise ValueError(f"select={min(extra)}: this model's first run to halt is its answer: drop it")
-    halts_early = config.halting == "act" or network.is_search
+    halts_early = config.halting == "act" or isinstance(network, Search)
     reasoning = dataclasses.replace(
         model.eval_reasoning, max_steps=max_steps, halts_early=halts_early, **named
     )
-    if num_samples > 1 and not network.needs_draws(reasoning):
-        cure = "add noise=0.3, say, or init_noise=1" if network.keeps_state else "drop samples"
+    if num_samples > 1 and not needs_draws(network, reasoning):
+        cure = "add noise=0.3, say, or init_noise=1" if keeps_state(network) else "drop samples"
         raise ValueError(f"samples={num_samples} would all be the same run: {cure}")
     return reasoning
+
+
+def needs_draws(network: Network, reasoning: Reasoning) -> bool:
+    """Returns whether a step of an evaluation needs `Draws`."""
+    return isinstance(network, Search) or reasoning.is_noisy
+
+
+def keeps_state(network: Network) -> bool:
+    """Returns whether the network has a state that slots keep between steps."""
+    return isinstance(network, Search) or bool(network.initial_state(1, seq_len=1))
 
 
 def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples: int = 1) -> Draw:
@@ -73,7 +84,7 @@ def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples
     """
 
     def draw(carry: Carry) -> Draws | None:
-        if not network.needs_draws(reasoning):
+        if not needs_draws(network, reasoning):
             return None
         rows, samples = carry.data.rows // num_samples, carry.data.rows % num_samples
         return Draws.of_evaluation(seed, rows=rows, samples=samples, steps=carry.steps + 1)
@@ -104,8 +115,7 @@ class HistoryNetwork(nn.Module):
 
     def __init__(self, network: Network, *, vocab_size: int):
         super().__init__()
-        self.network, self._vocab_size = network, vocab_size
-        self.wants_to_halt, self.halts = network.wants_to_halt, network.halts
+        self.network, self.objective, self._vocab_size = network, network.objective, vocab_size
 
     def start(self, data: Batch, reasoning: Reasoning, draws: Draws | None, fresh: Tensor) -> State:
         batch_size, seq_len = data.inputs.shape
@@ -133,7 +143,7 @@ class HistoryNetwork(nn.Module):
         steps = state["history.steps"] + 1
         change = (prediction.logits.float() - state["history.logits"].float()).norm(dim=-1).mean(-1)
         change = torch.where(steps == 1, torch.nan, change)  # the first step has no change
-        wants_to_halt = self.network.wants_to_halt(after, prediction)
+        wants_to_halt = self.network.objective.wants_to_halt(after, prediction)
         after["history.steps"], after["history.logits"] = steps, prediction.logits
         after["history.changes"] = torch.cat([state["history.changes"][:, 1:], change[:, None]], dim=1)
         after["history.has_halted"] = state["history.has_halted"] | wants_to_halt
@@ -177,7 +187,7 @@ def run_settings(
     watched = HaltingModel(history, reasoning=reasoning, eval_reasoning=reasoning).eval()
     attempts = split_into_attempts(batches, num_samples=num_samples, num_slots=num_slots)
     draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
-    race = Race(settings.samples) if model.network.is_search else None
+    race = Race(settings.samples) if isinstance(model.network, Search) else None
     needed = ("history.has_halted", "history.changes", *(f"{ANSWER_AT[by]}." for by in settings.selects))
     waiting: dict[int, list[StepOutput]] = {
         num_steps: [] for num_steps in settings.steps

@@ -12,6 +12,7 @@ from evaluation.selection import predicted_tokens
 from evaluation.test_time import build_draw
 from models import HaltingModel
 from models.carry import NO_GUESS, StepOutput
+from models.search import Search
 
 MOST_TOKENS = 31  # for bit masks, as a browser's integers have 32 bits
 
@@ -68,14 +69,15 @@ def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
     logits, state = output.prediction.logits, output.carry.state
     candidates = torch.zeros(len(logits), 0, dtype=torch.int64)
     guesses = torch.full((len(logits),), NO_GUESS, dtype=torch.int16)
-    if (board := model.network.board(state)) and logits.shape[-1] <= MOST_TOKENS:
+    if isinstance(model.network, Search) and logits.shape[-1] <= MOST_TOKENS:
+        board = model.network.board(state)
         bits = 2 ** torch.arange(logits.shape[-1], device=logits.device)
         candidates, guesses = (board.candidates * bits).sum(-1), board.guess
     tensors = (
         predicted_tokens(logits),
         logits.float().softmax(-1).amax(-1),
         output.prediction.q_halt.float(),
-        model.network.wants_to_halt(state, output.prediction),
+        model.network.objective.wants_to_halt(state, output.prediction),
         candidates,
         guesses,
     )

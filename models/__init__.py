@@ -5,7 +5,6 @@ The network of `arch.name` is `NETWORK` in models/<name>.py.
 
 import dataclasses
 import importlib
-from typing import Any
 
 from config.architecture import Architecture
 from dataset.format import Metadata
@@ -15,19 +14,14 @@ from models.halting import HaltingModel
 from models.network import Network
 
 
-def build_model(arch: Architecture, metadata: Metadata, **options: Any) -> HaltingModel:
-    """Builds the model of an architecture for a dataset, initialized from torch's global generator.
-
-    options: further keyword arguments of the network class, such as `take`, which divides blocks among ranks.
-    """
+def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
+    """Builds the model of an architecture for a dataset, initialized from torch's global generator."""
     max_steps, eval_max_steps = arch.halt_max_steps, arch.eval_halt_max_steps or arch.halt_max_steps
     eval_reasoning = Reasoning.of_arch(arch, max_steps=eval_max_steps, halts_early=False)
-    if hasattr(arch, "eval_L_cycles"):
-        eval_reasoning = dataclasses.replace(eval_reasoning, L_cycles=arch.eval_L_cycles)
     return HaltingModel(
-        network_class(arch.name)(arch, metadata, **options),
+        network_class(arch.name)(arch, metadata),
         reasoning=Reasoning.of_arch(arch, max_steps=max_steps, halts_early=True),
-        eval_reasoning=eval_reasoning,
+        eval_reasoning=dataclasses.replace(eval_reasoning, **arch.eval_changes),
     )
 
 

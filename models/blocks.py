@@ -1,6 +1,6 @@
 """Blocks of layers, and the levels that stack them."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.flops import Shape, flops
-from models.layers import Attention, Convolution, Dropout, LayerNorm, Linear, Rotary, SwiGLU, rms_norm
+from config.architecture import TokenConfig
+from dataset.format import Metadata, columns_of
+from models.layers import Attention, Convolution, Dropout, LayerNorm, Linear, SwiGLU, rms_norm
 
 
 class Block(nn.Module):
@@ -34,7 +35,7 @@ class Block(nn.Module):
         self.mlp = mlp
         self.eps = eps
 
-    def forward(self, h: Tensor, rotary: Rotary | None) -> Tensor:
+    def forward(self, h: Tensor, rotary: Tensor | None) -> Tensor:
         if self.mlp_t is None:
             h = rms_norm(h + self._mix(h, rotary), eps=self.eps)
         else:
@@ -42,16 +43,25 @@ class Block(nn.Module):
             h = rms_norm(h + self.mlp_t(h), eps=self.eps).transpose(1, 2)
         return rms_norm(h + self.mlp(h), eps=self.eps)
 
-    def _mix(self, h: Tensor, rotary: Rotary | None) -> Tensor:
+    def _mix(self, h: Tensor, rotary: Tensor | None) -> Tensor:
         if self.self_attn is None:
             return self.conv(h)
         attended = self.self_attn(h, rotary)
         return attended if self.conv is None else attended + self.conv(h)
 
-    def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Counts the operations on one input of this shape (`models.flops`)."""
-        shapes = {part: shape[::-1] if part is self.mlp_t else shape for part in self.children()}
-        return sum(flops(part, each, trains=trains) for part, each in shapes.items())
+
+def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] = SwiGLU) -> Block:
+    """Builds a block that mixes positions as the architecture says. ValueError: no grid for a convolution."""
+    width, mixing = arch.hidden_size, {}
+    if arch.mlp_t:
+        length = arch.num_puzzle_positions + metadata.seq_len
+        mixing["mlp_t"] = SwiGLU(length, expansion=arch.expansion)
+    elif arch.conv != "instead":
+        mixing["self_attn"] = Attention(width, num_heads=arch.num_heads)
+    if arch.conv != "none":
+        num_columns = columns_of(metadata, needed_by=f"arch.conv={arch.conv}")
+        mixing["conv"] = Convolution(width, num_columns=num_columns, num_before=arch.num_puzzle_positions)
+    return Block(mlp=mlp(width, expansion=arch.expansion), eps=arch.rms_norm_eps, **mixing)
 
 
 class PreNormBlock(nn.Module):
@@ -68,7 +78,7 @@ class PreNormBlock(nn.Module):
         self.down_proj = Linear(inner, width, bias=True)
         self.number = number
 
-    def forward(self, h: Tensor, rotary: Rotary | None, dropout: Dropout | None) -> Tensor:
+    def forward(self, h: Tensor, rotary: Tensor | None, dropout: Dropout | None) -> Tensor:
         """Returns the new h. dropout: for the weights of attention, and for the output of both branches."""
         weights, first, second = (
             dropout and dropout._replace(stream=3 * self.number + use) for use in range(3)
@@ -79,42 +89,15 @@ class PreNormBlock(nn.Module):
         return h + (second(out) if second else out)
 
 
-class Elsewhere(nn.Module):
-    """A stand-in for a block that another pipeline stage runs: returns the input, and has no weights."""
-
-    def __init__(self, block: nn.Module):
-        super().__init__()
-        self._block = (block.to("meta"),)  # in a tuple, so that it is not registered as a module
-
-    def forward(self, h: Tensor, *_: Any) -> Tensor:
-        return h
-
-    def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        return flops(*self._block, shape, trains=trains)
-
-
-# Returns what a level keeps of a block, given the block, its number, and the level's number of blocks.
-Take = Callable[[nn.Module, int, int], nn.Module]
-
-
-def take_all(block: nn.Module, number: int, num_blocks: int) -> nn.Module:
-    """Returns the block itself: the default `take` of a level, for ranks that hold all blocks whole."""
-    return block
-
-
 class Level(nn.Module):
     """A stack of blocks, applied to state + injection.
 
-    build: returns a new block for a number. take: called with each new block, before the next one is built;
-    returns what this rank holds of the block (the block, a part, or `Elsewhere`). recomputes_blocks: whether
-    the backward pass recomputes activations of each block.
+    recomputes_blocks: whether the backward pass recomputes activations of each block.
     """
 
-    def __init__(self, build: Callable[[int], nn.Module], num_blocks: int, *, take: Take = take_all):
+    def __init__(self, blocks: Iterable[nn.Module]):
         super().__init__()
-        self.layers = nn.ModuleList()
-        for number in range(num_blocks):
-            self.layers.append(take(build(number), number, num_blocks))
+        self.layers = nn.ModuleList(blocks)
         self.recomputes_blocks = False
 
     def forward(self, state: Tensor, injection: Tensor | int, *context: Any) -> Tensor:
@@ -122,10 +105,28 @@ class Level(nn.Module):
         return self.run_blocks(state + injection, *context)
 
     def run_blocks(self, h: Tensor, *context: Any) -> Tensor:
-        """Applies the blocks to h. A pipeline replaces this method, to send h through all stages."""
-        for layer in self.layers:
+        """Applies the blocks to h."""
+        for layer in self.layers.children():
             if self.recomputes_blocks and torch.is_grad_enabled():
                 h = checkpoint(layer, h, *context, use_reentrant=False, preserve_rng_state=False)
             else:
                 h = layer(h, *context)
         return h
+
+
+def levels_of(network: nn.Module) -> dict[str, Level]:
+    """Returns the levels of a network by the names of their modules."""
+    return {name: each for name, each in network.named_modules() if isinstance(each, Level)}
+
+
+def block_weights(network: nn.Module) -> frozenset[str]:
+    """Returns the names of the weights inside blocks; these are only used in the forward dtype."""
+    levels = tuple(f"{name}.layers." for name in levels_of(network))
+    return frozenset(name for name, _ in network.named_parameters() if name.startswith(levels))
+
+
+def cast_blocks_(network: nn.Module) -> None:
+    """Casts the weights inside blocks to the forward dtype, to save later casts. Not for training."""
+    for name in block_weights(network):
+        weight = network.get_parameter(name)
+        weight.data = weight.data.to(network.dtype)

@@ -55,10 +55,8 @@ class Reasoning:
     @classmethod
     def of_arch(cls, arch: Any, *, max_steps: int, halts_early: bool) -> Reasoning:
         """Takes over the keys of an architecture's config that this class has; others keep their defaults."""
-        names = ("H_cycles", "L_cycles", "loops", "init_noise", "state_noise", "damping")
-        names += ("decision_cell", "decision_value", "eval_conflict_threshold")
-        values = {name: getattr(arch, name) for name in names if hasattr(arch, name)}
-        return cls(max_steps, halts_early, **values)
+        own = {each.name for each in dataclasses.fields(cls)} & type(arch).model_fields.keys()
+        return cls(max_steps, halts_early, **{name: getattr(arch, name) for name in own})
 
     @property
     def is_noisy(self) -> bool:

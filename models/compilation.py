@@ -61,7 +61,7 @@ def compile_blocks(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, Level):
-            for block in (each for each in module.layers if any(True for _ in each.parameters())):
+            for block in (each for each in module.layers.children() if any(True for _ in each.parameters())):
                 block.compile(dynamic=False, options=COMPILER_OPTIONS)
 
 

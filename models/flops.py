@@ -1,32 +1,120 @@
-"""Counts floating-point operations, from the shapes of weights and inputs.
+"""Counts the floating-point operations of a thinking step, by running it on the meta device.
 
 Counted are, as in torch's FlopCounterMode, multiplications and additions of matrix products and convolutions,
 but no elementwise operations, no optimizer, and no recomputation by `activation_checkpointing`.
 """
 
-import math
+import collections
+import dataclasses
+import functools
+from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+import torch
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
-Shape = tuple[int, ...]  # of an input, without the batch
+from dataset.loader import Batch
+from models.blocks import Level, levels_of
+from models.carry import Reasoning
+from models.halting import HaltingModel
+from models.random import Draws
 
 
-def flops(module: nn.Module, shape: Shape, *, trains: bool = False) -> int:
-    """Counts the operations of a module on one input, on all tensor-parallel ranks together.
+class Step(NamedTuple):
+    """What a thinking step of one slot takes.
 
-    Calls the module's method `flops` if it has one; otherwise counts a matrix `weight` as a product at every
-    position, or adds up the submodules. trains: whether to add the backward pass: the operations once more
-    for the input, and once more for weights that need a gradient.
+    flops: the operations. calls: (level, number of its calls, those with gradient, elements of its state).
     """
-    num_shares = getattr(module, "num_shares", 1)  # number of ranks that divide the module's weights
-    if hasattr(module, "flops"):
-        return num_shares * module.flops(shape, trains=trains)
-    if getattr(module, "weight", None) is not None and module.weight.ndim > 1:
-        return weight_flops(module.weight, shape, trains=trains)
-    return num_shares * sum(flops(part, shape, trains=trains) for part in module.children())
+
+    flops: float
+    calls: list[tuple[Level, int, int, int]]
 
 
-def weight_flops(weight: Tensor, shape: Shape, *, trains: bool = False) -> int:
-    """Counts the operations of multiplying an input of this shape by `weight` at every position."""
-    passes = 2 + weight.requires_grad if trains else 1
-    return passes * 2 * weight.numel() * math.prod(shape[:-1])
+class StepCounter:
+    """Counts what thinking steps take, each kind of step once. model: whole, on the meta device."""
+
+    def __init__(self, model: HaltingModel, *, seq_len: int):
+        self.model, self._seq_len = model.to("meta"), seq_len  # some buffers come from NumPy, on the CPU
+        self._counted: dict[tuple[Reasoning, bool], Step] = {}
+
+    def count(self, reasoning: Reasoning, *, trains: bool = False) -> Step:
+        """Counts the operations of a thinking step of one slot. trains: with the backward pass."""
+        reasoning = dataclasses.replace(reasoning, progress=0.0)
+        if (reasoning, trains) not in self._counted:
+            self._counted[reasoning, trains] = self._count(reasoning, trains=trains)
+        return self._counted[reasoning, trains]
+
+    def flops(self, reasoning: Reasoning, *, trains: bool = False) -> float:
+        """Returns the operations, with those of further forward passes for the targets of a training step."""
+        flops, more = self.count(reasoning, trains=trains).flops, 0.0
+        if trains and (more := self.model.network.objective.more_calls(reasoning)):
+            more *= self.count(reasoning).flops
+        return flops + more
+
+    def _count(self, reasoning: Reasoning, *, trains: bool) -> Step:
+        # Without dropout, which has no products, but takes thousands of small operations.
+        network, device = self.model.network.eval(), torch.device("meta")
+        if network.puzzle_emb is not None:
+            network.puzzle_emb.train(trains)  # its rows then need a gradient
+        tokens = torch.zeros(1, self._seq_len, dtype=torch.int32, device=device)
+        rows = torch.zeros(1, dtype=torch.int64, device=device)
+        arrays = network.objective.draw(seed=0, step=0, batch_size=1, reasoning=reasoning)
+        arrays = {name: torch.from_numpy(each).to(device) for name, each in arrays.items()}
+        draws = Draws.of_training(0, step=0, slots=range(1), device=device, **arrays)
+        batch = Batch(tokens, tokens, rows.int(), rows)
+        state = network.start(batch, reasoning, None, rows == 0)
+        # Blocks of a level are counted once for each kind of call, and here only noted.
+        levels, noted = levels_of(network), collections.defaultdict(list)
+
+        def note(name: str, h: torch.Tensor, *context: Any) -> torch.Tensor:
+            noted[name].append((h, torch.is_grad_enabled(), context))
+            return h + torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
+
+        try:
+            for name, level in levels.items():
+                level.run_blocks = functools.partial(note, name)
+            with _counter() as counter, torch.set_grad_enabled(trains):
+                _, prediction = network(state, tokens, rows.int(), reasoning=reasoning, draws=draws)
+                if trains:
+                    graded = [each for each in prediction if each is not None and each.requires_grad]
+                    sum(each.float().sum() for each in graded).backward()
+        finally:
+            for level in levels.values():
+                del level.run_blocks
+        flops, calls, known = counter.get_total_flops(), [], {}
+        for name, each in noted.items():
+            for h, is_graded, context in each:
+                kind = name, tuple(h.shape), h.requires_grad, is_graded
+                if kind not in known:
+                    known[kind] = _count_blocks(levels[name], h, is_graded, context)
+                flops += known[kind]
+            graded = sum(is_graded for _, is_graded, _ in each)
+            calls.append((levels[name], len(each), graded, each[0][0].numel()))
+        network.zero_grad()
+        if network.puzzle_emb is not None:
+            network.puzzle_emb.pop_gradients()
+        return Step(flops, calls)
+
+
+def _count_blocks(level: Level, h: torch.Tensor, is_graded: bool, context: tuple) -> float:
+    h = h.detach().requires_grad_(h.requires_grad and is_graded)
+    context = [each.detach() if torch.is_tensor(each) else each for each in context]
+    with _counter() as counter, torch.set_grad_enabled(is_graded):
+        out = level.run_blocks(h, *context)
+        if out.requires_grad:
+            out.float().sum().backward()
+    return counter.get_total_flops()
+
+
+def _counter() -> FlopCounterMode:
+    return FlopCounterMode(display=False, custom_mapping=_BACKWARD)
+
+
+def _count_convolution_backward(
+    out: list[int], x: list[int], weight: list[int], *arguments: object, out_shape: list, **_: object
+) -> int:
+    """Counts a convolution's gradients. FlopCounterMode takes grouped weights' for those of all pairs."""
+    transposed, mask = arguments[4], arguments[-1]
+    return sum(mask[:2]) * conv_flop_count(x, weight, out, transposed=transposed)
+
+
+_BACKWARD = {torch.ops.aten.convolution_backward: _count_convolution_backward}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.architecture import FPRMConfig
 from dataset.format import Metadata, columns_of
-from models.blocks import Level, Take
+from models.blocks import Level
 from models.carry import Prediction, Reasoning, State
-from models.flops import Shape, flops, weight_flops
-from models.layers import Attention, Rotary, SwiGLU, rms_norm
+from models.embedding import build_positions, build_puzzle_table, embed_puzzle
+from models.layers import Attention, Embedding, Linear, SwiGLU, rms_norm
+from models.network import Network
+from models.q_head import QHead, QLearning
 from models.random import Draws
-from models.recursion import OneState, update
-from models.tokens import TokenNetwork
+from models.updates import update, with_step_noise
 
 _KERNELS = {"conv1d": 4, "conv2d": 3}
 _LEAST_STEP = 1e-3  # a slot with a smaller step size halts
@@ -31,7 +30,7 @@ class ScaledBlock(nn.Module):
         self.mlp = SwiGLU(arch.hidden_size, expansion=arch.expansion)
         self.eps = arch.rms_norm_eps
 
-    def forward(self, y: Tensor, rotary: Rotary | None, a: Tensor, b: Tensor) -> Tensor:
+    def forward(self, y: Tensor, rotary: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         y = a * y + b * self.self_attn(rms_norm(y, eps=self.eps), rotary)
         return a * y + b * self.mlp(rms_norm(y, eps=self.eps))
 
@@ -43,8 +42,9 @@ class FixedPointLevel(Level):
     so that the size of y stays about the same. The kernel has 3 x 3 cells of a grid, or a cell and 3 before.
     """
 
-    def __init__(self, arch: FPRMConfig, metadata: Metadata, *, take: Take):
-        super().__init__(lambda _: ScaledBlock(arch), arch.L_layers, take=take)
+    def __init__(self, arch: FPRMConfig, metadata: Metadata):
+        super().__init__(ScaledBlock(arch) for _ in range(arch.L_layers))
+        self.num_layers = arch.L_layers  # of all pipeline stages
         width, self.num_before, self.eps = arch.hidden_size, arch.num_puzzle_positions, arch.rms_norm_eps
         for name, first in (("alpha_1_param", arch.alpha_1_init), ("alpha_2_param", arch.alpha_2_init)):
             self.register_parameter(name, nn.Parameter(torch.full((width,), first).logit()))
@@ -54,19 +54,14 @@ class FixedPointLevel(Level):
         if self.has_grid:
             self.num_columns = columns_of(metadata, needed_by="arch.conv_type=conv2d")
 
-    def forward(self, y: Tensor, e: Tensor, rotary: Rotary | None) -> Tensor:
+    def forward(self, y: Tensor, e: Tensor, rotary: Tensor | None) -> Tensor:
         a1, a2 = self.alpha_1_param.sigmoid(), self.alpha_2_param.sigmoid()
-        power = a1 ** (2 * len(self.layers))
+        power = a1 ** (2 * self.num_layers)
         b2 = 1 - a2 * power
         b1 = b2 * (1 - a1) / (1 - power + 1e-5)
         a1, b1, a2, b2 = (each.to(y.dtype) for each in (a1, b1, a2, b2))
         y = super().forward(a2 * self._convolve(y), b2 * e, rotary, a1, b1)
         return rms_norm(y, eps=self.eps) if self.has_last_norm else y
-
-    def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        cells = (shape[0] - self.num_before, *shape[1:])
-        of_conv = weight_flops(self.conv.weight, cells, trains=trains)
-        return flops(self.layers, shape, trains=trains) + of_conv
 
     def _convolve(self, y: Tensor) -> Tensor:
         before, cells = y[:, : self.num_before], y[:, self.num_before :].transpose(1, 2)
@@ -79,42 +74,73 @@ class FixedPointLevel(Level):
         return torch.cat((before, cells.transpose(1, 2)), dim=1)
 
 
-class FPRM(OneState, TokenNetwork):
-    """The network of FPRM: calls its level f on the state y (z_H) until y changes little.
+class FixedPoint(QLearning):
+    """The objective of FPRM: a slot halts when r or w is small, not by the Q head."""
 
-    A call replaces y by y + w (f(y) - y). Each slot keeps the step size w and a residual r, the largest
-    relative difference of f(y) and y at any position. w shrinks when r is above a threshold and has had no
-    new minimum (`best`) for some calls; `patience` counts these calls down.
+    def wants_to_halt(self, state: State, prediction: Prediction) -> Tensor:
+        return (state["residual"] < self.arch.fp_thresh) | (state["step_size"] < _LEAST_STEP)
 
-    All calls of a thinking step carry gradient. A slot halts when r or w is small, not by the Q head.
+
+class FPRM(Network):
+    """The network of FPRM. Its state y, called z_H, is [batch, positions, hidden]: puzzle, then cells.
+
+    A thinking step calls the level f on y L_cycles times, and replaces y by y + w (f(y) - y) each time. All
+    calls carry gradient. Each slot keeps the step size w and a residual r, the largest relative difference of
+    f(y) and y at any position. w shrinks when r is above a threshold and has had no new minimum (`best`) for
+    some calls; `patience` counts these calls down. A slot starts from 0, or from noise (init_noise).
     """
 
+    objective_class = FixedPoint
     undecayed = ("L_level.alpha_1_param", "L_level.alpha_2_param")
 
-    def __init__(self, arch: FPRMConfig, metadata: Metadata, **options: Any):
-        self.arch = arch
-        super().__init__(arch, metadata, levels={"L_level": arch.L_layers}, **options)
+    def __init__(self, arch: FPRMConfig, metadata: Metadata):
+        super().__init__(arch)
+        width = arch.hidden_size
 
-    def register_initial_values(self) -> None:
-        """Registers nothing: a slot starts from 0, or from noise (init_noise)."""
-
-    def build_level(self, arch: FPRMConfig, metadata: Metadata, *, take: Take, **_: Any) -> Level:
-        return FixedPointLevel(arch, metadata, take=take)
+        # Weights are drawn in an order that recorded results depend on, and registered in the order of use.
+        self.embed_tokens = Embedding(metadata.vocab_size, width, std=width**-0.5, dtype=self.dtype)
+        self.puzzle_emb = build_puzzle_table(arch, metadata, width=arch.puzzle_emb_ndim)
+        self.embed_pos, rotary = build_positions(arch, metadata, dtype=self.dtype)
+        self.register_buffer("rotary", rotary, persistent=False)
+        lm_head, q_head = Linear(width, metadata.vocab_size), QHead(width, reads_mean=False)
+        self.L_level = FixedPointLevel(arch, metadata)
+        self.lm_head, self.q_head = lm_head, q_head
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         numbers = torch.ones(batch_size, dtype=torch.float32, device=self.lm_head.weight.device)
-        z_H = numbers.to(self.dtype).new_zeros(batch_size, *self.state_shape(seq_len))
+        shape = batch_size, self.arch.num_puzzle_positions + seq_len, self.arch.hidden_size
+        z_H = numbers.to(self.dtype).new_zeros(shape)
         unknown, patience = numbers * torch.inf, numbers * self.arch.decay_patience
         return {"z_H": z_H, "step_size": numbers, "patience": patience, "best": unknown, "residual": unknown}
 
-    def reason(self, state: State, e: Tensor, reasoning: Reasoning, draws: Draws | None) -> State:
+    def forward(
+        self,
+        state: State,
+        inputs: Tensor,
+        puzzle_identifiers: Tensor,
+        *,
+        reasoning: Reasoning,
+        draws: Draws | None = None,
+    ) -> tuple[State, Prediction]:
+        state = with_step_noise(state, reasoning, draws)
+        e = embed_puzzle(
+            inputs,
+            puzzle_identifiers,
+            tokens=self.embed_tokens,
+            puzzles=self.puzzle_emb,
+            positions=self.embed_pos,
+            num_puzzle_positions=self.arch.num_puzzle_positions,
+        )
         for call in range(reasoning.L_cycles):
             y, step_size = state["z_H"], state["step_size"].to(e.dtype)[:, None, None]
             z = self.L_level(y, e, self.rotary)
             proposed = torch.lerp(y, z, step_size)
             new = {"z_H": update(y, proposed, reasoning, draws, use=f"z_H {call}")}
             state = state | new | self._judge(state, y.detach(), z.detach())
-        return state
+
+        z_H = state["z_H"]
+        logits, q = self.lm_head(z_H)[:, self.arch.num_puzzle_positions :], self.q_head(z_H)
+        return {name: each.detach() for name, each in state.items()}, Prediction(logits, q[:, 0], q[:, 1])
 
     def _judge(self, state: State, y: Tensor, z: Tensor) -> State:
         """Returns step size, patience, best and residual of each slot, after a call turned y into z."""
@@ -130,9 +156,6 @@ class FPRM(OneState, TokenNetwork):
             "best": torch.minimum(residual, state["best"]),
             "residual": residual,
         }
-
-    def wants_to_halt(self, state: State, prediction: Prediction) -> Tensor:
-        return (state["residual"] < self.arch.fp_thresh) | (state["step_size"] < _LEAST_STEP)
 
 
 NETWORK = FPRM

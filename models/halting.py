@@ -32,7 +32,8 @@ class HaltingModel(nn.Module):
     def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
         """Returns the carry of a run's step 0, all slots halted; a checkpoint can be loaded into it."""
         tokens = torch.zeros(num_slots, seq_len, dtype=torch.int32, device=device)
-        rows, boards = torch.zeros(num_slots, dtype=torch.int64, device=device), self.network.boards_per_slot
+        rows = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        boards = self.network.objective.boards_per_slot
         tensors = self.initial_carry(Batch(tokens, tokens, rows.int(), rows)).tensors()
         if boards > 1:
             tensors = {k: t[:, None].expand(-1, boards, *t.shape[1:]) for k, t in tensors.items()}
@@ -61,7 +62,7 @@ class HaltingModel(nn.Module):
         )
         after = Carry(state, carry.steps + 1, carry.halted, data)
         with torch.no_grad():
-            halted = self.network.halts(after, prediction, reasoning, draws)
+            halted = self.network.objective.halts(after, prediction, reasoning, draws)
         return StepOutput(after._replace(halted=halted), prediction)
 
     def put_back(self, carry: Carry, boards: Carry, draws: Draws) -> Carry:
@@ -70,5 +71,5 @@ class HaltingModel(nn.Module):
 
     def _picked(self, draws: Draws | None) -> Tensor | None:
         """Draws which board of each slot a step works on: int64 [batch]; None if slots have one board."""
-        boards = self.network.boards_per_slot if self.training else 1
+        boards = self.network.objective.boards_per_slot if self.training else 1
         return None if boards == 1 else draws.integers((), below=boards, use="picked board")

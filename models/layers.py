@@ -1,24 +1,18 @@
 """The layers of blocks: projections, norms, attention, convolution, dropout, SwiGLU.
 
 Layers cast weights to the dtype of the activations when used (there is no autocast); weights in blocks may
-have this dtype already (`Network.block_weights`). Parameters have the names of the published checkpoints.
+have this dtype already (`blocks.block_weights`). Parameters have the names of the published checkpoints.
 """
 
 from __future__ import annotations
 
-import math
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.flops import Shape, flops, weight_flops
 from models.random import CUT, STD_AFTER_CUT, random_bits
-
-# cos and sin of the rotary angles, float32 each: [length, head_dim / 2], or [batch, length, heads,
-# head_dim / 2] if angles differ between examples and heads.
-Rotary = tuple[Tensor, Tensor]
 
 # SwiGLU's inner width is a multiple of this.
 _WIDTH_MULTIPLE = 256
@@ -66,6 +60,11 @@ def rms_norm(x: Tensor, *, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def rotary_table(angles: Tensor) -> Tensor:
+    """Returns cos and sin of angles, float32 [2, *angles.shape]: the argument `rotary` of blocks."""
+    return torch.stack((angles.cos(), angles.sin()))
+
+
 def rotary_angles(positions: Tensor, dim: int, *, base: float) -> Tensor:
     """Returns the angles p * base^(-2i / dim), float32 [length, dim / 2]. positions: all p, [length]."""
     frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -82,8 +81,8 @@ def grid_angles(num_cells: int, num_columns: int, head_dim: int, *, base: float)
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary positions to x, [batch * n, length, heads, head_dim], computed in float32.
 
-    x1, x2 are the halves of a head; the result is x1 cos - x2 sin and x2 cos + x1 sin. cos, sin: as in
-    `Rotary`; with a batch axis, each example's angles are for n consecutive rows of x.
+    x1, x2 are the halves of a head; the result is x1 cos - x2 sin and x2 cos + x1 sin. cos, sin:
+    [length, head_dim / 2], or [batch, length, heads, head_dim / 2], each example's for n rows of x.
     """
     rows = x if cos.ndim == 2 else x.unflatten(0, (len(cos), -1))
     x1, x2 = rows.float().chunk(2, dim=-1)
@@ -143,25 +142,7 @@ class Dropout(NamedTuple):
         return x * kept.to(x.dtype) * (1 / (1 - self.probability))
 
 
-class Cuttable:
-    """The interface of a layer that tensor-parallel ranks can divide: the output is the sum over ranks.
-
-    reads_share: whether each rank reads only a part of the input features. num_shares: number of these ranks.
-    """
-
-    reads_share: ClassVar[bool] = False
-    num_shares = 1
-
-    def cuts(self) -> dict[str, tuple[int, int]]:
-        """Returns {weight: (outer, middle)}: ranks divide the middle of its shape [outer, middle, rest]."""
-        raise NotImplementedError
-
-    def keep_share(self, num_shares: int) -> None:
-        """Records that this rank now holds one of `num_shares` equal parts of the weights."""
-        self.num_shares = num_shares
-
-
-class Attention(Cuttable, nn.Module):
+class Attention(nn.Module):
     """A multi-head self-attention, not causal, with rotary positions if `forward` gets a table.
 
     head_dim: None: hidden_size / num_heads. bias: whether output, q, k and v have biases; k has none without
@@ -178,8 +159,8 @@ class Attention(Cuttable, nn.Module):
         has_rotary: bool = True,
     ):
         super().__init__()
-        width = hidden_size if head_dim is None else num_heads * head_dim
-        self.num_heads = num_heads
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        width = num_heads * self.head_dim
         self.qkv_proj = Linear(hidden_size, 3 * width)
         self.q_bias, self.k_bias, self.v_bias = (
             nn.Parameter(torch.zeros(width)) if is_there else None
@@ -187,40 +168,27 @@ class Attention(Cuttable, nn.Module):
         )
         self.o_proj = Linear(width, hidden_size, bias=bias)
 
-    def forward(self, x: Tensor, rotary: Rotary | None, *, dropout: Dropout | None = None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor | None, *, dropout: Dropout | None = None) -> Tensor:
         weight, bias = self.qkv_proj.weight.to(x.dtype), None
         if self.q_bias is not None:
             k_bias = torch.zeros_like(self.q_bias) if self.k_bias is None else self.k_bias
             bias = torch.cat((self.q_bias, k_bias, self.v_bias)).to(x.dtype)
-        in_pairs = rotary is not None and rotary[0].ndim == 2 and x.device.type == "cpu"
+        in_pairs = rotary is not None and rotary.ndim == 3 and x.device.type == "cpu"
         in_pairs = in_pairs and not torch.compiler.is_compiling()
+        num_heads = len(weight) // (3 * self.head_dim)
         if in_pairs:
-            weight = order_pairs(weight, self.num_heads)
-            bias = None if bias is None else order_pairs(bias[:, None], self.num_heads)[:, 0]
-        heads = F.linear(x, weight, bias).unflatten(-1, (3 * self.num_heads, -1))
-        qk, v = heads.split((2 * self.num_heads, self.num_heads), dim=2)
+            weight = order_pairs(weight, num_heads)
+            bias = None if bias is None else order_pairs(bias[:, None], num_heads)[:, 0]
+        heads = F.linear(x, weight, bias).unflatten(-1, (3 * num_heads, self.head_dim))
+        qk, v = heads.split((2 * num_heads, num_heads), dim=2)
         if rotary is not None:
             qk = (rotate_pairs if in_pairs else rotate)(qk, *rotary)
         q, k = qk.chunk(2, dim=2)
         mixed = attend(*(each.transpose(1, 2) for each in (q, k, v)), dropout=dropout)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
-    def cuts(self) -> dict[str, tuple[int, int]]:
-        out = len(self.o_proj.weight), self.num_heads
-        return {"qkv_proj.weight": (3, self.num_heads), "o_proj.weight": out}
 
-    def keep_share(self, num_shares: int) -> None:
-        super().keep_share(num_shares)
-        self.num_heads //= num_shares
-
-    def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Counts the operations on one input of this shape (`models.flops`): projections and attention."""
-        products = 2 * 2 * math.prod(shape[:-1]) * shape[-2] * self.o_proj.weight.shape[1]
-        projections = (flops(part, shape, trains=trains) for part in self.children())
-        return sum(projections) + (3 if trains else 1) * products
-
-
-class Convolution(Cuttable, Linear):
+class Convolution(Linear):
     """A 3x3 convolution over the grid of cells, from all features to all, with zero padding.
 
     Repeated calls carry information far: with more calls the same weights solve larger mazes (Schwarzschild
@@ -229,8 +197,6 @@ class Convolution(Cuttable, Linear):
     num_columns: of the grid; positions fill it row by row. num_before: number of positions before the grid.
     weight: [hidden, hidden * 9], for each input feature a 3x3 kernel, row by row.
     """
-
-    reads_share = True
 
     def __init__(self, hidden_size: int, *, num_columns: int, num_before: int = 0):
         super().__init__(hidden_size * _KERNEL**2, hidden_size)
@@ -244,15 +210,8 @@ class Convolution(Cuttable, Linear):
         mixed = F.conv2d(cells, weight, padding=_KERNEL // 2).permute(0, 2, 3, 1).flatten(1, 2)
         return F.pad(mixed, (0, 0, self.num_before, 0)) if self.num_before else mixed
 
-    def cuts(self) -> dict[str, tuple[int, int]]:
-        return {"weight": (len(self.weight), len(self.weight))}
 
-    def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Counts the operations on one input of this shape (`models.flops`), with those on the padding."""
-        return weight_flops(self.weight, (shape[0] - self.num_before, shape[1]), trains=trains)
-
-
-class SwiGLU(Cuttable, nn.Module):
+class SwiGLU(nn.Module):
     """A gated MLP, down(silu(gate) * up), without biases (arXiv 2002.05202)."""
 
     def __init__(self, width: int, *, expansion: float):
@@ -260,9 +219,6 @@ class SwiGLU(Cuttable, nn.Module):
         inner = inner_width(width, expansion)
         self.gate_up_proj = Linear(width, 2 * inner)
         self.down_proj = Linear(inner, width)
-
-    def cuts(self) -> dict[str, tuple[int, int]]:
-        return cuts_of_gated(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(gated(x, self.gate_up_proj))
@@ -278,15 +234,6 @@ def gated(x: Tensor, gate_up: Linear) -> Tensor:
     gate, up = (F.linear(x, half) for half in gate_up.weight.to(x.dtype).chunk(2))
     # In place: saves memory in calls without gradient.
     return F.silu(gate).mul_(up)
-
-
-def cuts_of_gated(layer: nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns {weight: (outer, middle)}, the axes by which `cut_tensors` cuts a layer's inner features.
-
-    These are the rows of each half of gate_up_proj, and the columns of down_proj.
-    """
-    width, inner = layer.down_proj.weight.shape
-    return {"gate_up_proj.weight": (2, inner), "down_proj.weight": (width, inner)}
 
 
 class LayerNorm(nn.Module):

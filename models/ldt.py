@@ -33,7 +33,6 @@ from models.carry import (
     Sums,
     where,
 )
-from models.flops import flops
 from models.lattice import (
     CONTRADICTORY,
     SOLVED,
@@ -45,10 +44,11 @@ from models.lattice import (
     move,
     sums_of_moves,
 )
-from models.layers import Dropout, LayerNorm, Linear, grid_angles
+from models.layers import Dropout, LayerNorm, Linear, grid_angles, rotary_table
 from models.losses import correct_sequences
-from models.network import Network
+from models.objective import Objective
 from models.random import Draws
+from models.search import Search
 
 _HALF_TURNS = (0, 1, 4, 5)  # those of a grid's eight symmetries that map rows to rows
 
@@ -64,16 +64,9 @@ class LDTPrediction(NamedTuple):
     conflict: Tensor
 
 
-class LDT(Network):
-    """The network of LDT, with its losses and moves. `models.lattice` describes the state of a slot.
+class SoundBoards(Objective):
+    """The objective of LDT: three losses of its outputs, and which boards leave their slots."""
 
-    values: int64 [values], the tokens in labels of the training data. candidates: uint8 [vocab, vocab], 1
-    where a cell with this input token (row) may have this label (column). symmetries: uint8 [2], whether
-    grids may be turned, and whether values may be permuted.
-    """
-
-    is_search, keeps_state = True, True
-    of_data = ("candidates", "symmetries")
     metrics: ClassVar[Metrics] = {
         "count": None,
         **dict.fromkeys(("exact_accuracy", "wrong", "undecided", "steps"), "count"),
@@ -86,9 +79,87 @@ class LDT(Network):
         **{"left": None, "steps": "left", "solved": "left", "solved_right": "solved"},
     }
 
+    def __init__(self, network: LDT, arch: LDTConfig):
+        super().__init__(network)
+        self.arch, self.boards_per_slot = arch, arch.boards_per_slot
+
+    def halts(
+        self, carry: Carry, prediction: LDTPrediction, reasoning: Reasoning, draws: Draws | None
+    ) -> Tensor:
+        if self.network.training:
+            return leaves(carry, reasoning)
+        return super().halts(carry, prediction, reasoning, draws)
+
+    def divisors(self, carry: Carry) -> Sums:
+        return {"digit_cells": digit_cells(carry.state).sum(), "bad": is_bad(carry.state).sum()}
+
+    def losses(
+        self,
+        before: Carry,
+        output: StepOutput,
+        *,
+        divisors: Divisors,
+        reasoning: Reasoning,
+        draws: Draws | None,
+    ) -> tuple[Tensor, Sums]:
+        """Returns the sum of three losses, each a mean over the loops, and the sums of the metrics.
+
+        keep: weighted binary cross-entropy of all candidates. digit: cross-entropy of cells that are not
+        given, on boards that still have the target. conflict: binary cross-entropy of "the target is lost".
+        """
+        arch, state, slots = self.arch, before.state, divisors["slots"]
+        _, _, _, keep, digit, conflict = output.prediction
+        target, bad, cells = state["target"], is_bad(state), digit_cells(state)
+
+        kept = (state["alive"] & target)[:, None].to(keep.dtype)
+        log_keep = F.logsigmoid(keep)
+        of_entry = arch.keep_weight * kept * log_keep + arch.kill_weight * (1 - kept) * (log_keep - keep)
+        keep_loss = -of_entry.mean((1, 2, 3))
+
+        values = target.argmax(-1)[:, None, :, None].expand(-1, digit.shape[1], -1, 1)
+        log_digit = digit.log_softmax(-1).gather(-1, values)[..., 0]
+        digit_loss = -torch.where(cells[:, None], log_digit, 0).sum(-1).mean(1)
+        num_cells = torch.as_tensor(divisors["digit_cells"], device=bad.device).clamp(min=1)
+
+        wanted = bad.to(keep.dtype)[:, None].expand_as(conflict)
+        conflict_loss = F.binary_cross_entropy_with_logits(conflict, wanted, reduction="none").mean(1)
+        weight = arch.conflict_weight
+        if arch.balanced_conflict:
+            num_bad = torch.as_tensor(divisors["bad"], device=bad.device)
+            weight = weight / 2 * slots / torch.where(bad, num_bad, slots - num_bad)
+        loss = keep_loss.sum() + arch.digit_weight * digit_loss.sum() * (slots / num_cells)
+        loss = loss + (weight * conflict_loss).sum()
+
+        alarms = conflict[:, -1].sigmoid() > arch.conflict_threshold
+        sums = {"keep_loss": keep_loss, "digit_loss": digit_loss, "conflict_loss": conflict_loss, "bad": bad}
+        sums |= {"digit_cells": cells, "alarms": alarms}
+        sums |= dict.fromkeys(("conflict_recall", "conflict_precision"), bad & alarms)
+        sums = {name: each.detach().sum() for name, each in sums.items()}
+        return loss, sums | sums_of_moves(before, output.carry, keep[:, -1].detach(), self.arch)
+
+    def sums(self, output: StepOutput) -> Sums:
+        labels = output.carry.data.labels
+        counted = (labels != IGNORE_LABEL_ID).any(-1)
+        _, is_exact = correct_sequences(output.prediction.logits, labels)
+        is_decided = output.prediction.q_halt > 0
+        sums = {"count": counted, "exact_accuracy": is_decided & is_exact, "wrong": is_decided & ~is_exact}
+        sums |= {"undecided": ~is_decided, "steps": output.carry.steps}
+        return {name: (counted * each).sum() for name, each in sums.items()}
+
+
+class LDT(Search):
+    """The network of LDT, with its moves. `models.lattice` describes the state of a slot.
+
+    values: int64 [values], the tokens in labels of the training data. candidates: uint8 [vocab, vocab], 1
+    where a cell with this input token (row) may have this label (column). symmetries: uint8 [2], whether
+    grids may be turned, and whether values may be permuted.
+    """
+
+    objective_class = SoundBoards
+    of_data = ("candidates", "symmetries")
+
     def __init__(self, arch: LDTConfig, metadata: Metadata):
         super().__init__(arch)
-        self.arch, self.boards_per_slot = arch, arch.boards_per_slot
         width, vocab_size, num_cells = arch.hidden_size, metadata.vocab_size, metadata.seq_len
         # Without facts about training data, as for an estimate of sizes, any input may have any label.
         candidates = np.zeros((vocab_size, vocab_size), np.uint8)
@@ -98,6 +169,7 @@ class LDT(Network):
         self.register_buffer("values", torch.from_numpy(values), persistent=False)
         may = [bool(metadata.may_turn), bool(metadata.may_permute)]
         self.register_buffer("symmetries", torch.tensor(may, dtype=torch.uint8))
+        self.may_permute = may[1]
         num_columns = columns_of(metadata, needed_by="arch=ldt")
         grid = np.arange(num_cells).reshape(-1, num_columns)
         # Only puzzles with boxes (Sudoku) may have their values permuted.
@@ -106,18 +178,19 @@ class LDT(Network):
         )
 
         self.input_proj = Linear(len(values), width, bias=True)
-        self.row_embed = self.col_embed = None
+        self.row_embed = self.col_embed = rotary = None
         if arch.pos_encodings == "learned":
             self.row_embed, self.col_embed = (nn.Parameter(torch.randn(size, width)) for size in grid.shape)
         else:
             head_dim = width // arch.num_heads
             angles = grid_angles(num_cells, num_columns, head_dim, base=arch.rope_theta)
             angles = F.pad(angles, (0, 0, 0, 1))  # angle 0 for the extra token behind the cells
-            self.register_rotary(angles)
+            rotary = rotary_table(angles)
+        self.register_buffer("rotary", rotary, persistent=False)
         self.cls_embed, self.cls_pos = (nn.Parameter(0.02 * torch.randn(1, 1, width)) for _ in range(2))
         options = {"num_heads": arch.num_heads, "expansion": arch.expansion}
         options["has_rotary"] = self.row_embed is None
-        self.blocks = Level(lambda n: PreNormBlock(width, number=n, **options), arch.num_layers)
+        self.blocks = Level(PreNormBlock(width, number=n, **options) for n in range(arch.num_layers))
         self.loop_norm = LayerNorm(width)
         self.keep_head, self.digit_head = (Linear(width, len(values), bias=True) for _ in range(2))
         self.conflict_head = Linear(width, 1, bias=True)
@@ -135,22 +208,12 @@ class LDT(Network):
                     nn.init.uniform_(module.bias, -bound, bound)
 
     @staticmethod
-    def sizes_in(weights: State, arch: LDTConfig) -> dict[str, int]:
-        sizes = {"vocab_size": len(weights["candidates"])}
-        if arch.pos_encodings == "learned":
-            sizes["seq_len"] = len(weights["row_embed"]) * len(weights["col_embed"])
-        return sizes
-
-    @staticmethod
     def complete(metadata: Metadata, weights: State) -> Metadata:
         table = weights["candidates"][: metadata.vocab_size, : metadata.vocab_size]
         candidates = tuple(table.flatten().nonzero().flatten().tolist())
         may_turn, may_permute = map(bool, weights["symmetries"])
         may = {"may_turn": may_turn, "may_permute": may_permute}
         return dataclasses.replace(metadata, candidates=candidates, **may)
-
-    def needs_draws(self, reasoning: Reasoning) -> bool:
-        return True
 
     # Start of boards.
 
@@ -253,33 +316,11 @@ class LDT(Network):
             )
         return Outputs(keep, digit, conflict[..., 0])
 
-    def state_shape(self, seq_len: int) -> tuple[int, ...]:
-        return seq_len + 1, self.hidden_size
-
-    def calls(self, reasoning: Reasoning) -> list[tuple[Level, int, int]]:
-        return [(self.blocks, reasoning.loops, reasoning.loops)]
-
-    def step_flops(self, reasoning: Reasoning, *, seq_len: int, trains: bool = False) -> float:
-        lengths = {self.blocks: seq_len + 1, self.conflict_head: 1}
-        lengths |= dict.fromkeys((self.keep_head, self.digit_head), seq_len)
-
-        def look(**options: bool) -> int:
-            loop = sum(flops(part, (n, self.hidden_size), **options) for part, n in lengths.items())
-            return enter(**options) + reasoning.loops * loop
-
-        def enter(**options: bool) -> int:
-            return flops(self.input_proj, (seq_len, self.hidden_size), **options)
-
-        if not trains:
-            return look()
-        # The input projection needs no gradient of its input, the board.
-        return look(trains=True) - enter()
-
     def _draw_symmetry(self, draws: Draws) -> Tensor:
         """Draws a symmetry for each board: the index that each entry is read from, int64 [batch, entries]."""
         number = draws.integers((), below=len(self.turned_cells), use="look symmetry")
         values = torch.arange(len(self.values), device=number.device).expand(len(number), -1)
-        if self.symmetries[1]:
+        if self.may_permute:
             values = draws.uniform(self.values.shape, use="look values").argsort(dim=-1, stable=True)
         cells = self.turned_cells[number]
         return (cells[:, :, None] * len(self.values) + values[:, None]).flatten(1)
@@ -291,78 +332,13 @@ class LDT(Network):
         table = (self.row_embed[:, None] + self.col_embed).flatten(0, 1)
         return torch.cat((table[None], self.cls_pos), dim=1)
 
-    def halts(
-        self, carry: Carry, prediction: LDTPrediction, reasoning: Reasoning, draws: Draws | None
-    ) -> Tensor:
-        if self.training:
-            return leaves(carry, reasoning)
-        return super().halts(carry, prediction, reasoning, draws)
-
-    # Losses.
-
-    def search_facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         return {
             "values": self.values.tolist(),
             "candidates": self.candidates[:, self.values].tolist(),  # of each token
             "kill_threshold": self.arch.kill_threshold,
             "conflict_threshold": self.arch.eval_conflict_threshold,
         }
-
-    def divisors(self, carry: Carry) -> Sums:
-        return {"digit_cells": digit_cells(carry.state).sum(), "bad": is_bad(carry.state).sum()}
-
-    def losses(
-        self,
-        before: Carry,
-        output: StepOutput,
-        *,
-        divisors: Divisors,
-        reasoning: Reasoning,
-        draws: Draws | None,
-    ) -> tuple[Tensor, Sums]:
-        """Returns the sum of three losses, each a mean over the loops, and the sums of the metrics.
-
-        keep: weighted binary cross-entropy of all candidates. digit: cross-entropy of cells that are not
-        given, on boards that still have the target. conflict: binary cross-entropy of "the target is lost".
-        """
-        arch, state, slots = self.arch, before.state, divisors["slots"]
-        _, _, _, keep, digit, conflict = output.prediction
-        target, bad, cells = state["target"], is_bad(state), digit_cells(state)
-
-        kept = (state["alive"] & target)[:, None].to(keep.dtype)
-        log_keep = F.logsigmoid(keep)
-        of_entry = arch.keep_weight * kept * log_keep + arch.kill_weight * (1 - kept) * (log_keep - keep)
-        keep_loss = -of_entry.mean((1, 2, 3))
-
-        values = target.argmax(-1)[:, None, :, None].expand(-1, digit.shape[1], -1, 1)
-        log_digit = digit.log_softmax(-1).gather(-1, values)[..., 0]
-        digit_loss = -torch.where(cells[:, None], log_digit, 0).sum(-1).mean(1)
-        num_cells = torch.as_tensor(divisors["digit_cells"], device=bad.device).clamp(min=1)
-
-        wanted = bad.to(keep.dtype)[:, None].expand_as(conflict)
-        conflict_loss = F.binary_cross_entropy_with_logits(conflict, wanted, reduction="none").mean(1)
-        weight = arch.conflict_weight
-        if arch.balanced_conflict:
-            num_bad = torch.as_tensor(divisors["bad"], device=bad.device)
-            weight = weight / 2 * slots / torch.where(bad, num_bad, slots - num_bad)
-        loss = keep_loss.sum() + arch.digit_weight * digit_loss.sum() * (slots / num_cells)
-        loss = loss + (weight * conflict_loss).sum()
-
-        alarms = conflict[:, -1].sigmoid() > arch.conflict_threshold
-        sums = {"keep_loss": keep_loss, "digit_loss": digit_loss, "conflict_loss": conflict_loss, "bad": bad}
-        sums |= {"digit_cells": cells, "alarms": alarms}
-        sums |= dict.fromkeys(("conflict_recall", "conflict_precision"), bad & alarms)
-        sums = {name: each.detach().sum() for name, each in sums.items()}
-        return loss, sums | sums_of_moves(before, output.carry, keep[:, -1].detach(), self.arch)
-
-    def sums(self, output: StepOutput) -> Sums:
-        labels = output.carry.data.labels
-        counted = (labels != IGNORE_LABEL_ID).any(-1)
-        _, is_exact = correct_sequences(output.prediction.logits, labels)
-        is_decided = output.prediction.q_halt > 0
-        sums = {"count": counted, "exact_accuracy": is_decided & is_exact, "wrong": is_decided & ~is_exact}
-        sums |= {"undecided": ~is_decided, "steps": output.carry.steps}
-        return {name: (counted * each).sum() for name, each in sums.items()}
 
 
 def _turned_cells(grid: np.ndarray, *, may_turn: bool, has_boxes: bool) -> Tensor:

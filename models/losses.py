@@ -3,16 +3,22 @@
 A slot without any label (padding, or a puzzle without an answer) adds 0 to every sum.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from config.architecture import LossConfig, NetworkConfig
+from config.architecture import NetworkConfig
 from dataset.format import IGNORE_LABEL_ID
 from models.carry import Carry, Divisors, Metrics, Reasoning, StepOutput, Sums
+from models.objective import Objective
 from models.random import Draws
+
+if TYPE_CHECKING:
+    from models.network import Network
 
 
 def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
@@ -74,11 +80,8 @@ class ContinueTarget(NamedTuple):
     mask: Tensor
 
 
-class TokenLosses:
-    """The losses and metrics of a network that predicts tokens and q_halt. To be inherited before `Network`.
-
-    no_ACT_continue: whether only q_halt decides about halting, and q_continue is not trained.
-    """
+class TokenObjective(Objective):
+    """The losses and metrics of a network that predicts tokens and q_halt."""
 
     metrics: ClassVar[Metrics] = {
         # Divided by "count": over slots that halted and have a label.
@@ -93,12 +96,10 @@ class TokenLosses:
     }
     # Over slots with a label in the first step of a puzzle; unlike the others, independent of halting.
     training_metrics: ClassVar[Metrics] = {"exact_accuracy_after_step_1": "first_step_count"}
-    no_ACT_continue = True
 
-    def __init__(self, arch: NetworkConfig, *more: Any, **options: Any):
-        super().__init__(arch, *more, **options)
-        self.loss: LossConfig = arch.loss
-        self.halt_exploration_prob = arch.halt_exploration_prob
+    def __init__(self, network: Network, arch: NetworkConfig):
+        super().__init__(network)
+        self.arch, self.loss = arch, arch.loss
 
     def losses(
         self,

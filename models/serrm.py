@@ -13,24 +13,24 @@ from torch import Tensor, nn
 
 from config.architecture import SERRMConfig
 from dataset.format import Metadata, columns_of
-from models.blocks import Level, Take, take_all
+from models.blocks import Level
 from models.carry import Carry, Prediction, Reasoning, State
-from models.flops import Shape, flops
+from models.embedding import build_puzzle_table
 from models.layers import (
     Attention,
     Dropout,
     Linear,
-    Rotary,
     SwiGLU,
     grid_angles,
     rms_norm,
     rotary_angles,
+    rotary_table,
     truncated_normal,
 )
-from models.losses import TokenLosses
+from models.losses import TokenObjective
 from models.network import Network
 from models.random import Draws, draw_keys, draw_uniform
-from models.recursion import OneState
+from models.updates import gradient, update, with_step_noise
 
 _NUM_SPECIAL = 2
 
@@ -49,7 +49,7 @@ class AxialBlock(nn.Module):
         self.mlp = SwiGLU(arch.hidden_size, expansion=arch.expansion)
         self.eps, self.dropout, self.number = arch.rms_norm_eps, arch.dropout, number
 
-    def forward(self, h: Tensor, rotary: Rotary | None, keys: Tensor | None) -> Tensor:
+    def forward(self, h: Tensor, rotary: Tensor | None, keys: Tensor | None) -> Tensor:
         """Returns the new h. keys: int64 [batch], random keys for dropout; None: no dropout."""
         along_cells, along_symbols = (
             None if keys is None else Dropout(keys, 2 * self.number + axis, self.dropout) for axis in (0, 1)
@@ -60,22 +60,40 @@ class AxialBlock(nn.Module):
         h = rms_norm(h + mixed, eps=self.eps).transpose(1, 2)
         return rms_norm(h + self.mlp(h), eps=self.eps)
 
-    def flops(self, shape: Shape, *, trains: bool = False) -> int:
-        """Counts the operations on one input [symbols, positions, hidden] (`models.flops`)."""
-        symbols, positions, width = shape
-        parts = ((self.attn, shape), (self.attn_t, (positions, symbols, width)), (self.mlp, shape))
-        return sum(flops(part, each, trains=trains) for part, each in parts)
+
+class RandomStops(TokenObjective):
+    """The objective of SE-RRM: the usual losses; in training slots halt at random, for want of a Q head."""
+
+    def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
+        """Draws `stops`, bool [batch_size] (slots that halt), and dropout `keys`, int64 [batch_size]."""
+        at, drawn = {"seed": seed, "step": step}, {}
+        if self.arch.halt_exploration_prob and reasoning.max_steps > 1:
+            drawn["stops"] = draw_uniform(**at, count=batch_size) < self.arch.halt_exploration_prob
+        if self.arch.dropout:
+            drawn["keys"] = draw_keys(**at, batch_size=batch_size)
+        return drawn
+
+    def halts(
+        self, carry: Carry, prediction: Prediction, reasoning: Reasoning, draws: Draws | None
+    ) -> Tensor:
+        if not self.network.training:
+            return super().halts(carry, prediction, reasoning, draws)
+        is_last = carry.steps >= reasoning.max_steps
+        return is_last if draws is None or "stops" not in draws.arrays else is_last | draws.arrays["stops"]
 
 
-class SERRM(OneState, TokenLosses, Network):
-    """The network of SE-RRM: a level of axial blocks on [batch, symbols, seq_len + add_tokens, hidden].
+class SERRM(Network):
+    """The network of SE-RRM. Its state z_H is [batch, symbols, seq_len + add_tokens, hidden].
 
-    No Q head: q_halt is the logit of the least certain cell's probability. In training slots halt at random.
+    A thinking step, with a level L of axial blocks and the embedded puzzle e: z_H = L(z_H + e),
+    H_cycles x L_cycles times. The last `gradient_cycles` H cycles carry gradient; 0: only the last call does.
+    No Q head: q_halt is the logit of the least certain cell's probability.
     """
 
-    def __init__(self, arch: SERRMConfig, metadata: Metadata, *, take: Take = take_all):
+    objective_class = RandomStops
+
+    def __init__(self, arch: SERRMConfig, metadata: Metadata):
         super().__init__(arch)
-        self.dropout = arch.dropout
         self.seq_len, self.num_symbols = metadata.seq_len, metadata.vocab_size
         self.num_added, self.is_equivariant = arch.add_tokens, arch.equivariant_symbols
         width = arch.hidden_size
@@ -88,19 +106,20 @@ class SERRM(OneState, TokenLosses, Network):
         else:
             self.embed_symbols = draw(self.num_symbols, 1)
         self.pos_embedding = draw(1, self.seq_len) if arch.pos_encodings == "learned" else None
-        self.register_puzzle_rows(arch, metadata, width=width + self.num_symbols)
+        self.puzzle_emb = build_puzzle_table(arch, metadata, width=width + self.num_symbols)
         if self.num_added and self.is_equivariant:
             self.add_tokens_special = draw(_NUM_SPECIAL, self.num_added)
         if self.num_added:
             self.add_tokens = draw(1 if self.is_equivariant else self.num_symbols, self.num_added)
-        self.register_initial_values()
-        self.L_level = Level(lambda number: AxialBlock(arch, number=number), arch.L_layers, take=take)
+        self.register_buffer("H_init", truncated_normal(width, std=1).to(self.dtype))  # never trained
+        self.L_level = Level(AxialBlock(arch, number=number) for number in range(arch.L_layers))
         self.lm_head = (
             Linear(width, 1) if self.is_equivariant else Linear(self.num_symbols * width, self.num_symbols)
         )
-        if arch.pos_encodings != "learned":
-            angles = _angles(arch, metadata)
-            self.register_rotary(nn.functional.pad(angles, (0, 0, 0, self.num_added)))  # angle 0 for added
+        rotary = None
+        if arch.pos_encodings != "learned":  # angle 0 for added tokens
+            rotary = rotary_table(nn.functional.pad(_angles(arch, metadata), (0, 0, 0, self.num_added)))
+        self.register_buffer("rotary", rotary, persistent=False)
 
     def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
         """Draws `stops`, bool [batch_size] (slots that halt), and dropout `keys`, int64 [batch_size]."""
@@ -119,20 +138,36 @@ class SERRM(OneState, TokenLosses, Network):
         is_last = carry.steps >= reasoning.max_steps
         return is_last if draws is None or "stops" not in draws.arrays else is_last | draws.arrays["stops"]
 
-    @staticmethod
-    def sizes_in(weights: State, arch: SERRMConfig) -> dict[str, int]:
-        sizes = {}
-        if (table := Network.table_in(weights, arch)) is not None:
-            rows, width = table.shape
-            sizes = {"num_puzzle_identifiers": rows, "vocab_size": width - arch.hidden_size}
-        if not arch.equivariant_symbols:
-            sizes["vocab_size"] = weights["embed_symbols"].shape[1]
-        if arch.pos_encodings == "learned":
-            sizes["seq_len"] = weights["pos_embedding"].shape[2]
-        return sizes
+    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
+        width = self.arch.hidden_size
+        return {"z_H": self.H_init.expand(batch_size, self.num_symbols, seq_len + self.num_added, width)}
 
-    def state_shape(self, seq_len: int) -> tuple[int, ...]:
-        return self.num_symbols, seq_len + self.num_added, self.hidden_size
+    def forward(
+        self,
+        state: State,
+        inputs: Tensor,
+        puzzle_identifiers: Tensor,
+        *,
+        reasoning: Reasoning,
+        draws: Draws | None = None,
+    ) -> tuple[State, Prediction]:
+        z_H = with_step_noise(state, reasoning, draws)["z_H"]
+        e = self.embed(inputs, puzzle_identifiers)
+        drops, num_calls = self.training and self.arch.dropout > 0, reasoning.H_cycles * reasoning.L_cycles
+        for call in range(num_calls):
+            with gradient(call >= num_calls - (self.arch.gradient_cycles * reasoning.L_cycles or 1)):
+                keys = draws.arrays["keys"] + call if drops else None
+                proposed = self.L_level(z_H, e, self.rotary, keys)
+                z_H = update(z_H, proposed, reasoning, draws, use=f"z_H {call}")
+
+        cells = z_H[:, :, : self.seq_len]
+        if self.is_equivariant:
+            logits = self.lm_head(cells).squeeze(-1).transpose(1, 2)
+        else:
+            logits = self.lm_head(cells.transpose(1, 2).flatten(2))
+        with torch.no_grad():
+            q_halt = _least_confidence(logits.float())
+        return {"z_H": z_H.detach()}, Prediction(logits, q_halt, None)
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
         """Returns e, [batch, symbols, positions, hidden].
@@ -149,8 +184,9 @@ class SERRM(OneState, TokenLosses, Network):
         e = is_there.unsqueeze(-1) * (math.sqrt(self.num_symbols) * symbols).to(self.dtype)
         if self.pos_embedding is not None:
             e = e + self.pos_embedding.to(self.dtype)
-        if (rows := self.puzzle_rows(puzzle_identifiers)) is not None:
-            of_all, of_symbol = rows.split((self.hidden_size, self.num_symbols), dim=1)
+        if self.puzzle_emb is not None:
+            rows = self.puzzle_emb(puzzle_identifiers).to(self.dtype)
+            of_all, of_symbol = rows.split((self.arch.hidden_size, self.num_symbols), dim=1)
             e = e + of_symbol[:, :, None, None] + of_all[:, None, None]
         if self.num_added:
             added = self.add_tokens
@@ -162,23 +198,6 @@ class SERRM(OneState, TokenLosses, Network):
     def _of_symbols(self, special: Tensor, ordinary: Tensor) -> Tensor:
         """Returns a vector for each symbol: `special` for symbols 0 and 1, `ordinary` for all others."""
         return torch.cat((special, ordinary.expand(-1, self.num_symbols - _NUM_SPECIAL, -1, -1)), dim=1)
-
-    def refine(self, z_H: Tensor, e: Tensor, *, call: int, draws: Draws | None) -> Tensor:
-        drops = self.training and self.dropout > 0
-        return self.L_level(z_H, e, self.rotary, draws.arrays["keys"] + call if drops else None)
-
-    def predict(self, z_H: Tensor) -> Prediction:
-        cells = z_H[:, :, : self.seq_len]
-        if self.is_equivariant:
-            logits = self.lm_head(cells).squeeze(-1).transpose(1, 2)
-        else:
-            logits = self.lm_head(cells.transpose(1, 2).flatten(2))
-        with torch.no_grad():
-            return Prediction(logits, _least_confidence(logits.float()), None)
-
-    def head_flops(self, seq_len: int, *, trains: bool = False) -> int:
-        rows = seq_len * self.num_symbols if self.is_equivariant else seq_len
-        return flops(self.lm_head, (rows, self.hidden_size), trains=trains)
 
 
 def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:

@@ -200,10 +200,15 @@ class Weights:
 
 
 def build_flats(
-    config: PretrainConfig, network: nn.Module, mesh: Mesh, *, cuts: dict[str, Cut]
+    config: PretrainConfig,
+    network: nn.Module,
+    mesh: Mesh,
+    *,
+    blocks: frozenset[str],
+    cuts: dict[str, Cut],
 ) -> tuple[FlatParameters, ...]:
     """Moves weights into flat buffers: one, or in a mesh two, the second for blocks. All ranks call it."""
-    parameters, blocks = dict(network.named_parameters()), network.block_weights()
+    parameters = dict(network.named_parameters())
     matrices = [name for name in blocks if parameters[name].ndim == 2]
     of_blocks = {
         "sharers": mesh.sharers,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from parallel.collectives import Ranks
 
@@ -135,6 +135,15 @@ def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Te
         return circulate(ring, h, lambda _, received: run(received, *context), forward=True)
     # The extra input makes autograd call `backward`, for the weights, even where `h` needs no gradient.
     return _Call.apply(ring, run, h.new_zeros((), requires_grad=True), h, *context)
+
+
+def keep_stage(level: Any, ranks: Ranks) -> None:
+    """Drops all blocks of a level but those of this rank's stage; names of weights stay."""
+    blocks = dict(level.layers.named_children())
+    assert len(blocks) % ranks.size == 0, "the schema refuses other numbers"
+    own = len(blocks) // ranks.size
+    names = list(blocks)[ranks.index * own : (ranks.index + 1) * own]
+    level.layers = nn.ModuleDict({name: blocks[name] for name in names})
 
 
 def pipe_levels(levels: Iterable[Any], ring: Ring) -> None:

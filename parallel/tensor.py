@@ -1,11 +1,12 @@
 """Tensor parallelism (Megatron-LM, arXiv 1909.08053): each rank has some heads and features of every block.
 
-A layer that can be divided has a method `cuts`, which names the weights. The layer's input is the same on all
-ranks: the backward pass sums gradients of the input over ranks. The forward pass sums the output over ranks.
+A `Plan` says how ranks divide a layer. The layer's input is the same on all ranks: the backward pass sums
+gradients of the input over ranks. The forward pass sums the output over ranks.
 Weights stay plain tensors, fused matrices stay fused, and weights outside of blocks are whole on every rank.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -81,16 +82,29 @@ class Cut(NamedTuple):
         return tuple(span if span.count > 1 else span._replace(stride=0) for span in spans)
 
 
-def cut_tensors(network: nn.Module, ranks: Ranks) -> dict[str, Cut]:
-    """Replaces the weights of every layer that has a method `cuts` by this rank's parts.
+class Plan(NamedTuple):
+    """How ranks divide a layer's weights, so that its output is the sum over ranks.
+
+    weights: {name: (outer, middle)}: ranks divide the middle of the weight's shape [outer, middle, rest].
+    reads_share: whether each rank reads only a part of the input features.
+    """
+
+    weights: dict[str, tuple[int, int]]
+    reads_share: bool = False
+
+
+def cut_tensors(
+    network: nn.Module, ranks: Ranks, plan_of: Callable[[nn.Module], Plan | None]
+) -> dict[str, Cut]:
+    """Replaces the weights of every layer that has a plan by this rank's parts.
 
     Returns {name of weight: cut}. The number of ranks must divide the heads and the inner features.
     """
     cuts: dict[str, Cut] = {}
     for name, module in network.named_modules():
-        if not hasattr(module, "cuts"):
+        if (plan := plan_of(module)) is None:
             continue
-        for weight, (outer, middle) in module.cuts().items():
+        for weight, (outer, middle) in plan.weights.items():
             assert middle % ranks.size == 0, f"{name}.{weight}: {middle} on {ranks.size} ranks"
             whole = module.get_parameter(weight)
             cut = Cut(outer, middle, 0, middle, tuple(whole.shape)).of(ranks.index, ranks.size)
@@ -98,16 +112,15 @@ def cut_tensors(network: nn.Module, ranks: Ranks) -> dict[str, Cut]:
             owner = module.get_submodule(weight.rpartition(".")[0])
             part = nn.Parameter(cut.take(whole.detach()), requires_grad=whole.requires_grad)
             setattr(owner, weight.rpartition(".")[2], part)
-        module.keep_share(ranks.size)
-        _surround(module, ranks)
+        _surround(module, ranks, reads_share=plan.reads_share)
     return cuts
 
 
-def _surround(module: nn.Module, ranks: Ranks) -> None:
+def _surround(module: nn.Module, ranks: Ranks, *, reads_share: bool) -> None:
     def before(_: nn.Module, arguments: tuple) -> tuple:
         x, *rest = arguments
         x = _Copy.apply(x, ranks)
-        if module.reads_share:
+        if reads_share:
             x = x.chunk(ranks.size, dim=-1)[ranks.index]
         return (x, *rest)
 

@@ -24,12 +24,12 @@ from config.schema import PretrainConfig
 from config.writing import write_json, write_text
 from dataset.build.command_line import OneLineParser
 from evaluation.intervals import mean_and_deviation
-from models import build_model
 from records.rungs import RUNGS
 from records.seeds import Rerun, final_evaluation
 from report.charts import Line, chart_file, line_chart
 from report.run import read_run
 from training.data import open_data
+from training.model import count_steps
 
 _PLAN = Path(__file__).with_name("comparison.yaml")
 _JSON, _PAGE, _PICTURE = "comparison.json", "README.md", "comparison.svg"
@@ -114,8 +114,7 @@ def build_rerun(
     config = compose_overrides(PretrainConfig, [*words, "train_steps=1"])
     opened = open_data(config)
     metadata = opened.dataset.metadata
-    network = build_model(config.arch, metadata)
-    of_step = opened.schedule.petaflops(1, network, seq_len=metadata.seq_len)
+    of_step = opened.schedule.petaflops(1, count_steps(config, metadata))
     words = (*words, f"train_steps={round(training['petaflops'] / of_step)}", "seed={seed}")
     options = {"test_time": model["longer"], "processes": plan["processes"]}
     return Rerun(dataclasses.replace(rung, trainings=(" ".join(words),), **options), own, source=None)

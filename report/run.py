@@ -43,8 +43,8 @@ Curve = tuple[list[float], list[float]]  # x and y
 
 def other_metrics(arch: str) -> list[str]:
     """Returns the metrics of a model that the report shows in a generic chart. arch: its `arch.name`."""
-    network = network_class(arch)
-    return [name for name in network.metrics | network.training_metrics if name not in _KNOWN_METRICS]
+    objective = network_class(arch).objective_class
+    return [name for name in objective.metrics | objective.training_metrics if name not in _KNOWN_METRICS]
 
 
 @dataclasses.dataclass(frozen=True)

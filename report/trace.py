@@ -20,6 +20,7 @@ from dataset.mixture import open_datasets
 from evaluation.trace import Trace, record_trace
 from models import HaltingModel
 from models.compilation import eager_blocks
+from models.search import Search
 from parallel.process_group import choose_device, set_cpu_threads
 from parallel.progress import Progress
 
@@ -95,7 +96,7 @@ def trace_puzzles(
     reasoning, if any.
     """
     sets = data.splits["test"].sets
-    if model.network.is_search:
+    if isinstance(model.network, Search):
         num_puzzles = min(num_puzzles, _MOST_OF_SEARCH)
     cells = model.eval_reasoning.max_steps * data.metadata.seq_len
     num_puzzles = max(1, min(num_puzzles, _MOST_CELLS // cells))

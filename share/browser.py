@@ -31,6 +31,7 @@ from dataset.mixture import open_datasets
 from evaluation.questions import find_info
 from evaluation.trace import MOST_TOKENS
 from models import HaltingModel
+from models.search import Search
 from parallel import log
 from share.onnx import check_packages, write_step
 
@@ -104,12 +105,12 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info = find_info(checkpoint, folders)
     model = load_trained_model(checkpoint, info.metadata, raw=config.raw).eval()
-    is_search = model.network.is_search
+    is_search = isinstance(model.network, Search)
     if is_search and info.metadata.vocab_size > MOST_TOKENS:
         raise ValueError(
             f"a page shows candidates of {MOST_TOKENS} tokens at most, not {info.metadata.vocab_size}"
         )
-    if model.network.needs_draws(model.eval_reasoning) and not is_search:
+    if model.eval_reasoning.is_noisy and not is_search:
         raise ValueError(
             f"checkpoint {checkpoint.path} is of a model with init_noise or state_noise: a page has no "
             "random numbers for it"
@@ -178,7 +179,8 @@ def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
     identifiers = sorted({puzzle["identifier"] for puzzle in puzzles})
     for puzzle in puzzles:
         puzzle["identifier"] = identifiers.index(puzzle["identifier"])
-    model.network.keep_puzzles(torch.tensor(identifiers))
+    if (table := model.network.puzzle_emb) is not None:
+        table.weights = table.weights[torch.tensor(identifiers)]
 
 
 def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> dict[str, Any]:
@@ -190,7 +192,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
         "run": checkpoint.run_folder.name,
         "step": checkpoint.step,
         "parameters": sum(each.numel() for each in model.network.parameters()),
-        "search": model.network.search_facts(),
+        "search": model.network.facts() if isinstance(model.network, Search) else None,
         "kind": info.kind.name if info.kind else None,
         "plural": info.kind.plural if info.kind else "puzzles",
         "rows": rows,

@@ -20,6 +20,7 @@ from dataset.format import Dataset
 from dataset.mixture import open_datasets
 from dataset.sets import ConcatenatedSet, PuzzleSet
 from evaluation.passes import evaluate_split
+from models.search import Search
 from share.browser import in_float32
 from share.push import write_files
 
@@ -103,7 +104,7 @@ def answer(
         (name, number): tokens
         for name, result in results.items()
         for number, tokens in enumerate(result.outputs["preds"])
-        if not model.network.is_search or result.outputs["q_halt_logits"][number] > 0
+        if not isinstance(model.network, Search) or result.outputs["q_halt_logits"][number] > 0
     }
 
 

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from models.carry import Reasoning, State
 from models.network import Network
+from models.search import Search
 
 _OPSET = 18  # of early 2023: all runtimes support it
 _PACKAGES = "onnx", "onnxscript"
@@ -55,7 +56,7 @@ class Step(nn.Module):
         inputs, identifiers = inputs.long(), puzzle_identifiers.long()  # ONNX gathers by int64 alone
         state, prediction = self.network(state, inputs, identifiers, reasoning=self.reasoning)
         outputs = {f"next_{name}": tensor for name, tensor in state.items()} | prediction._asdict()
-        outputs["wants_to_halt"] = self.network.wants_to_halt(state, prediction)
+        outputs["wants_to_halt"] = self.network.objective.wants_to_halt(state, prediction)
         return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
 
@@ -87,12 +88,12 @@ def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: i
     batch_size = 2  # not 1: torch.export would treat that as a constant
     any_batch = {0: torch.export.Dim.DYNAMIC}
     state: State = {}
-    if facts := network.search_facts():
+    if isinstance(network, Search):
         step = Pass(network, reasoning)
-        example = {"alive": torch.ones(batch_size, seq_len, len(facts["values"]))}
+        example = {"alive": torch.ones(batch_size, seq_len, len(network.facts()["values"]))}
         shapes = {"alive": any_batch}
     else:
-        assert not network.needs_draws(reasoning)
+        assert not reasoning.is_noisy
         step, state = Step(network, reasoning), network.initial_state(batch_size, seq_len=seq_len)
         example = {
             "inputs": torch.zeros(batch_size, seq_len, dtype=torch.int32),

@@ -19,6 +19,7 @@ from checkpointing.files import (
     read_state,
 )
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
+from checkpointing.sizes import sizes_in
 from checkpointing.tensors import find_files
 from config.files import fill_defaults
 from config.reading import read_yaml
@@ -28,7 +29,6 @@ from dataset.build.command_line import OneLineParser, one_line_errors, warn
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import DatasetInfo
 from dataset.hub import Address, client_errors, import_client, parse_address
-from models import network_class
 from share.card import commit_of, model_card, read_metrics
 from training.code import CHANGES
 
@@ -106,7 +106,7 @@ def write_files(
     shared = {
         "step": checkpoint.step,
         "seq_len": state["seq_len"],
-        **network_class(checkpoint.arch.name).sizes_in(weights, checkpoint.arch),
+        **sizes_in(weights, checkpoint.arch),
         "selected_by": checkpoint.selected_by,
         "has_averages": bool(find_files(checkpoint.path, EMA_WEIGHTS)),
         "dataset": state.get("dataset"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from models import build_model
+from models.flops import StepCounter
 from parallel.mesh import AXES
 from tests.ranks import REPOSITORY
 from tests.tiny import FACTS, tiny_arch, tiny_config
@@ -38,9 +39,10 @@ def test_the_tables_of_the_docs_are_the_formulas():
         metadata = dataclasses.replace(FACTS, seq_len=81, vocab_size=11, num_puzzle_identifiers=1)
         with torch.device("meta"):
             model = build_model(config.arch, metadata)
-        needs = [Needs(config, model.network, mesh) for mesh in _MESHES]
+        counter = StepCounter(model, seq_len=81)
+        needs = [Needs(config, counter, mesh) for mesh in _MESHES]
         memory = [sum(each.memory().values()) for each in needs]
-        sent = [sum(each.bytes for each in n.sent(model.reasoning, seq_len=81).values()) for n in needs[1:5]]
+        sent = [sum(each.bytes for each in n.sent(model.reasoning).values()) for n in needs[1:5]]
         for cells, meshes in ((memory, _MESHES), (sent, _MESHES[1:5])):
             fits = [num_blocks % mesh["pipeline"] == 0 for mesh in meshes]
             cells = [
@@ -95,10 +97,11 @@ def test_local_steps_send_the_rows_of_several_steps_in_one_message():
     """In the long run as many rows a step: no row of several steps is left out."""
     with torch.device("meta"):
         model = build_model(tiny_arch(), FACTS)
+    counter = StepCounter(model, seq_len=FACTS.seq_len)
     often, seldom = (
-        Needs(
-            tiny_config(global_batch_size=8, local_steps=steps), model.network, _ALONE | {"replicate": 2}
-        ).sent(model.reasoning, seq_len=FACTS.seq_len)["gradients of puzzle rows"]
+        Needs(tiny_config(global_batch_size=8, local_steps=steps), counter, _ALONE | {"replicate": 2}).sent(
+            model.reasoning
+        )["gradients of puzzle rows"]
         for steps in (1, 4)
     )
     assert (seldom.bytes, seldom.messages) == (often.bytes, often.messages / 4)

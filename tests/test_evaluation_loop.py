@@ -12,9 +12,9 @@ from dataset.loader import read_rows
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.trace import record_trace
 from models import HaltingModel
-from models.blocks import Elsewhere
+from models.blocks import levels_of
 from parallel.mesh import Mesh, sizes_of
-from parallel.pipeline import Ring, pipe_levels
+from parallel.pipeline import Ring, keep_stage, pipe_levels
 from parallel.process_group import world_size
 from tests.float64 import TOLERANCE, float64
 from tests.ranks import run_ranks
@@ -38,10 +38,8 @@ def _evaluate(
         model, mesh = halting_model(folder, name, steps=_STEPS, L_layers=layers), None
         if num_stages > 1:
             mesh = Mesh(sizes_of(world_size(), pipeline=num_stages))
-            for level in (levels := model.network.levels().values()):
-                for number, block in enumerate(level.layers):
-                    if number * num_stages // len(level.layers) != mesh.pipeline.index:
-                        level.layers[number] = Elsewhere(block)
+            for level in (levels := levels_of(model.network).values()):
+                keep_stage(level, mesh.pipeline)
             pipe_levels(levels, Ring(mesh.pipeline, mesh.homes))
         result = evaluate_split(
             model,
@@ -77,7 +75,7 @@ def test_every_answer_is_that_of_its_puzzle_alone(sudoku_folder, name):
                 calls_here += 1
         calls.append(calls_here)
         q_halt = output.prediction.q_halt
-        assert calls_here == _STEPS or model.network.wants_to_halt(carry.state, output.prediction)
+        assert calls_here == _STEPS or model.network.objective.wants_to_halt(carry.state, output.prediction)
         assert np.array_equal(found.outputs["preds"][row], output.prediction.logits.argmax(-1)[0].numpy())
         assert found.outputs["q_halt_logits"][row] == pytest.approx(q_halt.item(), abs=TOLERANCE)
     assert 1 in calls or name == "fprm"
@@ -151,6 +149,6 @@ def test_a_trace_is_what_the_network_answers_after_each_step(name):
             np.testing.assert_allclose(trace.confidence[:, step], probabilities.max(-1), rtol=1e-5)
             assert np.array_equal(trace.q_halt[:, step], prediction.q_halt)
             assert np.array_equal(
-                trace.wants_to_halt[:, step], model.network.wants_to_halt(state, prediction)
+                trace.wants_to_halt[:, step], model.network.objective.wants_to_halt(state, prediction)
             )
     assert trace.preds.shape == (3, model.eval_reasoning.max_steps, FACTS.seq_len)

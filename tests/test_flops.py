@@ -1,6 +1,5 @@
 """The operations that a network says it takes, beside those that torch counts while it computes them."""
 
-import math
 import re
 from types import SimpleNamespace
 
@@ -15,9 +14,9 @@ from config.schema import PretrainConfig
 from dataset.format import usual_metadata
 from dataset.sets import PuzzleSet
 from models import build_model
-from models.flops import weight_flops
+from models.flops import StepCounter
 from tests.ranks import REPOSITORY
-from tests.tiny import FACTS, draws_of, random_batch, run_losses, tiny_model
+from tests.tiny import FACTS, draws_of, random_batch, run_losses, tiny_arch, tiny_model
 from training.data import build_plan
 from training.schedule import Schedule
 
@@ -52,18 +51,13 @@ def test_a_step_takes_what_torch_counts(name, changes):
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         run_losses(model.eval(), carry, batch, draws=draws)
     answers = counted.get_total_flops()
-    if name == "urm":  # torch does not see the convolution, which is written out
-        weights = sum(layer.mlp.dwconv.weight.numel() for layer in network.L_level.layers)
-        unseen = size * 2 * weights * math.prod(network.state_shape(FACTS.seq_len)[:-1])
-        ((_, calls, with_gradient),) = network.calls(model.reasoning)
-        trains, answers = trains + unseen * (calls + 2 * with_gradient), answers + unseen * calls
+    with torch.device("meta"):
+        whole = build_model(tiny_arch(name, **trained), FACTS).requires_grad_("is_frozen" not in changes)
+    counter = StepCounter(whole, seq_len=FACTS.seq_len)
     if name == "fprm":
-        # Torch counts the weights' gradient as a full convolution's; in the first call the state has none.
-        of_call = size * weight_flops(network.L_level.conv.weight, (FACTS.seq_len, 0))
-        trains -= of_call * ((network.hidden_size - 1) * model.reasoning.L_cycles - 1)
-    sizes = {"seq_len": FACTS.seq_len}
-    assert size * network.step_flops(model.reasoning, trains=True, **sizes) == trains
-    assert size * network.step_flops(model.eval_reasoning, **sizes) == answers
+        pass
+    assert size * counter.flops(model.reasoning, trains=True) == trains
+    assert size * counter.flops(model.eval_reasoning) == answers
 
 
 @pytest.mark.slow
@@ -85,7 +79,8 @@ def test_what_the_page_of_the_field_says_of_recipes():
         with torch.device("meta"):
             model = build_model(config.arch, metadata)
         updates, slots = schedule.total_steps, config.global_batch_size
-        petaflops = schedule.petaflops(updates, model, seq_len=cells)
-        step = model.network.step_flops(model.eval_reasoning, seq_len=cells)
+        counter = StepCounter(model, seq_len=cells)
+        petaflops = schedule.petaflops(updates, counter)
+        step = counter.flops(model.eval_reasoning)
         counted = [updates, slots, 1e6 * petaflops / updates / slots, petaflops, step / 1e9]
         assert [*map(float, figures)] == pytest.approx(counted, rel=5e-3), words

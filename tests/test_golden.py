@@ -13,7 +13,7 @@ from config.reading import read_yaml
 from config.schema import PretrainConfig
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
-from models.recursion import Gate
+from models.updates import Gate
 from tests import golden
 from tests.float64 import assert_close
 from tests.golden import __main__ as golden_program
@@ -62,10 +62,10 @@ def test_evaluation_of_the_given_final_weights():
                 carry = output.carry
         if (folder / "trace.npz").exists():
             golden.compare_trace(seen, carry, folder / "trace.npz", "eval_{}")
-            assert model.network.wants_to_halt(carry.state, output.prediction).all()
+            assert model.network.objective.wants_to_halt(carry.state, output.prediction).all()
         assert carry.halted.all(), "all slots halt after exactly inference_steps calls"
         golden.compare_outputs(seen, output.prediction, folder / "eval_outputs.npz", tolerance=5e-3)
-        sums = model.network.sums(output)
+        sums = model.network.objective.sums(output)
         for name in golden.SUMS:
             assert float(sums[name]) == pytest.approx(known[name], rel=1e-6), name
         assert sums["lm_loss"].item() == pytest.approx(known["lm_loss"], rel=1e-4)

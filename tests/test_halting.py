@@ -11,15 +11,17 @@ from models.carry import Carry, Prediction, Reasoning, StepOutput
 from models.halting import HaltingModel
 from models.losses import ContinueTarget
 from models.network import Network
-from models.q_head import QHead
+from models.q_head import QLearning
 from tests.float64 import assert_close
 from tests.tiny import draws_of, random_batch, run_step, tiny_arch, tiny_model
 
 _SLOTS = 8
 
 
-class _FixedQ(QHead, Network):
+class _FixedQ(Network):
     """A network whose halting values are given, so that the rule around it can be seen alone."""
+
+    objective_class = QLearning
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> dict[str, torch.Tensor]:
         return {"z_H": torch.zeros(batch_size, seq_len, 1)}
@@ -48,7 +50,7 @@ def _run(model: HaltingModel, steps: int, min_steps: list[int] | None = None) ->
 def _targets(model: HaltingModel, carry: Carry, batch, draws=None) -> tuple[StepOutput, list[ContinueTarget]]:
     before = model.refill(carry, batch, model.reasoning, draws)
     output = model(before, model.reasoning, draws)
-    return output, list(model.network.continue_targets(before, output, model.reasoning, draws))
+    return output, list(model.network.objective.continue_targets(before, output, model.reasoning, draws))
 
 
 def test_without_continue_a_slot_halts_where_its_answer_is_rather_right():
@@ -130,7 +132,9 @@ def test_deferred_targets_save_most_calls():
 def _draw(step: int, *, seed: int = 3, max_steps: int = 5, probability: float = 0.25) -> np.ndarray:
     network = _FixedQ(tiny_arch(halt_exploration_prob=probability))
     reasoning = Reasoning(max_steps, halts_early=True)
-    return network.draw(seed=seed, step=step, batch_size=100_000, reasoning=reasoning).get("min_steps")
+    return network.objective.draw(seed=seed, step=step, batch_size=100_000, reasoning=reasoning).get(
+        "min_steps"
+    )
 
 
 def test_exploration_is_a_pure_function_of_seed_and_step():

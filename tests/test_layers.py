@@ -19,7 +19,7 @@ from models.layers import (
     rotate_pairs,
     truncated_normal,
 )
-from models.tokens import Q_HEAD_BIAS
+from models.q_head import Q_HEAD_BIAS
 from tests.float64 import assert_close
 from tests.tiny import FACTS, random_batch, run_step, tiny_arch, tiny_model
 

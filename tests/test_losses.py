@@ -9,14 +9,14 @@ from config.architecture import LossConfig
 from config.files import load_defaults
 from dataset.format import IGNORE_LABEL_ID
 from models.carry import Carry, Prediction, StepOutput, Sums
-from models.losses import ContinueTarget, TokenLosses, softmax_cross_entropy, stablemax_cross_entropy
+from models.losses import ContinueTarget, TokenObjective, softmax_cross_entropy, stablemax_cross_entropy
 from tests.float64 import TOLERANCE, assert_close
 from tests.tiny import FACTS, random_batch
 
 _SLOTS = 6
 
 
-class _Losses(TokenLosses):
+class _Losses(TokenObjective):
     """The losses alone, with targets of q_continue that are given."""
 
     def __init__(self, loss_type: str = "softmax_cross_entropy", *, targets=(), **changes: float):

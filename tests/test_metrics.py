@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from models.q_head import QHead
+from models.hrm import HRM
 from tests.ranks import run_program
 from tests.tiny import OVERRIDES
 from training.metrics import FiniteCheck, training_metrics
@@ -18,12 +18,12 @@ def test_each_metric_is_divided_by_what_it_is_over():
     divided = {"lm_loss": 0.25, "grad_norm": 2.0, "count": 5, "accuracy": 0.8, "exact_accuracy": 0.6}
     divided |= {"q_halt_accuracy": 1, "steps": 4, "exact_accuracy_after_step_1": 0.25}
     options = {"steps": 2, "global_batch_size": 12}
-    assert training_metrics(QHead, sums, **options) == divided
-    assert training_metrics(QHead, dict.fromkeys(sums, 0.0), **options) == {"lm_loss": 0, "grad_norm": 0}
+    assert training_metrics(HRM, sums, **options) == divided
+    assert training_metrics(HRM, dict.fromkeys(sums, 0.0), **options) == {"lm_loss": 0, "grad_norm": 0}
     for name in ("first_step_count", "accuracy"):  # a checkpoint from before there was such a metric
         del sums[name]
     del divided["exact_accuracy_after_step_1"], divided["accuracy"]
-    assert training_metrics(QHead, sums, **options) == divided
+    assert training_metrics(HRM, sums, **options) == divided
 
 
 def _note(finite: FiniteCheck, step: int, loss: float, grad_norm: float) -> None:

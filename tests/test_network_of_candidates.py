@@ -103,7 +103,11 @@ def _run_ranks(world_size: int, folder: Path, run: Path, steps: range, options: 
 def alone(sudoku_folder, tmp_path_factory) -> Results:
     found = _run_ranks(1, sudoku_folder, tmp_path_factory.mktemp("alone"), range(_STEPS), {})
     for arch, (result,) in found.items():
-        assert result["metrics"].keys() <= {*LDT.metrics, *LDT.training_metrics, "grad_norm"}
+        assert result["metrics"].keys() <= {
+            *LDT.objective_class.metrics,
+            *LDT.objective_class.training_metrics,
+            "grad_norm",
+        }
         assert result["metrics"]["left"] > 5
         boards = (2, 16, 4) if arch == "ldt" else (16, 4)
         assert result["carry"]["alive"].shape == (_BATCH, *boards)

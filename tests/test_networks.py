@@ -12,12 +12,12 @@ from config.architecture import NetworkConfig, architectures
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from models import build_model
-from models.blocks import Block
+from models.blocks import Block, block_weights
 from models.layers import SwiGLU
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from tests.float64 import assert_close
-from tests.tiny import FACTS, draws_of, random_batch, run_losses, run_step, tiny_arch, tiny_model
+from tests.tiny import FACTS, draws_of, embed, random_batch, run_losses, run_step, tiny_arch, tiny_model
 
 _NAMES = tuple(name for name, arch in architectures().items() if issubclass(arch, NetworkConfig))
 
@@ -69,9 +69,9 @@ def test_gradients_are_those_of_the_last_cycles(name, options, cycle, num_last, 
     """L and H: calls of the fast and of the slow latent. With one latent, Q: it sees the question."""
     model = tiny_model(name, H_cycles=3, L_cycles=2, gradient_cycles=gradient_cycles, **options)
     network, batch, calls = model.network, random_batch(3), cycle * 3
-    state, rotary = network.initial_state(3, seq_len=FACTS.seq_len), (network.rotary_cos, network.rotary_sin)
+    state, rotary = network.initial_state(3, seq_len=FACTS.seq_len), network.rotary
     assert state.keys() == ({"z_H", "z_L"} if "H" in cycle else {"z_H"})
-    e = network.embed(batch.inputs, batch.puzzle_identifiers)
+    e = embed(network, batch)
     z_H, z_L = state["z_H"], state.get("z_L")
     for number, call in enumerate(calls):
         if number == len(calls) - (len(cycle) * gradient_cycles or num_last):
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_the_last_cycles(name, options, cycle, num_last, 
             z_H = (network.H_level if name == "hrm" else network.L_level)(z_H, z_L, rotary)
         else:
             z_H = network.L_level(z_H, (call == "Q") * e, rotary)
-    expected = network.lm_head(z_H)[:, network.num_puzzle_positions :]
+    expected = network.lm_head(z_H)[:, network.arch.num_puzzle_positions :]
     kept, prediction = network(state, batch.inputs, batch.puzzle_identifiers, reasoning=model.reasoning)
     assert kept.keys() == state.keys()
     assert_close(kept["z_H"], z_H.detach())
@@ -99,10 +99,10 @@ def test_blocks_that_are_cast_beforehand_have_the_bits_of_a_cast_for_every_use(n
         flat = FlatParameters(
             model.network.named_parameters(),
             ranks=all_ranks(),
-            spread=model.network.block_weights() if is_cast else (),
+            spread=block_weights(model.network) if is_cast else (),
             compute_dtype=torch.bfloat16,
         )
-        dtypes = {each.dtype for key, each in flat.parameters.items() if key in model.network.block_weights()}
+        dtypes = {each.dtype for key, each in flat.parameters.items() if key in block_weights(model.network)}
         assert dtypes == {torch.bfloat16 if is_cast else torch.float32}
         views = flat.attach_gradients()
         batch = random_batch(4)
@@ -144,10 +144,10 @@ def test_the_transformer_answers_in_one_pass():
     assert output.carry.halted.all()
     again = run_step(model, output.carry, batch)
     assert torch.equal(output.prediction.logits, again.prediction.logits)
-    h = model.network.embed(batch.inputs, batch.puzzle_identifiers)
+    h = embed(model.network, batch)
     for block in model.network.blocks.layers:
-        h = block(h, (model.network.rotary_cos, model.network.rotary_sin))
-    expected = model.network.lm_head(h)[:, model.network.num_puzzle_positions :]
+        h = block(h, model.network.rotary)
+    expected = model.network.lm_head(h)[:, model.network.arch.num_puzzle_positions :]
     assert_close(output.prediction.logits, expected)
 
 
@@ -188,9 +188,7 @@ def test_everything_trains_with_convolutions(name):
     assert all(parameter.grad is not None for parameter in model.parameters())
     z = torch.randn(4, FACTS.seq_len, 32)
     head = model.network.q_head
-    assert_close(
-        model.network.q_values(z), z.mean(dim=1) @ head.weight.T + head.bias, what="Q sees all cells"
-    )
+    assert_close(model.network.q_head(z), z.mean(dim=1) @ head.weight.T + head.bias, what="Q sees all cells")
 
 
 @pytest.mark.usefixtures("float64")

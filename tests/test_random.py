@@ -9,7 +9,7 @@ import torch
 
 from models.random import Draws, draw_keys, philox, random_bits
 from tests.float64 import assert_close
-from tests.tiny import FACTS, draws_of, random_batch, run_step, tiny_model
+from tests.tiny import FACTS, draws_of, embed, random_batch, run_step, tiny_model
 
 _SHAPE = (5, 7)
 
@@ -89,7 +89,9 @@ def test_damping_and_noise_of_every_call(name, cycles):
     model = tiny_model(name, state_noise=0.2, damping=0.7, H_cycles=cycles, L_cycles=3).eval()
     network, batch, draws = model.network, random_batch(3), _draws(torch.arange(3), 0, 1)
     state, rotary = network.initial_state(3, seq_len=FACTS.seq_len), network.rotary
-    e, z = network.embed(batch.inputs, batch.puzzle_identifiers), dict(state)
+    of_tokens = not hasattr(network, "embed")
+    e = embed(network, batch) if of_tokens else network.embed(batch.inputs, batch.puzzle_identifiers)
+    z = dict(state)
 
     def mix(axis: str, called: torch.Tensor, use: str) -> None:
         noise = draws.normal(called.shape[1:], use=use)
@@ -97,10 +99,10 @@ def test_damping_and_noise_of_every_call(name, cycles):
 
     for cycle, call in itertools.product(range(cycles), range(3)):
         if "z_L" not in state:
-            called = network.refine(z["z_H"], e, call=call, draws=draws)
+            called = network.L_level(z["z_H"], e, rotary, *(() if of_tokens else (None,)))
             mix("z_H", called, f"z_H {call}")
             continue
-        slow, fast = network.slow_and_fast
+        slow, fast = getattr(network, "H_level", network.L_level), network.L_level
         mix("z_L", fast(z["z_L"], z["z_H"] + e, rotary), f"z_L {cycle} {call}")
         if call == 2:
             mix("z_H", slow(z["z_H"], z["z_L"], rotary), f"z_H {cycle}")

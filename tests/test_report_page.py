@@ -200,7 +200,8 @@ def test_a_metric_of_one_network_is_drawn(tmp_path, sudoku_folder, monkeypatch):
     log = run / METRICS_FILE
     log.write_text(log.read_text().replace('"train/steps"', '"train/struck": 5.0, "train/steps"'))
     plain = [chart.title for chart in learning_charts(read_run(run))]
-    monkeypatch.setattr(TRM, "training_metrics", TRM.training_metrics | {"struck": "slots"})
+    objective = TRM.objective_class
+    monkeypatch.setattr(objective, "training_metrics", objective.training_metrics | {"struck": "slots"})
     assert {chart.title for chart in learning_charts(read_run(run))} - {*plain} == {"struck"}
     drawn = comparison_charts(group_runs([read_run(run)]), "training steps")
     assert "struck, training" in {chart.title for chart in drawn}

@@ -155,7 +155,7 @@ def test_positions_are_rows_and_columns_of_the_grid():
     with pytest.raises(ValueError, match="arch.pos_encodings=rope2d needs a grid, but .* 15 is no square"):
         build_model(tiny_arch("serrm"), facts)
     facts = dataclasses.replace(facts, num_columns=5)
-    cos = build_model(tiny_arch("serrm"), facts).network.rotary_cos[:15].view(3, 5, 2, -1)
+    cos = build_model(tiny_arch("serrm"), facts).network.rotary[0, :15].view(3, 5, 2, -1)
     assert (cos[:, :, 0] == cos[:, :1, 0]).all(), "turned by the row"
     assert (cos[:, :, 1] == cos[:1, :, 1]).all(), "turned by the column"
     assert not torch.equal(cos[:3, 0, 0], cos[1:2, 0, 0].expand(3, -1))
@@ -191,7 +191,9 @@ def test_confidence_near_one_keeps_its_digits():
 def test_stops_are_a_pure_function_of_seed_and_step():
     def draw(seed: int = 3, step: int = 7, probability: float = 0.25):
         model = _model(halt_exploration_prob=probability)
-        drawn = model.network.draw(seed=seed, step=step, batch_size=100_000, reasoning=model.reasoning)
+        drawn = model.network.objective.draw(
+            seed=seed, step=step, batch_size=100_000, reasoning=model.reasoning
+        )
         return drawn.get("stops")
 
     assert (draw() == draw()).all()

@@ -85,7 +85,7 @@ def _assert_same_answers(path: Path, model: HaltingModel, *, num_steps: int, num
         with torch.inference_mode():
             state, prediction = model.network(state, tokens, identifiers, reasoning=model.eval_reasoning)
         expected = {f"next_{name}": tensor for name, tensor in state.items()} | prediction._asdict()
-        expected["wants_to_halt"] = network.wants_to_halt(state, prediction)
+        expected["wants_to_halt"] = network.objective.wants_to_halt(state, prediction)
         expected = {name: tensor.numpy() for name, tensor in expected.items() if tensor is not None}
         assert found.keys() == expected.keys()
         for name, value in expected.items():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.q_head import QHead
+from models.hrm import HRM
 from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step, replicated_tensors
 from tests.float64 import TOLERANCE, assert_close, in_float64
@@ -118,7 +118,7 @@ def _naive(options: dict[str, Any]) -> dict[str, Any]:
         "weights": {**shared, "puzzle_emb.weights": table},
         "averages": averages,
         "moments": [state.weights.moments() for state, _ in workers],
-        "metrics": training_metrics(QHead, sums, steps=_STEPS, global_batch_size=_BATCH),
+        "metrics": training_metrics(HRM, sums, steps=_STEPS, global_batch_size=_BATCH),
         "steps": steps,
     }
 

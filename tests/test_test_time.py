@@ -109,7 +109,7 @@ def _naive_runs(model: HaltingModel, batch: Batch, *, stops: bool) -> list[list[
                 for name, array in now.items():
                     where = frozen.reshape(-1, *[1] * (array.ndim - 1))
                     now[name] = np.where(where, steps[-1][name], array)
-            has_halted = has_halted | model.network.wants_to_halt(carry.state, prediction)
+            has_halted = has_halted | model.network.objective.wants_to_halt(carry.state, prediction)
             now["has_halted"] = has_halted.numpy()
             steps.append(now)
         runs.append(steps)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from checkpointing.tensors import load_joined
+from models.blocks import block_weights
 from models.compilation import COMPILER_OPTIONS
 from optimizers.adam_atan2 import AdamATan2
 from parallel.collectives import ALONE, all_ranks
@@ -97,7 +98,7 @@ def test_compiled_shares_have_the_bits_of_the_whole_and_nearly_the_values_of_eag
     def trained(rank: int, *, is_sharded: bool, compiler_options=COMPILER_OPTIONS) -> FlatParameters:
         monkeypatch.setenv("RANK", str(rank))
         network, sharers = tiny_model().network, all_ranks() if is_sharded else ALONE
-        matrices = network.block_weights() if names else ()
+        matrices = block_weights(network) if names else ()
         flat = FlatParameters(
             network.named_parameters(), ranks=all_ranks(), sharers=sharers, unsplit=matrices
         )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from config.architecture import architectures
+from models.blocks import block_weights
 from optimizers.weights import AdamW, Muon, Weights, build_weights
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
@@ -39,7 +40,7 @@ def test_a_state_that_is_there_from_the_start_changes_nothing(ours, theirs):
 
 
 def _build(network: torch.nn.Module, optimizer: str) -> tuple[FlatParameters, Weights]:
-    matrices = [name for name in network.block_weights() if network.get_parameter(name).ndim == 2]
+    matrices = [name for name in block_weights(network) if network.get_parameter(name).ndim == 2]
     options = {"undecayed": network.undecayed, "unsplit": matrices if optimizer == "muon" else ()}
     flat = FlatParameters(network.named_parameters(), ranks=all_ranks(), **options)
     weights = build_weights(tiny_config(optimizer=optimizer), flat)

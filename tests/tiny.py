@@ -18,6 +18,7 @@ from dataset.format import IGNORE_LABEL_ID, Metadata, load_metadata
 from dataset.loader import Batch
 from models import HaltingModel, build_model
 from models.carry import Carry, StepOutput, Sums
+from models.embedding import embed_puzzle
 from models.network import Network
 from models.random import Draws
 from parallel.launch import Program
@@ -122,9 +123,9 @@ def run_losses(
     draws = draws_of(len(batch.rows), **arrays) if arrays else draws
     before = model.refill(carry, batch, reasoning, draws)
     output = model(before, reasoning, draws)
-    divisors = {"slots": len(batch.rows), **model.network.divisors(before)}
+    divisors = {"slots": len(batch.rows), **model.network.objective.divisors(before)}
     options = {"divisors": divisors, "reasoning": reasoning, "draws": draws}
-    return output, functools.partial(model.network.losses, before, output, **options)
+    return output, functools.partial(model.network.objective.losses, before, output, **options)
 
 
 @torch.no_grad()
@@ -186,3 +187,10 @@ def assert_same_row(ours: dict[str, Any], theirs: dict[str, Any], *, tolerance: 
     for name, value in theirs.items():
         is_word = isinstance(value, str)
         assert ours[name] == (value if is_word else pytest.approx(value, rel=tolerance, abs=tolerance)), name
+
+
+def embed(network: Network, batch: Batch) -> torch.Tensor:
+    """The embedded puzzles of a network that reads tokens."""
+    modules = {"tokens": network.embed_tokens, "puzzles": network.puzzle_emb, "positions": network.embed_pos}
+    positions = network.arch.num_puzzle_positions
+    return embed_puzzle(batch.inputs, batch.puzzle_identifiers, **modules, num_puzzle_positions=positions)

@@ -115,6 +115,37 @@ CASES = {
     "fprm bfloat16": Case((2, 1), ("arch=fprm", _BFLOAT16, "activation_checkpointing=block", *_DEBIASED)),
     "bfloat16 diloco": Case((2, 4), (_BFLOAT16, "local_steps=5", *_DILOCO, *_EMA)),
     "4 to 1 local": Case((4, 1), ("local_steps=5", *_MEAN, *_EMA)),
+    "mesh trm pp2": Case(2, (*_TRM, "arch.L_layers=2", "pipeline_parallel_degree=2", *_EMA)),
+    "mesh hrm tp2": Case(2, ("arch.q_target=exact", "tensor_parallel_degree=2", *_EMA)),
+    "mesh trm four": Case(
+        4,
+        (
+            *_TRM,
+            "arch.L_layers=2",
+            _BFLOAT16,
+            "tensor_parallel_degree=2",
+            "pipeline_parallel_degree=2",
+            "activation_checkpointing=block",
+            *_EMA,
+        ),
+    ),
+    "mesh urm dp2 pp2": Case(
+        4, ("arch=urm", "arch.L_layers=2", "pipeline_parallel_degree=2", "optimizer=muon", *_EMA)
+    ),
+    "mesh serrm tp2": Case(
+        2,
+        (
+            "arch=serrm",
+            "arch.puzzle_emb_ndim=1",
+            "arch.head_dim=12",
+            "arch.num_heads=2",
+            "arch.num_heads_t=2",
+            "arch.head_dim_t=6",
+            "tensor_parallel_degree=2",
+            *_EMA,
+        ),
+    ),
+    "mesh fprm pp2": Case(2, (*_FPRM, "arch.L_layers=2", "pipeline_parallel_degree=2", *_EMA)),
 }
 _HAS_NOT = {  # keys of `OVERRIDES` that an architecture does not have
     "arch=serrm": ("arch.H_layers", "arch.num_heads"),

@@ -15,9 +15,11 @@ from dataset.description import with_candidates
 from dataset.format import USUAL_SIZES, usual_metadata
 from dataset.mixture import open_datasets
 from models import HaltingModel, build_model
+from models.blocks import block_weights
 from models.carry import Reasoning
-from models.network import Network
+from models.flops import StepCounter
 from optimizers.weights import SCALARS
+from training.cut import plan_of
 from training.data import build_plan, hold_out
 from training.layout import check_layout, layout_of
 from training.schedule import Schedule
@@ -41,16 +43,17 @@ class Sent(NamedTuple):
 class Needs:
     """An estimate of what one process of a run needs, as the mean over all processes.
 
-    network: the whole network, on any device, also "meta". sizes: {axis of the mesh: number of ranks}.
+    counter: of the whole model's steps. sizes: {axis of the mesh: number of ranks}.
     """
 
-    def __init__(self, config: PretrainConfig, network: Network, sizes: Mapping[str, int]):
-        self._config, self._network = config, network
+    def __init__(self, config: PretrainConfig, counter: StepCounter, sizes: Mapping[str, int]):
+        self._config, self._counter = config, counter
+        self._network = network = counter.model.network
         self._stages, self._replicas, self._shares, self._tensor = sizes.values()
         self._data = self._stages * self._replicas * self._shares
         self._is_plain = self._stages == self._tensor == 1
         self._is_mixed = network.dtype != torch.float32 and config.sync != "ddp"
-        names, parts = network.block_weights(), self._stages * self._tensor
+        names, parts = block_weights(network), self._stages * self._tensor
         weights = dict(network.named_parameters())
         self._blocks = sum(weights[name].numel() for name in names) / parts
         self._matrices = sum(weights[name].numel() for name in names if weights[name].ndim == 2) / parts
@@ -80,28 +83,29 @@ class Needs:
         }
         return {part: num_bytes for part, num_bytes in memory.items() if num_bytes}
 
-    def activations(self, reasoning: Reasoning, *, seq_len: int) -> float:
+    def activations(self, reasoning: Reasoning) -> float:
         """Estimates the bytes of activations that the backward pass of one micro-batch needs."""
         of_block = _WHOLE + _SHARED.get(self._config.arch.name, _USUALLY_SHARED) / self._tensor
         if self._config.activation_checkpointing == "block":
             of_block = _INPUT
-        num_blocks = sum(graded * len(level.layers) for level, _, graded in self._network.calls(reasoning))
+        step = self._counter.count(reasoning, trains=True)
+        num_blocks = sum(graded * len(level.layers) for level, _, graded, _ in step.calls)
         at_once = self.slots / self._config.gradient_accumulation_steps
         # Of its own blocks, a pipeline stage keeps the activations of the slots of all stages.
-        return at_once * num_blocks * of_block / 2 * self._state_bytes(seq_len)
+        return at_once * num_blocks * of_block / 2 * self._state_bytes(reasoning)
 
-    def sent(self, reasoning: Reasoning, *, seq_len: int) -> dict[str, Sent]:
+    def sent(self, reasoning: Reasoning) -> dict[str, Sent]:
         """Returns {purpose: what a process sends in a step}, for the process that sends most.
 
         Puzzle rows are an upper limit: with local steps, or by owner, rows of the same puzzle are sent once.
         Buckets and calls of q_target=deferred are estimates. Messages of metrics and clipping are left out.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
-        parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(seq_len)
-        more, calls, summed = self._more_calls(reasoning), 0.0, 0.0
-        for level, number, graded in self._network.calls(reasoning):
+        parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(reasoning)
+        more, calls, summed = self._network.objective.more_calls(reasoning), 0.0, 0.0
+        for level, number, graded, _ in self._counter.count(reasoning, trains=True).calls:
             calls += number * (1 + more) + graded
-            in_block = sum(hasattr(module, "cuts") for module in level.modules())
+            in_block = sum(plan_of(module) is not None for module in level.modules())
             again = graded * (config.activation_checkpointing == "block")
             summed += in_block * (number * (1 + more) + again + graded)
         item = getattr(torch, config.sync_dtype).itemsize
@@ -130,15 +134,9 @@ class Needs:
         }
         return {what: each for what, each in sent.items() if each.bytes}
 
-    def _state_bytes(self, seq_len: int) -> int:
-        return math.prod(self._network.state_shape(seq_len)) * self._network.dtype.itemsize
-
-    def _more_calls(self, reasoning: Reasoning) -> float:
-        """Returns the number of extra forward passes in a step that compute targets of q_continue."""
-        network = self._network
-        if getattr(network, "no_ACT_continue", True) or reasoning.max_steps == 1:
-            return 0
-        return 1 if network.q_target == "exact" else 1 / reasoning.max_steps
+    def _state_bytes(self, reasoning: Reasoning) -> int:
+        elements = max(each for *_, each in self._counter.count(reasoning, trains=True).calls)
+        return elements * self._network.dtype.itemsize
 
 
 def _ring(num_bytes: float, ranks: int) -> float:
@@ -151,14 +149,15 @@ def describe(config: PretrainConfig, world_size: int) -> str:
     check_layout(config, world_size)
     model, seq_len, num_steps, missing = _build(config)
     network, sizes = model.network, layout_of(config, world_size)
-    needs = Needs(config, network, sizes)
+    counter = StepCounter(model, seq_len=seq_len)
+    needs = Needs(config, counter, sizes)
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one"
     number = sum(each.numel() for each in network.parameters())
     memory = needs.memory()
-    memory["activations, about"] = needs.activations(model.reasoning, seq_len=seq_len)
+    memory["activations, about"] = needs.activations(model.reasoning)
     memory["together"] = sum(memory.values())
-    sent = needs.sent(model.reasoning, seq_len=seq_len)
-    flops = config.global_batch_size * network.step_flops(model.reasoning, seq_len=seq_len, trains=True)
+    sent = needs.sent(model.reasoning)
+    flops = config.global_batch_size * counter.flops(model.reasoning, trains=True)
     return "\n".join(
         [
             f"{world_size} processes ({mesh}), {needs.slots:g} slots each",

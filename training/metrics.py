@@ -12,7 +12,9 @@ def training_metrics(
     network: Network | type[Network], sums: dict[str, float], *, steps: int, global_batch_size: int
 ) -> dict[str, float]:
     """Returns {metric: value} from sums over all ranks and `steps` steps; leaves out metrics without data."""
-    metrics = network.metrics | network.training_metrics | {"grad_norm": "updates"}
+    metrics = (
+        network.objective_class.metrics | network.objective_class.training_metrics | {"grad_norm": "updates"}
+    )
     sums = sums | {"updates": steps}
     return divide(sums, metrics, slots=steps * global_batch_size)
 

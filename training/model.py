@@ -4,20 +4,21 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import nn
 
 from config.schema import PretrainConfig
 from dataset.format import Metadata
 from evaluation.compilation import compiles_on_all_ranks
 from models import HaltingModel, build_model, recompute_blocks
-from models.blocks import Elsewhere
+from models.blocks import block_weights, levels_of
 from models.compilation import COMPILER_OPTIONS, compile_blocks
-from models.network import PuzzleEmbedding
+from models.embedding import PuzzleEmbedding
+from models.flops import StepCounter
 from parallel.collectives import all_ranks
 from parallel.errors import collective_errors
 from parallel.mesh import Mesh
 from parallel.pipeline import Ring, pipe_levels
-from parallel.tensor import Cut, cut_tensors
+from parallel.tensor import Cut
+from training.cut import cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +50,11 @@ def build_own_model(
     """
     compiles = compiles_on_all_ranks(config.compile, device, num_steps=total_steps)
     with collective_errors():
-        model, cuts = _draw(config, metadata, mesh)
+        torch.manual_seed(config.seed)
+        model = build_model(config.arch, metadata)
+        shapes = {name: tuple(each.shape) for name, each in model.network.named_parameters()}
+        cuts = cut(model.network, mesh)
         model = model.to(device)
-        with torch.device("meta"):
-            whole = build_model(config.arch, metadata).network
         if config.train_only == "puzzle_embeddings":
             model.requires_grad_(False)
         if config.activation_checkpointing == "block":
@@ -60,31 +62,18 @@ def build_own_model(
     network = model.network
     # Broadcast the initial weights, because ranks on other hardware may have drawn other numbers.
     buffers = {n: each for n, each in network.named_buffers() if n != PuzzleEmbedding.weights_name}
-    blocks, named = network.block_weights(), dict(network.named_parameters())
+    blocks, named = block_weights(network), dict(network.named_parameters())
     all_ranks().broadcast_([*(each for n, each in named.items() if n not in blocks), *buffers.values()])
     for name in sorted(blocks):  # one by one: the message needs a copy of all its tensors
         mesh.replicas.broadcast_([named[name]])
     if mesh.pipeline.size > 1:
-        pipe_levels(network.levels().values(), Ring(mesh.pipeline, mesh.homes))
-    shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
+        pipe_levels(levels_of(network).values(), Ring(mesh.pipeline, mesh.homes))
     return OwnModel(model, cuts, shapes, COMPILER_OPTIONS if compiles else None)
 
 
-def _draw(config: PretrainConfig, metadata: Metadata, mesh: Mesh) -> tuple[HaltingModel, dict[str, Cut]]:
-    """Initializes the model from the seed; returns this rank's part, and {name of weight: its cut}.
-
-    Every rank draws every block, so that the numbers do not depend on the mesh, but keeps only its own.
-    """
-    cuts: dict[nn.Module, dict[str, Cut]] = {}
-
-    def take(block: nn.Module, number: int, num_blocks: int) -> nn.Module:
-        assert num_blocks % mesh.pipeline.size == 0, "the schema refuses other numbers"
-        if number * mesh.pipeline.size // num_blocks != mesh.pipeline.index:
-            return Elsewhere(block)
-        cuts[block] = cut_tensors(block, mesh.tensor) if mesh.tensor.size > 1 else {}
-        return block
-
-    torch.manual_seed(config.seed)
-    model = build_model(config.arch, metadata, **({} if mesh.is_plain else {"take": take}))
-    named = model.network.named_modules()
-    return model, {f"{name}.{w}": cut for name, each in named for w, cut in cuts.get(each, {}).items()}
+def count_steps(config: PretrainConfig, metadata: Metadata) -> StepCounter:
+    """Returns the counter of operations of the whole model of a run."""
+    with torch.device("meta"):
+        model = build_model(config.arch, metadata)
+    model.requires_grad_(config.train_only == "all")
+    return StepCounter(model, seq_len=metadata.seq_len)

@@ -16,6 +16,7 @@ from training.clock import StepClock, gather_timing, traced_steps
 from training.data import RunData
 from training.loggers import Loggers
 from training.metrics import FiniteCheck, training_metrics
+from training.model import count_steps
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.state import TrainState
 from training.strategy import StepResult
@@ -46,7 +47,8 @@ class Monitor:
         self._remaining = range(state.step, data.schedule.end_step)
         self._data = data
         self._seq_len = state.carry.data.inputs.shape[-1]
-        flops_of_step = state.model.network.step_flops(state.model.eval_reasoning, seq_len=self._seq_len)
+        self._counter = count_steps(program.config, data.dataset.metadata)
+        flops_of_step = self._counter.flops(state.model.eval_reasoning)
         self._run_info = {
             "num_parameters": state.weights.num_parameters,
             "gigaflops_per_step": flops_of_step / 1e9,
@@ -61,7 +63,7 @@ class Monitor:
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(program.config).items())
         sync = f", sync by {state.strategy.name}" if world_size() > 1 else ""
         layout = "" if state.mesh.is_plain else f" ({state.mesh})"
-        total = data.schedule.petaflops(data.schedule.total_steps, state.model, seq_len=self._seq_len)
+        total = data.schedule.petaflops(data.schedule.total_steps, self._counter)
         log.info(
             f"{data.schedule.describe(state.step)}\n{state.weights.num_parameters:,} parameters "
             f"on {world_size()} x {self._device.type}{layout}{sync}; {rates}\n{total:.3g} PFLOP of training, "
@@ -148,7 +150,7 @@ class Monitor:
             log.warning(straggler)
         row |= timing | self._checkpoints.pop_stall_seconds() | self._watchdog.pop_recovery()
         row |= self._schedule.learning_rates(state.step)
-        row["petaflops"] = self._schedule.petaflops(state.step, state.model, seq_len=self._seq_len)
+        row["petaflops"] = self._schedule.petaflops(state.step, self._counter)
         return {f"train/{name}": value for name, value in row.items()}
 
     def show_puzzles(self, state: TrainState) -> None:

@@ -4,8 +4,8 @@ import dataclasses
 
 from config.schema import PretrainConfig
 from dataset.plan import TrainPlan
-from models import HaltingModel
 from models.carry import Reasoning
+from models.flops import StepCounter
 from optimizers.learning_rate import learning_rates
 from training.strategy import next_sync, synced_steps
 
@@ -34,12 +34,12 @@ class Schedule:
         cycles = self._plan.stage_of(step).cycles
         return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)
 
-    def petaflops(self, step: int, model: HaltingModel, *, seq_len: int) -> float:
+    def petaflops(self, step: int, counter: StepCounter) -> float:
         """Counts the operations of the first `step` steps on all ranks, in 1e15 (see `models.flops`)."""
         of_slot = 0.0
         for stage, number in self._plan.num_steps(step):
-            reasoning = dataclasses.replace(model.reasoning, **stage.cycles)
-            of_slot += number * model.network.step_flops(reasoning, seq_len=seq_len, trains=True)
+            reasoning = dataclasses.replace(counter.model.reasoning, **stage.cycles)
+            of_slot += number * counter.flops(reasoning, trains=True)
         return of_slot * self._config.global_batch_size / 1e15
 
     def is_evaluation(self, step: int) -> bool:

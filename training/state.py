@@ -16,6 +16,7 @@ from checkpointing.tensors import load_into_
 from config.schema import PretrainConfig
 from dataset.format import Metadata
 from models import HaltingModel
+from models.blocks import block_weights
 from models.carry import Carry, sum_names
 from optimizers.average import Average, build_average
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
@@ -181,7 +182,7 @@ def build_first_state(
     # optimizers and averages on these, and compile last.
     model = build_own_model(config, own, mesh, device=device, total_steps=total_steps or 0)
     network = model.model.network
-    flats = build_flats(config, network, mesh, cuts=model.cuts)
+    flats = build_flats(config, network, mesh, blocks=block_weights(network), cuts=model.cuts)
     with collective_errors():
         options = {"shapes": model.shapes, "compiler_options": model.compiler_options}
         weights = build_weights(config, *flats, holders=mesh.holders, tensor=mesh.tensor, **options)
@@ -189,7 +190,11 @@ def build_first_state(
         average = build_average(config, flats, total_steps=total_steps)
         model.compile_()
         slots = slots_of(ranks, config.global_batch_size)
-        sums = (*sum_names(network.metrics), "grad_norm", *sum_names(network.training_metrics))
+        sums = (
+            *sum_names(network.objective.metrics),
+            "grad_norm",
+            *sum_names(network.objective.training_metrics),
+        )
         return TrainState(
             model=model.model,
             weights=weights,

@@ -46,7 +46,7 @@ def train_step(
     # Divisors of losses: LDT's depend on the data and are summed over ranks; the number of slots is known.
     with clock.measure("sync"):
         state.table.prepare(boards.data.puzzle_identifiers)
-        divisors = state.strategy.sum_divisors(state.model.network.divisors(boards))
+        divisors = state.strategy.sum_divisors(state.model.network.objective.divisors(boards))
     sums = forward_and_backward(state, boards, config, divisors, reasoning, draws, is_asked_to_stop)
     grad_norm, result = update(state, config, rates, clock)
     # Metrics are sums over ranks, made when a row is logged. So a norm, which is equal on all ranks (with
@@ -110,7 +110,7 @@ def forward_and_backward(
         with strategy.micro_batch(is_last=is_last):
             # The model, or the wrapper of DistributedDataParallel around it; decides which slots halt.
             output = strategy.model(before, reasoning, own_draws)
-            loss, new_sums = network.losses(
+            loss, new_sums = network.objective.losses(
                 before, output, divisors=divisors, reasoning=reasoning, draws=own_draws
             )
             scalars.add(loss=loss.detach())
@@ -130,7 +130,7 @@ def draw(state: TrainState, config: PretrainConfig, reasoning: Reasoning) -> Dra
     """
     device, slots = state.carry.steps.device, state.slots
     is_pinned = device.type == "cuda"  # then the host does not wait for the copy
-    arrays = state.model.network.draw(
+    arrays = state.model.network.objective.draw(
         seed=config.seed, step=state.step, batch_size=config.global_batch_size, reasoning=reasoning
     )
     own = {}

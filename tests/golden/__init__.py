@@ -160,7 +160,9 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> Differenc
         before = model.refill(carry, batch(run, number).to(device), model.reasoning, draws)
         output = as_published(model, model(before, model.reasoning, draws))
         carry = output.carry
-        loss, sums = network.losses(before, output, divisors={}, reasoning=model.reasoning, draws=None)
+        loss, sums = network.objective.losses(
+            before, output, divisors={}, reasoning=model.reasoning, draws=None
+        )
         sync.zero()
         (loss / known["batch_size"]).backward()
         sync.finish()

@@ -134,9 +134,11 @@ def replay(run: Path) -> Differences:
         boards_now = {name: each[rows] for name, each in state.items()}
         before = Carry(boards_now, ages[rows], torch.zeros(len(rows)).bool(), data)
         output = model.train()(before, reasoning, recorded)
-        divisors = {"slots": len(rows), **network.divisors(before)}
+        divisors = {"slots": len(rows), **network.objective.divisors(before)}
         flat.gradients.zero_()
-        loss, sums = network.losses(before, output, divisors=divisors, reasoning=reasoning, draws=None)
+        loss, sums = network.objective.losses(
+            before, output, divisors=divisors, reasoning=reasoning, draws=None
+        )
         (loss / len(rows)).backward()
 
         where = f"{run.name}, step {golden['step']}"

@@ -9,6 +9,7 @@ from torch import nn
 
 from benchmarks.layouts import computed, counting, kept
 from models import build_model, layers
+from models.blocks import block_weights
 from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step
 from tests.ranks import run_ranks
@@ -75,7 +76,7 @@ def _most_drawn(layout: str) -> tuple[int, int, int]:
     """Returns how many weights this rank has at once while it draws the model; all of blocks; all others."""
     arch = tiny_arch("trm", L_layers=4)
     network = build_model(arch, FACTS).network.to("meta")
-    blocks = sum(network.get_parameter(name).numel() for name in network.block_weights())
+    blocks = sum(network.get_parameter(name).numel() for name in block_weights(network))
     draw, most = layers.truncated_normal, [0]
 
     def counted(*shape: int, std: float) -> torch.Tensor:

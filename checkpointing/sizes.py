@@ -1,0 +1,35 @@
+"""Reads off trained weights which sizes the data of a model have."""
+
+import torch
+
+from config.architecture import Architecture
+from dataset.format import usual_metadata
+from models import build_model
+from models.carry import State
+
+_FIRST, _OTHER = (
+    {"num_puzzle_identifiers": 2, "vocab_size": 11, "seq_len": 81},
+    {"num_puzzle_identifiers": 5, "vocab_size": 16, "seq_len": 100},  # a square: a grid needs one
+)
+
+
+def sizes_in(weights: State, arch: Architecture) -> dict[str, int]:
+    """Returns {field of `Metadata`: size} that a dataset must have for a model with these weights.
+
+    A weight with an axis that grows with a size, one to one, tells this size. KeyError without the weight.
+    """
+    first, sizes = _shapes_for(arch), {}
+    for field, other in _OTHER.items():
+        more = other - _FIRST[field]
+        for name, shape in _shapes_for(arch, **{field: other}).items():
+            growing = [axis for axis, length in enumerate(shape) if length - first[name][axis] == more]
+            if growing:
+                sizes[field] = weights[name].shape[growing[0]] - first[name][growing[0]] + _FIRST[field]
+                break
+    return sizes
+
+
+def _shapes_for(arch: Architecture, **sizes: int) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        network = build_model(arch, usual_metadata(**(_FIRST | sizes))).network
+    return {name: each.shape for name, each in network.state_dict().items()}

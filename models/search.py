@@ -1,0 +1,31 @@
+"""The interface of a network whose evaluation is a search."""
+
+from typing import Any, ClassVar
+
+from dataset.format import Metadata
+from models.carry import Board, State
+from models.network import Network
+
+
+class Search(Network):
+    """The base of networks that search: a try at a puzzle ends when the network wants to halt.
+
+    The first such try answers the puzzle; without one the puzzle is undecided. Every step needs `Draws`.
+
+    of_data  names of stored tensors that are facts of the training data, not learned
+    """
+
+    of_data: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    def complete(metadata: Metadata, weights: State) -> Metadata:
+        """Returns the metadata with facts about the training data that are stored in the weights."""
+        raise NotImplementedError
+
+    def board(self, state: State) -> Board:
+        """Returns the candidates of each cell, for display."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """Returns constants as JSON values, by which a web page runs the search itself."""
+        raise NotImplementedError

@@ -1,0 +1,38 @@
+"""Cuts a built model to the part that this rank holds: its pipeline stage, and its share of the weights."""
+
+from torch import nn
+
+from models.blocks import levels_of
+from models.layers import Attention, Convolution
+from models.network import Network
+from parallel.mesh import Mesh
+from parallel.pipeline import keep_stage
+from parallel.tensor import Cut, Plan, cut_tensors
+
+
+def plan_of(layer: nn.Module) -> Plan | None:
+    """Returns how tensor-parallel ranks divide a layer; None: they do not. Its output is the sum over ranks."""
+    if isinstance(layer, Attention):  # by heads
+        width, inner = layer.o_proj.weight.shape
+        num_heads = inner // layer.head_dim
+        return Plan({"qkv_proj.weight": (3, num_heads), "o_proj.weight": (width, num_heads)})
+    if isinstance(layer, Convolution):  # by features of the input
+        return Plan({"weight": (len(layer.weight), len(layer.weight))}, reads_share=True)
+    if hasattr(layer, "gate_up_proj"):  # a gated MLP: by inner features
+        width, inner = layer.down_proj.weight.shape
+        weights = {"gate_up_proj.weight": (2, inner), "down_proj.weight": (width, inner)}
+        if hasattr(layer, "dwconv"):
+            weights |= {"dwconv.weight": (1, inner), "dwconv.bias": (1, inner)}
+        return Plan(weights)
+    return None
+
+
+def cut(network: Network, mesh: Mesh) -> dict[str, Cut]:
+    """Drops all blocks but those of this rank's stage, and of these its share; returns {name of weight: cut}.
+
+    The whole network was drawn before, so that the numbers do not depend on the mesh.
+    """
+    if mesh.pipeline.size > 1:
+        for level in levels_of(network).values():
+            keep_stage(level, mesh.pipeline)
+    return cut_tensors(network, mesh.tensor, plan_of) if mesh.tensor.size > 1 else {}
