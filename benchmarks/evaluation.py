@@ -6,7 +6,6 @@ Without --checkpoint the demo's model is trained first, and evaluated with 16 th
 Both ways evaluate the same test puzzles, in turns, in one process.
 """
 
-import dataclasses
 import tempfile
 import time
 from collections.abc import Sequence
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     model,
                     data,
                     global_batch_size=checkpoint.global_batch_size,
-                    reasoning=dataclasses.replace(model.eval_reasoning, halts_early=halting == "act"),
+                    reasoning=model.eval_reasoning(halting),
                 )
                 seconds[halting].append(time.perf_counter() - began)
     times = {halting: measurement(values[1:]) for halting, values in seconds.items()}

@@ -1,13 +1,13 @@
 """Times the training step; of HRM and TRM against the public code's (`benchmarks.published`).
 
     python -m benchmarks.step --dtype bfloat16
-    python -m benchmarks.step --arch trm trm_gate ldt
+    python -m benchmarks.step --arch trm infiloop ldt
     python -m benchmarks.step --device cuda --published-sizes
 
 Contenders: published: eager. published_flash (HRM): with torch's attention also on a CPU. published_compiled:
 compiled as a whole, as the public code is on CUDA. exact, deferred: our step, with that value of `q_target`;
 models without q_continue only have `exact`. exact_compiled, deferred_compiled: the same with compiled blocks
-and optimizer. --arch trm_gate: TRM with `update=gate`. --arch ldt: the last stage of `sudoku_extreme_search`.
+and optimizer. --arch infiloop: TRM with a gate. --arch ldt: the last stage of `sudoku_extreme_search`.
 
 Each contender is a process of its own. All start with the same weights and batches, with slots at different
 thinking steps. Turns are two steps; the second is timed. speedup: time of the first contender over
@@ -38,7 +38,7 @@ _PUBLISHED = ("published", "published_flash", "published_compiled")
 _OURS = ("exact", "exact_compiled", "deferred", "deferred_compiled")
 # {--arch: prefixes of contenders that do not exist for it}.
 _WITHOUT: dict[str, tuple[str, ...]] = {"hrm": (), "trm": ("deferred", "published_f")}
-_WITHOUT |= dict.fromkeys(("trm_gate", "ldt"), ("deferred", "published"))
+_WITHOUT |= dict.fromkeys(("infiloop", "ldt"), ("deferred", "published"))
 _SIZES = {"hidden": 128, "heads": 4, "layers": 2, "batch": 32}
 _QUICK_SIZES = {"hidden": 32, "heads": 2, "layers": 1, "batch": 4}
 _PUBLISHED_SIZES = {
@@ -133,7 +133,7 @@ def _overrides(arch: str, dtype: str, options: argparse.Namespace) -> list[str]:
     layers = options.layers or (4 if arch == "hrm" else 2)
     words += [f"arch.puzzle_emb_ndim={options.hidden}", f"arch.L_layers={layers}"]
     words += [f"arch.H_layers={layers}"] if arch == "hrm" else []
-    return words + (["arch.update=gate"] if arch == "trm_gate" else [])
+    return words
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -7,7 +7,7 @@ from checkpointing.pretrained import ARCH_WORD, find_checkpoint, load_weights
 from config.architecture import Architecture
 from config.files import changed_words, load_defaults
 from models import network_class
-from models.embedding import PuzzleEmbedding
+from models.puzzle_embedding import PuzzleEmbedding
 from models.search import Search
 from parallel import log
 from parallel.shards import Shard, Tensors

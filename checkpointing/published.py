@@ -68,6 +68,7 @@ PUBLISHED = {
     "fixed_point_reasoning.fprm@FixedPointReasoningModel_ACTV1": _FPRM,
 }
 _TENSORS = {public.name: public.tensors for public in PUBLISHED.values() if public is not _SINGLE_Z}
+_TENSORS["infiloop"] = _TENSORS["trm"]
 _WRAPPERS = {"_orig_mod", "module", "model", "inner"}  # names of wrappers: torch.compile, DDP, loss, halting
 _STATE_DICTS = ("model_state_dict", "state_dict")  # keys of the weights in a file with other content too
 

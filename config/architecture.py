@@ -52,7 +52,7 @@ class LossConfig(Strict):
 
 
 class ArchConfig(Strict):
-    """The base class of every model's config; class variables are facts that other packages ask for.
+    """The base class of every model's config: the keys that all models have, and facts for other packages.
 
     title: the model's short name in papers. paper: its full name, and the arXiv number.
     """
@@ -63,8 +63,13 @@ class ArchConfig(Strict):
     has_q_continue: ClassVar[bool] = False  # True: the model has the output q_continue_logits
     finds_candidates: ClassVar[bool] = False  # True: the model needs `Metadata.candidates`, found in the data
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
+    reads_any_length: ClassVar[bool] = False  # True: the weights fit puzzles with another number of cells
+    eval_changes: ClassVar[dict[str, int]] = {}  # cycles of an evaluation that differ from those of training
 
     hidden_size: _AtLeastOne
+    num_heads: _AtLeastOne
+    expansion: _Positive
+    rope_theta: _Positive
     puzzle_emb_ndim: _Width
     forward_dtype: Literal["auto", "bfloat16", "float32"]
 
@@ -73,164 +78,224 @@ class ArchConfig(Strict):
         """Returns whether each puzzle identifier has a learned embedding."""
         return self.puzzle_emb_ndim > 0
 
-    @property
-    def reads_any_length(self) -> bool:
-        """Returns whether the same weights can read puzzles with another number of cells."""
-        return False
-
-    @property
-    def eval_changes(self) -> dict[str, int]:
-        """Returns the cycles that an evaluation has in place of those of training."""
-        return {}
-
     def check_outputs(self, names: list[str]) -> None:
-        """Raises ValueError where `save_outputs` names an output that the model does not have."""
+        """Raises ValueError if `save_outputs` names an output that the model does not have."""
         if "q_continue_logits" in names and not self.has_q_continue:
             raise ValueError(f"save_outputs: arch={self.name} has no q_continue_logits: leave them out")
 
 
-class NetworkConfig(ArchConfig):
-    """The keys of networks that are made of blocks and give one token a cell as answer."""
-
-    num_heads: _AtLeastOne
-    expansion: _Positive
-    rope_theta: _Positive
-    rms_norm_eps: _Positive
-    loss: LossConfig
+# What models with one hidden vector for each cell have in common. They have no base class of their own: each
+# lists its keys, so that one class shows the whole model.
+_PosEncodings = Literal["rope", "learned", "none"]
+_Conv = Literal["none", "instead", "beside"]
+_QTarget = Literal["exact", "deferred"]
 
 
-class TokenConfig(NetworkConfig):
-    """The keys of models with one hidden vector for each token and each position of the puzzle embedding."""
-
-    has_q_continue: ClassVar[bool] = True
-
-    pos_encodings: Literal["rope", "learned", "none"]
-    puzzle_emb_len: _Width
-    mlp_t: bool
-    conv: Literal["none", "instead", "beside"]
-
-    @property
-    def reads_any_length(self) -> bool:
-        return self.conv == "instead"
-
-    def mistakes(self) -> Iterator[str]:
-        yield from super().mistakes()
-        if self.conv != "none" and self.mlp_t:
-            yield f"conv={self.conv} is instead of attention, or beside it: it needs mlp_t=false"
-        if self.conv == "instead" and self.puzzle_emb_ndim:
-            yield "conv=instead mixes the cells of a grid alone: it needs puzzle_emb_ndim=0"
-        if self.conv == "instead" and self.pos_encodings == "rope":
-            yield "conv=instead has no use for rotary positions: choose pos_encodings=none"
-        if self.hidden_size % self.num_heads:
-            yield f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}"
-        if self.pos_encodings == "rope" and self.hidden_size // self.num_heads % 2:
-            yield (
-                f"hidden_size / num_heads is {self.hidden_size // self.num_heads}: rotary positions need an "
-                "even head dimension"
-            )
-        room = self.num_puzzle_positions * self.hidden_size
-        if self.puzzle_emb_ndim > room:
-            yield (
-                f"puzzle_emb_ndim {self.puzzle_emb_ndim} does not fit into puzzle_emb_len "
-                f"{self.puzzle_emb_len} positions of hidden_size {self.hidden_size}: it may be {room} at most"
-            )
-
-    @property
-    def num_puzzle_positions(self) -> int:
-        """Returns how many positions in front of the tokens hold the puzzle embedding."""
-        if not self.puzzle_emb_ndim:
-            return 0
-        return self.puzzle_emb_len or math.ceil(self.puzzle_emb_ndim / self.hidden_size)
+def _count_puzzle_positions(arch: "TokenArch") -> int:
+    """Returns how many positions before the cells hold the puzzle embedding."""
+    if not arch.puzzle_emb_ndim:
+        return 0
+    return arch.puzzle_emb_len or math.ceil(arch.puzzle_emb_ndim / arch.hidden_size)
 
 
-class CyclesConfig(NetworkConfig):
-    """The keys of models that take several thinking steps for a puzzle, with several cycles in each."""
-
-    cycle_keys: ClassVar[tuple[str, ...]] = "H_cycles", "L_cycles"
-
-    H_cycles: _Repeats
-    L_cycles: _Repeats
-    L_layers: _Repeats
-    gradient_cycles: NonNegativeInt
-    halt_max_steps: _Steps
-    eval_halt_max_steps: _Steps | None
-    halt_exploration_prob: Fraction
-    init_noise: StandardDeviation
-    state_noise: StandardDeviation
-    damping: Damping
-
-    def mistakes(self) -> Iterator[str]:
-        yield from super().mistakes()
-        if self.gradient_cycles > self.H_cycles:
-            yield f"gradient_cycles {self.gradient_cycles} is more than H_cycles {self.H_cycles}"
+def _has_only_convolutions(arch: "TokenArch") -> bool:
+    return arch.conv == "instead"
 
 
-class RecursiveConfig(CyclesConfig, TokenConfig):
-    """The keys of recursive models with a Q head."""
-
-    no_ACT_continue: bool
-    q_target: Literal["exact", "deferred"]
-
-
-class TwoAxesConfig(RecursiveConfig):
-    """The keys of recursive models with a slow state z_H and a fast state z_L."""
-
-    update: Literal["plain", "gate"]
-
-
-class HRMConfig(TwoAxesConfig):
-    """The config of the Hierarchical Reasoning Model (HRM)."""
-
-    title: ClassVar[str] = "HRM"
-    paper: ClassVar[tuple[str, str]] = "Hierarchical Reasoning Model", "2506.21734"
-
-    name: Literal["hrm"]
-    H_layers: _Repeats
-
-
-class OneLevelConfig(RecursiveConfig):
-    """The keys of recursive models for which q_continue is optional."""
-
-    def mistakes(self) -> Iterator[str]:
-        yield from super().mistakes()
-        if self.q_target == "deferred" and self.no_ACT_continue:
-            yield "q_target=deferred needs no_ACT_continue=false: else there is no q_continue"
+def _mistakes_of_tokens(arch: "TokenArch") -> Iterator[str]:
+    if arch.conv != "none" and arch.mlp_t:
+        yield f"conv={arch.conv} is instead of attention, or beside it: it needs mlp_t=false"
+    if arch.conv == "instead" and arch.puzzle_emb_ndim:
+        yield "conv=instead mixes the cells of a grid alone: it needs puzzle_emb_ndim=0"
+    if arch.conv == "instead" and arch.pos_encodings == "rope":
+        yield "conv=instead has no use for rotary positions: choose pos_encodings=none"
+    if arch.hidden_size % arch.num_heads:
+        yield f"hidden_size {arch.hidden_size} is not divisible by num_heads {arch.num_heads}"
+    if arch.pos_encodings == "rope" and arch.hidden_size // arch.num_heads % 2:
+        yield (
+            f"hidden_size / num_heads is {arch.hidden_size // arch.num_heads}: rotary positions need an "
+            "even head dimension"
+        )
+    room = arch.num_puzzle_positions * arch.hidden_size
+    if arch.puzzle_emb_ndim > room:
+        yield (
+            f"puzzle_emb_ndim {arch.puzzle_emb_ndim} does not fit into puzzle_emb_len "
+            f"{arch.puzzle_emb_len} positions of hidden_size {arch.hidden_size}: it may be {room} at most"
+        )
 
 
-class TRMConfig(OneLevelConfig, TwoAxesConfig):
+def _mistakes_of_cycles(arch: "CyclicArch") -> Iterator[str]:
+    if arch.gradient_cycles > arch.H_cycles:
+        yield f"gradient_cycles {arch.gradient_cycles} is more than H_cycles {arch.H_cycles}"
+
+
+def _mistakes_of_q_target(arch: "TokenArch") -> Iterator[str]:
+    if arch.q_target == "deferred" and arch.no_ACT_continue:
+        yield "q_target=deferred needs no_ACT_continue=false: else there is no q_continue"
+
+
+class TRMConfig(ArchConfig):
     """The config of the Tiny Recursive Model (TRM). H_layers has no effect; published configs have it."""
 
     title: ClassVar[str] = "TRM"
     paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
+    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
+    has_q_continue: ClassVar[bool] = True
+    num_puzzle_positions = property(_count_puzzle_positions)
+    reads_any_length = property(_has_only_convolutions)
 
     name: Literal["trm"]
+    H_cycles: _Repeats
+    L_cycles: _Repeats
     H_layers: Literal[0]
+    L_layers: _Repeats
+    gradient_cycles: NonNegativeInt
     single_z: bool
+    pos_encodings: _PosEncodings
+    mlp_t: bool
+    conv: _Conv
+    puzzle_emb_len: _Width
+    rms_norm_eps: _Positive
+    halt_max_steps: _Steps
+    eval_halt_max_steps: _Steps | None
+    halt_exploration_prob: Fraction
+    no_ACT_continue: bool
+    q_target: _QTarget
+    init_noise: StandardDeviation
+    state_noise: StandardDeviation
+    damping: Damping
+    loss: LossConfig
+
+    def mistakes(self) -> Iterator[str]:
+        yield from _mistakes_of_tokens(self)
+        yield from _mistakes_of_cycles(self)
+        yield from _mistakes_of_q_target(self)
 
 
-class URMConfig(OneLevelConfig):
+class InfiLoopConfig(ArchConfig):
+    """The config of TRM with InfiLoop's gate."""
+
+    title: ClassVar[str] = "InfiLoop"
+    paper: ClassVar[tuple[str, str]] = "TRM with InfiLoop's gate", "2610.11570"
+    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
+    has_q_continue: ClassVar[bool] = True
+    num_puzzle_positions = property(_count_puzzle_positions)
+    reads_any_length = property(_has_only_convolutions)
+
+    name: Literal["infiloop"]
+    H_cycles: _Repeats
+    L_cycles: _Repeats
+    L_layers: _Repeats
+    gradient_cycles: NonNegativeInt
+    pos_encodings: _PosEncodings
+    mlp_t: bool
+    conv: _Conv
+    puzzle_emb_len: _Width
+    rms_norm_eps: _Positive
+    halt_max_steps: _Steps
+    eval_halt_max_steps: _Steps | None
+    halt_exploration_prob: Fraction
+    no_ACT_continue: bool
+    q_target: _QTarget
+    init_noise: StandardDeviation
+    state_noise: StandardDeviation
+    damping: Damping
+    loss: LossConfig
+
+    def mistakes(self) -> Iterator[str]:
+        yield from _mistakes_of_tokens(self)
+        yield from _mistakes_of_cycles(self)
+        yield from _mistakes_of_q_target(self)
+
+
+class HRMConfig(ArchConfig):
+    """The config of the Hierarchical Reasoning Model (HRM)."""
+
+    title: ClassVar[str] = "HRM"
+    paper: ClassVar[tuple[str, str]] = "Hierarchical Reasoning Model", "2506.21734"
+    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
+    has_q_continue: ClassVar[bool] = True
+    num_puzzle_positions = property(_count_puzzle_positions)
+    reads_any_length = property(_has_only_convolutions)
+
+    name: Literal["hrm"]
+    H_cycles: _Repeats
+    L_cycles: _Repeats
+    H_layers: _Repeats
+    L_layers: _Repeats
+    gradient_cycles: NonNegativeInt
+    pos_encodings: _PosEncodings
+    mlp_t: bool
+    conv: _Conv
+    puzzle_emb_len: _Width
+    rms_norm_eps: _Positive
+    halt_max_steps: _Steps
+    eval_halt_max_steps: _Steps | None
+    halt_exploration_prob: Fraction
+    no_ACT_continue: bool
+    q_target: _QTarget
+    init_noise: StandardDeviation
+    state_noise: StandardDeviation
+    damping: Damping
+    loss: LossConfig
+
+    def mistakes(self) -> Iterator[str]:
+        yield from _mistakes_of_tokens(self)
+        yield from _mistakes_of_cycles(self)
+
+
+class URMConfig(ArchConfig):
     """The config of the Universal Reasoning Model (URM)."""
 
     title: ClassVar[str] = "URM"
     paper: ClassVar[tuple[str, str]] = "Universal Reasoning Model", "2512.14693"
+    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
+    has_q_continue: ClassVar[bool] = True
+    num_puzzle_positions = property(_count_puzzle_positions)
+    reads_any_length = property(_has_only_convolutions)
 
     name: Literal["urm"]
+    H_cycles: _Repeats
+    L_cycles: _Repeats
+    L_layers: _Repeats
+    gradient_cycles: NonNegativeInt
+    pos_encodings: _PosEncodings
+    mlp_t: bool
+    conv: _Conv
+    puzzle_emb_len: _Width
+    rms_norm_eps: _Positive
+    halt_max_steps: _Steps
+    eval_halt_max_steps: _Steps | None
+    halt_exploration_prob: Fraction
+    no_ACT_continue: bool
+    q_target: _QTarget
+    init_noise: StandardDeviation
+    state_noise: StandardDeviation
+    damping: Damping
+    loss: LossConfig
+
+    def mistakes(self) -> Iterator[str]:
+        yield from _mistakes_of_tokens(self)
+        yield from _mistakes_of_cycles(self)
+        yield from _mistakes_of_q_target(self)
 
 
-class FPRMConfig(OneLevelConfig):
+class FPRMConfig(ArchConfig):
     """The config of the Fixed-Point Reasoning Model (FPRM)."""
 
     title: ClassVar[str] = "FPRM"
     paper: ClassVar[tuple[str, str]] = "Fixed-Point Reasoning Model", "2606.18206"
     cycle_keys: ClassVar[tuple[str, ...]] = ("L_cycles",)
+    has_q_continue: ClassVar[bool] = True
+    num_puzzle_positions = property(_count_puzzle_positions)
+    reads_any_length = property(_has_only_convolutions)
 
     name: Literal["fprm"]
-    mlp_t: Literal[False]
-    conv: Literal["none"]
     H_cycles: Literal[1]
-    eval_L_cycles: _Repeats
+    L_cycles: _Repeats
+    L_layers: _Repeats
     gradient_cycles: Literal[1]
-    no_ACT_continue: Literal[True]
+    eval_L_cycles: _Repeats
     conv_type: Literal["conv2d", "conv1d"]
     norm_placement: Literal["none", "output"]
     alpha_1_init: _Inside
@@ -239,50 +304,32 @@ class FPRMConfig(OneLevelConfig):
     stepsize_decay_train: Damping
     stepsize_decay_eval: Damping
     decay_patience: _Repeats
+    pos_encodings: _PosEncodings
+    mlp_t: Literal[False]
+    conv: Literal["none"]
+    puzzle_emb_len: _Width
+    rms_norm_eps: _Positive
+    halt_max_steps: _Steps
+    eval_halt_max_steps: _Steps | None
+    halt_exploration_prob: Fraction
+    no_ACT_continue: Literal[True]
+    q_target: _QTarget
+    init_noise: StandardDeviation
+    state_noise: StandardDeviation
+    damping: Damping
+    loss: LossConfig
 
     @property
     def eval_changes(self) -> dict[str, int]:
         return {"L_cycles": self.eval_L_cycles}
 
-
-class SERRMConfig(CyclesConfig):
-    """The config of the Symbol-Equivariant Recurrent Reasoning Model (SE-RRM).
-
-    The model has no Q head: in training a slot halts at random, with halt_exploration_prob in each step.
-    puzzle_emb_ndim is a switch: any value but 0 gives puzzle embeddings, of a size that the model sets.
-    """
-
-    title: ClassVar[str] = "SE-RRM"
-    paper: ClassVar[tuple[str, str]] = "Symbol-Equivariant Recurrent Reasoning Model", "2603.02193"
-
-    name: Literal["serrm"]
-    num_heads_t: _AtLeastOne
-    head_dim: _AtLeastOne
-    head_dim_t: _AtLeastOne
-    pos_encodings: Literal["rope", "rope2d", "learned"]
-    equivariant_symbols: bool
-    add_tokens: _Width
-    dropout: Annotated[float, Field(ge=0, lt=1)]
-
-    @property
-    def reads_any_length(self) -> bool:
-        return True
-
-    @property
-    def confuses_symbols(self) -> bool:
-        return self.equivariant_symbols and not self.add_tokens and not self.puzzle_emb_ndim
-
     def mistakes(self) -> Iterator[str]:
-        yield from super().mistakes()
-        multiple = {"rope": 2, "rope2d": 4}.get(self.pos_encodings, 1)
-        if self.head_dim % multiple:
-            yield (
-                f"head_dim {self.head_dim} is no multiple of {multiple}, as pos_encodings="
-                f"{self.pos_encodings} needs"
-            )
+        yield from _mistakes_of_tokens(self)
+        yield from _mistakes_of_cycles(self)
+        yield from _mistakes_of_q_target(self)
 
 
-class TransformerConfig(TokenConfig):
+class TransformerConfig(ArchConfig):
     """The config of the baseline without recurrence: a slot halts after one pass, which no key changes."""
 
     halt_max_steps: ClassVar[int] = 1
@@ -292,9 +339,70 @@ class TransformerConfig(TokenConfig):
     q_target: ClassVar[str] = "exact"
 
     title: ClassVar[str] = "Transformer"
+    has_q_continue: ClassVar[bool] = True
+    num_puzzle_positions = property(_count_puzzle_positions)
+    reads_any_length = property(_has_only_convolutions)
 
     name: Literal["transformer"]
     num_layers: _Repeats
+    pos_encodings: _PosEncodings
+    mlp_t: bool
+    conv: _Conv
+    puzzle_emb_len: _Width
+    rms_norm_eps: _Positive
+    loss: LossConfig
+
+    def mistakes(self) -> Iterator[str]:
+        yield from _mistakes_of_tokens(self)
+
+
+class SERRMConfig(ArchConfig):
+    """The config of the Symbol-Equivariant Recurrent Reasoning Model (SE-RRM).
+
+    The model has no Q head: in training a slot halts at random, with halt_exploration_prob in each step.
+    puzzle_emb_ndim is a switch: any value but 0 gives puzzle embeddings, of a size that the model sets.
+    """
+
+    no_ACT_continue: ClassVar[bool] = True
+
+    title: ClassVar[str] = "SE-RRM"
+    paper: ClassVar[tuple[str, str]] = "Symbol-Equivariant Recurrent Reasoning Model", "2603.02193"
+    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
+    reads_any_length: ClassVar[bool] = True
+
+    name: Literal["serrm"]
+    head_dim: _AtLeastOne
+    num_heads_t: _AtLeastOne
+    head_dim_t: _AtLeastOne
+    H_cycles: _Repeats
+    L_cycles: _Repeats
+    L_layers: _Repeats
+    gradient_cycles: NonNegativeInt
+    pos_encodings: Literal["rope", "rope2d", "learned"]
+    equivariant_symbols: bool
+    add_tokens: _Width
+    rms_norm_eps: _Positive
+    dropout: Annotated[float, Field(ge=0, lt=1)]
+    halt_max_steps: _Steps
+    eval_halt_max_steps: _Steps | None
+    halt_exploration_prob: Fraction
+    init_noise: StandardDeviation
+    state_noise: StandardDeviation
+    damping: Damping
+    loss: LossConfig
+
+    @property
+    def confuses_symbols(self) -> bool:
+        return self.equivariant_symbols and not self.add_tokens and not self.puzzle_emb_ndim
+
+    def mistakes(self) -> Iterator[str]:
+        yield from _mistakes_of_cycles(self)
+        multiple = {"rope": 2, "rope2d": 4}.get(self.pos_encodings, 1)
+        if self.head_dim % multiple:
+            yield (
+                f"head_dim {self.head_dim} is no multiple of {multiple}, as pos_encodings="
+                f"{self.pos_encodings} needs"
+            )
 
 
 class LDTConfig(ArchConfig):
@@ -307,12 +415,9 @@ class LDTConfig(ArchConfig):
 
     name: Literal["ldt"]
     puzzle_emb_ndim: Literal[0]
-    num_heads: _AtLeastOne
     num_layers: _Repeats
     loops: _Repeats
-    expansion: _Positive
     pos_encodings: Literal["learned", "rope"]
-    rope_theta: _Positive
     dropout: Annotated[float, Field(ge=0, lt=1)]
     boards_per_slot: _Repeats
     kill_threshold: Fraction
@@ -340,8 +445,17 @@ class LDTConfig(ArchConfig):
             yield "hint_prob and wrong_hint_prob are shares of the same boards: they add up to 1 at most"
 
 
+TokenArch = HRMConfig | TRMConfig | InfiLoopConfig | URMConfig | FPRMConfig | TransformerConfig
+CyclicArch = HRMConfig | TRMConfig | InfiLoopConfig | URMConfig | FPRMConfig | SERRMConfig
 Architecture = Annotated[
-    HRMConfig | TRMConfig | URMConfig | FPRMConfig | SERRMConfig | TransformerConfig | LDTConfig,
+    HRMConfig
+    | TRMConfig
+    | InfiLoopConfig
+    | URMConfig
+    | FPRMConfig
+    | SERRMConfig
+    | TransformerConfig
+    | LDTConfig,
     Field(discriminator="name"),
 ]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pydantic
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from config.architecture import architectures
 from config.writing import to_yaml
@@ -19,15 +19,24 @@ def config_to_yaml(config: pydantic.BaseModel) -> str:
 
 def load_defaults(name: str) -> dict[str, Any]:
     """Returns the values of config/<name>.yaml, such as arch/hrm; those of `pretrain` lack `arch`."""
-    return OmegaConf.to_container(_load(FOLDER / f"{name}.yaml"), resolve=True)
+    values = OmegaConf.load(FOLDER / f"{name}.yaml")
+    values.pop("defaults", None)
+    return OmegaConf.to_container(values, resolve=True)
 
 
-def _load(path: Path) -> DictConfig:
-    """Loads a YAML file, merged over the files that its `defaults` list names with `@_here_`."""
-    values = OmegaConf.load(path)
-    bases = [name for name in values.pop("defaults", []) if str(name).endswith("@_here_")]
-    paths = [path.parent / f"{name.removesuffix('@_here_')}.yaml" for name in bases]
-    return OmegaConf.merge(*map(_load, paths), values)
+def rename_old_keys(arch: dict[str, Any]) -> dict[str, Any]:
+    """Returns an arch section with the names of today, for configs of earlier versions.
+
+    `update: gate` of TRM is the model infiloop today. Raises ValueError if no model of today is meant.
+    """
+    arch = dict(arch)
+    if arch.pop("update", "plain") != "gate":
+        return arch
+    if arch["name"] != "trm" or arch.get("single_z"):
+        raise ValueError("arch.update=gate: only TRM has a gate (arch=infiloop), with single_z=false")
+    return {key: value for key, value in arch.items() if key not in ("H_layers", "single_z")} | {
+        "name": "infiloop"
+    }
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
@@ -39,6 +48,8 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
     defaults, arch = load_defaults("pretrain"), values.get("arch")
     del defaults["data_path"]
     if isinstance(arch, dict) and arch.get("name") in architectures():
+        arch = rename_old_keys(arch)
+        values = values | {"arch": arch}
         defaults["arch"] = load_defaults(f"arch/{arch['name']}")
     return _merge(defaults, values)
 

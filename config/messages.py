@@ -28,10 +28,10 @@ _PUBLISHED_HINTS = {
     "ema_rate": "the rate is the value of ema, such as ema=0.999",
     "entity": "set WANDB_ENTITY",
     "min_eval_interval": "give eval_interval",
+    "arch.update": "set arch=infiloop for TRM with a gate",
 }
 _USUAL_NAMES = {"learning_rate": "lr", "batch_size": "global_batch_size", "num_epochs": "epochs"}
 _NOT_KEYS = ("defaults", "name")  # name: set by arch=..., not by a key
-_SHARED = ("recursive", "tokens", "network")  # files of config/arch/shared, with keys of several models
 _MOST_USED = (  # keys of pretrain.py, beside experiment and arch
     *("data_path", "validation_fraction", "global_batch_size", "seed", "gradient_accumulation_steps"),
     *("epochs", "eval_interval", "train_steps", "eval_steps", "max_steps", "init_from", "evaluators"),
@@ -206,21 +206,14 @@ def help_text(program: str, topic: str = "") -> str:
     lines += _keys_of(path)
     if program == "pretrain":
         for each in architectures():
-            lines += ["", *_help_of_arch(FOLDER / "arch" / f"{each}.yaml", has_shared=False)]
-        for each in _SHARED:
-            file = FOLDER / "arch" / "shared" / f"{each}.yaml"
-            lines += ["", _title(file), *_keys_of(file, prefix="arch.")]
+            lines += ["", *_help_of_arch(FOLDER / "arch" / f"{each}.yaml")]
         lines += ["", *_help_of_experiments()]
     return "\n".join([*lines, "", shown])
 
 
-def _help_of_arch(file: Path, *, has_shared: bool = True) -> list[str]:
-    """Returns help lines for the keys of a model. has_shared: also for the keys that several models share."""
-    lines = [*_wrap(f"arch={file.stem}: {_title(file)}"), *_keys_of(file, prefix="arch.")]
-    while has_shared and (base := re.search(r"^  - (\S+)@_here_", file.read_text(), re.MULTILINE)):
-        file = file.parent / f"{base[1]}.yaml"
-        lines += ["", _title(file), *_keys_of(file, prefix="arch.")]
-    return lines
+def _help_of_arch(file: Path) -> list[str]:
+    """Returns help lines for the keys of a model."""
+    return [*_wrap(f"arch={file.stem}: {_title(file)}"), *_keys_of(file, prefix="arch.")]
 
 
 def _help_of_experiments() -> list[str]:
@@ -234,7 +227,7 @@ def _help_of_key(program: str, key: str) -> list[str]:
     """Returns help lines for a key: default and comment. Raises ValueError for an unknown key."""
     is_of_arch, name = key.startswith("arch."), key.removeprefix("arch.")
     lines: list[str] = []
-    for file in sorted((FOLDER / "arch").rglob("*.yaml")) if is_of_arch else [FOLDER / f"{program}.yaml"]:
+    for file in sorted((FOLDER / "arch").glob("*.yaml")) if is_of_arch else [FOLDER / f"{program}.yaml"]:
         if found := [*_keys_of(file, prefix="arch." * is_of_arch, only=[name])]:
             lines += [f"{file.stem}:", *filter(None, found)]
     if not lines:

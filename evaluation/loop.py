@@ -13,10 +13,10 @@ from dataset.loader import Batch
 from models import HaltingModel
 from models.carry import Carry, Reasoning, StepOutput, select_columns
 from models.compilation import eager_blocks
-from models.random import Draws
+from models.random import SlotRng
 from parallel.collectives import ALONE, Ranks
 
-Draw = Callable[[Carry], Draws | None]  # returns the random numbers of the slots' next step
+Draw = Callable[[Carry], SlotRng | None]  # returns the random numbers of the slots' next step
 OnStep = Callable[[StepOutput, Tensor], None]  # (output, bool [slots]: True at the first wish to halt)
 
 
@@ -75,16 +75,14 @@ def answer_batches(
     def step(carry: Carry) -> StepOutput:
         return model(carry, reasoning, draw(carry))
 
-    if not reasoning.halts_early:
+    if reasoning.halting == "max":
         for batch in batches:
             carry = begin(batch)
             has_acted = torch.zeros_like(carry.halted)
             for _ in range(reasoning.max_steps):
                 output = step(carry)
                 carry = output.carry
-                wants_to = (
-                    model.network.objective.wants_to_halt(carry.state, output.prediction) | carry.halted
-                )
+                wants_to = model.network.wants_to_halt(carry.state, output.prediction) | carry.halted
                 on_step(output, wants_to & ~has_acted)
                 has_acted |= wants_to
             yield output
@@ -120,7 +118,7 @@ def answer_batches(
             output = step(Carry.join(parts)).select(slice(num_busy))
         if race is not None:
             carry = output.carry
-            race.record(carry, model.network.objective.wants_to_halt(carry.state, output.prediction))
+            race.record(carry, model.network.wants_to_halt(carry.state, output.prediction))
             halted = carry.halted | race.is_lost(carry.data.rows, carry.steps)
             output = output._replace(carry=carry._replace(halted=halted))
             lost = race.is_lost(waiting.rows, torch.zeros_like(waiting.rows))

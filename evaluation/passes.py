@@ -21,9 +21,9 @@ from evaluation.loop import answer_batches
 from evaluation.selection import ScoreKey, Scores, Settings, predicted_tokens
 from evaluation.test_time import build_draw, run_settings
 from models import HaltingModel
-from models.carry import Reasoning, StepOutput, divide, sum_names
-from models.losses import correct_sequences
+from models.carry import Reasoning, StepOutput
 from models.network import Network
+from models.objective import correct_sequences, divide, sum_names
 from models.search import Search
 from parallel.collectives import ALONE, Ranks, RankSums, all_ranks, gather_objects
 from parallel.process_group import is_main
@@ -69,7 +69,7 @@ def evaluate_split(
 
     model               is evaluated in evaluation mode, and then in its own mode again
     global_batch_size   number of slots over all ranks; each sample of a puzzle takes one
-    reasoning           of the evaluation; None: as the architecture has it
+    reasoning           of the evaluation; None: as the architecture has it, with halting=max
     outputs             names of arrays to keep of every example, as in `save_outputs`
     settings            numbers of steps and samples to evaluate, instead of one run a puzzle
     seed                of the noise, if there is any
@@ -81,9 +81,8 @@ def evaluate_split(
     ranks               the ranks that share the puzzles; None: all
     stages              the ranks of this rank's pipeline; without settings only
     """
-    network, reasoning, ranks = model.network, reasoning or model.eval_reasoning, ranks or all_ranks()
-    if isinstance(network, Search):
-        reasoning = dataclasses.replace(reasoning, halts_early=True)
+    network, ranks = model.network, ranks or all_ranks()
+    reasoning = reasoning or model.eval_reasoning("max")
     device, was_training = next(model.parameters()).device, model.training
     num_puzzles = global_batch_size
     if settings is not None and settings.samples[-1] > 1:  # at least a puzzle for each rank
@@ -110,7 +109,7 @@ def evaluate_split(
             dataset = PuzzleDataset(data, split, plan, rank=ranks.index, world_size=ranks.size)
             if fetch_rows is not None:
                 fetch_rows(torch.from_numpy(dataset.distinct_identifiers()).to(device))
-            num_steps = 0 if reasoning.halts_early or settings is not None else reasoning.max_steps
+            num_steps = 0 if reasoning.halting == "act" or settings is not None else reasoning.max_steps
             sums[name] = _SetSums(network, device, ranks, num_steps=num_steps, outputs=outputs)
             if settings is not None:
                 rules = evaluators.rules_of(name) if evaluators else None

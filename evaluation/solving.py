@@ -101,7 +101,7 @@ def answer_puzzle(
     if config.select == "rules" and puzzle.rules is None:
         raise ValueError("select=rules: the rules of this puzzle cannot tell a valid answer: drop it")
     config = config.model_copy(update={"noise": _noise(model, config)})
-    max_steps = config.steps or model.eval_reasoning.max_steps
+    max_steps = config.steps or model.eval_reasoning(config.halting).max_steps
     reasoning = reasoning_of_samples(model, config, max_steps=max_steps, num_samples=config.samples)
     is_search = isinstance(model.network, Search)
 
@@ -144,7 +144,7 @@ def answer_puzzle(
 
 def _noise(model: HaltingModel, config: SolveConfig) -> float:
     """Returns the config's noise, or a default if several samples would otherwise be equal."""
-    reasoning = model.eval_reasoning
+    reasoning = model.eval_reasoning(config.halting)
     init_noise = reasoning.init_noise if config.init_noise is None else config.init_noise
     if config.noise is not None or config.samples == 1 or reasoning.state_noise or init_noise:
         return config.noise or 0.0

@@ -8,6 +8,7 @@ depends on the seed, its puzzle and its sample alone, and so does the choice of 
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from evaluation.selection import ANSWER_AT, Scores, Settings, answer_at
 from models import HaltingModel
 from models.carry import Carry, Prediction, Reasoning, State, StepOutput, where
 from models.network import Network
-from models.random import Draws
+from models.random import SlotRng
 from models.search import Search
 
 _RESIDUAL_STEPS = 3  # the residual of EqR: the mean change over so many last steps
@@ -31,7 +32,7 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
 
     ValueError where an option does not go with the model.
     """
-    steps = sorted(config.halt_max_steps or [model.eval_reasoning.max_steps])
+    steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)
     reasoning = reasoning_of_samples(model, config, max_steps=steps[-1], num_samples=samples[-1])
     selects = tuple(config.select)
@@ -57,10 +58,7 @@ def reasoning_of_samples(
     selects = {config.select} if isinstance(config.select, str) else set(config.select)
     if isinstance(network, Search) and (extra := selects - {"q_head", "first_to_halt"}):
         raise ValueError(f"select={min(extra)}: this model's first run to halt is its answer: drop it")
-    halts_early = config.halting == "act" or isinstance(network, Search)
-    reasoning = dataclasses.replace(
-        model.eval_reasoning, max_steps=max_steps, halts_early=halts_early, **named
-    )
+    reasoning = dataclasses.replace(model.eval_reasoning(config.halting), max_steps=max_steps, **named)
     if num_samples > 1 and not needs_draws(network, reasoning):
         cure = "add noise=0.3, say, or init_noise=1" if keeps_state(network) else "drop samples"
         raise ValueError(f"samples={num_samples} would all be the same run: {cure}")
@@ -68,7 +66,7 @@ def reasoning_of_samples(
 
 
 def needs_draws(network: Network, reasoning: Reasoning) -> bool:
-    """Returns whether a step of an evaluation needs `Draws`."""
+    """Returns whether a step of an evaluation needs `SlotRng`."""
     return isinstance(network, Search) or reasoning.is_noisy
 
 
@@ -83,11 +81,11 @@ def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples
     The carry's `data.rows` must have the numbers of attempts: row * num_samples + sample.
     """
 
-    def draw(carry: Carry) -> Draws | None:
+    def draw(carry: Carry) -> SlotRng | None:
         if not needs_draws(network, reasoning):
             return None
         rows, samples = carry.data.rows // num_samples, carry.data.rows % num_samples
-        return Draws.of_evaluation(seed, rows=rows, samples=samples, steps=carry.steps + 1)
+        return SlotRng.of_evaluation(seed, rows=rows, samples=samples, steps=carry.steps + 1)
 
     return draw
 
@@ -115,9 +113,9 @@ class HistoryNetwork(nn.Module):
 
     def __init__(self, network: Network, *, vocab_size: int):
         super().__init__()
-        self.network, self.objective, self._vocab_size = network, network.objective, vocab_size
+        self.network, self.arch, self._vocab_size = network, network.arch, vocab_size
 
-    def start(self, data: Batch, reasoning: Reasoning, draws: Draws | None, fresh: Tensor) -> State:
+    def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
         batch_size, seq_len = data.inputs.shape
         device = data.inputs.device
         logits = torch.zeros(batch_size, seq_len, self._vocab_size, dtype=self.network.dtype, device=device)
@@ -132,18 +130,21 @@ class HistoryNetwork(nn.Module):
         for at in ("halt", "peak"):
             answer = {"logits": logits, "q_halt": numbers, "q_continue": numbers, "steps": steps}
             history |= {f"{at}.{name}": tensor for name, tensor in answer.items()}
-        return self.network.start(data, reasoning, draws, fresh) | history
+        return self.network.start(data, reasoning, rng, fresh) | history
+
+    def wants_to_halt(self, *step: Any) -> Tensor:
+        return self.network.wants_to_halt(*step)
 
     def forward(
-        self, state: State, *data: Tensor, reasoning: Reasoning, draws: Draws | None = None
+        self, state: State, *data: Tensor, reasoning: Reasoning, rng: SlotRng | None = None
     ) -> tuple[State, Prediction]:
         own = {name: tensor for name, tensor in state.items() if "." not in name}
-        after, prediction = self.network(own, *data, reasoning=reasoning, draws=draws)
+        after, prediction = self.network(own, *data, reasoning=reasoning, rng=rng)
 
         steps = state["history.steps"] + 1
         change = (prediction.logits.float() - state["history.logits"].float()).norm(dim=-1).mean(-1)
         change = torch.where(steps == 1, torch.nan, change)  # the first step has no change
-        wants_to_halt = self.network.objective.wants_to_halt(after, prediction)
+        wants_to_halt = self.network.wants_to_halt(after, prediction)
         after["history.steps"], after["history.logits"] = steps, prediction.logits
         after["history.changes"] = torch.cat([state["history.changes"][:, 1:], change[:, None]], dim=1)
         after["history.has_halted"] = state["history.has_halted"] | wants_to_halt
@@ -184,7 +185,7 @@ def run_settings(
     """
     settings, num_samples = scores.settings, scores.settings.samples[-1]
     history = HistoryNetwork(model.network, vocab_size=vocab_size)
-    watched = HaltingModel(history, reasoning=reasoning, eval_reasoning=reasoning).eval()
+    watched = HaltingModel(history).eval()
     attempts = split_into_attempts(batches, num_samples=num_samples, num_slots=num_slots)
     draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
     race = Race(settings.samples) if isinstance(model.network, Search) else None

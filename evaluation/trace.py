@@ -11,8 +11,8 @@ from evaluation.loop import answer_batches
 from evaluation.selection import predicted_tokens
 from evaluation.test_time import build_draw
 from models import HaltingModel
-from models.carry import NO_GUESS, StepOutput
-from models.search import Search
+from models.carry import StepOutput
+from models.search import NO_GUESS, Search
 
 MOST_TOKENS = 31  # for bit masks, as a browser's integers have 32 bits
 
@@ -26,7 +26,7 @@ class Trace(NamedTuple):
     wants_to_halt  bool [runs, steps]: whether the model would stop here
     candidates     int64 [runs, steps, seq_len]: of a search, bit t is set where a cell may be token t; of
                    other models, and of more tokens than MOST_TOKENS, [runs, steps, 0]
-    guesses        int16 [runs, steps]: the cell that a search guessed, or NO_GUESS or ANEW (`models.carry`)
+    guesses        int16 [runs, steps]: the cell that a search guessed, or NO_GUESS or ANEW (`models.search`)
     """
 
     preds: np.ndarray
@@ -50,7 +50,7 @@ def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps:
     seed: of any noise. max_steps: the most steps; None: as many as an evaluation has.
     """
     assert not model.training
-    reasoning = model.eval_reasoning
+    reasoning = dataclasses.replace(model.eval_reasoning("max"), halting="max")  # also of a search
     if max_steps is not None:
         reasoning = dataclasses.replace(reasoning, max_steps=min(max_steps, reasoning.max_steps))
     steps: list[Trace] = []
@@ -77,7 +77,7 @@ def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
         predicted_tokens(logits),
         logits.float().softmax(-1).amax(-1),
         output.prediction.q_halt.float(),
-        model.network.objective.wants_to_halt(state, output.prediction),
+        model.network.wants_to_halt(state, output.prediction),
         candidates,
         guesses,
     )

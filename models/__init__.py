@@ -1,31 +1,32 @@
-"""Models: networks, losses, halting, and compilation.
+"""Models: networks, halting, losses. One training step calls, in this order (training/step.py):
 
-The network of `arch.name` is `NETWORK` in models/<name>.py.
+network.sample_randomness     random numbers of the step that the host draws (models/halting.py: exploration)
+HaltingModel.refill           starts halted slots on new puzzles (models/halting.py)
+HaltingModel.forward          network.forward, one thinking step (models/trm.py, models/hrm.py, ...),
+                              then HaltingModel.halts, which slots halt (models/halting.py)
+objective.losses              the loss and the metrics (models/objective.py)
+
+A network is built from models/network.py (reads the puzzle, gives the answer), models/blocks.py and
+models/layers.py. models/carry.py has the types: State, Reasoning, Prediction, Carry, StepOutput.
+config/arch/<name>.yaml has every key of a model, with its default and its meaning.
 """
 
-import dataclasses
 import importlib
 
 from config.architecture import Architecture
 from dataset.format import Metadata
 from models.blocks import Level
-from models.carry import Reasoning
 from models.halting import HaltingModel
 from models.network import Network
 
 
 def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
     """Builds the model of an architecture for a dataset, initialized from torch's global generator."""
-    max_steps, eval_max_steps = arch.halt_max_steps, arch.eval_halt_max_steps or arch.halt_max_steps
-    eval_reasoning = Reasoning.of_arch(arch, max_steps=eval_max_steps, halts_early=False)
-    return HaltingModel(
-        network_class(arch.name)(arch, metadata),
-        reasoning=Reasoning.of_arch(arch, max_steps=max_steps, halts_early=True),
-        eval_reasoning=dataclasses.replace(eval_reasoning, **arch.eval_changes),
-    )
+    return HaltingModel(network_class(arch.name).class_for(arch)(arch, metadata))
 
 
 def network_class(name: str) -> type[Network]:
+    """Returns `NETWORK` of models/<name>.py."""
     return importlib.import_module(f"models.{name}").NETWORK
 
 

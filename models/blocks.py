@@ -4,20 +4,23 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from config.architecture import TokenConfig
+from config.architecture import TokenArch
 from dataset.format import Metadata, columns_of
-from models.layers import Attention, Convolution, Dropout, LayerNorm, Linear, SwiGLU, rms_norm
+from models.layers import Attention, Convolution, SwiGLU, rms_norm
 
 
 class Block(nn.Module):
-    """A post-norm transformer block: h = rms(h + mix(h)); h = rms(h + mlp(h)), on [batch, positions, hidden].
+    """A post-norm transformer block on h, [batch, positions, hidden].
 
-    mix is self-attention, a convolution over the grid of cells, the sum of both, or `mlp_t`: a SwiGLU over
-    the axis of positions, with the norm over the same axis (TRM, arXiv 2510.04871, section 4.5).
+        h = rms(h + self_attn(h))
+        h = rms(h + mlp(h))
+
+    Two keys change how positions are mixed. With arch.conv, a convolution over the grid of cells replaces
+    the attention or is added to it. With arch.mlp_t, a SwiGLU over the axis of positions replaces it, with
+    the norm over the same axis (TRM, arXiv 2510.04871, section 4.5).
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Block(nn.Module):
         return attended if self.conv is None else attended + self.conv(h)
 
 
-def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] = SwiGLU) -> Block:
+def build_block(arch: TokenArch, metadata: Metadata, *, mlp: type[nn.Module] = SwiGLU) -> Block:
     """Builds a block that mixes positions as the architecture says. ValueError: no grid for a convolution."""
     width, mixing = arch.hidden_size, {}
     if arch.mlp_t:
@@ -64,35 +67,10 @@ def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] =
     return Block(mlp=mlp(width, expansion=arch.expansion), eps=arch.rms_norm_eps, **mixing)
 
 
-class PreNormBlock(nn.Module):
-    """A pre-norm transformer block: h += attn(norm(h)); h += down(gelu(up(norm(h)))), all with biases.
-
-    number: of this block in the level, to give each block its own random numbers of dropout.
-    """
-
-    def __init__(self, width: int, *, num_heads: int, expansion: float, has_rotary: bool, number: int):
-        super().__init__()
-        inner, options = round(expansion * width), {"bias": True, "has_rotary": has_rotary}
-        self.norm1, self.attn = LayerNorm(width), Attention(width, num_heads=num_heads, **options)
-        self.norm2, self.up_proj = LayerNorm(width), Linear(width, inner, bias=True)
-        self.down_proj = Linear(inner, width, bias=True)
-        self.number = number
-
-    def forward(self, h: Tensor, rotary: Tensor | None, dropout: Dropout | None) -> Tensor:
-        """Returns the new h. dropout: for the weights of attention, and for the output of both branches."""
-        weights, first, second = (
-            dropout and dropout._replace(stream=3 * self.number + use) for use in range(3)
-        )
-        mixed = self.attn(self.norm1(h), rotary, dropout=weights)
-        h = h + (first(mixed) if first else mixed)
-        out = self.down_proj(F.gelu(self.up_proj(self.norm2(h))))
-        return h + (second(out) if second else out)
-
-
 class Level(nn.Module):
-    """A stack of blocks, applied to state + injection.
+    """A stack of blocks. level(z, injection) is blocks(z + injection).
 
-    recomputes_blocks: whether the backward pass recomputes activations of each block.
+    recomputes_blocks: Whether the backward pass recomputes the activations of each block.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]):
@@ -100,9 +78,9 @@ class Level(nn.Module):
         self.layers = nn.ModuleList(blocks)
         self.recomputes_blocks = False
 
-    def forward(self, state: Tensor, injection: Tensor | int, *context: Any) -> Tensor:
-        """Returns the new state, in the shape of `state`. context: further arguments of every block."""
-        return self.run_blocks(state + injection, *context)
+    def forward(self, z: Tensor, injection: Tensor | int, *context: Any) -> Tensor:
+        """Returns the new state, in the shape of z. context: Further arguments of every block."""
+        return self.run_blocks(z + injection, *context)
 
     def run_blocks(self, h: Tensor, *context: Any) -> Tensor:
         """Applies the blocks to h."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +12,6 @@ from dataset.loader import Batch
 
 # Tensors by name, [batch, ...] each; z_X are [batch, ..., hidden] in the forward dtype.
 State = dict[str, Tensor]
-# Detached scalars by name: sums over slots of this rank.
-Sums = dict[str, Tensor]
-# Numbers by name that losses are divided by, over the global batch; "slots" is one of them.
-Divisors = dict[str, "float | Tensor"]
-# For each metric, the name of the sum that divides the sum of the same name. "slots": number of slots times
-# steps, in evaluation number of puzzles with a label. None: the sum is logged undivided.
-Metrics = dict[str, "str | None"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,20 +19,20 @@ class Reasoning:
     """The settings of thinking steps: number of steps and cycles, noise, and how a search guesses.
 
     max_steps     number of thinking steps after which a slot halts in any case
-    halts_early   whether a slot may halt before
+    halting       "max": no slot halts before; "act": slots may halt before (`models.halting`)
     H_cycles, L_cycles, loops  in a thinking step; 0 if the model has none
     init_noise    standard deviation of the initial state; 0: X_init, without noise
     state_noise   standard deviation of noise on the result of every call of a level
     step_noise    standard deviation of noise on the state before every thinking step
-    damping       share of a state that a call of a level replaces
-    progress      share of the run's training steps that are done, from 0 to 1, for scheduled settings
+    damping       fraction of a state that a call of a level replaces
+    progress      fraction of the run's training steps that are done, from 0 to 1, for scheduled settings
     decision_cell, decision_value  of a search: guess at a random open cell ("uniform") or at one with the
                   "fewest" candidates; a value that is "drawn", or the most likely one
     eval_conflict_threshold  of a search: a board with a higher probability of a contradiction is reset
     """
 
     max_steps: int
-    halts_early: bool
+    halting: Literal["max", "act"]
     H_cycles: int = 0
     L_cycles: int = 0
     loops: int = 0
@@ -53,10 +46,10 @@ class Reasoning:
     eval_conflict_threshold: float = 0.5
 
     @classmethod
-    def of_arch(cls, arch: Any, *, max_steps: int, halts_early: bool) -> Reasoning:
+    def of_arch(cls, arch: Any, *, max_steps: int, halting: Literal["max", "act"]) -> Reasoning:
         """Takes over the keys of an architecture's config that this class has; others keep their defaults."""
         own = {each.name for each in dataclasses.fields(cls)} & type(arch).model_fields.keys()
-        return cls(max_steps, halts_early, **{name: getattr(arch, name) for name in own})
+        return cls(max_steps, halting, **{name: getattr(arch, name) for name in own})
 
     @property
     def is_noisy(self) -> bool:
@@ -74,20 +67,6 @@ class Prediction(NamedTuple):
     logits: Tensor
     q_halt: Tensor
     q_continue: Tensor | None
-
-
-class Board(NamedTuple):
-    """The state of a search on each puzzle, for display.
-
-    candidates: bool [batch, seq_len, vocab], the tokens that are still possible in a cell. guess: int16
-    [batch], the cell at which the last step guessed a value; NO_GUESS; or ANEW if it reset the board.
-    """
-
-    candidates: Tensor
-    guess: Tensor
-
-
-NO_GUESS, ANEW = -1, -2
 
 
 class Carry(NamedTuple):
@@ -173,20 +152,3 @@ def select_columns(prediction: Prediction, slots: slice | Tensor) -> Prediction:
 def where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """Selects row by row: the row of `new` where `mask`, bool [batch], is true, else the row of `old`."""
     return torch.where(mask.view(-1, *[1] * (new.ndim - 1)), new, old)
-
-
-def sum_names(metrics: Metrics) -> tuple[str, ...]:
-    """Returns the names of all sums from which `divide` computes the metrics."""
-    divisors = {name for name in metrics.values() if name not in (None, "slots")}
-    return (*metrics, *sorted(divisors - metrics.keys()))
-
-
-def divide(sums: dict[str, float], metrics: Metrics, *, slots: float) -> dict[str, float]:
-    """Returns {metric: value}, from sums over all ranks and steps; metrics that are plain sums come last.
-
-    slots: the divisor "slots". Leaves out a metric with divisor 0, and a plain sum that is 0.
-    """
-    divisors = {**sums, "slots": slots}
-    means = {name: by for name, by in metrics.items() if by is not None and divisors.get(by) and name in sums}
-    counts = [name for name, by in metrics.items() if by is None and sums.get(name)]
-    return {name: sums[name] / divisors[by] for name, by in means.items()} | {n: sums[n] for n in counts}

@@ -16,7 +16,7 @@ from dataset.loader import Batch
 from models.blocks import Level, levels_of
 from models.carry import Reasoning
 from models.halting import HaltingModel
-from models.random import Draws
+from models.random import SlotRng
 
 
 class Step(NamedTuple):
@@ -57,9 +57,9 @@ class StepCounter:
             network.puzzle_emb.train(trains)  # its rows then need a gradient
         tokens = torch.zeros(1, self._seq_len, dtype=torch.int32, device=device)
         rows = torch.zeros(1, dtype=torch.int64, device=device)
-        arrays = network.objective.draw(seed=0, step=0, batch_size=1, reasoning=reasoning)
+        arrays = network.sample_randomness(seed=0, step=0, batch_size=1, reasoning=reasoning)
         arrays = {name: torch.from_numpy(each).to(device) for name, each in arrays.items()}
-        draws = Draws.of_training(0, step=0, slots=range(1), device=device, **arrays)
+        rng = SlotRng.of_training(0, step=0, slots=range(1), device=device, **arrays)
         batch = Batch(tokens, tokens, rows.int(), rows)
         state = network.start(batch, reasoning, None, rows == 0)
         # Blocks of a level are counted once for each kind of call, and here only noted.
@@ -73,7 +73,7 @@ class StepCounter:
             for name, level in levels.items():
                 level.run_blocks = functools.partial(note, name)
             with _counter() as counter, torch.set_grad_enabled(trains):
-                _, prediction = network(state, tokens, rows.int(), reasoning=reasoning, draws=draws)
+                _, prediction = network(state, tokens, rows.int(), reasoning=reasoning, rng=rng)
                 if trains:
                     graded = [each for each in prediction if each is not None and each.requires_grad]
                     sum(each.float().sum() for each in graded).backward()

@@ -10,12 +10,10 @@ from config.architecture import FPRMConfig
 from dataset.format import Metadata, columns_of
 from models.blocks import Level
 from models.carry import Prediction, Reasoning, State
-from models.embedding import build_positions, build_puzzle_table, embed_puzzle
-from models.layers import Attention, Embedding, Linear, SwiGLU, rms_norm
-from models.network import Network
-from models.q_head import QHead, QLearning
-from models.random import Draws
-from models.updates import update, with_step_noise
+from models.layers import Attention, Linear, SwiGLU, rms_norm
+from models.network import TokenNetwork, build_q_head
+from models.noise import perturb
+from models.random import SlotRng
 
 _KERNELS = {"conv1d": 4, "conv2d": 3}
 _LEAST_STEP = 1e-3  # a slot with a smaller step size halts
@@ -74,14 +72,7 @@ class FixedPointLevel(Level):
         return torch.cat((before, cells.transpose(1, 2)), dim=1)
 
 
-class FixedPoint(QLearning):
-    """The objective of FPRM: a slot halts when r or w is small, not by the Q head."""
-
-    def wants_to_halt(self, state: State, prediction: Prediction) -> Tensor:
-        return (state["residual"] < self.arch.fp_thresh) | (state["step_size"] < _LEAST_STEP)
-
-
-class FPRM(Network):
+class FPRM(TokenNetwork):
     """The network of FPRM. Its state y, called z_H, is [batch, positions, hidden]: puzzle, then cells.
 
     A thinking step calls the level f on y L_cycles times, and replaces y by y + w (f(y) - y) each time. All
@@ -90,25 +81,18 @@ class FPRM(Network):
     some calls; `patience` counts these calls down. A slot starts from 0, or from noise (init_noise).
     """
 
-    objective_class = FixedPoint
     undecayed = ("L_level.alpha_1_param", "L_level.alpha_2_param")
 
     def __init__(self, arch: FPRMConfig, metadata: Metadata):
-        super().__init__(arch)
-        width = arch.hidden_size
-
-        # Weights are drawn in an order that recorded results depend on, and registered in the order of use.
-        self.embed_tokens = Embedding(metadata.vocab_size, width, std=width**-0.5, dtype=self.dtype)
-        self.puzzle_emb = build_puzzle_table(arch, metadata, width=arch.puzzle_emb_ndim)
-        self.embed_pos, rotary = build_positions(arch, metadata, dtype=self.dtype)
-        self.register_buffer("rotary", rotary, persistent=False)
-        lm_head, q_head = Linear(width, metadata.vocab_size), QHead(width, reads_mean=False)
+        super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
+        # Recorded results depend on the order of initialization. Modules are registered in the order of use.
+        lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = FixedPointLevel(arch, metadata)
         self.lm_head, self.q_head = lm_head, q_head
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         numbers = torch.ones(batch_size, dtype=torch.float32, device=self.lm_head.weight.device)
-        shape = batch_size, self.arch.num_puzzle_positions + seq_len, self.arch.hidden_size
+        shape = batch_size, self.num_puzzle_positions + seq_len, self.arch.hidden_size
         z_H = numbers.to(self.dtype).new_zeros(shape)
         unknown, patience = numbers * torch.inf, numbers * self.arch.decay_patience
         return {"z_H": z_H, "step_size": numbers, "patience": patience, "best": unknown, "residual": unknown}
@@ -120,27 +104,19 @@ class FPRM(Network):
         puzzle_identifiers: Tensor,
         *,
         reasoning: Reasoning,
-        draws: Draws | None = None,
+        rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
-        state = with_step_noise(state, reasoning, draws)
-        e = embed_puzzle(
-            inputs,
-            puzzle_identifiers,
-            tokens=self.embed_tokens,
-            puzzles=self.puzzle_emb,
-            positions=self.embed_pos,
-            num_puzzle_positions=self.arch.num_puzzle_positions,
-        )
+        e = self.embed(inputs, puzzle_identifiers)
         for call in range(reasoning.L_cycles):
             y, step_size = state["z_H"], state["step_size"].to(e.dtype)[:, None, None]
             z = self.L_level(y, e, self.rotary)
-            proposed = torch.lerp(y, z, step_size)
-            new = {"z_H": update(y, proposed, reasoning, draws, use=f"z_H {call}")}
+            new = torch.lerp(y, z, step_size)
+            new = {"z_H": perturb(y, new, reasoning, rng, use=f"z_H {call}")}
             state = state | new | self._judge(state, y.detach(), z.detach())
+        return {name: tensor.detach() for name, tensor in state.items()}, self.answer(state["z_H"])
 
-        z_H = state["z_H"]
-        logits, q = self.lm_head(z_H)[:, self.arch.num_puzzle_positions :], self.q_head(z_H)
-        return {name: each.detach() for name, each in state.items()}, Prediction(logits, q[:, 0], q[:, 1])
+    def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
+        return (state["residual"] < self.arch.fp_thresh) | (state["step_size"] < _LEAST_STEP)
 
     def _judge(self, state: State, y: Tensor, z: Tensor) -> State:
         """Returns step size, patience, best and residual of each slot, after a call turned y into z."""

@@ -1,27 +1,93 @@
-"""The model: a network with the carry of slots, which work on a puzzle for several steps until they halt.
+"""When a slot halts: the whole rule, and the model that applies it.
 
-Random numbers come from `Draws`, which has separate ones for each slot, and not from torch: so results do not
-depend on the number of processes.
+A slot works on one puzzle at a time. Each call of `HaltingModel` is one thinking step of every slot. If a
+slot halts, its answer counts, and the next step starts it on another puzzle (`HaltingModel.refill`).
+
+    thinking step of          largest number of steps    halts earlier
+    ------------------------  -------------------------  ----------------------------------------------------
+    training                  arch.halt_max_steps        if the Q head wants to, and exploration allows it
+    training, FPRM            arch.halt_max_steps        if the residual is small, and exploration allows it
+    training, SE-RRM          arch.halt_max_steps        at random, with arch.halt_exploration_prob
+    training, LDT             arch.halt_max_steps        if the board is solved, or rightly given up
+    evaluation, halting=max   arch.eval_halt_max_steps   never
+    evaluation, halting=act   arch.eval_halt_max_steps   if the Q head wants to (FPRM: if the residual is
+                                                         small, SE-RRM: if all cells have p > 1/2)
+    evaluation, LDT           arch.eval_halt_max_steps   if the board is solved, whatever `halting` is
+    trace of an answer        arch.eval_halt_max_steps   never, LDT neither
+
+max. steps   If arch.eval_halt_max_steps is null, arch.halt_max_steps counts. `evaluate.py halt_max_steps=N`
+             and `solve.py steps=N` set another number.
+halting      A key of pretrain.py (for the evaluations in a run), evaluate.py and solve.py. All have the
+             default max. With max, an evaluation also reports what act would give (act_exact_accuracy).
+Q head       Wants to halt if q_halt > 0, that is, if the answer is more likely right than wrong. With
+             arch.no_ACT_continue=false (HRM), it wants to halt if q_halt > q_continue.
+exploration  In every training step, a slot samples, with probability arch.halt_exploration_prob, a number
+             from 2 to the largest number of steps. If the slot has made fewer steps, it cannot halt in this
+             step. The next step samples again. Nothing is remembered.
+
+`SlotRng` gives each slot random numbers of its own. So results do not depend on the number of processes.
 """
 
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from config.architecture import ArchConfig
 from dataset.loader import Batch
-from models.carry import Carry, Reasoning, StepOutput, where
-from models.network import Network
-from models.random import Draws
+from models.carry import Carry, Prediction, Reasoning, StepOutput, where
+from models.noise import with_step_noise
+from models.random import SlotRng, sample_uniform
+
+if TYPE_CHECKING:
+    from models.network import Network
+
+
+def q_head_wants_to_halt(prediction: Prediction, arch: ArchConfig) -> Tensor:
+    """Returns which slots the Q head would stop: bool [batch]."""
+    return prediction.q_halt > (0 if arch.no_ACT_continue else prediction.q_continue)
+
+
+def sample_exploration(
+    arch: ArchConfig, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
+) -> dict[str, np.ndarray]:
+    """Samples `min_steps`, int32 [batch_size]: no slot may halt in this step after fewer thinking steps.
+
+    Returns {} if the model never explores.
+    """
+    if not arch.halt_exploration_prob or reasoning.max_steps == 1:
+        return {}
+    explores, amount = sample_uniform(seed=seed, step=step, count=2 * batch_size).reshape(2, batch_size)
+    num_steps = 2 + np.floor(amount * (reasoning.max_steps - 1))
+    min_steps = np.where(explores < arch.halt_exploration_prob, num_steps, 0)
+    return {"min_steps": min_steps.astype(np.int32)}
 
 
 class HaltingModel(nn.Module):
-    """The model of a run: calls the network once per step on every slot, and refills halted slots.
+    """The model of a run: calls the network once per step on every slot, and decides which slots halt.
 
-    reasoning, eval_reasoning: the architecture's settings of thinking steps in training and in evaluation.
+    reasoning: Settings of thinking steps in training. `eval_reasoning` returns those of an evaluation.
     """
 
-    def __init__(self, network: Network, *, reasoning: Reasoning, eval_reasoning: Reasoning):
+    def __init__(self, network: Network):
         super().__init__()
-        self.network, self.reasoning, self.eval_reasoning = network, reasoning, eval_reasoning
+        self.network, arch = network, network.arch
+        self.reasoning = Reasoning.of_arch(arch, max_steps=arch.halt_max_steps, halting="act")
+
+    def eval_reasoning(self, halting: Literal["max", "act"]) -> Reasoning:
+        """Returns the settings of thinking steps in an evaluation.
+
+        halting: The key of the program. A search (LDT) ignores it and always has act.
+        """
+        arch = self.network.arch
+        max_steps = arch.eval_halt_max_steps or arch.halt_max_steps
+        halting = "act" if self.network.is_search else halting
+        reasoning = Reasoning.of_arch(arch, max_steps=max_steps, halting=halting)
+        return dataclasses.replace(reasoning, **arch.eval_changes)
 
     def initial_carry(self, batch: Batch) -> Carry:
         """Returns a carry with as many slots as `batch`, all halted, so that `refill` starts every slot."""
@@ -29,47 +95,51 @@ class HaltingModel(nn.Module):
         state = self.network.start(batch, self.reasoning, None, steps == 0)
         return Carry(state, steps, steps == 0, batch)
 
-    def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
-        """Returns the carry of a run's step 0, all slots halted; a checkpoint can be loaded into it."""
-        tokens = torch.zeros(num_slots, seq_len, dtype=torch.int32, device=device)
-        rows = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        boards = self.network.objective.boards_per_slot
-        tensors = self.initial_carry(Batch(tokens, tokens, rows.int(), rows)).tensors()
-        if boards > 1:
-            tensors = {k: t[:, None].expand(-1, boards, *t.shape[1:]) for k, t in tensors.items()}
-        # A checkpoint is loaded into these tensors: expanded ones, in which slots share memory, will not do.
-        return Carry.from_tensors({name: each.contiguous().clone() for name, each in tensors.items()})
-
     @torch.no_grad()
-    def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, draws: Draws | None = None) -> Carry:
-        """Returns the boards that a step works on: halted slots start on their row of `batch`, others go on.
+    def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, rng: SlotRng | None = None) -> Carry:
+        """Starts halted slots on their row of `batch`, and leaves the others. Returns new tensors.
 
-        Returns new tensors. If slots hold several boards in training, `draws` picks one board of each. Each
-        row of the result depends only on the same row of the arguments.
+        Each row of the result depends only on the same row of the arguments.
         """
-        boards = carry.boards(self._picked(draws))
-        data = Batch(*(where(boards.halted, new, old) for new, old in zip(batch, boards.data, strict=True)))
-        fresh = self.network.start(data, reasoning, draws, boards.halted)
-        state = {name: where(boards.halted, fresh[name], old) for name, old in boards.state.items()}
-        steps = torch.where(boards.halted, 0, boards.steps)
-        return Carry(state, steps, torch.zeros_like(boards.halted), data)
+        halted = carry.halted
+        data = Batch(*(where(halted, new, old) for new, old in zip(batch, carry.data, strict=True)))
+        fresh = self.network.start(data, reasoning, rng, halted)
+        state = {name: where(halted, fresh[name], old) for name, old in carry.state.items()}
+        return Carry(state, torch.where(halted, 0, carry.steps), torch.zeros_like(halted), data)
 
-    def forward(self, carry: Carry, reasoning: Reasoning, draws: Draws | None = None) -> StepOutput:
-        """Runs one thinking step. carry: from `refill`; in evaluation also the result of the last call."""
-        data = carry.data
+    def forward(self, carry: Carry, reasoning: Reasoning, rng: SlotRng | None = None) -> StepOutput:
+        """Runs one thinking step. carry: Result of `refill`; in evaluation also of the last call."""
+        data, state = carry.data, with_step_noise(carry.state, reasoning, rng)
         state, prediction = self.network(
-            carry.state, data.inputs, data.puzzle_identifiers, reasoning=reasoning, draws=draws
+            state, data.inputs, data.puzzle_identifiers, reasoning=reasoning, rng=rng
         )
         after = Carry(state, carry.steps + 1, carry.halted, data)
         with torch.no_grad():
-            halted = self.network.objective.halts(after, prediction, reasoning, draws)
+            halted = self.halts(after, prediction, reasoning, rng)
         return StepOutput(after._replace(halted=halted), prediction)
 
-    def put_back(self, carry: Carry, boards: Carry, draws: Draws) -> Carry:
-        """Puts the boards of a training step back into their slots. draws: the same that `refill` had."""
-        return carry.with_boards_(self._picked(draws), boards)
+    def halts(
+        self, carry: Carry, prediction: Prediction, reasoning: Reasoning, rng: SlotRng | None
+    ) -> Tensor:
+        """Returns which slots halt after a step: bool [batch]. carry, prediction: Results of the step."""
+        is_last = carry.steps >= reasoning.max_steps
+        if reasoning.halting == "max":
+            return is_last
+        wants_to_halt = self.network.wants_to_halt(carry.state, prediction, rng)
+        if rng is not None and "min_steps" in rng.arrays:  # exploration, only in training
+            wants_to_halt = wants_to_halt & (carry.steps >= rng.arrays["min_steps"])
+        return is_last | wants_to_halt
 
-    def _picked(self, draws: Draws | None) -> Tensor | None:
-        """Draws which board of each slot a step works on: int64 [batch]; None if slots have one board."""
-        boards = self.network.objective.boards_per_slot if self.training else 1
-        return None if boards == 1 else draws.integers((), below=boards, use="picked board")
+    def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
+        """Returns the carry of a run's step 0, all slots halted. A checkpoint can be loaded into it.
+
+        If slots hold several boards in training (LDT), each tensor is [num_slots, boards, ...].
+        """
+        tokens = torch.zeros(num_slots, seq_len, dtype=torch.int32, device=device)
+        rows = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        boards = self.network.boards_per_slot
+        tensors = self.initial_carry(Batch(tokens, tokens, rows.int(), rows)).tensors()
+        if boards > 1:
+            tensors = {k: t[:, None].expand(-1, boards, *t.shape[1:]) for k, t in tensors.items()}
+        # Slots share memory in expanded tensors. A checkpoint cannot be loaded into these.
+        return Carry.from_tensors({name: tensor.contiguous().clone() for name, tensor in tensors.items()})

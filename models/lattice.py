@@ -20,8 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.architecture import LDTConfig
-from models.carry import NO_GUESS, Carry, Reasoning, State, Sums, where
-from models.random import Draws
+from models.carry import Carry, Reasoning, State, where
+from models.objective import Sums
+from models.random import SlotRng
+from models.search import NO_GUESS
 
 SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move
 
@@ -47,7 +49,7 @@ def move(
     last: Outputs,
     arch: LDTConfig,
     reasoning: Reasoning,
-    draws: Draws,
+    rng: SlotRng,
     *,
     in_search: bool = False,
 ) -> State:
@@ -63,15 +65,15 @@ def move(
     is_solved = (number == 1).all(-1) & ~is_contradictory
 
     rows = torch.arange(len(number), device=number.device)
-    rank = draws.uniform(number.shape[1:], use="cell")
+    rank = rng.uniform(number.shape[1:], use="cell")
     if reasoning.decision_cell == "fewest":
         rank = rank - number
     cell = torch.where(number > 1, rank, -torch.inf).argmax(-1)
     score = last.digit[rows, cell] / arch.temperature
     if reasoning.decision_value == "drawn":
-        score = score - (-draws.uniform(score.shape[1:], use="value").log()).log()
+        score = score - (-rng.uniform(score.shape[1:], use="value").log()).log()
     if arch.true_pin_prob and not in_search:
-        is_true = draws.uniform((), use="pin") < arch.true_pin_prob * (1 - reasoning.progress)
+        is_true = rng.uniform((), use="pin") < arch.true_pin_prob * (1 - reasoning.progress)
         score = torch.where(is_true[:, None] & (state["target"][rows, cell] == 1), torch.inf, score)
     value = torch.where(alive[rows, cell], score, -torch.inf).argmax(-1)
     pinned = alive.clone()
@@ -89,14 +91,13 @@ def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
     return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & ~is_given
 
 
-def leaves(carry: Carry, reasoning: Reasoning) -> Tensor:
-    """Returns which boards leave their slot in training: bool [batch].
+def leaves(state: State) -> Tensor:
+    """Returns which boards leave their slot in training, besides those that are too old: bool [batch].
 
-    These boards look solved (perhaps wrongly), are rightly called contradictory, or have had max_steps moves.
+    These boards look solved (perhaps wrongly), or are rightly called contradictory.
     """
-    outcome, bad = carry.state["outcome"], is_bad(carry.state)
-    is_old = carry.steps >= reasoning.max_steps
-    return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & bad) | is_old
+    outcome = state["outcome"]
+    return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & is_bad(state))
 
 
 def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) -> Sums:

@@ -1,7 +1,8 @@
 """The layers of blocks: projections, norms, attention, convolution, dropout, SwiGLU.
 
-Layers cast weights to the dtype of the activations when used (there is no autocast); weights in blocks may
-have this dtype already (`blocks.block_weights`). Parameters have the names of the published checkpoints.
+Layers cast weights to the dtype of the activations when used (there is no autocast). Weights in blocks may
+have this dtype already (`models.blocks.block_weights`). Parameters have the names of the published
+checkpoints.
 """
 
 from __future__ import annotations

@@ -19,20 +19,8 @@ from torch import Tensor, nn
 from config.architecture import LDTConfig
 from dataset.format import IGNORE_LABEL_ID, Metadata, columns_of
 from dataset.loader import Batch
-from models.blocks import Level, PreNormBlock
-from models.carry import (
-    ANEW,
-    NO_GUESS,
-    Board,
-    Carry,
-    Divisors,
-    Metrics,
-    Reasoning,
-    State,
-    StepOutput,
-    Sums,
-    where,
-)
+from models.blocks import Level
+from models.carry import Carry, Reasoning, State, StepOutput, where
 from models.lattice import (
     CONTRADICTORY,
     SOLVED,
@@ -44,11 +32,10 @@ from models.lattice import (
     move,
     sums_of_moves,
 )
-from models.layers import Dropout, LayerNorm, Linear, grid_angles, rotary_table
-from models.losses import correct_sequences
-from models.objective import Objective
-from models.random import Draws
-from models.search import Search
+from models.layers import Attention, Dropout, LayerNorm, Linear, grid_angles, rotary_table
+from models.objective import Divisors, Metrics, Sums, correct_sequences
+from models.random import SlotRng
+from models.search import ANEW, NO_GUESS, Board, Search
 
 _HALF_TURNS = (0, 1, 4, 5)  # those of a grid's eight symmetries that map rows to rows
 
@@ -64,8 +51,8 @@ class LDTPrediction(NamedTuple):
     conflict: Tensor
 
 
-class SoundBoards(Objective):
-    """The objective of LDT: three losses of its outputs, and which boards leave their slots."""
+class BoardObjective:
+    """The objective of LDT, three losses of its outputs. Its members are those of `Objective`."""
 
     metrics: ClassVar[Metrics] = {
         "count": None,
@@ -79,28 +66,21 @@ class SoundBoards(Objective):
         **{"left": None, "steps": "left", "solved": "left", "solved_right": "solved"},
     }
 
-    def __init__(self, network: LDT, arch: LDTConfig):
-        super().__init__(network)
-        self.arch, self.boards_per_slot = arch, arch.boards_per_slot
-
-    def halts(
-        self, carry: Carry, prediction: LDTPrediction, reasoning: Reasoning, draws: Draws | None
-    ) -> Tensor:
-        if self.network.training:
-            return leaves(carry, reasoning)
-        return super().halts(carry, prediction, reasoning, draws)
+    def __init__(self, arch: LDTConfig):
+        self.arch = arch
 
     def divisors(self, carry: Carry) -> Sums:
         return {"digit_cells": digit_cells(carry.state).sum(), "bad": is_bad(carry.state).sum()}
 
     def losses(
         self,
+        network: LDT,
         before: Carry,
         output: StepOutput,
         *,
         divisors: Divisors,
         reasoning: Reasoning,
-        draws: Draws | None,
+        rng: SlotRng | None,
     ) -> tuple[Tensor, Sums]:
         """Returns the sum of three losses, each a mean over the loops, and the sums of the metrics.
 
@@ -137,6 +117,9 @@ class SoundBoards(Objective):
         sums = {name: each.detach().sum() for name, each in sums.items()}
         return loss, sums | sums_of_moves(before, output.carry, keep[:, -1].detach(), self.arch)
 
+    def more_calls(self, reasoning: Reasoning) -> float:
+        return 0
+
     def sums(self, output: StepOutput) -> Sums:
         labels = output.carry.data.labels
         counted = (labels != IGNORE_LABEL_ID).any(-1)
@@ -147,6 +130,31 @@ class SoundBoards(Objective):
         return {name: (counted * each).sum() for name, each in sums.items()}
 
 
+class PreNormBlock(nn.Module):
+    """A pre-norm transformer block: h += attn(norm(h)); h += down(gelu(up(norm(h)))), all with biases.
+
+    number: of this block in the level, to give each block its own random numbers of dropout.
+    """
+
+    def __init__(self, width: int, *, num_heads: int, expansion: float, has_rotary: bool, number: int):
+        super().__init__()
+        inner, options = round(expansion * width), {"bias": True, "has_rotary": has_rotary}
+        self.norm1, self.attn = LayerNorm(width), Attention(width, num_heads=num_heads, **options)
+        self.norm2, self.up_proj = LayerNorm(width), Linear(width, inner, bias=True)
+        self.down_proj = Linear(inner, width, bias=True)
+        self.number = number
+
+    def forward(self, h: Tensor, rotary: Tensor | None, dropout: Dropout | None) -> Tensor:
+        """Returns the new h. dropout: for the weights of attention, and for the output of both branches."""
+        weights, first, second = (
+            dropout and dropout._replace(stream=3 * self.number + use) for use in range(3)
+        )
+        mixed = self.attn(self.norm1(h), rotary, dropout=weights)
+        h = h + (first(mixed) if first else mixed)
+        out = self.down_proj(F.gelu(self.up_proj(self.norm2(h))))
+        return h + (second(out) if second else out)
+
+
 class LDT(Search):
     """The network of LDT, with its moves. `models.lattice` describes the state of a slot.
 
@@ -155,11 +163,12 @@ class LDT(Search):
     grids may be turned, and whether values may be permuted.
     """
 
-    objective_class = SoundBoards
+    objective_class = BoardObjective
     of_data = ("candidates", "symmetries")
 
     def __init__(self, arch: LDTConfig, metadata: Metadata):
         super().__init__(arch)
+        self.boards_per_slot = arch.boards_per_slot
         width, vocab_size, num_cells = arch.hidden_size, metadata.vocab_size, metadata.seq_len
         # Without facts about training data, as for an estimate of sizes, any input may have any label.
         candidates = np.zeros((vocab_size, vocab_size), np.uint8)
@@ -217,12 +226,12 @@ class LDT(Search):
 
     # Start of boards.
 
-    def start(self, data: Batch, reasoning: Reasoning, draws: Draws | None, fresh: Tensor) -> State:
+    def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
         """Returns new boards, with the candidates that the inputs leave; in training some get hints."""
         entered = self.candidates[data.inputs.long()][..., self.values]
         solution = (data.labels[..., None] == self.values).to(torch.uint8)
-        if self.training and draws is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
-            entered = self._with_hints(entered, solution, draws)
+        if self.training and rng is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
+            entered = self._with_hints(entered, solution, rng)
         target = solution * holds(entered, solution)[:, None, None]
         outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
         guess = torch.full_like(outcome, NO_GUESS, dtype=torch.int16)
@@ -233,22 +242,35 @@ class LDT(Search):
         candidates[..., self.values] = state["alive"]
         return Board(candidates.bool(), torch.where(state["outcome"] == CONTRADICTORY, ANEW, state["guess"]))
 
-    def _with_hints(self, entered: Tensor, solution: Tensor, draws: Draws) -> Tensor:
+    def _with_hints(self, entered: Tensor, solution: Tensor, rng: SlotRng) -> Tensor:
         """Returns `entered` with some open cells filled in at random: by `solution`, or partly wrongly."""
         is_open = entered.sum(-1) > 1
         num_open = is_open.sum(-1)
-        kind, share, part = draws.uniform((3,), use="hints").unbind(1)
+        kind, share, part = rng.uniform((3,), use="hints").unbind(1)
         is_wrong = kind < self.arch.wrong_hint_prob
         is_hinted = kind < self.arch.wrong_hint_prob + self.arch.hint_prob
         least_one = (num_open * (0.1 + 0.9 * share)).long().clamp(min=1)
         number = torch.where(is_wrong, least_one, (num_open * share).long()) * is_hinted
         num_wrong = (number * (0.01 + 0.29 * part)).long().clamp(min=1) * is_wrong
-        order = torch.where(is_open, draws.uniform(is_open.shape[1:], use="hint cells"), 2.0).argsort(-1)
+        order = torch.where(is_open, rng.uniform(is_open.shape[1:], use="hint cells"), 2.0).argsort(-1)
         rank = order.argsort(-1)
-        others = torch.where((entered > solution), draws.uniform(entered.shape[1:], use="wrong hints"), -1.0)
+        others = torch.where((entered > solution), rng.uniform(entered.shape[1:], use="wrong hints"), -1.0)
         wrong = F.one_hot(others.argmax(-1), entered.shape[-1]).to(torch.uint8)
         hint = torch.where((rank < num_wrong[:, None])[..., None], wrong, solution)
         return torch.where((is_open & (rank < number[:, None]))[..., None], hint, entered)
+
+    # Halting: `leaves` says which boards leave their slots in training.
+
+    def wants_to_halt(self, state: State, prediction: LDTPrediction, rng: SlotRng | None = None) -> Tensor:
+        return leaves(state) if self.training else prediction.q_halt > 0
+
+    def sample_randomness(self, **_: Any) -> dict[str, np.ndarray]:
+        return {}
+
+    def pick_boards(self, rng: SlotRng) -> Tensor | None:
+        if self.boards_per_slot == 1:
+            return None
+        return rng.integers((), below=self.boards_per_slot, use="picked board")
 
     # Forward pass.
 
@@ -259,15 +281,15 @@ class LDT(Search):
         puzzle_identifiers: Tensor,
         *,
         reasoning: Reasoning,
-        draws: Draws | None = None,
+        rng: SlotRng | None = None,
     ) -> tuple[State, LDTPrediction]:
         """Runs the network on the boards, and moves them.
 
         In evaluation (a search), contradictory boards are reset, and solved boards stay as they are.
         """
         dropout = self.arch.dropout if self.training else 0.0
-        outputs = self.look(state["alive"], draws, loops=reasoning.loops, dropout=dropout)
-        moved = move(state, outputs.last(), self.arch, reasoning, draws, in_search=not self.training)
+        outputs = self.look(state["alive"], rng, loops=reasoning.loops, dropout=dropout)
+        moved = move(state, outputs.last(), self.arch, reasoning, rng, in_search=not self.training)
         if not self.training:
             moved["alive"] = where(moved["outcome"] == CONTRADICTORY, state["entered"], moved["alive"])
             was_solved = state["outcome"] == SOLVED
@@ -282,20 +304,20 @@ class LDT(Search):
         is_open = (alive.sum(-1, keepdim=True) != 1).to(self.dtype)
         return logits.scatter_add(-1, inputs.long()[..., None], 9 * is_open)
 
-    def look(self, alive: Tensor, draws: Draws | None, *, loops: int, dropout: float = 0.0) -> Outputs:
+    def look(self, alive: Tensor, rng: SlotRng | None, *, loops: int, dropout: float = 0.0) -> Outputs:
         """Runs all loops on the boards; returns the outputs of each loop.
 
-        With `draws`, each board is transformed by a random symmetry, and the outputs are transformed back.
+        With `rng`, each board is transformed by a random symmetry, and the outputs are transformed back.
         alive: uint8 [batch, cells, values].
         """
         num_boards, num_cells, num_values = alive.shape
         x, index = alive, None
-        if draws is not None:
-            index = self._draw_symmetry(draws)
+        if rng is not None:
+            index = self._draw_symmetry(rng)
             x = alive.flatten(1).gather(1, index).view(alive.shape)
         keys = None
         if dropout:
-            high, low = draws.integers((2,), below=1 << 23, use="look dropout").unbind(1)
+            high, low = rng.integers((2,), below=1 << 23, use="look dropout").unbind(1)
             keys = high << 23 | low
         outputs = []
         h = h0 = self.input_proj(x.to(self.dtype))
@@ -316,12 +338,12 @@ class LDT(Search):
             )
         return Outputs(keep, digit, conflict[..., 0])
 
-    def _draw_symmetry(self, draws: Draws) -> Tensor:
+    def _draw_symmetry(self, rng: SlotRng) -> Tensor:
         """Draws a symmetry for each board: the index that each entry is read from, int64 [batch, entries]."""
-        number = draws.integers((), below=len(self.turned_cells), use="look symmetry")
+        number = rng.integers((), below=len(self.turned_cells), use="look symmetry")
         values = torch.arange(len(self.values), device=number.device).expand(len(number), -1)
         if self.may_permute:
-            values = draws.uniform(self.values.shape, use="look values").argsort(dim=-1, stable=True)
+            values = rng.uniform(self.values.shape, use="look values").argsort(dim=-1, stable=True)
         cells = self.turned_cells[number]
         return (cells[:, :, None] * len(self.values) + values[:, None]).flatten(1)
 

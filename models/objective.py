@@ -1,75 +1,258 @@
-"""The objective of a network: what training makes small, what it measures, and when slots halt."""
+"""What training minimizes and measures, for models that answer with tokens and q_halt.
+
+    loss of a slot = lm_loss + halting_weight * (q_halt_loss + q_continue_loss)
+
+lm_loss          Cross-entropy, the mean over the cells with a label.
+q_halt_loss      Binary cross-entropy of q_halt against "all cells with a label are right".
+q_continue_loss  Binary cross-entropy of q_continue against the value of another thinking step (section 2 of
+                 the HRM paper, arXiv 2506.21734). Only with arch.no_ACT_continue=false, HRM's default.
+
+Losses and metrics are sums over slots. Callers divide them by sums over all ranks. A slot without any label
+(padding, or a puzzle without an answer) adds 0 to every sum. LDT has an objective of its own with the same
+members (`models.ldt.BoardObjective`).
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from models.carry import Carry, Divisors, Metrics, Prediction, Reasoning, State, StepOutput, Sums
-from models.random import Draws
+from config.architecture import ArchConfig
+from dataset.format import IGNORE_LABEL_ID
+from models.carry import Carry, Reasoning, StepOutput
+from models.compilation import eager_blocks
+from models.random import SlotRng
 
 if TYPE_CHECKING:
     from models.network import Network
 
+# Detached scalars by name: sums over slots of this rank.
+Sums = dict[str, Tensor]
+# Numbers by name that losses are divided by, over the global batch; "slots" is one of them.
+Divisors = dict[str, "float | Tensor"]
+# For each metric, the name of the sum that divides the sum of the same name. "slots": number of slots times
+# steps, in evaluation number of puzzles with a label. None: the sum is logged undivided.
+Metrics = dict[str, "str | None"]
+ContinueTarget = tuple[Tensor, Tensor, Tensor]  # (logits, targets in [0, 1], mask), each [batch]
+
 
 class Objective:
-    """The base of objectives. A subclass must have `losses` and `sums`.
+    """The loss and the metrics of a model with a Q head, or of one with another q_halt (SE-RRM).
 
-    metrics          computed from the sums that `losses` and `sums` return (see `models.carry.Metrics`)
-    training_metrics computed from the sums that `losses` returns, in training only
-    boards_per_slot  number of puzzles in a slot in training; each step works on one of them
+    metrics: Metrics from the sums that `losses` and `sums` return (see `Metrics`).
+    training_metrics: Metrics from the sums that `losses` returns, in training only.
     """
 
-    metrics: ClassVar[Metrics] = {}
-    training_metrics: ClassVar[Metrics] = {}
-    boards_per_slot: int = 1
+    metrics: ClassVar[Metrics] = {
+        # Divided by "count", the number of slots that halted and have a label.
+        "count": None,
+        "accuracy": "count",
+        "exact_accuracy": "count",
+        "q_halt_accuracy": "count",
+        "steps": "count",
+        "lm_loss": "slots",
+        "q_halt_loss": "slots",
+        "q_continue_loss": "slots",
+    }
+    # Over slots with a label in the first step of a puzzle; unlike the others, independent of halting.
+    training_metrics: ClassVar[Metrics] = {"exact_accuracy_after_step_1": "first_step_count"}
 
-    def __init__(self, network: Network):
-        self.network = network
-
-    def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
-        """Draws {name: [batch_size, ...]} on the host: a row for each slot of a step's global batch."""
-        return {}
+    def __init__(self, arch: ArchConfig):
+        self.arch, self.loss = arch, arch.loss
 
     def divisors(self, carry: Carry) -> Sums:
-        """Returns divisors of losses besides `slots`, known before the forward pass, to sum over ranks."""
+        """Returns divisors of losses besides "slots", known before the forward pass, to sum over ranks."""
         return {}
 
     def losses(
         self,
+        network: Network,
         before: Carry,
         output: StepOutput,
         *,
         divisors: Divisors,
         reasoning: Reasoning,
-        draws: Draws | None,
+        rng: SlotRng | None,
     ) -> tuple[Tensor, Sums]:
-        """Returns the loss summed over slots, to be divided by divisors["slots"], and sums of metrics.
+        """Returns the loss summed over slots, to be divided by divisors["slots"], and the sums of metrics.
 
-        before, output: input and output of the thinking step. divisors: over the global batch. A term
-        that is a mean over another number must be multiplied by divisors["slots"] / divisors[name].
+        before, output: Input and output of the thinking step. In the loss, a slot in thinking step t = 1, 2,
+        ... of a puzzle has the weight supervision_decay^(t-1) (arXiv 2511.08653). In the metric sums all
+        steps have the same weight.
         """
-        raise NotImplementedError
+        targets = self.continue_targets(network, before, output, reasoning, rng)
+        losses, sums = self._losses_and_sums(output, targets, label_smoothing=self.loss.label_smoothing)
+        if self.loss.supervision_decay < 1:
+            weights = self.loss.supervision_decay ** (output.carry.steps - 1)
+            losses = {name: weights * loss for name, loss in losses.items()}
+        total = {name: loss.sum() for name, loss in losses.items()}
+        halting_loss = total["q_halt_loss"] + total.get("q_continue_loss", 0)
+        return total["lm_loss"] + self.loss.halting_weight * halting_loss, sums
 
     def sums(self, output: StepOutput) -> Sums:
-        """Returns the metric sums of an evaluation, over slots with final answers."""
-        raise NotImplementedError
+        """Returns the metric sums of final answers in an evaluation. Their losses have no label smoothing."""
+        return self._losses_and_sums(output, [], label_smoothing=0.0)[1]
+
+    def _losses_and_sums(
+        self, output: StepOutput, targets: list[ContinueTarget], *, label_smoothing: float
+    ) -> tuple[dict[str, Tensor], Sums]:
+        """Returns {loss: [batch]}, and the sums without gradient."""
+        labels, prediction, steps = output.carry.data.labels, output.prediction, output.carry.steps
+        labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)
+        has_labels = labels_per_slot > 0
+        with torch.no_grad():
+            accuracy, is_exact = correct_sequences(prediction.logits, labels)
+
+        cross_entropy = CROSS_ENTROPIES[self.loss.loss_type]
+        per_cell = cross_entropy(prediction.logits, labels, label_smoothing=label_smoothing)
+        losses = {
+            "lm_loss": per_cell.sum(-1) / labels_per_slot.clamp(min=1),
+            "q_halt_loss": _binary_cross_entropy(prediction.q_halt, is_exact.float(), has_labels),
+        }
+        if targets:
+            losses["q_continue_loss"] = sum(
+                _binary_cross_entropy(logits, values, has_labels & mask) for logits, values, mask in targets
+            )
+
+        with torch.no_grad():
+            counted = output.carry.halted & has_labels
+            is_first = (steps == 1) & has_labels
+            sums = {
+                "count": counted,
+                "accuracy": counted * accuracy,
+                "exact_accuracy": counted & is_exact,
+                "q_halt_accuracy": counted & ((prediction.q_halt >= 0) == is_exact),
+                "steps": counted * steps,
+                "first_step_count": is_first,
+                "exact_accuracy_after_step_1": is_first & is_exact,
+            }
+            sums = {name: values.sum() for name, values in (sums | losses).items()}
+        return losses, sums
+
+    # Targets of q_continue.
+
+    def continue_targets(
+        self,
+        network: Network,
+        before: Carry,
+        output: StepOutput,
+        reasoning: Reasoning,
+        rng: SlotRng | None,
+    ) -> list[ContinueTarget]:
+        """Returns the training targets of q_continue in this step; [] if q_continue is not trained.
+
+        q_target=exact: One target for all slots, from one more call of the network, as published.
+        q_target=deferred: Slots that continue get their target from the next step's call. It trains only
+        the Q head, because the graph of the earlier step is freed. Slots that halt get theirs from one more
+        call for these slots. On CUDA the host waits for their number.
+        """
+        if reasoning.max_steps == 1 or self.arch.no_ACT_continue:
+            return []
+        carry, prediction = output
+        if self.arch.q_target == "exact":
+            values = self._values_of_one_more_step(network, carry, reasoning, rng)
+            return [(prediction.q_continue, values, torch.ones_like(carry.halted))]
+        best = torch.maximum(prediction.q_halt, prediction.q_continue).detach()
+        _, earlier_q_continue = network.q_values(before.state["z_H"])
+        targets = [(earlier_q_continue, torch.sigmoid(best), before.steps > 0)]
+        slots = carry.halted.nonzero().flatten()
+        if len(slots):
+            values, rng = torch.zeros_like(best), None if rng is None else rng[slots]
+            with eager_blocks():
+                halted = carry.select(slots)
+                values[slots] = self._values_of_one_more_step(network, halted, reasoning, rng)
+            targets.append((prediction.q_continue, values, carry.halted))
+        return targets
+
+    @torch.no_grad()
+    def _values_of_one_more_step(
+        self, network: Network, carry: Carry, reasoning: Reasoning, rng: SlotRng | None
+    ) -> Tensor:
+        """Returns sigmoid(max(q_halt, q_continue)) after one more call: [batch].
+
+        After the last step, uses q_halt alone (arXiv 2407.04811). The call has the same noise as this step.
+        """
+        data = carry.data
+        _, following = network(
+            carry.state, data.inputs, data.puzzle_identifiers, reasoning=reasoning, rng=rng
+        )
+        best = torch.maximum(following.q_halt, following.q_continue)
+        return torch.sigmoid(torch.where(carry.steps >= reasoning.max_steps, following.q_halt, best))
 
     def more_calls(self, reasoning: Reasoning) -> float:
-        """Returns how many more forward passes of the network a training step needs, in the mean."""
-        return 0
+        """Returns the mean number of further forward passes that a training step needs for its targets."""
+        if self.arch.no_ACT_continue or reasoning.max_steps == 1:
+            return 0
+        return 1 if self.arch.q_target == "exact" else 1 / reasoning.max_steps
 
-    def wants_to_halt(self, state: State, prediction: Prediction) -> Tensor:
-        """Returns which slots would halt now if they were free to: bool [batch]."""
-        return prediction.q_halt > 0
 
-    def halts(
-        self, carry: Carry, prediction: Prediction, reasoning: Reasoning, draws: Draws | None
-    ) -> Tensor:
-        """Returns which slots halt after a step: bool [batch]. carry, prediction: results of the step."""
-        halted = carry.steps >= reasoning.max_steps
-        if reasoning.halts_early and reasoning.max_steps > 1:
-            halted = halted | self.wants_to_halt(carry.state, prediction)
-        return halted
+def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
+    """Returns the cross-entropy of each cell: float32 [batch, length], 0 where the label is ignored.
+
+    logits: [batch, length, vocab]. labels: [batch, length]. label_smoothing: Fraction of each label that is
+    spread evenly over the vocabulary (arXiv 1512.00567, section 7).
+    """
+    return F.cross_entropy(
+        logits.float().transpose(1, 2),
+        labels.long(),
+        ignore_index=IGNORE_LABEL_ID,
+        reduction="none",
+        label_smoothing=label_smoothing,
+    )
+
+
+def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
+    """Returns the cross-entropy of each cell with stablemax (arXiv 2501.04697) in place of softmax.
+
+    float64 [batch, length] (float32 on mps), 0 where the label is ignored. logits: [batch, length, vocab].
+    labels: [batch, length]. label_smoothing: As in `softmax_cross_entropy`.
+    """
+    wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
+    s = torch.where(wide < 0, 1 / (1 - wide + 1e-30), wide + 1)
+    log_probabilities = torch.log(s / s.sum(dim=-1, keepdim=True))
+    counted = labels != IGNORE_LABEL_ID
+    chosen = log_probabilities.gather(-1, torch.where(counted, labels, 0).long().unsqueeze(-1)).squeeze(-1)
+    if label_smoothing:
+        chosen = torch.lerp(chosen, log_probabilities.mean(-1), label_smoothing)
+    return torch.where(counted, -chosen, 0)
+
+
+CROSS_ENTROPIES = {
+    "softmax_cross_entropy": softmax_cross_entropy,
+    "stablemax_cross_entropy": stablemax_cross_entropy,
+}
+
+
+def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the fraction of right cells, float32 [batch], and whether all cells are right, bool [batch].
+
+    Only cells with a label count. A slot without any has 0 and False.
+    """
+    counted = labels != IGNORE_LABEL_ID
+    num_counted = counted.sum(-1)
+    num_correct = ((logits.argmax(-1) == labels) & counted).sum(-1)
+    return num_correct / num_counted.clamp(min=1), (num_correct == num_counted) & (num_counted > 0)
+
+
+def _binary_cross_entropy(logits: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none") * mask
+
+
+def sum_names(metrics: Metrics) -> tuple[str, ...]:
+    """Returns the names of all sums from which `divide` computes the metrics."""
+    divisors = {name for name in metrics.values() if name not in (None, "slots")}
+    return (*metrics, *sorted(divisors - metrics.keys()))
+
+
+def divide(sums: dict[str, float], metrics: Metrics, *, slots: float) -> dict[str, float]:
+    """Returns {metric: value}, from sums over all ranks and steps; metrics that are plain sums come last.
+
+    slots: the divisor "slots". Leaves out a metric with divisor 0, and a plain sum that is 0.
+    """
+    divisors = {**sums, "slots": slots}
+    means = {name: by for name, by in metrics.items() if by is not None and divisors.get(by) and name in sums}
+    counts = [name for name, by in metrics.items() if by is None and sums.get(name)]
+    return {name: sums[name] / divisors[by] for name, by in means.items()} | {n: sums[n] for n in counts}

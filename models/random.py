@@ -4,8 +4,8 @@ The generator is Philox4x32-10 (Salmon et al. 2011, doi 10.1145/2063384.2063405)
 with a counter for every slot. Invariant: the numbers of a slot do not depend on the batch size or on the
 number of processes, and a checkpoint needs no generator state.
 
-A use is a text that names the purpose, such as "picked board" (`Draws`). Dropout takes integer keys instead:
-it runs inside compiled blocks, and torch would compile a graph for every text.
+A use is a text that names the purpose, such as "picked board" (`SlotRng`). Dropout takes integer keys
+instead: it runs inside compiled blocks, and torch would compile a graph for every text.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _SHARE = math.erf(CUT / math.sqrt(2))
 STD_AFTER_CUT = math.sqrt(1 - 2 * CUT * math.exp(-(CUT**2) / 2) / math.sqrt(2 * math.pi) / _SHARE)
 
 
-def draw_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
+def sample_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
     """Returns `count` numbers in [0, 1) for the global batch of a training step: float64, on the host."""
     generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
 
-def draw_keys(*, seed: int, step: int, batch_size: int) -> np.ndarray:
+def sample_keys(*, seed: int, step: int, batch_size: int) -> np.ndarray:
     """Returns a random key for each slot of the global batch of a training step: int64 [batch_size], < 2**62.
 
     A slot that needs several keys adds small numbers to its key.
@@ -76,13 +76,13 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) 
 
 
 @dataclasses.dataclass(frozen=True)
-class Draws:
+class SlotRng:
     """The source of random numbers for one thinking step of some slots.
 
     Every method that draws has an argument `use`, a name: numbers of different uses are independent, and the
     same use gives the same numbers again. key: 64 bits, from the seed. counters: int64 [batch, 2], below
     2**32 each, different for every step and slot. arrays: {name: [batch, ...]}, the rows of these slots in
-    what `Network.draw` has drawn.
+    what `Network.sample_randomness` has sampled.
     """
 
     key: int
@@ -92,13 +92,16 @@ class Draws:
     @classmethod
     def of_training(
         cls, seed: int, *, step: int, slots: range, device: torch.device, **arrays: Tensor
-    ) -> Draws:
-        """Returns the draws of a step. slots: their numbers in the global batch. arrays: `Network.draw`'s."""
+    ) -> SlotRng:
+        """Returns the random numbers of a step. slots: Their numbers in the global batch.
+
+        arrays: Rows of these slots from `Network.sample_randomness`.
+        """
         numbers = torch.arange(slots.start, slots.stop, device=device)
         return cls(seed, torch.stack([torch.full_like(numbers, step), numbers], dim=1), arrays)
 
     @classmethod
-    def of_evaluation(cls, seed: int, *, rows: Tensor, samples: Tensor, steps: Tensor) -> Draws:
+    def of_evaluation(cls, seed: int, *, rows: Tensor, samples: Tensor, steps: Tensor) -> SlotRng:
         """Returns the draws of an evaluation, independent of training with the same seed.
 
         rows: int64 [batch], the row of each slot's example. samples: int64 [batch], number of the sample,
@@ -106,10 +109,10 @@ class Draws:
         """
         return cls(seed | 1 << 63, torch.stack([rows & _MASK, samples << 16 | steps.long()], dim=1))
 
-    def __getitem__(self, slots: slice | Tensor) -> Draws:
+    def __getitem__(self, slots: slice | Tensor) -> SlotRng:
         """Returns the draws of some slots. slots: slice or int64 [n]."""
         arrays = {name: array[slots] for name, array in self.arrays.items()}
-        return Draws(self.key, self.counters[slots], arrays)
+        return SlotRng(self.key, self.counters[slots], arrays)
 
     def normal(self, shape: Sequence[int], *, use: str) -> Tensor:
         """Returns standard normal numbers, float32 [batch, *shape]; their absolute values are at most 5.2."""

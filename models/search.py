@@ -1,20 +1,37 @@
 """The interface of a network whose evaluation is a search."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
 
 from dataset.format import Metadata
-from models.carry import Board, State
+from models.carry import State
 from models.network import Network
+
+
+class Board(NamedTuple):
+    """The state of a search on each puzzle, for display.
+
+    candidates: bool [batch, seq_len, vocab], the tokens that are still possible in a cell. guess: int16
+    [batch], the cell at which the last step guessed a value; NO_GUESS; or ANEW if it reset the board.
+    """
+
+    candidates: Tensor
+    guess: Tensor
+
+
+NO_GUESS, ANEW = -1, -2
 
 
 class Search(Network):
     """The base of networks that search: a try at a puzzle ends when the network wants to halt.
 
-    The first such try answers the puzzle; without one the puzzle is undecided. Every step needs `Draws`.
+    The first such try answers the puzzle; without one the puzzle is undecided. Every step needs `SlotRng`.
 
     of_data  names of stored tensors that are facts of the training data, not learned
     """
 
+    is_search: ClassVar[bool] = True
     of_data: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from config.architecture import SERRMConfig
 from dataset.format import Metadata, columns_of
 from models.blocks import Level
-from models.carry import Carry, Prediction, Reasoning, State
-from models.embedding import build_puzzle_table
+from models.carry import Prediction, Reasoning, State
 from models.layers import (
     Attention,
     Dropout,
@@ -27,10 +26,10 @@ from models.layers import (
     rotary_table,
     truncated_normal,
 )
-from models.losses import TokenObjective
-from models.network import Network
-from models.random import Draws, draw_keys, draw_uniform
-from models.updates import gradient, update, with_step_noise
+from models.network import Network, gradient_if
+from models.noise import perturb
+from models.puzzle_embedding import PuzzleEmbedding
+from models.random import SlotRng, sample_keys, sample_uniform
 
 _NUM_SPECIAL = 2
 
@@ -61,27 +60,6 @@ class AxialBlock(nn.Module):
         return rms_norm(h + self.mlp(h), eps=self.eps)
 
 
-class RandomStops(TokenObjective):
-    """The objective of SE-RRM: the usual losses; in training slots halt at random, for want of a Q head."""
-
-    def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
-        """Draws `stops`, bool [batch_size] (slots that halt), and dropout `keys`, int64 [batch_size]."""
-        at, drawn = {"seed": seed, "step": step}, {}
-        if self.arch.halt_exploration_prob and reasoning.max_steps > 1:
-            drawn["stops"] = draw_uniform(**at, count=batch_size) < self.arch.halt_exploration_prob
-        if self.arch.dropout:
-            drawn["keys"] = draw_keys(**at, batch_size=batch_size)
-        return drawn
-
-    def halts(
-        self, carry: Carry, prediction: Prediction, reasoning: Reasoning, draws: Draws | None
-    ) -> Tensor:
-        if not self.network.training:
-            return super().halts(carry, prediction, reasoning, draws)
-        is_last = carry.steps >= reasoning.max_steps
-        return is_last if draws is None or "stops" not in draws.arrays else is_last | draws.arrays["stops"]
-
-
 class SERRM(Network):
     """The network of SE-RRM. Its state z_H is [batch, symbols, seq_len + add_tokens, hidden].
 
@@ -89,8 +67,6 @@ class SERRM(Network):
     H_cycles x L_cycles times. The last `gradient_cycles` H cycles carry gradient; 0: only the last call does.
     No Q head: q_halt is the logit of the least certain cell's probability.
     """
-
-    objective_class = RandomStops
 
     def __init__(self, arch: SERRMConfig, metadata: Metadata):
         super().__init__(arch)
@@ -106,7 +82,8 @@ class SERRM(Network):
         else:
             self.embed_symbols = draw(self.num_symbols, 1)
         self.pos_embedding = draw(1, self.seq_len) if arch.pos_encodings == "learned" else None
-        self.puzzle_emb = build_puzzle_table(arch, metadata, width=width + self.num_symbols)
+        if arch.puzzle_emb_ndim:
+            self.puzzle_emb = PuzzleEmbedding(metadata.num_puzzle_identifiers, width + self.num_symbols)
         if self.num_added and self.is_equivariant:
             self.add_tokens_special = draw(_NUM_SPECIAL, self.num_added)
         if self.num_added:
@@ -121,23 +98,6 @@ class SERRM(Network):
             rotary = rotary_table(nn.functional.pad(_angles(arch, metadata), (0, 0, 0, self.num_added)))
         self.register_buffer("rotary", rotary, persistent=False)
 
-    def draw(self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning) -> dict[str, np.ndarray]:
-        """Draws `stops`, bool [batch_size] (slots that halt), and dropout `keys`, int64 [batch_size]."""
-        at, drawn = {"seed": seed, "step": step}, {}
-        if self.halt_exploration_prob and reasoning.max_steps > 1:
-            drawn["stops"] = draw_uniform(**at, count=batch_size) < self.halt_exploration_prob
-        if self.dropout:
-            drawn["keys"] = draw_keys(**at, batch_size=batch_size)
-        return drawn
-
-    def halts(
-        self, carry: Carry, prediction: Prediction, reasoning: Reasoning, draws: Draws | None
-    ) -> Tensor:
-        if not self.training:
-            return super().halts(carry, prediction, reasoning, draws)
-        is_last = carry.steps >= reasoning.max_steps
-        return is_last if draws is None or "stops" not in draws.arrays else is_last | draws.arrays["stops"]
-
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         width = self.arch.hidden_size
         return {"z_H": self.H_init.expand(batch_size, self.num_symbols, seq_len + self.num_added, width)}
@@ -149,16 +109,16 @@ class SERRM(Network):
         puzzle_identifiers: Tensor,
         *,
         reasoning: Reasoning,
-        draws: Draws | None = None,
+        rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
-        z_H = with_step_noise(state, reasoning, draws)["z_H"]
-        e = self.embed(inputs, puzzle_identifiers)
+        z_H, e = state["z_H"], self.embed(inputs, puzzle_identifiers)
         drops, num_calls = self.training and self.arch.dropout > 0, reasoning.H_cycles * reasoning.L_cycles
+        num_with_gradient = max(self.arch.gradient_cycles * reasoning.L_cycles, 1)
         for call in range(num_calls):
-            with gradient(call >= num_calls - (self.arch.gradient_cycles * reasoning.L_cycles or 1)):
-                keys = draws.arrays["keys"] + call if drops else None
-                proposed = self.L_level(z_H, e, self.rotary, keys)
-                z_H = update(z_H, proposed, reasoning, draws, use=f"z_H {call}")
+            with gradient_if(call >= num_calls - num_with_gradient):
+                keys = rng.arrays["keys"] + call if drops else None
+                new = self.L_level(z_H, e, self.rotary, keys)
+                z_H = perturb(z_H, new, reasoning, rng, use=f"z_H {call}")
 
         cells = z_H[:, :, : self.seq_len]
         if self.is_equivariant:
@@ -168,6 +128,25 @@ class SERRM(Network):
         with torch.no_grad():
             q_halt = _least_confidence(logits.float())
         return {"z_H": z_H.detach()}, Prediction(logits, q_halt, None)
+
+    def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
+        """Returns random slots in training; in evaluation those whose least certain cell has p > 1/2."""
+        if not self.training:
+            return prediction.q_halt > 0
+        never = torch.zeros_like(prediction.q_halt, dtype=torch.bool)
+        return never if rng is None else rng.arrays.get("stops", never)
+
+    def sample_randomness(
+        self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
+    ) -> dict[str, np.ndarray]:
+        """Samples `stops`, bool [batch_size] (slots that halt), and dropout `keys`, int64 [batch_size]."""
+        arrays = {}
+        if self.arch.halt_exploration_prob and reasoning.max_steps > 1:
+            uniform = sample_uniform(seed=seed, step=step, count=batch_size)
+            arrays["stops"] = uniform < self.arch.halt_exploration_prob
+        if self.arch.dropout:
+            arrays["keys"] = sample_keys(seed=seed, step=step, batch_size=batch_size)
+        return arrays
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
         """Returns e, [batch, symbols, positions, hidden].

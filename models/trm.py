@@ -1,4 +1,4 @@
-"""The Tiny Recursive Model (TRM, arXiv 2510.04871): one small level that updates both z_L and z_H."""
+"""The Tiny Recursive Model (TRM, arXiv 2510.04871): one small level updates both z_L and z_H."""
 
 from torch import Tensor
 
@@ -6,52 +6,49 @@ from config.architecture import TRMConfig
 from dataset.format import Metadata
 from models.blocks import Level, build_block
 from models.carry import Prediction, Reasoning, State
-from models.embedding import build_positions, build_puzzle_table, embed_puzzle
-from models.layers import Embedding, Linear, truncated_normal
-from models.network import Network
-from models.q_head import QHead, QLearning
-from models.random import Draws
-from models.updates import GATE_WEIGHTS, Gate, GatedUpdates, gradient, initial_gates, with_step_noise
+from models.layers import Linear, truncated_normal
+from models.network import Network, TokenNetwork, build_q_head, gradient_if
+from models.noise import perturbed
+from models.random import SlotRng
 
 
-class TRM(Network):
-    """The network of TRM. A state is [batch, positions, hidden]: those of the puzzle embedding, then cells.
+class TRM(TokenNetwork):
+    """The network of TRM. A slot keeps two states between thinking steps, z_H and z_L (y and z in the paper).
 
-    A thinking step, with a level L (a stack of blocks) and the embedded puzzle e:
+    A thinking step, with the embedded puzzle e and the level L, a stack of `L_layers` blocks:
 
-        H_cycles times:  L_cycles times z_L = L(z_L + z_H + e), then z_H = L(z_H + z_L)
+        H_cycles times:
+            L_cycles times:  z_L = L(z_L + z_H + e)
+            once:            z_H = L(z_H + z_L)
+        logits = lm_head(z_H at the cells)
+        q_halt, q_continue = q_head(z_H at position 0)
 
-    With `single_z` (table 2 of the paper) z_H is both: L_cycles times z_H = L(z_H + e), then z_H = L(z_H).
-    Only the last `gradient_cycles` H cycles carry gradient; with 0, only the last call for each state does.
-    With `update=gate` each state z_X has a `Gate`, and a slot also keeps log_D_X.
+    e, z_H and z_L are [batch, positions, hidden] in the forward dtype. The positions are those of the puzzle
+    embedding (`arch.puzzle_emb_len`, by default 16), then the cells (seq_len).
+
+    Only the calls in the last `gradient_cycles` H cycles have gradient (by default in 1 cycle). If it is 0,
+    only the last call for z_L and the last call for z_H do (the one-step gradient of HRM). The new state is
+    detached, so no gradient flows into the thinking step before.
     """
 
-    objective_class = QLearning
-    undecayed = GATE_WEIGHTS
-
     def __init__(self, arch: TRMConfig, metadata: Metadata):
-        super().__init__(arch)
-        width, self.states = arch.hidden_size, ("z_H",) if arch.single_z else ("z_H", "z_L")
-
-        # Weights are drawn in an order that recorded results depend on, and registered in the order of use.
-        self.embed_tokens = Embedding(metadata.vocab_size, width, std=width**-0.5, dtype=self.dtype)
-        self.puzzle_emb = build_puzzle_table(arch, metadata, width=arch.puzzle_emb_ndim)
-        self.embed_pos, rotary = build_positions(arch, metadata, dtype=self.dtype)
-        self.register_buffer("rotary", rotary, persistent=False)
-        for axis in "H" if arch.single_z else "HL":  # drawn, never trained
-            self.register_buffer(f"{axis}_init", truncated_normal(width, std=1).to(self.dtype))
-        lm_head, q_head = Linear(width, metadata.vocab_size), QHead(width, reads_mean=arch.conv == "instead")
+        super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
+        # The state of a slot that starts: random vectors, equal at all positions, never trained.
+        self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
+        self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
+        # The heads are initialized before the level, because recorded results depend on this order of random
+        # numbers. Modules are registered in the order of use.
+        lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head
-        self.gates: dict[str, Gate] = {}
-        for name in self.states if arch.update == "gate" else ():
-            self.gates[name] = Gate(width, eps=arch.rms_norm_eps)
-            self.add_module(name.replace("z", "gate"), self.gates[name])
+
+    @classmethod
+    def class_for(cls, arch: TRMConfig) -> type[Network]:
+        return SingleZ if arch.single_z else TRM
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        shape = batch_size, self.arch.num_puzzle_positions + seq_len, self.arch.hidden_size
-        state = {name: self.get_buffer(f"{name[-1]}_init").expand(shape) for name in self.states}
-        return state | initial_gates(self.gates, state)
+        shape = batch_size, self.num_puzzle_positions + seq_len, self.arch.hidden_size
+        return {"z_H": self.H_init.expand(shape), "z_L": self.L_init.expand(shape)}
 
     def forward(
         self,
@@ -60,37 +57,63 @@ class TRM(Network):
         puzzle_identifiers: Tensor,
         *,
         reasoning: Reasoning,
-        draws: Draws | None = None,
+        rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
-        arch, L = self.arch, self.L_level
-        state = with_step_noise(state, reasoning, draws)
-        e = embed_puzzle(
-            inputs,
-            puzzle_identifiers,
-            tokens=self.embed_tokens,
-            puzzles=self.puzzle_emb,
-            positions=self.embed_pos,
-            num_puzzle_positions=arch.num_puzzle_positions,
-        )
-        # z = what a level returns; with damping, noise or a gate, only in part.
-        update = GatedUpdates(self.gates, state, reasoning, draws)
-        z_H, z_L = state["z_H"], state.get("z_L")
+        e = self.embed(inputs, puzzle_identifiers)
+        L = perturbed(self.L_level, reasoning, rng, self.rotary)  # by default only L_level, unchanged
+        z_H, z_L = state["z_H"], state["z_L"]
         for cycle in range(reasoning.H_cycles):
-            is_last = cycle == reasoning.H_cycles - 1
-            has_gradient = reasoning.H_cycles - cycle <= arch.gradient_cycles
-            injection = e if arch.single_z else z_H + e
+            is_last_cycle = cycle == reasoning.H_cycles - 1
+            whole_cycle_has_gradient = cycle >= reasoning.H_cycles - self.arch.gradient_cycles
+            injection = z_H + e
             for call in range(reasoning.L_cycles):
-                with gradient(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
-                    if arch.single_z:
-                        z_H = update("z_H", z_H, L(z_H, injection, self.rotary), at=f"{cycle} {call}")
-                    else:
-                        z_L = update("z_L", z_L, L(z_L, injection, self.rotary), at=f"{cycle} {call}")
-            with gradient(has_gradient or is_last):
-                z_H = update("z_H", z_H, L(z_H, 0 if arch.single_z else z_L, self.rotary), at=f"{cycle}")
+                is_last_call = is_last_cycle and call == reasoning.L_cycles - 1
+                with gradient_if(whole_cycle_has_gradient or is_last_call):
+                    z_L = L(z_L, injection)
+            with gradient_if(whole_cycle_has_gradient or is_last_cycle):
+                z_H = L(z_H, z_L)
+        return {"z_H": z_H.detach(), "z_L": z_L.detach()}, self.answer(z_H)
 
-        logits, q = self.lm_head(z_H)[:, arch.num_puzzle_positions :], self.q_head(z_H)
-        after = {"z_H": z_H, "z_L": z_L, **update.kept}
-        return {name: after[name].detach() for name in state}, Prediction(logits, q[:, 0], q[:, 1])
+
+class SingleZ(TokenNetwork):
+    """TRM with `single_z=true`: one state, z_H (table 2 of the paper).
+
+    H_cycles times: L_cycles times z_H = L(z_H + e), then once z_H = L(z_H). All else is as in `TRM`.
+    """
+
+    def __init__(self, arch: TRMConfig, metadata: Metadata):
+        super().__init__(arch, metadata)
+        self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
+        lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
+        self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
+        self.lm_head, self.q_head = lm_head, q_head
+
+    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
+        shape = batch_size, self.num_puzzle_positions + seq_len, self.arch.hidden_size
+        return {"z_H": self.H_init.expand(shape)}
+
+    def forward(
+        self,
+        state: State,
+        inputs: Tensor,
+        puzzle_identifiers: Tensor,
+        *,
+        reasoning: Reasoning,
+        rng: SlotRng | None = None,
+    ) -> tuple[State, Prediction]:
+        e = self.embed(inputs, puzzle_identifiers)
+        L = perturbed(self.L_level, reasoning, rng, self.rotary)
+        z_H = state["z_H"]
+        for cycle in range(reasoning.H_cycles):
+            is_last_cycle = cycle == reasoning.H_cycles - 1
+            whole_cycle_has_gradient = cycle >= reasoning.H_cycles - self.arch.gradient_cycles
+            for call in range(reasoning.L_cycles):
+                is_last_call = is_last_cycle and call == reasoning.L_cycles - 1
+                with gradient_if(whole_cycle_has_gradient or is_last_call):
+                    z_H = L(z_H, e)
+            with gradient_if(whole_cycle_has_gradient or is_last_cycle):
+                z_H = L(z_H, 0)
+        return {"z_H": z_H.detach()}, self.answer(z_H)
 
 
 NETWORK = TRM

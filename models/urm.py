@@ -7,12 +7,10 @@ from config.architecture import URMConfig
 from dataset.format import Metadata
 from models.blocks import Level, build_block
 from models.carry import Prediction, Reasoning, State
-from models.embedding import build_positions, build_puzzle_table, embed_puzzle
-from models.layers import Embedding, Linear, gated, inner_width, truncated_normal
-from models.network import Network
-from models.q_head import QHead, QLearning
-from models.random import Draws
-from models.updates import gradient, update, with_step_noise
+from models.layers import Linear, gated, inner_width, truncated_normal
+from models.network import TokenNetwork, build_q_head, gradient_if
+from models.noise import perturbed
+from models.random import SlotRng
 
 
 class ConvSwiGLU(nn.Module):
@@ -35,31 +33,30 @@ class ConvSwiGLU(nn.Module):
         return self.down_proj(F.silu(shifted * before.squeeze(1) + u * here.squeeze(1) + bias))
 
 
-class URM(Network):
-    """The network of URM. Its state z_H is [batch, positions, hidden]: the puzzle embedding, then cells.
+class URM(TokenNetwork):
+    """The network of URM. A slot keeps one state between thinking steps, z_H.
 
-    A thinking step, with a level L (a stack of blocks) and the embedded puzzle e: z_H = L(z_H + e),
-    H_cycles x L_cycles times. The last `gradient_cycles` H cycles carry gradient; 0: only the last call does.
+    A thinking step, with the embedded puzzle e and a level L, a stack of blocks:
+
+        H_cycles x L_cycles times:  z_H = L(z_H + e)
+        logits = lm_head(z_H at the cells)
+        q_halt, q_continue = q_head(z_H at position 0)
+
+    e and z_H are [batch, positions, hidden] in the forward dtype: the puzzle positions, then the cells. The
+    calls of the last `gradient_cycles` H cycles carry gradient. If it is 0, only the last call does.
     """
 
-    objective_class = QLearning
-
     def __init__(self, arch: URMConfig, metadata: Metadata):
-        super().__init__(arch)
-        width = arch.hidden_size
-
-        # Weights are drawn in an order that recorded results depend on, and registered in the order of use.
-        self.embed_tokens = Embedding(metadata.vocab_size, width, std=width**-0.5, dtype=self.dtype)
-        self.puzzle_emb = build_puzzle_table(arch, metadata, width=arch.puzzle_emb_ndim)
-        self.embed_pos, rotary = build_positions(arch, metadata, dtype=self.dtype)
-        self.register_buffer("rotary", rotary, persistent=False)
-        self.register_buffer("H_init", truncated_normal(width, std=1).to(self.dtype))  # never trained
-        lm_head, q_head = Linear(width, metadata.vocab_size), QHead(width, reads_mean=arch.conv == "instead")
+        super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
+        # The state of a slot that starts: a random vector, equal at all positions, never trained.
+        self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
+        # Recorded results depend on the order of initialization. Modules are registered in the order of use.
+        lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = Level(build_block(arch, metadata, mlp=ConvSwiGLU) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        shape = batch_size, self.arch.num_puzzle_positions + seq_len, self.arch.hidden_size
+        shape = batch_size, self.num_puzzle_positions + seq_len, self.arch.hidden_size
         return {"z_H": self.H_init.expand(shape)}
 
     def forward(
@@ -69,25 +66,17 @@ class URM(Network):
         puzzle_identifiers: Tensor,
         *,
         reasoning: Reasoning,
-        draws: Draws | None = None,
+        rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
-        arch = self.arch
-        z_H = with_step_noise(state, reasoning, draws)["z_H"]
-        e = embed_puzzle(
-            inputs,
-            puzzle_identifiers,
-            tokens=self.embed_tokens,
-            puzzles=self.puzzle_emb,
-            positions=self.embed_pos,
-            num_puzzle_positions=arch.num_puzzle_positions,
-        )
+        e = self.embed(inputs, puzzle_identifiers)
+        L = perturbed(self.L_level, reasoning, rng, self.rotary)
+        z_H = state["z_H"]
         num_calls = reasoning.H_cycles * reasoning.L_cycles
+        num_with_gradient = max(self.arch.gradient_cycles * reasoning.L_cycles, 1)
         for call in range(num_calls):
-            with gradient(call >= num_calls - (arch.gradient_cycles * reasoning.L_cycles or 1)):
-                z_H = update(z_H, self.L_level(z_H, e, self.rotary), reasoning, draws, use=f"z_H {call}")
-
-        logits, q = self.lm_head(z_H)[:, arch.num_puzzle_positions :], self.q_head(z_H)
-        return {"z_H": z_H.detach()}, Prediction(logits, q[:, 0], q[:, 1])
+            with gradient_if(call >= num_calls - num_with_gradient):
+                z_H = L(z_H, e)
+        return {"z_H": z_H.detach()}, self.answer(z_H)
 
 
 NETWORK = URM

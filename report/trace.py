@@ -98,7 +98,7 @@ def trace_puzzles(
     sets = data.splits["test"].sets
     if isinstance(model.network, Search):
         num_puzzles = min(num_puzzles, _MOST_OF_SEARCH)
-    cells = model.eval_reasoning.max_steps * data.metadata.seq_len
+    cells = model.eval_reasoning("max").max_steps * data.metadata.seq_len
     num_puzzles = max(1, min(num_puzzles, _MOST_CELLS // cells))
     columns, traces, set_names = [], [], []
     device = next(model.network.parameters()).device
@@ -176,7 +176,7 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
 
     A puzzle has flat lists of cells: `input`, `label`, and for each step `answers`, `confidences` (percent)
     and, of a search, `candidates` (bit t: token t is possible). `guesses`: for each step the guessed cell, or
-    a negative code of `models.carry`. `stays_right_from`: the step from which the answer stays right; null:
+    a negative code of `models.search`. `stays_right_from`: the step from which the answer stays right; null:
     wrong at the end. `rated`: percent for each step, sigmoid(q_halt) or, of a search, the decided cells.
     """
     style, trace, steps = puzzles.info.style, puzzles.trace, puzzles.trace.preds.shape[1]

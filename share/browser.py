@@ -83,7 +83,7 @@ def write_page(config: PageConfig) -> None:
         for exhibit in exhibits:
             log.info(f"translating {exhibit.name}, which takes a minute or so")
             (folder / exhibit.name).mkdir()
-            network, reasoning = exhibit.model.network, exhibit.model.eval_reasoning
+            network, reasoning = exhibit.model.network, exhibit.model.eval_reasoning("max")
             path, seq_len = folder / exhibit.name / MODEL, len(exhibit.facts["puzzles"][0]["inputs"])
             state = write_step(network, reasoning, path, seq_len=seq_len)
             write_json(folder / exhibit.name / DATA, exhibit.facts | {"state": state}, indent=None)
@@ -110,14 +110,14 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
         raise ValueError(
             f"a page shows candidates of {MOST_TOKENS} tokens at most, not {info.metadata.vocab_size}"
         )
-    if model.eval_reasoning.is_noisy and not is_search:
+    if model.eval_reasoning("max").is_noisy and not is_search:
         raise ValueError(
             f"checkpoint {checkpoint.path} is of a model with init_noise or state_noise: a page has no "
             "random numbers for it"
         )
     made_up = make_up(info)
     folders = folders or checkpoint.find_data()
-    steps = config.halt_max_steps or model.eval_reasoning.max_steps
+    steps = config.halt_max_steps or model.eval_reasoning("max").max_steps
     if made_up and checkpoint.run_folder.parent == SHIPPED:
         puzzles = [{"name": None, "identifier": 0} | puzzle for puzzle in made_up[: config.puzzles]]
         if not is_search:
@@ -170,7 +170,7 @@ def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int)
     identifiers = torch.zeros(len(puzzles), dtype=torch.int32)
     state = model.network.initial_state(len(puzzles), seq_len=inputs.shape[1])
     for _ in range(steps):
-        state, prediction = model.network(state, inputs, identifiers, reasoning=model.eval_reasoning)
+        state, prediction = model.network(state, inputs, identifiers, reasoning=model.eval_reasoning("max"))
     return int((prediction.logits.argmax(-1) == labels).all(-1).int().argmax())
 
 

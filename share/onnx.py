@@ -56,7 +56,7 @@ class Step(nn.Module):
         inputs, identifiers = inputs.long(), puzzle_identifiers.long()  # ONNX gathers by int64 alone
         state, prediction = self.network(state, inputs, identifiers, reasoning=self.reasoning)
         outputs = {f"next_{name}": tensor for name, tensor in state.items()} | prediction._asdict()
-        outputs["wants_to_halt"] = self.network.objective.wants_to_halt(state, prediction)
+        outputs["wants_to_halt"] = self.network.wants_to_halt(state, prediction)
         return {name: tensor for name, tensor in outputs.items() if tensor is not None}
 
 

@@ -14,8 +14,8 @@ from dataset.description import DatasetInfo
 from dataset.format import IGNORE_LABEL_ID, Dataset, load_metadata, usual_metadata
 from evaluation.trace import Trace
 from models import HaltingModel, build_model
-from models.carry import NO_GUESS
 from models.network import Network
+from models.search import NO_GUESS
 from report.trace import TracedPuzzles
 from tests.tiny import tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager

@@ -31,7 +31,7 @@ def moved(grid: np.ndarray, transform: np.ndarray) -> np.ndarray:
     return np.asarray(transform[1:])[dihedral(grid, int(transform[0]))]
 
 
-def draws(task: Task, count: int, *, seed: int) -> np.ndarray:
+def rng(task: Task, count: int, *, seed: int) -> np.ndarray:
     words = BitStream(seed, stream=variants._TRANSFORMS)
     words.seek(variants._index(task))
     return variants._draw(words, count)
@@ -47,7 +47,7 @@ def content(task: Task, transform: np.ndarray) -> tuple:
 @pytest.mark.parametrize("num_aug", [0, 1, 60])
 def test_the_first_distinct_draws_are_kept(task, num_aug):
     seen, expected = {content(task, IDENTITY)}, [IDENTITY]
-    for transform in draws(task, 5 * num_aug, seed=3):
+    for transform in rng(task, 5 * num_aug, seed=3):
         if len(expected) <= num_aug and content(task, transform) not in seen:
             seen.add(content(task, transform))
             expected.append(transform.tolist())

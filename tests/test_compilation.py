@@ -1,7 +1,5 @@
 """When a run is compiled, and what of it."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -104,7 +102,7 @@ def test_what_is_left_of_an_evaluation_is_not_compiled(sizes):
     compile_blocks(model)
     batches = [random_batch(6, seed=seed) for seed in range(2)]
     batches[1].rows[4:] = -1  # padding
-    act = dataclasses.replace(model.eval_reasoning, halts_early=True)
+    act = model.eval_reasoning("act")
     with torch.inference_mode():
         answers = list(
             answer_batches(model, iter(batches), act, draw=lambda _: None, on_step=lambda *_: None)

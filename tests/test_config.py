@@ -1,5 +1,6 @@
 """The config: published defaults, every YAML composes, and earlier configs mean what they meant."""
 
+import collections
 import itertools
 import re
 import sys
@@ -10,10 +11,10 @@ import yaml
 
 import evaluate
 import pretrain
-from config.architecture import architectures
+from config.architecture import LossConfig, architectures
 from config.compose import compose_config
-from config.files import fill_defaults, load_defaults
-from config.messages import check_data_folders
+from config.files import FOLDER, fill_defaults, load_defaults
+from config.messages import _entries, check_data_folders
 from config.programs import EvaluateConfig, SolveConfig
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from models import network_class
@@ -44,7 +45,6 @@ def test_published_defaults(monkeypatch):
     loss = {"loss_type": "stablemax_cross_entropy", "halting_weight": 0.5}
     ours = {"gradient_cycles": 0, "mlp_t": False, "conv": "none", "no_ACT_continue": False, "damping": 1.0}
     ours |= {"puzzle_emb_len": 0, "q_target": "exact", "init_noise": 0.0, "state_noise": 0.0}
-    ours |= {"update": "plain"}
     loss |= {"label_smoothing": 0.0, "supervision_decay": 1.0}
     for part, known in ((config.arch, arch | ours), (config.arch.loss, loss)):  # others may come
         assert {name: getattr(part, name) for name in known} == known
@@ -105,6 +105,34 @@ def test_every_arch_has_its_values_its_types_and_its_network(monkeypatch):
         network = network_class(name)
         assert issubclass(network, Network)
         assert network.__module__ == f"models.{name}"
+
+
+def test_keys_that_models_share_have_one_comment():
+    """A key with the same values in several models has the same meaning in each file of config/arch."""
+    comments = collections.defaultdict(set)
+    for name, schema in architectures().items():
+        for key, _, comment, _ in _entries(FOLDER / "arch" / f"{name}.yaml"):
+            field = schema.model_fields[key.partition(".")[0]]
+            comments[key, str(field.annotation), str(field.metadata)].add(comment)
+    assert {key: texts for key, texts in comments.items() if len(texts) > 1} == {}
+
+
+def test_every_file_of_a_model_lists_all_of_its_keys():
+    for name, schema in architectures().items():
+        values = yaml.safe_load((FOLDER / "arch" / f"{name}.yaml").read_text())
+        assert values.keys() == schema.model_fields.keys()
+        if "loss" in values:
+            assert values["loss"].keys() == LossConfig.model_fields.keys()
+
+
+def test_old_configs_with_a_gate_are_of_infiloop():
+    gated = {**load_defaults("arch/trm"), "update": "gate", "hidden_size": 64}
+    filled = fill_defaults({"arch": gated})["arch"]
+    assert validate_config(architectures()["infiloop"], filled).hidden_size == 64
+    assert fill_defaults({"arch": gated | {"update": "plain"}})["arch"]["name"] == "trm"
+    for wrong in ({"single_z": True}, {"name": "hrm"}):
+        with pytest.raises(ValueError, match="^arch.update=gate: only TRM"):
+            fill_defaults({"arch": gated | wrong})
 
 
 def test_puzzle_embedding_follows_the_hidden_size(monkeypatch):

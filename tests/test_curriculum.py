@@ -44,7 +44,7 @@ def test_a_stage_runs_its_own_loops():
     stage = Stage((0,), epochs=1, eval_interval=1, cycles={"loops": 5})
     plan = SimpleNamespace(total_steps=8, stage_of=lambda _: stage, iteration_ends=[8])
     reasoning = Schedule(tiny_config(), plan).reasoning(2, model.reasoning)
-    carry = model.refill(model.initial_carry(batch), batch, reasoning, draws=draws_of(2))
+    carry = model.refill(model.initial_carry(batch), batch, reasoning, rng=draws_of(2))
     assert model(carry, reasoning, draws_of(2)).prediction.digit.shape[1] == 5 != model.reasoning.loops
 
 

@@ -1,6 +1,5 @@
 """Halting in evaluation: what a puzzle is answered does not depend on what else is in the batch."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +44,7 @@ def _evaluate(
             model,
             open_dataset(folder, read_everything=False),
             global_batch_size=batch_size,
-            reasoning=dataclasses.replace(model.eval_reasoning, halts_early=halting == "act"),
+            reasoning=model.eval_reasoning(halting),
             outputs=_SAVED,
             **({"ranks": mesh.data, "stages": mesh.pipeline} if mesh else {}),
         )
@@ -70,12 +69,12 @@ def test_every_answer_is_that_of_its_puzzle_alone(sudoku_folder, name):
         carry, calls_here = model.initial_carry(batch), 0
         with torch.inference_mode():
             while not calls_here or not carry.halted.item():
-                output = run_step(model, carry, batch, halts_early=True)
+                output = run_step(model, carry, batch, halting="act")
                 carry = output.carry
                 calls_here += 1
         calls.append(calls_here)
         q_halt = output.prediction.q_halt
-        assert calls_here == _STEPS or model.network.objective.wants_to_halt(carry.state, output.prediction)
+        assert calls_here == _STEPS or model.network.wants_to_halt(carry.state, output.prediction)
         assert np.array_equal(found.outputs["preds"][row], output.prediction.logits.argmax(-1)[0].numpy())
         assert found.outputs["q_halt_logits"][row] == pytest.approx(q_halt.item(), abs=TOLERANCE)
     assert 1 in calls or name == "fprm"
@@ -141,14 +140,14 @@ def test_a_trace_is_what_the_network_answers_after_each_step(name):
 
     state = model.network.initial_state(3, seq_len=FACTS.seq_len)
     with torch.inference_mode():
-        for step in range(model.eval_reasoning.max_steps):
+        for step in range(model.eval_reasoning("max").max_steps):
             data = batch.inputs, batch.puzzle_identifiers
-            state, prediction = model.network(state, *data, reasoning=model.eval_reasoning)
+            state, prediction = model.network(state, *data, reasoning=model.eval_reasoning("max"))
             probabilities = prediction.logits.double().softmax(-1).numpy()
             assert np.array_equal(trace.preds[:, step], prediction.logits.argmax(-1))
             np.testing.assert_allclose(trace.confidence[:, step], probabilities.max(-1), rtol=1e-5)
             assert np.array_equal(trace.q_halt[:, step], prediction.q_halt)
             assert np.array_equal(
-                trace.wants_to_halt[:, step], model.network.objective.wants_to_halt(state, prediction)
+                trace.wants_to_halt[:, step], model.network.wants_to_halt(state, prediction)
             )
-    assert trace.preds.shape == (3, model.eval_reasoning.max_steps, FACTS.seq_len)
+    assert trace.preds.shape == (3, model.eval_reasoning("max").max_steps, FACTS.seq_len)

@@ -27,7 +27,7 @@ _CASES = [
     *(("trm", {"gradient_cycles": 0}), ("trm", {"gradient_cycles": 2, "L_cycles": 3, "H_cycles": 3})),
     *(("trm", {"single_z": True}), ("trm", {"mlp_t": True, "pos_encodings": "none"})),
     *(("trm", {"conv": "beside"}), ("trm", _CONV), ("trm", {"is_frozen": True})),
-    *(("trm", {"update": "gate"}), ("hrm", {"update": "gate"})),
+    ("infiloop", {}),
     *(("urm", {"gradient_cycles": 0, "L_cycles": 3}), ("serrm", {"equivariant_symbols": False})),
     ("fprm", {"conv_type": "conv1d", "puzzle_emb_ndim": 0}),
     ("ldt", {"pos_encodings": "rope"}),
@@ -40,16 +40,16 @@ def test_a_step_takes_what_torch_counts(name, changes):
     """Training, with one of the slots in its last step, which a deferred target needs, and evaluation."""
     trained = {key: value for key, value in changes.items() if key != "is_frozen"}
     model, batch, size = tiny_model(name, **trained), random_batch(4), 4
-    network = model.requires_grad_("is_frozen" not in changes).network
+    model.requires_grad_("is_frozen" not in changes)
     assert model.reasoning.max_steps in (1, size)
     carry = model.initial_carry(batch)._replace(steps=torch.arange(size), halted=torch.zeros(size).bool())
-    draws = draws_of(size)
+    rng = draws_of(size)
     with FlopCounterMode(display=False) as counted:
-        output, losses = run_losses(model, carry, batch, draws=draws, halts_early=False)
+        output, losses = run_losses(model, carry, batch, rng=rng, halting="max")
         losses()[0].backward()
     trains = counted.get_total_flops()
     with FlopCounterMode(display=False) as counted, torch.no_grad():
-        run_losses(model.eval(), carry, batch, draws=draws)
+        run_losses(model.eval(), carry, batch, rng=rng)
     answers = counted.get_total_flops()
     with torch.device("meta"):
         whole = build_model(tiny_arch(name, **trained), FACTS).requires_grad_("is_frozen" not in changes)
@@ -57,7 +57,7 @@ def test_a_step_takes_what_torch_counts(name, changes):
     if name == "fprm":
         pass
     assert size * counter.flops(model.reasoning, trains=True) == trains
-    assert size * counter.flops(model.eval_reasoning) == answers
+    assert size * counter.flops(model.eval_reasoning("max")) == answers
 
 
 @pytest.mark.slow
@@ -81,6 +81,6 @@ def test_what_the_page_of_the_field_says_of_recipes():
         updates, slots = schedule.total_steps, config.global_batch_size
         counter = StepCounter(model, seq_len=cells)
         petaflops = schedule.petaflops(updates, counter)
-        step = counter.flops(model.eval_reasoning)
+        step = counter.flops(model.eval_reasoning("max"))
         counted = [updates, slots, 1e6 * petaflops / updates / slots, petaflops, step / 1e9]
         assert [*map(float, figures)] == pytest.approx(counted, rel=5e-3), words

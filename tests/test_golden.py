@@ -13,7 +13,7 @@ from config.reading import read_yaml
 from config.schema import PretrainConfig
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
-from models.updates import Gate
+from models.infiloop import Gate
 from tests import golden
 from tests.float64 import assert_close
 from tests.golden import __main__ as golden_program
@@ -54,15 +54,15 @@ def test_evaluation_of_the_given_final_weights():
         model = golden.load(folder, len(expected["train"])).eval()
         batch = golden.batch(folder, 0)
         carry = model.initial_carry(batch)
-        draws, last = golden.recorded_start(folder, model, "eval_initial_y"), known["inference_steps"]
+        rng, last = golden.recorded_start(folder, model, "eval_initial_y"), known["inference_steps"]
         with torch.inference_mode():
             for _ in range(last):
-                output = run_step(model, carry, batch, draws=draws, max_steps=last)
+                output = run_step(model, carry, batch, rng=rng, max_steps=last)
                 output = golden.as_published(model, output)
                 carry = output.carry
         if (folder / "trace.npz").exists():
             golden.compare_trace(seen, carry, folder / "trace.npz", "eval_{}")
-            assert model.network.objective.wants_to_halt(carry.state, output.prediction).all()
+            assert model.network.wants_to_halt(carry.state, output.prediction).all()
         assert carry.halted.all(), "all slots halt after exactly inference_steps calls"
         golden.compare_outputs(seen, output.prediction, folder / "eval_outputs.npz", tolerance=5e-3)
         sums = model.network.objective.sums(output)

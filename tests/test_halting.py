@@ -9,9 +9,8 @@ import torch
 
 from models.carry import Carry, Prediction, Reasoning, StepOutput
 from models.halting import HaltingModel
-from models.losses import ContinueTarget
 from models.network import Network
-from models.q_head import QLearning
+from models.objective import ContinueTarget
 from tests.float64 import assert_close
 from tests.tiny import draws_of, random_batch, run_step, tiny_arch, tiny_model
 
@@ -21,8 +20,6 @@ _SLOTS = 8
 class _FixedQ(Network):
     """A network whose halting values are given, so that the rule around it can be seen alone."""
 
-    objective_class = QLearning
-
     def initial_state(self, batch_size: int, *, seq_len: int) -> dict[str, torch.Tensor]:
         return {"z_H": torch.zeros(batch_size, seq_len, 1)}
 
@@ -31,10 +28,10 @@ class _FixedQ(Network):
 
 
 def _with_q(q_halt: float | list, q_continue: float | list, *, steps=4, eval_steps=4, **keys) -> HaltingModel:
-    network = _FixedQ(tiny_arch(**{"no_ACT_continue": False, "q_target": "exact", **keys}))
+    number = {"halt_max_steps": steps, "eval_halt_max_steps": eval_steps}
+    network = _FixedQ(tiny_arch(**{"no_ACT_continue": False, "q_target": "exact", **number, **keys}))
     network.q = [torch.tensor(value).expand(_SLOTS) for value in (q_halt, q_continue)]
-    reasoning, eval_reasoning = Reasoning(steps, halts_early=True), Reasoning(eval_steps, halts_early=False)
-    return HaltingModel(network, reasoning=reasoning, eval_reasoning=eval_reasoning)
+    return HaltingModel(network)
 
 
 def _run(model: HaltingModel, steps: int, min_steps: list[int] | None = None) -> list[Carry]:
@@ -47,10 +44,12 @@ def _run(model: HaltingModel, steps: int, min_steps: list[int] | None = None) ->
     return carries
 
 
-def _targets(model: HaltingModel, carry: Carry, batch, draws=None) -> tuple[StepOutput, list[ContinueTarget]]:
-    before = model.refill(carry, batch, model.reasoning, draws)
-    output = model(before, model.reasoning, draws)
-    return output, list(model.network.objective.continue_targets(before, output, model.reasoning, draws))
+def _targets(model: HaltingModel, carry: Carry, batch, rng=None) -> tuple[StepOutput, list[ContinueTarget]]:
+    before = model.refill(carry, batch, model.reasoning, rng)
+    output = model(before, model.reasoning, rng)
+    return output, model.network.objective.continue_targets(
+        model.network, before, output, model.reasoning, rng
+    )
 
 
 def test_without_continue_a_slot_halts_where_its_answer_is_rather_right():
@@ -92,24 +91,24 @@ def test_deferred_targets_are_the_exact_ones_where_weights_stand_still():
     expected, num_went_on, num_stopped = None, 0, 0
     for step in range(12):
         batch = random_batch(_SLOTS, seed=step)
-        draws = draws_of(_SLOTS, min_steps=torch.tensor([0, 0, 0, 2, 2, 3, 4, 4], dtype=torch.int32))
+        rng = draws_of(_SLOTS, min_steps=torch.tensor([0, 0, 0, 2, 2, 3, 4, 4], dtype=torch.int32))
         (wanted, (now_expected,)), (found, targets) = (
-            _targets(model, carry, batch, draws) for model in (exact, deferred)
+            _targets(model, carry, batch, rng) for model in (exact, deferred)
         )
         assert torch.equal(wanted.carry.halted, found.carry.halted)
         earlier, *stopping = targets
-        assert torch.equal(earlier.mask, ~carry.halted)
+        assert torch.equal(earlier[2], ~carry.halted)
         if expected is not None:
-            went_on = earlier.mask
-            assert_close(earlier.targets[went_on], expected.targets[went_on])
-            assert_close(earlier.logits[went_on], expected.logits[went_on])
+            went_on = earlier[2]
+            assert_close(earlier[1][went_on], expected[1][went_on])
+            assert_close(earlier[0][went_on], expected[0][went_on])
             num_went_on += int(went_on.sum())
         expected = now_expected
         for now in stopping:
-            assert torch.equal(now.mask, found.carry.halted)
-            assert_close(now.targets[now.mask], expected.targets[now.mask])
-            assert_close(now.logits, expected.logits)
-            num_stopped += int(now.mask.sum())
+            assert torch.equal(now[2], found.carry.halted)
+            assert_close(now[1][now[2]], expected[1][now[2]])
+            assert_close(now[0], expected[0])
+            num_stopped += int(now[2].sum())
         carry = found.carry
     assert num_went_on > 20
     assert num_stopped > 20
@@ -121,9 +120,9 @@ def test_deferred_targets_save_most_calls():
         model, rows = tiny_model(q_target=q_target).train(), []
         model.network.register_forward_pre_hook(lambda _, inputs, rows=rows: rows.append(len(inputs[1])))
         carry = model.initial_carry(random_batch(_SLOTS))
-        draws = draws_of(_SLOTS, min_steps=torch.full((_SLOTS,), 4, dtype=torch.int32))
+        rng = draws_of(_SLOTS, min_steps=torch.full((_SLOTS,), 4, dtype=torch.int32))
         for step in range(8):
-            carry = _targets(model, carry, random_batch(_SLOTS, seed=step), draws)[0].carry
+            carry = _targets(model, carry, random_batch(_SLOTS, seed=step), rng)[0].carry
         calls[q_target] = sum(rows)
     assert calls["exact"] == 2 * 8 * _SLOTS
     assert calls["deferred"] == 8 * _SLOTS + 2 * _SLOTS, "after 4 and after 8 steps all slots stop"
@@ -131,8 +130,8 @@ def test_deferred_targets_save_most_calls():
 
 def _draw(step: int, *, seed: int = 3, max_steps: int = 5, probability: float = 0.25) -> np.ndarray:
     network = _FixedQ(tiny_arch(halt_exploration_prob=probability))
-    reasoning = Reasoning(max_steps, halts_early=True)
-    return network.objective.draw(seed=seed, step=step, batch_size=100_000, reasoning=reasoning).get(
+    reasoning = Reasoning(max_steps, halting="act")
+    return network.sample_randomness(seed=seed, step=step, batch_size=100_000, reasoning=reasoning).get(
         "min_steps"
     )
 

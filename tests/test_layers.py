@@ -19,7 +19,6 @@ from models.layers import (
     rotate_pairs,
     truncated_normal,
 )
-from models.q_head import Q_HEAD_BIAS
 from tests.float64 import assert_close
 from tests.tiny import FACTS, random_batch, run_step, tiny_arch, tiny_model
 
@@ -119,6 +118,6 @@ def test_initial_values_of_the_published_model():
     down = network.H_level.layers[0].mlp.down_proj.weight
     assert down.std().item() == pytest.approx(1536**-0.5, rel=0.02)
     assert not network.q_head.weight.any()
-    assert (network.q_head.bias == Q_HEAD_BIAS).all()
+    assert (network.q_head.bias == -5.0).all()
     assert not network.puzzle_emb.weights.any()
     assert network.H_init.std().item() == pytest.approx(1, rel=0.1)

@@ -198,7 +198,7 @@ def test_networks_that_draw_or_keep_more_have_the_same_bits_when_resumed(tmp_pat
         "dropout": ("serrm", "dp2", {"arch": {"dropout": 0.2, "puzzle_emb_ndim": 1}}),
         "conv": ("trm", "dp2", {"arch": conv, "optimizer": "muon"}),
         "fixed point": ("fprm", "dp2", {}),
-        "gate": ("trm", "dp2", {"arch": {"update": "gate", "forward_dtype": "bfloat16"}} | ACCUMULATION),
+        "gate": ("infiloop", "dp2", {"arch": {"forward_dtype": "bfloat16"}} | ACCUMULATION),
         "noise": ("hrm", "dp2", {"arch": noise, "optimizer": "adamw", "weight_decay": 1.0}),
     }
     assert_bits_of_resumed(tmp_path, runs, 2)

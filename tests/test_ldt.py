@@ -21,9 +21,9 @@ from dataset.loader import Batch, read_rows
 from evaluation.loop import answer_batches
 from evaluation.test_time import build_draw, set_up
 from models import HaltingModel
-from models.carry import ANEW
 from models.lattice import CONTRADICTORY, move
-from models.random import Draws
+from models.random import SlotRng
+from models.search import ANEW
 from report.trace import picture_data, reliability, trace_puzzles
 from share import keep
 from tests.golden.ldt import translate
@@ -49,8 +49,9 @@ def _batch(inputs: np.ndarray, labels: np.ndarray) -> Batch:
 class _Renamed:
     """Draws in which every number for a value is its new name's."""
 
-    def __init__(self, draws: Draws, old_values: torch.Tensor):
-        self._draws, self._old_values, self.integers = draws, old_values, draws.integers
+    def __init__(self, rng: SlotRng, old_values: torch.Tensor):
+        self._draws, self._old_values, self.integers = rng, old_values, rng.integers
+        self.arrays = rng.arrays
 
     def uniform(self, shape, *, use):
         drawn = self._draws.uniform(shape, use=use)
@@ -59,7 +60,7 @@ class _Renamed:
 
 def _search(model: HaltingModel, batch: Batch, old_values: torch.Tensor | None = None) -> dict[int, tuple]:
     """Searches by one chain; returns of each row its answer, the round, and whether it is one."""
-    reasoning = dataclasses.replace(model.eval_reasoning, halts_early=True)
+    reasoning = model.eval_reasoning("act")
     draw, found = build_draw(model.network, reasoning, seed=1), {}
     renamed = draw if old_values is None else lambda carry: _Renamed(draw(carry), old_values)
     options = {"draw": renamed, "on_step": lambda *_: None}
@@ -133,14 +134,14 @@ def test_true_pins_are_the_label_and_fall_along_the_run(data):
     model = searching_model(data, true_pin_prob=1.0, kill_threshold=0.0).train()
     puzzles = data.splits["train"].sets["all"]
     batch = _batch(np.asarray(puzzles.inputs), np.asarray(puzzles.labels))
-    draws = draws_of(len(batch.rows))
+    rng = draws_of(len(batch.rows))
     network, shares = model.network, []
     state = network.start(batch, model.reasoning, None, torch.ones(len(batch.rows)).bool())
-    last = network.look(state["alive"], draws, loops=2).last()
+    last = network.look(state["alive"], rng, loops=2).last()
     last = last._replace(conflict=torch.full_like(last.conflict, -9.0))
     for progress in (0.0, 0.5, 1.0):
         reasoning = dataclasses.replace(model.reasoning, progress=progress)
-        moved = move(state, last, network.arch, reasoning, draws)["alive"]
+        moved = move(state, last, network.arch, reasoning, rng)["alive"]
         shares.append(float(((moved & state["target"]).sum(-1) == 1).all(-1).float().mean()))
     assert shares[0] == 1 > shares[1] > shares[2] > 0
 
@@ -199,7 +200,7 @@ def test_a_search_gives_up_above_its_threshold(data):
     model = searching_model(data)
     batch, fresh = read_rows(data, "all", np.arange(8)), torch.ones(8, dtype=torch.bool)
     for threshold in (0.0, 1.0):
-        reasoning = dataclasses.replace(model.eval_reasoning, eval_conflict_threshold=threshold)
+        reasoning = dataclasses.replace(model.eval_reasoning("max"), eval_conflict_threshold=threshold)
         state = model.network.start(batch, reasoning, None, fresh)
         last = model.network.look(state["alive"], draws_of(8), loops=1).last()
         last = last._replace(keep=torch.full_like(last.keep, 9.0))  # strikes out nothing

@@ -8,26 +8,26 @@ import torch
 from config.architecture import LossConfig
 from config.files import load_defaults
 from dataset.format import IGNORE_LABEL_ID
-from models.carry import Carry, Prediction, StepOutput, Sums
-from models.losses import ContinueTarget, TokenObjective, softmax_cross_entropy, stablemax_cross_entropy
+from models.carry import Carry, Prediction, StepOutput
+from models.objective import ContinueTarget, Objective, Sums, softmax_cross_entropy, stablemax_cross_entropy
 from tests.float64 import TOLERANCE, assert_close
 from tests.tiny import FACTS, random_batch
 
 _SLOTS = 6
 
 
-class _Losses(TokenObjective):
+class _Losses(Objective):
     """The losses alone, with targets of q_continue that are given."""
 
     def __init__(self, loss_type: str = "softmax_cross_entropy", *, targets=(), **changes: float):
         values = load_defaults("arch/hrm")["loss"] | {"halting_weight": 0.3, "loss_type": loss_type}
         self.loss, self.targets = LossConfig(**values | changes), targets
 
-    def continue_targets(self, *_) -> tuple[ContinueTarget, ...]:
+    def continue_targets(self, *_) -> list[ContinueTarget]:
         return self.targets
 
     def of(self, output: StepOutput) -> tuple[torch.Tensor, Sums]:
-        return self.losses(None, output, divisors={}, reasoning=None, draws=None)
+        return self.losses(None, None, output, divisors={}, reasoning=None, rng=None)
 
 
 def _output(seed: int = 0) -> StepOutput:
@@ -48,10 +48,10 @@ def _output(seed: int = 0) -> StepOutput:
     return StepOutput(carry, Prediction(logits.requires_grad_(), *q))
 
 
-def _targets(output: StepOutput) -> tuple[ContinueTarget, ...]:
+def _targets(output: StepOutput) -> list[ContinueTarget]:
     values, q = torch.rand(_SLOTS, generator=torch.Generator().manual_seed(1)), output.prediction
     somewhere, everywhere = torch.tensor([True, True, False] * 2), torch.ones(_SLOTS, dtype=torch.bool)
-    return (ContinueTarget(q.q_continue, values, everywhere), ContinueTarget(q.q_halt, values**2, somewhere))
+    return ((q.q_continue, values, everywhere), (q.q_halt, values**2, somewhere))
 
 
 def _stablemax(logits: list[float]) -> list[float]:

@@ -192,6 +192,6 @@ def test_the_first_to_halt_answers_whatever_is_asked_for(sudoku_folder):
     model = _model(open_dataset(sudoku_folder, read_everything=False))
     asked = load_defaults("evaluate") | {"checkpoint": "run", "samples": [8]}
     reasoning, settings = set_up(model, validate_config(EvaluateConfig, asked))
-    assert (reasoning.halts_early, settings.selects) == (True, ("first_to_halt",))
+    assert (reasoning.halting, settings.selects) == ("act", ("first_to_halt",))
     with pytest.raises(ValueError, match="select=vote"):
         set_up(model, validate_config(EvaluateConfig, asked | {"select": "vote"}))

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from models.embedding import PuzzleEmbedding
+from models.puzzle_embedding import PuzzleEmbedding
 from optimizers import puzzle_table
 from optimizers.puzzle_table import (
     PuzzleTable,

@@ -191,7 +191,7 @@ def test_confidence_near_one_keeps_its_digits():
 def test_stops_are_a_pure_function_of_seed_and_step():
     def draw(seed: int = 3, step: int = 7, probability: float = 0.25):
         model = _model(halt_exploration_prob=probability)
-        drawn = model.network.objective.draw(
+        drawn = model.network.sample_randomness(
             seed=seed, step=step, batch_size=100_000, reasoning=model.reasoning
         )
         return drawn.get("stops")

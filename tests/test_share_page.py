@@ -83,9 +83,11 @@ def _assert_same_answers(path: Path, model: HaltingModel, *, num_steps: int, num
         feeds |= {"starts": starts.numpy()} if fed else {}
         found = dict(zip(names, session.run(None, feeds), strict=True))
         with torch.inference_mode():
-            state, prediction = model.network(state, tokens, identifiers, reasoning=model.eval_reasoning)
+            state, prediction = model.network(
+                state, tokens, identifiers, reasoning=model.eval_reasoning("max")
+            )
         expected = {f"next_{name}": tensor for name, tensor in state.items()} | prediction._asdict()
-        expected["wants_to_halt"] = network.objective.wants_to_halt(state, prediction)
+        expected["wants_to_halt"] = network.wants_to_halt(state, prediction)
         expected = {name: tensor.numpy() for name, tensor in expected.items() if tensor is not None}
         assert found.keys() == expected.keys()
         for name, value in expected.items():
@@ -97,7 +99,7 @@ def _assert_same_answers(path: Path, model: HaltingModel, *, num_steps: int, num
 def test_onnx_looks_at_boards_as_torch_does(tmp_path):
     ort = pytest.importorskip("onnxruntime")
     network = tiny_model("ldt").eval().network
-    reasoning = Reasoning(1, halts_early=False, loops=2)
+    reasoning = Reasoning(1, halting="max", loops=2)
     assert write_step(network, reasoning, tmp_path / "model.onnx", seq_len=FACTS.seq_len) == {}
     session = ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     alive = (torch.rand(_SLOTS, FACTS.seq_len, len(network.values)) < 0.7).float()
@@ -117,7 +119,9 @@ def test_onnx_answers_as_torch_does(tmp_path):
 def assert_onnx_answers_as_torch(name: str, changes: dict, folder: Path) -> None:
     cycles = {} if name == "transformer" else {"H_cycles": 2 if name == "hrm" else 1, "L_cycles": 1}
     model = tiny_model(name, **cycles, **changes).eval()
-    state = write_step(model.network, model.eval_reasoning, folder / "model.onnx", seq_len=FACTS.seq_len)
+    state = write_step(
+        model.network, model.eval_reasoning("max"), folder / "model.onnx", seq_len=FACTS.seq_len
+    )
     assert state.keys() == model.network.initial_state(1, seq_len=FACTS.seq_len).keys()
     assert list(folder.iterdir()) == [folder / "model.onnx"]  # the weights are inside
     _assert_same_answers(folder / "model.onnx", model, num_steps=4, num_identifiers=20)

@@ -60,13 +60,13 @@ def test_the_answer_is_that_of_an_evaluation(sudoku, sudoku_folder, steps, sampl
     """Of example 14 of the test set; and the steps of the run are those of the answer."""
     solver, row = load(sudoku, device="cpu"), 14
     model = solver._model_for(solver.info.metadata)
-    changes = {"max_steps": steps, "step_noise": 0.3 if samples > 1 else 0.0, "halts_early": halting == "act"}
+    changes = {"max_steps": steps, "step_noise": 0.3 if samples > 1 else 0.0, "halting": halting}
     data = open_dataset(sudoku_folder, splits=("test",), read_everything=False)
     result = evaluate_split(
         model,
         data,
         global_batch_size=samples,
-        reasoning=dataclasses.replace(model.eval_reasoning, **changes),
+        reasoning=dataclasses.replace(model.eval_reasoning("max"), **changes),
         outputs=["preds", "q_halt_logits"],
         evaluators=Evaluators(["sudoku"], data),
         settings=Settings((steps,), (samples,), (select,)),
@@ -220,7 +220,7 @@ def _loss(model, question, identifier: int) -> float:
     state = model.network.initial_state(len(rows), seq_len=64)
     with torch.no_grad():
         identifiers = torch.full((len(rows),), identifier)
-        _, prediction = model.network(state, inputs.int(), identifiers, reasoning=model.eval_reasoning)
+        _, prediction = model.network(state, inputs.int(), identifiers, reasoning=model.eval_reasoning("max"))
     return float(torch.nn.functional.cross_entropy(prediction.logits.transpose(1, 2), labels, ignore_index=0))
 
 

@@ -118,7 +118,7 @@ def test_other_models_are_the_same_run():
     """With random stops, dropout and noise, however the batch is cut into parts."""
     archs = {
         "urm": {"name": "urm"},
-        "gate": {"name": "trm", "update": "gate", "init_noise": 1.0, "state_noise": 0.1},
+        "gate": {"name": "infiloop", "init_noise": 1.0, "state_noise": 0.1},
         **{f"hrm {target}": {"q_target": target, **_NOISE} for target in ("exact", "deferred")},
         "fprm": {"name": "fprm", "init_noise": 6.0},
         "serrm": {"name": "serrm", "dropout": 0.3, "H_cycles": 1},

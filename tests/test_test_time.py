@@ -19,7 +19,7 @@ from evaluation.selection import ORACLE, Samples, Settings, select
 from evaluation.test_time import set_up
 from models import HaltingModel
 from models.carry import Reasoning
-from models.random import Draws
+from models.random import SlotRng
 from tests.float64 import float64
 from tests.ranks import run_ranks
 from tests.sudoku_source import source_rows, write_csv
@@ -31,8 +31,7 @@ _SETTINGS = Settings(_STEPS, _SAMPLES, _SELECTS)
 
 
 def _reasoning(model: HaltingModel, halting: str = "max", noise: float = 0.5) -> Reasoning:
-    halts_early = halting == "act"
-    return dataclasses.replace(model.eval_reasoning, step_noise=noise, halts_early=halts_early)
+    return dataclasses.replace(model.eval_reasoning(halting), step_noise=noise)
 
 
 def _evaluate(
@@ -90,11 +89,11 @@ def _naive_runs(model: HaltingModel, batch: Batch, *, stops: bool) -> list[list[
         for step in range(1, _STEPS[-1] + 1):
             number = torch.full_like(carry.steps, step)
             samples = torch.full_like(batch.rows, sample)
-            draws = Draws.of_evaluation(_SEED, rows=batch.rows, samples=samples, steps=number)
+            rng = SlotRng.of_evaluation(_SEED, rows=batch.rows, samples=samples, steps=number)
             with torch.inference_mode():
                 if step == 1:
-                    carry = model.refill(carry, batch, reasoning, draws)
-                output = model(carry, reasoning, draws)
+                    carry = model.refill(carry, batch, reasoning, rng)
+                output = model(carry, reasoning, rng)
             carry, prediction = output.carry, output.prediction
             change = None if before is None else (prediction.logits - before).norm(dim=-1).mean(-1)
             before = prediction.logits
@@ -109,7 +108,7 @@ def _naive_runs(model: HaltingModel, batch: Batch, *, stops: bool) -> list[list[
                 for name, array in now.items():
                     where = frozen.reshape(-1, *[1] * (array.ndim - 1))
                     now[name] = np.where(where, steps[-1][name], array)
-            has_halted = has_halted | model.network.objective.wants_to_halt(carry.state, prediction)
+            has_halted = has_halted | model.network.wants_to_halt(carry.state, prediction)
             now["has_halted"] = has_halted.numpy()
             steps.append(now)
         runs.append(steps)
@@ -273,11 +272,11 @@ def _config(**changes) -> EvaluateConfig:
 
 def test_set_up():
     model = tiny_model(init_noise=0.5)
-    assert set_up(model, _config()) == (model.eval_reasoning, None)
+    assert set_up(model, _config()) == (model.eval_reasoning("max"), None)
     asked = {"halt_max_steps": [16, 2], "samples": [8, 1], "noise": 0.3, "init_noise": 0.0, "damping": 0.9}
-    changed = {"max_steps": 16, "step_noise": 0.3, "init_noise": 0, "damping": 0.9, "halts_early": True}
+    changed = {"max_steps": 16, "step_noise": 0.3, "init_noise": 0, "damping": 0.9, "halting": "act"}
     reasoning, settings = set_up(model, _config(**asked, halting="act"))
-    assert reasoning == dataclasses.replace(model.eval_reasoning, **changed)
+    assert reasoning == dataclasses.replace(model.eval_reasoning("max"), **changed)
     assert settings == Settings((2, 16), (1, 8), ("q_head",))
     assert set_up(tiny_model(eval_halt_max_steps=9), _config())[0].max_steps == 9
     assert set_up(tiny_model("transformer"), _config(select="vote"))[1] == Settings((1,), (1,), ("vote",))

@@ -27,7 +27,7 @@ def _bfloat16(name: str) -> dict:
 _RUNS = {
     "adam_atan2": {},
     "flat": {"sync": "flat"},
-    "gate": {"arch": tiny_arch("trm", update="gate").model_dump()},
+    "gate": {"arch": tiny_arch("infiloop").model_dump()},
     "ddp adamw": {"optimizer": "adamw", "sync": "ddp"},
     "muon": {"optimizer": "muon"},
     "bfloat16 adamw": {"optimizer": "adamw", "arch": _bfloat16("trm")},

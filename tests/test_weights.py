@@ -77,7 +77,7 @@ def test_every_weight_moves_by_one_rule(optimizer, name):
 @pytest.mark.parametrize("optimizer", ["adam_atan2", "adamw", "muon"])
 def test_weights_that_a_network_names_have_no_decay(optimizer):
     """Where every gradient is 0 the others shrink."""
-    network = tiny_model("trm", update="gate").network
+    network = tiny_model("infiloop").network
     with torch.no_grad():
         for weight in network.parameters():
             weight.fill_(1.0)

@@ -17,10 +17,10 @@ from config.schema import PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID, Metadata, load_metadata
 from dataset.loader import Batch
 from models import HaltingModel, build_model
-from models.carry import Carry, StepOutput, Sums
-from models.embedding import embed_puzzle
+from models.carry import Carry, StepOutput
 from models.network import Network
-from models.random import Draws
+from models.objective import Sums
+from models.random import SlotRng
 from parallel.launch import Program
 from parallel.watchdog import Watchdog
 from tests.ranks import NUM_THREADS
@@ -55,6 +55,7 @@ _RECURSIVE = {"H_cycles": 2, "L_cycles": 2, "L_layers": 1, "halt_max_steps": 4, 
 _OWN = {
     "hrm": {**_RECURSIVE, "H_layers": 1, "q_target": "deferred"},
     "trm": {**_RECURSIVE, "puzzle_emb_len": 3},
+    "infiloop": {**_RECURSIVE, "puzzle_emb_len": 3},
     "urm": _RECURSIVE,
     "fprm": {
         **{**_RECURSIVE, "H_cycles": 1, "puzzle_emb_len": 0},
@@ -97,9 +98,9 @@ def draw_small_parts_(network: Network) -> None:
         network.puzzle_emb.weights.normal_()
 
 
-def draws_of(batch_size: int, **arrays: torch.Tensor) -> Draws:
+def draws_of(batch_size: int, **arrays: torch.Tensor) -> SlotRng:
     """The draws of training step 1, with arrays that a network draws."""
-    return Draws.of_training(0, step=1, slots=slice(0, batch_size), device=torch.device("cpu"), **arrays)
+    return SlotRng.of_training(0, step=1, slots=slice(0, batch_size), device=torch.device("cpu"), **arrays)
 
 
 def run_step(
@@ -107,25 +108,27 @@ def run_step(
     carry: Carry,
     batch: Batch,
     *,
-    draws: Draws | None = None,
+    rng: SlotRng | None = None,
     arrays: dict[str, torch.Tensor] | None = None,
     **changes: Any,
 ) -> StepOutput:
     """Begins and runs a step, in the model's mode. arrays: what the network draws; changes: of Reasoning."""
-    return run_losses(model, carry, batch, draws=draws, arrays=arrays, **changes)[0]
+    return run_losses(model, carry, batch, rng=rng, arrays=arrays, **changes)[0]
 
 
 def run_losses(
-    model: HaltingModel, carry: Carry, batch: Batch, *, draws=None, arrays=None, **changes
+    model: HaltingModel, carry: Carry, batch: Batch, *, rng=None, arrays=None, **changes
 ) -> tuple[StepOutput, Callable[[], tuple[torch.Tensor, Sums]]]:
     """Runs a step as `run_step`; returns also a function that computes its loss and sums."""
-    reasoning = dataclasses.replace(model.reasoning if model.training else model.eval_reasoning, **changes)
-    draws = draws_of(len(batch.rows), **arrays) if arrays else draws
-    before = model.refill(carry, batch, reasoning, draws)
-    output = model(before, reasoning, draws)
+    reasoning = dataclasses.replace(
+        model.reasoning if model.training else model.eval_reasoning("max"), **changes
+    )
+    rng = draws_of(len(batch.rows), **arrays) if arrays else rng
+    before = model.refill(carry, batch, reasoning, rng)
+    output = model(before, reasoning, rng)
     divisors = {"slots": len(batch.rows), **model.network.objective.divisors(before)}
-    options = {"divisors": divisors, "reasoning": reasoning, "draws": draws}
-    return output, functools.partial(model.network.objective.losses, before, output, **options)
+    options = {"divisors": divisors, "reasoning": reasoning, "rng": rng}
+    return output, functools.partial(model.network.objective.losses, model.network, before, output, **options)
 
 
 @torch.no_grad()
@@ -191,6 +194,4 @@ def assert_same_row(ours: dict[str, Any], theirs: dict[str, Any], *, tolerance: 
 
 def embed(network: Network, batch: Batch) -> torch.Tensor:
     """The embedded puzzles of a network that reads tokens."""
-    modules = {"tokens": network.embed_tokens, "puzzles": network.puzzle_emb, "positions": network.embed_pos}
-    positions = network.arch.num_puzzle_positions
-    return embed_puzzle(batch.inputs, batch.puzzle_identifiers, **modules, num_puzzle_positions=positions)
+    return network.embed(batch.inputs, batch.puzzle_identifiers)

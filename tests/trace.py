@@ -63,8 +63,8 @@ CASES = {
         2, (*_TRM, "arch.init_noise=0.5", "arch.state_noise=0.1", "arch.damping=0.9", "lr=1e-2")
     ),
     "trm act": Case(2, (*_TRM, "halting=act", "arch.eval_halt_max_steps=6", "lr=1e-2", *_EMA)),
-    "trm gate": Case(2, (*_TRM, "arch.update=gate", "optimizer=adamw", *_EMA)),
-    "hrm gate resumed": Case((2, 4), ("arch.update=gate", "sync=flat", _SHARDED, "lr=1e-2", *_EMA)),
+    "infiloop": Case(2, ("arch=infiloop", "optimizer=adamw", *_EMA)),
+    "infiloop resumed": Case((2, 4), ("arch=infiloop", "sync=flat", _SHARDED, "lr=1e-2", *_EMA)),
     "fprm": Case((2, 4), (*_FPRM, "optimizer=muon", *_EMA)),
     "urm": Case(2, ("arch=urm", *_EMA)),
     "serrm": Case(2, (*_SERRM, "arch.dropout=0.1", *_EMA)),

@@ -11,7 +11,7 @@ from parallel.tensor import Cut, Plan, cut_tensors
 
 
 def plan_of(layer: nn.Module) -> Plan | None:
-    """Returns how tensor-parallel ranks divide a layer; None: they do not. Its output is the sum over ranks."""
+    """Returns how tensor-parallel ranks divide a layer, whose output is the sum over ranks; None: not."""
     if isinstance(layer, Attention):  # by heads
         width, inner = layer.o_proj.weight.shape
         num_heads = inner // layer.head_dim

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def evaluate(
     options |= {"ranks": state.ranks, "stages": state.mesh.pipeline}
     if interruption is not None:
         options["all_reduce_stop"] = interruption.all_reduce_request
-    reasoning = dataclasses.replace(state.model.eval_reasoning, halts_early=config.halting == "act")
+    reasoning = state.model.eval_reasoning(config.halting)
     data.warn_if_built_anew()
     own = {"data": data.dataset, "evaluators": data.evaluators[0], "outputs": config.save_outputs}
     passes = [("eval", "", own), *([("eval_raw", "", own)] if config.raw else [])]

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from models.carry import divide
 from models.network import Network
+from models.objective import divide
 from parallel.errors import abort_all
 
 

@@ -11,8 +11,8 @@ from evaluation.compilation import compiles_on_all_ranks
 from models import HaltingModel, build_model, recompute_blocks
 from models.blocks import block_weights, levels_of
 from models.compilation import COMPILER_OPTIONS, compile_blocks
-from models.embedding import PuzzleEmbedding
 from models.flops import StepCounter
+from models.puzzle_embedding import PuzzleEmbedding
 from parallel.collectives import all_ranks
 from parallel.errors import collective_errors
 from parallel.mesh import Mesh

@@ -48,7 +48,7 @@ class Monitor:
         self._data = data
         self._seq_len = state.carry.data.inputs.shape[-1]
         self._counter = count_steps(program.config, data.dataset.metadata)
-        flops_of_step = self._counter.flops(state.model.eval_reasoning)
+        flops_of_step = self._counter.flops(state.model.eval_reasoning("max"))
         self._run_info = {
             "num_parameters": state.weights.num_parameters,
             "gigaflops_per_step": flops_of_step / 1e9,

@@ -17,7 +17,8 @@ from config.schema import PretrainConfig
 from dataset.format import Metadata
 from models import HaltingModel
 from models.blocks import block_weights
-from models.carry import Carry, sum_names
+from models.carry import Carry
+from models.objective import sum_names
 from optimizers.average import Average, build_average
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_flats, build_weights

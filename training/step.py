@@ -12,8 +12,9 @@ from torch import Tensor
 
 from config.schema import PretrainConfig
 from dataset.loader import Batch
-from models.carry import Carry, Divisors, Reasoning, Sums
-from models.random import Draws
+from models.carry import Carry, Reasoning
+from models.objective import Divisors, Sums
+from models.random import SlotRng
 from training.clock import StepClock
 from training.state import TrainState
 from training.strategy import StepResult
@@ -38,16 +39,18 @@ def train_step(
     """
     state.step += 1
     reasoning = reasoning or state.model.reasoning
-    draws = draw(state, config, reasoning)
-    # Take one board of each slot into new tensors (`state.carry` is unchanged): `draws` picks among several
-    # boards, and a halted board starts on its row of `batch`.
-    boards = state.model.refill(state.carry, batch, reasoning, draws)
+    network, rng = state.model.network, draw(state, config, reasoning)
+    # What this step works on, in new tensors: all slots, of LDT's slots one board each. Halted ones start on
+    # their row of `batch`.
+    picked = network.pick_boards(rng)
+    active = state.model.refill(state.carry.boards(picked), batch, reasoning, rng)
     # Puzzle table by owner: fetch the rows of these slots.
     # Divisors of losses: LDT's depend on the data and are summed over ranks; the number of slots is known.
     with clock.measure("sync"):
-        state.table.prepare(boards.data.puzzle_identifiers)
-        divisors = state.strategy.sum_divisors(state.model.network.objective.divisors(boards))
-    sums = forward_and_backward(state, boards, config, divisors, reasoning, draws, is_asked_to_stop)
+        state.table.prepare(active.data.puzzle_identifiers)
+        divisors = state.strategy.sum_divisors(network.objective.divisors(active))
+    after, sums = forward_and_backward(state, active, config, divisors, reasoning, rng, is_asked_to_stop)
+    state.carry = state.carry.with_boards_(picked, after)
     grad_norm, result = update(state, config, rates, clock)
     # Metrics are sums over ranks, made when a row is logged. So a norm, which is equal on all ranks (with
     # local_steps: the mean over ranks is wanted), is divided by their number first.
@@ -81,16 +84,16 @@ def update(
 
 def forward_and_backward(
     state: TrainState,
-    boards: Carry,
+    active: Carry,
     config: PretrainConfig,
     divisors: Divisors,
     reasoning: Reasoning,
-    draws: Draws,
+    rng: SlotRng,
     is_asked_to_stop: Callable[[], bool],
-) -> Sums:
-    """Accumulates this rank's gradients over micro-batches, and updates the carry; returns the metric sums.
+) -> tuple[Carry, Sums]:
+    """Accumulates this rank's gradients over micro-batches. Returns the new carry and the metric sums.
 
-    divisors: of the global batch, or with local_steps of this rank's slots. `Network.losses` returns a sum
+    divisors: of the global batch, or with local_steps of this rank's slots. `Objective.losses` returns a sum
     over slots, in which a mean over another number than slots is scaled by divisors["slots"] / number; here
     the sum is divided by divisors["slots"]. The last backward pass may already send gradients (`FlatSync` and
     DDP do, not so a mesh, shared memory or local steps), and with them the scalars (loss, request to stop):
@@ -104,40 +107,39 @@ def forward_and_backward(
     micro_batches = [slice(first, first + size) for first in range(0, max(1, num_slots), size)]
     after, sums = [], {}
     for slots in micro_batches:
-        before, own_draws, is_last = boards.select(slots), draws[slots], slots is micro_batches[-1]
+        before, own_draws, is_last = active.select(slots), rng[slots], slots is micro_batches[-1]
         if is_last:  # the last moment: the backward pass may send the scalars
             scalars.add(stop=int(is_asked_to_stop()))
         with strategy.micro_batch(is_last=is_last):
             # The model, or the wrapper of DistributedDataParallel around it; decides which slots halt.
             output = strategy.model(before, reasoning, own_draws)
             loss, new_sums = network.objective.losses(
-                before, output, divisors=divisors, reasoning=reasoning, draws=own_draws
+                network, before, output, divisors=divisors, reasoning=reasoning, rng=own_draws
             )
             scalars.add(loss=loss.detach())
             strategy.backward(loss / divisors["slots"])  # a sum over slots: the mean of the global batch
         after.append(output.carry)
         sums = _add(sums, new_sums)
-    # The same draws pick the same boards as in `refill`: each board returns to where it was in its slot.
-    state.carry = state.model.put_back(state.carry, Carry.join(after), draws)
-    return sums
+    return Carry.join(after), sums
 
 
-def draw(state: TrainState, config: PretrainConfig, reasoning: Reasoning) -> Draws:
+def draw(state: TrainState, config: PretrainConfig, reasoning: Reasoning) -> SlotRng:
     """Returns this rank's random numbers of a step; a slot's do not depend on the number of ranks.
 
-    `Network.draw` draws arrays for the global batch on the host, such as the least thinking steps of slots
-    that explore. This rank's rows go to the device, which computes all else from seed, step and slot.
+    `Network.sample_randomness` returns arrays for the global batch on the host, such as the smallest number
+    of thinking steps of slots that explore. This rank's rows go to the device, which computes all else from
+    seed, step and slot.
     """
     device, slots = state.carry.steps.device, state.slots
     is_pinned = device.type == "cuda"  # then the host does not wait for the copy
-    arrays = state.model.network.objective.draw(
+    arrays = state.model.network.sample_randomness(
         seed=config.seed, step=state.step, batch_size=config.global_batch_size, reasoning=reasoning
     )
     own = {}
     for name, array in arrays.items():
         share = torch.from_numpy(array[slots.start : slots.stop])
         own[name] = (share.pin_memory() if is_pinned else share).to(device, non_blocking=True)
-    return Draws.of_training(config.seed, step=state.step, slots=slots, device=device, **own)
+    return SlotRng.of_training(config.seed, step=state.step, slots=slots, device=device, **own)
 
 
 def _add(sums: Sums, more: Sums) -> Sums:

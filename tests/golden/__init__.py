@@ -156,12 +156,12 @@ def replay(run: Path, *, device: torch.device, first_step: int = 0) -> Differenc
     carry = model.initial_carry(batch(run, 0).to(device))
     for number, golden in enumerate(known["train"]):
         where = f"{run.name}, step {golden['step']}"
-        draws = recorded_start(run, model, f"initial_y_{number}")
-        before = model.refill(carry, batch(run, number).to(device), model.reasoning, draws)
-        output = as_published(model, model(before, model.reasoning, draws))
+        rng = recorded_start(run, model, f"initial_y_{number}")
+        before = model.refill(carry, batch(run, number).to(device), model.reasoning, rng)
+        output = as_published(model, model(before, model.reasoning, rng))
         carry = output.carry
         loss, sums = network.objective.losses(
-            before, output, divisors={}, reasoning=model.reasoning, draws=None
+            network, before, output, divisors={}, reasoning=model.reasoning, rng=None
         )
         sync.zero()
         (loss / known["batch_size"]).backward()

@@ -9,9 +9,10 @@ import torch
 from dataset.format import usual_metadata
 from dataset.loader import Batch
 from models import HaltingModel, build_model
-from models.carry import NO_GUESS, Carry, State
+from models.carry import Carry, State
 from models.lattice import leaves, move
 from models.ldt import LDTPrediction
+from models.search import NO_GUESS
 from optimizers.weights import build_weights
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
@@ -52,6 +53,8 @@ def translate(weights: dict[str, torch.Tensor], *, num_heads: int) -> dict[str, 
 
 class _Recorded:
     """Draws that give what was recorded: symmetries and orders of values, the cell and the value of a pin."""
+
+    arrays: dict[str, torch.Tensor] = {}
 
     def __init__(self, given: dict[str, np.ndarray]):
         self.given = {use: torch.from_numpy(each) for use, each in given.items()}
@@ -115,20 +118,20 @@ def replay(run: Path) -> Differences:
     flat.attach_gradients()
     chosen = SimpleNamespace(optimizer="adamw", **options)
     weights = build_weights(chosen, flat)
-    boards, draws, pool = (np.load(run / f"{name}.npz") for name in ("boards", "draws", "pool"))
+    boards, rng, pool = (np.load(run / f"{name}.npz") for name in ("boards", "draws", "pool"))
     fresh, solutions = torch.from_numpy(boards["fresh_x"]), torch.from_numpy(boards["fresh_solutions"][:, 0])
     state, ages, waiting = _new(fresh[:size], solutions[:size]), torch.zeros(size).int(), size
     for number, golden in enumerate(known["train"]):
-        given = {"cell": draws[f"cell_canonical_{number}"], "value": draws[f"digit_canonical_{number}"]}
+        given = {"cell": rng[f"cell_canonical_{number}"], "value": rng[f"digit_canonical_{number}"]}
         recorded, of_move = (
             _Recorded(
                 given
-                | {"look symmetry": draws[f"{public}_symmetry_{number}"]}
-                | {"look values": draws[f"{public}_digits_{number}"]}
+                | {"look symmetry": rng[f"{public}_symmetry_{number}"]}
+                | {"look values": rng[f"{public}_digits_{number}"]}
             )
             for public in ("loss", "step")
         )
-        rows = torch.from_numpy(draws[f"rows_{number}"])
+        rows = torch.from_numpy(rng[f"rows_{number}"])
         blank = torch.zeros(len(rows), fresh.shape[1], dtype=torch.int32)
         data = Batch(blank, blank, blank[:, 0], rows)
         boards_now = {name: each[rows] for name, each in state.items()}
@@ -137,7 +140,7 @@ def replay(run: Path) -> Differences:
         divisors = {"slots": len(rows), **network.objective.divisors(before)}
         flat.gradients.zero_()
         loss, sums = network.objective.losses(
-            before, output, divisors=divisors, reasoning=reasoning, draws=None
+            network, before, output, divisors=divisors, reasoning=reasoning, rng=None
         )
         (loss / len(rows)).backward()
 
@@ -160,7 +163,7 @@ def replay(run: Path) -> Differences:
         # The public trainer moves the boards by another pass, with the updated weights.
         last = network.look(before.state["alive"], of_move, loops=reasoning.loops).last()
         after = output.carry._replace(state=move(before.state, last, network.arch, reasoning, of_move))
-        after = after._replace(halted=leaves(after, reasoning))
+        after = after._replace(halted=leaves(after.state) | (after.steps >= reasoning.max_steps))
         moved = {"new_state": after.state["alive"], "replaced": after.halted, "target": after.state["target"]}
         moved |= {"solved": after.state["outcome"] == 1, "conflict": after.state["outcome"] == 2}
         for name, each in moved.items():
@@ -206,10 +209,10 @@ def replay_solver(run: Path) -> Differences:
             theirs = {name: each[call, rows] for name, each in arrays.items() if len(each) == known["calls"]}
             assert np.array_equal(state["alive"], theirs["states"])
             given = {"look symmetry": theirs["symmetry"], "look values": theirs["digits"]}
-            draws = _Recorded(given | {"cell": theirs["cell_canonical"], "value": theirs["digit_canonical"]})
+            rng = _Recorded(given | {"cell": theirs["cell_canonical"], "value": theirs["digit_canonical"]})
             with torch.inference_mode():
                 state, prediction = network(
-                    state, blank, blank[:, 0], reasoning=model.eval_reasoning, draws=draws
+                    state, blank, blank[:, 0], reasoning=model.eval_reasoning("max"), rng=rng
                 )
             logit = prediction.conflict[:, -1]
             what = f"{run.name}, puzzle {puzzle}, call {call}: conflict"

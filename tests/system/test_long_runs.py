@@ -48,7 +48,7 @@ def test_a_run_of_the_published_ldt_learns_searches_and_solves(tmp_path, sudoku_
         ("transformer", {"puzzle_emb_ndim": 0}),
         ("trm", {"mlp_t": True, "pos_encodings": "none", "single_z": True, "damping": 0.7}),
         ("trm", {"conv": "instead", "pos_encodings": "none", "puzzle_emb_ndim": 0}),
-        ("trm", {"update": "gate"}),
+        ("infiloop", {}),
         ("urm", {"pos_encodings": "learned", "conv": "beside"}),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 
 from dataset.description import with_candidates
 from dataset.format import open_dataset
-from models.carry import ANEW
+from models.search import ANEW
 from report.compare import write_comparison
 from report.page import write_report
 from report.trace import trace_puzzles

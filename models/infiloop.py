@@ -1,0 +1,106 @@
+"""TRM with InfiLoop's gate (arXiv 2610.11570): states are weighted means of all results of the level."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config.architecture import InfiLoopConfig
+from dataset.format import Metadata
+from models.blocks import Level, build_block
+from models.carry import Prediction, Reasoning, State
+from models.layers import Linear, rms_norm, truncated_normal
+from models.network import TokenNetwork, build_q_head, gradient_if
+from models.noise import perturbed
+from models.random import SlotRng
+
+_FIRST_DECAY = 0.55  # initial b, the best one in the paper's experiments
+
+
+class Gate(nn.Module):
+    """InfiLoop's update of a state: a weighted mean of the results of all calls so far.
+
+    A slot starts from z_0, and calls of the level return z_1, z_2, ...; the state after call t is N_t / D_t:
+    N_t = b N_{t-1} + exp(s_t) z_t and D_t = b D_{t-1} + exp(s_t), with s_t = q . rms(z_t), N_0 = exp(s_0) z_0
+    and D_0 = exp(s_0). q, [width], and b in (0, 1) are learned. The network keeps log D, float32 [batch,
+    positions], instead of D, because exp(s) may overflow; -inf: the slot has just started.
+    """
+
+    def __init__(self, width: int, *, eps: float):
+        super().__init__()
+        self.q = nn.Parameter(torch.zeros(width))
+        self.beta_logit = nn.Parameter(torch.tensor(_FIRST_DECAY).logit())
+        self.eps = eps
+
+    def score(self, z: Tensor) -> Tensor:
+        """Returns q . rms(z), the logarithm of a state's weight in the mean: float32 [batch, positions]."""
+        return rms_norm(z.float(), eps=self.eps) @ self.q
+
+    def start(self, z: Tensor, log_D: Tensor) -> Tensor:
+        """Returns log D at the start of a thinking step: log D_0 for slots that have just started."""
+        return torch.where(log_D.isinf(), self.score(z), log_D)
+
+    def forward(self, z: Tensor, new: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the weighted mean of state z and result `new`, and log D for the next call."""
+        score, faded = self.score(new), log_D + F.logsigmoid(self.beta_logit)
+        weight = torch.sigmoid(score - faded).to(z.dtype)[..., None]
+        return torch.lerp(z, new, weight), torch.logaddexp(faded, score)
+
+
+class InfiLoop(TokenNetwork):
+    """The network of TRM with a gate for each state. A slot keeps z_H and z_L, and log_D_H and log_D_L.
+
+    A thinking step, with the embedded puzzle e and the level L, a stack of `L_layers` blocks:
+
+        H_cycles times:
+            L_cycles times:  z_L, log_D_L = gate_L(z_L, L(z_L + z_H + e), log_D_L)
+            once:            z_H, log_D_H = gate_H(z_H, L(z_H + z_L), log_D_H)
+
+    Shapes, heads and gradient are those of `models.trm.TRM`. log_D_X are float32 [batch, positions].
+    """
+
+    undecayed = ("gate_H.q", "gate_H.beta_logit", "gate_L.q", "gate_L.beta_logit")
+
+    def __init__(self, arch: InfiLoopConfig, metadata: Metadata):
+        super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
+        self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
+        self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
+        lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
+        self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
+        self.lm_head, self.q_head = lm_head, q_head
+        self.gate_H, self.gate_L = (Gate(arch.hidden_size, eps=arch.rms_norm_eps) for _ in range(2))
+
+    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
+        shape = batch_size, self.num_puzzle_positions + seq_len, self.arch.hidden_size
+        just_started = torch.full(shape[:-1], -torch.inf, device=self.H_init.device)
+        z = {"z_H": self.H_init.expand(shape), "z_L": self.L_init.expand(shape)}
+        return z | {"log_D_H": just_started, "log_D_L": just_started.clone()}
+
+    def forward(
+        self,
+        state: State,
+        inputs: Tensor,
+        puzzle_identifiers: Tensor,
+        *,
+        reasoning: Reasoning,
+        rng: SlotRng | None = None,
+    ) -> tuple[State, Prediction]:
+        e = self.embed(inputs, puzzle_identifiers)
+        L = perturbed(self.L_level, reasoning, rng, self.rotary)
+        z_H, z_L = state["z_H"], state["z_L"]
+        log_D_H = self.gate_H.start(z_H, state["log_D_H"])
+        log_D_L = self.gate_L.start(z_L, state["log_D_L"])
+        for cycle in range(reasoning.H_cycles):
+            is_last_cycle = cycle == reasoning.H_cycles - 1
+            whole_cycle_has_gradient = cycle >= reasoning.H_cycles - self.arch.gradient_cycles
+            injection = z_H + e
+            for call in range(reasoning.L_cycles):
+                is_last_call = is_last_cycle and call == reasoning.L_cycles - 1
+                with gradient_if(whole_cycle_has_gradient or is_last_call):
+                    z_L, log_D_L = self.gate_L(z_L, L(z_L, injection), log_D_L)
+            with gradient_if(whole_cycle_has_gradient or is_last_cycle):
+                z_H, log_D_H = self.gate_H(z_H, L(z_H, z_L), log_D_H)
+        after = {"z_H": z_H, "z_L": z_L, "log_D_H": log_D_H, "log_D_L": log_D_L}
+        return {name: tensor.detach() for name, tensor in after.items()}, self.answer(z_H)
+
+
+NETWORK = InfiLoop
