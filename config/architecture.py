@@ -19,6 +19,7 @@ _Width = Annotated[int, Field(ge=0, le=2**20)]
 _AtLeastOne = Annotated[_Width, Field(ge=1)]
 _Repeats = Annotated[int, Field(ge=1, le=1000)]  # number of layers or cycles
 _Steps = Annotated[int, Field(ge=1, lt=2**16)]
+NumberFormat = Literal["bfloat16", "float32"]
 DecisionCell = Literal["uniform", "fewest"]
 DecisionValue = Literal["drawn", "best"]
 _Inside = Annotated[float, Field(gt=0, lt=1)]
@@ -67,7 +68,7 @@ class ArchConfig(Strict):
 
     hidden_size: _AtLeastOne
     puzzle_emb_ndim: _Width
-    forward_dtype: Literal["auto", "bfloat16", "float32"]
+    forward_dtype: Literal["auto"] | NumberFormat
 
     @property
     def has_puzzle_embeddings(self) -> bool:

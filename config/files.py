@@ -10,6 +10,7 @@ from config.architecture import architectures
 from config.writing import to_yaml
 
 FOLDER = Path(__file__).parent
+_FORMER_FORMAT = "bfloat16"  # the default of `arch.forward_dtype` before there was `auto`
 
 
 def config_to_yaml(config: pydantic.BaseModel) -> str:
@@ -34,13 +35,26 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Fills in the default of every missing key except `data_path`; returns the new config, unchecked.
 
     values: a config of pretrain.py, which an earlier version or the public code may have written. Unknown
-    keys that are off (false, null, 0 or empty) are dropped: an earlier version may have had them.
+    keys that are off (false, null, 0 or empty) are dropped: an earlier version may have had them. A config
+    without a number format means bfloat16, the former default.
     """
     defaults, arch = load_defaults("pretrain"), values.get("arch")
     del defaults["data_path"]
     if isinstance(arch, dict) and arch.get("name") in architectures():
         defaults["arch"] = load_defaults(f"arch/{arch['name']}")
-    return _merge(defaults, values)
+    filled = _merge(defaults, values)
+    if arch and isinstance(arch, dict) and filled["arch"].get("forward_dtype", "auto") == "auto":
+        filled["arch"] = filled["arch"] | {"forward_dtype": _FORMER_FORMAT}
+    return filled
+
+
+def format_of(values: dict[str, Any]) -> str:
+    """Returns the number format of a stored config: bfloat16 or float32. Raises ValueError for another one."""
+    arch = fill_defaults(values).get("arch")
+    name = arch.get("forward_dtype") if isinstance(arch, dict) else None
+    if name not in ("bfloat16", "float32"):
+        raise ValueError(f"stored config: arch.forward_dtype={name!r} is neither bfloat16 nor float32")
+    return name
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

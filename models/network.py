@@ -99,7 +99,7 @@ class Network(nn.Module):
     def __init__(self, arch: ArchConfig):
         super().__init__()
         self.hidden_size = arch.hidden_size
-        self.dtype = choose_dtype(arch.forward_dtype)
+        self.dtype = dtype_of(arch)
         self.puzzle_emb = None
 
     def register_initial_values(self) -> None:
@@ -304,10 +304,10 @@ class Network(nn.Module):
         return kept, self.predict(reasoned["z_H"])
 
 
-def choose_dtype(name: str) -> torch.dtype:
-    """Returns the dtype of a forward_dtype; auto: bfloat16, or float32 if CUDA only emulates bfloat16."""
-    emulates = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
-    return getattr(torch, {"auto": "float32" if emulates else "bfloat16"}.get(name, name))
+def dtype_of(arch: ArchConfig) -> torch.dtype:
+    """Returns the dtype of activations and states. The number format must be chosen already."""
+    assert arch.forward_dtype != "auto", "a network is built with a chosen number format"
+    return getattr(torch, arch.forward_dtype)
 
 
 def plus_noise(z: Tensor, std: float, draws: Draws | None, *, use: str) -> Tensor:

@@ -25,7 +25,8 @@ from evaluation.results import EVALUATION_FILE, SCALING_FILE, metrics_by_set
 from parallel.child import start_child, why_it_failed
 from records.rungs import Rung
 from report.run import Row, read_run
-from training.run_folder import describe_changes, has_ended
+from training.run_config import describe_changes
+from training.run_folder import has_ended
 
 _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
 

@@ -10,7 +10,7 @@ from parallel.mesh import AXES
 from tests.ranks import REPOSITORY
 from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.dry_run import Needs
-from training.run_folder import compose_run
+from training.run_config import compose_run
 
 _SIZES = {"27 M": (512, 4), "325 M": (1280, 8), "1 B": (2304, 8), "7 B": (4352, 16)}
 _ALONE = dict.fromkeys(AXES, 1)
@@ -78,7 +78,8 @@ def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     assert {"weights", "masters", "moments", "averages", "stages"} <= {
         each.partition(" ")[0] for each in lines
     }
-    assert lines[-1].startswith("10 steps, ")
+    assert lines[-3].startswith("10 steps, ")
+    assert lines[-1].startswith(("arch.forward_dtype=bfloat16 is ass", "arch.forward_dtype=float32 is ass"))
     assert compose_run([*words, f"data_path={sudoku_folder}"]) is None
     assert "nowhere" not in capsys.readouterr().out
     assert (

@@ -17,7 +17,8 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from config.programs import SearchConfig
 from config.schema import PretrainConfig
 from training.best import Selection
-from training.run_folder import describe_changes, lock_folder
+from training.run_config import describe_changes
+from training.run_folder import lock_folder
 from tuning.space import Space
 
 _CONFIG, _SEARCH = "config", "search"
