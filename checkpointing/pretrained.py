@@ -270,9 +270,9 @@ def load_trained_model(
     model cannot read such a dataset, or weights and config disagree.
     """
     weights = load_weights(checkpoint, raw=raw)
-    arch = checkpoint.arch.model_copy(
-        update={"forward_dtype": forward_dtype or checkpoint.arch.forward_dtype}
-    )
+    arch = checkpoint.arch
+    if forward_dtype is not None:
+        arch = arch.model_copy(update={"forward_dtype": forward_dtype})
     network = network_class(checkpoint.arch.name)
     with architecture_errors(checkpoint):
         sizes = network.sizes_in(weights, checkpoint.arch)

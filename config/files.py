@@ -49,7 +49,7 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_of(values: dict[str, Any]) -> str:
-    """Returns the number format of a stored config: bfloat16 or float32. Raises ValueError for another one."""
+    """Returns the number format of a stored config, bfloat16 or float32. Raises ValueError for another."""
     arch = fill_defaults(values).get("arch")
     name = arch.get("forward_dtype") if isinstance(arch, dict) else None
     if name not in ("bfloat16", "float32"):
