@@ -91,9 +91,8 @@ def tell_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> No
     except (ValueError, AttributeError):
         return  # there are no results, or they are damaged
     if before - {forward_dtype}:
-        log.info(
-            f"{folder}: results in {', '.join(sorted(before))} are replaced by results in {forward_dtype}"
-        )
+        old = ", ".join(sorted(before))
+        log.info(f"{folder}: results in {old} are replaced by results in {forward_dtype}")
 
 
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:

@@ -24,7 +24,7 @@ _EPS = 1e-7
 def orthogonalize(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Moves all singular values of a matrix to about 1, by five Newton-Schulz iterations.
 
-    matrix: float32 [m, n]. dtype: The dtype of the computation and of the result, which is a new tensor [m, n].
+    matrix: float32 [m, n]. dtype: The dtype of the computation and of the result, a new tensor [m, n].
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -77,8 +77,8 @@ class CutMuon(torch.optim.Optimizer):
     For each matrix, one rank (another one each time) gathers the parts, orthogonalizes the whole, and sends
     the parts back. The momentum is elementwise, and stays with the parts.
 
-    matrices: This rank's parts by name, perhaps empty. cuts: {name: which part}. ranks: The group that divides
-    the matrices. All its ranks call `step`. dtype: The dtype of the orthogonalization.
+    matrices: This rank's parts by name, perhaps empty. cuts: {name: which part}. ranks: The group that
+    divides the matrices. All its ranks call `step`. dtype: The dtype of the orthogonalization.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The config of a run: composed from a command line, compared with the stored config, and given its number format.
+"""The config of a run: from the command line, with a name and a number format, and compared with a stored one.
 
 Only rank 0 calls these functions. The other ranks receive the config (`parallel.launch`).
 """
@@ -154,9 +154,9 @@ def find_format(config: PretrainConfig) -> Choice:
 
 def _stored_in(config: PretrainConfig) -> StoredConfig | None:
     """Returns the config of the run that `config` continues; None for a new run."""
-    if config.checkpoint_path is not None:
-        if (stored := read_stored_config(Path(config.checkpoint_path))) is not None:
-            return stored
+    own = None if config.checkpoint_path is None else read_stored_config(Path(config.checkpoint_path))
+    if own is not None:
+        return own
     if config.resume in ("auto", "must", "never"):
         return None
     return read_stored_config(Path(config.resume))

@@ -48,11 +48,11 @@ def open_run_folder(config: PretrainConfig) -> Path:
     with writing_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder, other="run_name")
-        if (stored := read_stored_config(folder)) is not None:
-            if changes := describe_changes(stored.values, config):
-                where = f"{stored.folder} holds a run with another config"
-                newest = newest_checkpoint(folder) or "a checkpoint"
-                raise ValueError(f"{where} ({changes}): choose another run_name, and resume={newest}")
+        stored = read_stored_config(folder)
+        if stored is not None and (changes := describe_changes(stored.values, config)):
+            where = f"{stored.folder} holds a run with another config"
+            newest = newest_checkpoint(folder) or "a checkpoint"
+            raise ValueError(f"{where} ({changes}): choose another run_name, and resume={newest}")
         with tempfile.TemporaryFile(dir=folder):
             pass
     return folder
