@@ -1,5 +1,6 @@
 """Configs on disk: plain YAML, from which nothing is imported or executed."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,12 @@ def load_defaults(name: str) -> dict[str, Any]:
     return OmegaConf.to_container(_load(FOLDER / f"{name}.yaml"), resolve=True)
 
 
+@functools.cache
 def _load(path: Path) -> DictConfig:
-    """Loads a YAML file, merged over the files that its `defaults` list names with `@_here_`."""
+    """Loads a YAML file, merged over the files that its `defaults` list names with `@_here_`.
+
+    A process reads each file once. Callers must not change what they receive.
+    """
     values = OmegaConf.load(path)
     bases = [name for name in values.pop("defaults", []) if str(name).endswith("@_here_")]
     paths = [path.parent / f"{name.removesuffix('@_here_')}.yaml" for name in bases]
