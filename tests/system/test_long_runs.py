@@ -22,6 +22,7 @@ from tests.ranks import REPOSITORY, complete_program, start_program
 from tests.test_ldt import assert_learns_searches_and_solves
 from tests.test_pretrain import assert_resumed_is_bit_equal
 from tests.test_records import RUNG
+from tests.test_recovery import assert_recovers_and_stops
 from tests.test_search import load_study
 from tests.test_share_page import assert_onnx_answers_as_torch
 from tests.tiny import OVERRIDES, logged_rows
@@ -105,6 +106,11 @@ def test_runs_from_python_and_the_loop_of_the_page_compute_the_same(
     of_runs = [tmp_path / run / "step_3" / "ema_weights.safetensors" for run in ("trained", "looped")]
     weights, own = map(load_file, of_runs)
     assert all(value.equal(own[name]) for name, value in weights.items())
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="finds the workers in /proc")
+def test_a_killed_and_a_frozen_rank_cost_only_time(tmp_path, sudoku_folder):
+    assert_recovers_and_stops(tmp_path, sudoku_folder, is_killed=True)
 
 
 def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_folder, monkeypatch):
