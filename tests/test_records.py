@@ -72,14 +72,36 @@ def test_a_log_is_thinned(count, every):
     assert not any("lr" in row for row in thin)
 
 
-def _result(*shares: float, **changes) -> dict:
+_BFLOAT16 = {"cpu": "AN EPYC", "cores": 2, "torch": "2.13", "instruction_set": "unknown"}
+_BFLOAT16 |= {"forward_dtype": "bfloat16"}
+_FLOAT32 = _BFLOAT16 | {"cpu": "A XEON", "instruction_set": "avx2", "forward_dtype": "float32"}
+
+
+def _result(*shares: float, machine: dict = _BFLOAT16, **changes) -> dict:
     common = {"data_seconds": 3.0, "steps": 40, "interruptions": 0, "other_cores": 0.0}
     common |= {"petaflops": 0.25, "processor_hours": 1.5}
     runs = [
         {"seed": seed, "exact_accuracy": share, "seconds": 50.0 + seed, **common, **changes}
         for seed, share in enumerate(shares)
     ]
-    return records.summarize(RUNGS["demo"], runs) | {"runs": runs}
+    return records.summarize(RUNGS["demo"], runs) | machine | {"runs": runs}
+
+
+def _write(result: dict, change: str, folder: Path) -> Path:
+    rows = {run["seed"]: _rows(40, every=10) for run in result["runs"]}
+    return record.write_record(result, rows, change=change, command="COMMAND", folder=folder)
+
+
+def _pages(tmp_path: Path) -> dict[str, str]:
+    """Returns {name: content} of the pages about the records in `tmp_path`, and writes them there."""
+    for name in ("records/README.md", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+    contents = page.pages(root=tmp_path, folder=tmp_path / "records")
+    for path, content in contents.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    return {str(path.relative_to(tmp_path)): content for path, content in contents.items()}
 
 
 def test_a_final_evaluation_is_the_mean_over_its_sets():
@@ -90,45 +112,65 @@ def test_a_final_evaluation_is_the_mean_over_its_sets():
 
 
 def test_records_are_written_and_shown(tmp_path):
-    for name in ("records/README.md", "README.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
     where = {"root": tmp_path, "folder": tmp_path / "records"}
     found = ((8, 4, 0.99), (16, 1, 0.995))
     longer = [dict(zip(("steps", "samples", "exact_accuracy"), each, strict=True)) for each in found]
     better = _result(0.98, 0.985, 0.99, test_time=longer)
     for change, result in (("First.", _result(0.9, 0.8, test_time=longer[:1])), ("Better.", better)):
-        rows = {run["seed"]: _rows(40, every=10) for run in result["runs"]}
         for _ in range(2):  # the same again is no new record
-            record.write_record(result, rows, change=change, command="COMMAND", folder=where["folder"])
-    for path, content in page.pages(**where).items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(content)
-    text = (tmp_path / "records/README.md").read_text()
+            _write(result, change, where["folder"])
+    contents = _pages(tmp_path)
+    text = contents["records/README.md"]
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
     row = next(line for line in text.splitlines() if line.startswith("| `demo` |"))
     cells = "0.985 +- 0.005 [0.973, 0.997], 3 seeds | 0.980 | 0.018: not held | 52 | 1.5 | 0.25 |"
-    assert f"{cells} 0.995 (16 steps) |" in row
+    assert f"{cells} 0.995 (16 steps) | AN EPYC (instruction set unknown), bfloat16 |" in row
     assert text.count("First.") == 1
-    assert f"0.850 in 51 s (2 seeds, {better['cpu']}). First." in text
+    assert "0.850 in 51 s (2 seeds, AN EPYC). First." in text
     assert "    COMMAND\n" in text
-    short = "| exact 0.97 in 1 min | 0.985 +- 0.005 [0.973, 0.997], 3 seeds | 52 |"
-    assert short in (tmp_path / "README.md").read_text()
+    short = "| exact 0.97 in 1 min | 0.985 +- 0.005 [0.973, 0.997], 3 seeds | 52 | AN EPYC (instruction set"
+    assert short in contents["README.md"]
     picture = page.draw_curves(RUNGS["demo"], better, tmp_path / "records/demo")
     assert ">goal 0.97 in 1 min<" in picture
     assert ">exact accuracy, 3 seeds; faint: in training<" in picture
     assert page.pages(**where) == {path: path.read_text() for path in page.pages(**where)}
     path = tmp_path / "records/demo/record.json"  # as an older version wrote it
     path.write_text(re.sub(r'"(petaflops|processor_hours(_max)?)": [\d.]+,', "", path.read_text()))
-    assert (
-        "0.018: not held | 52 |  |  | 0.995 (16 steps) |"
-        in page.pages(**where)[tmp_path / "records/README.md"]
-    )
+    assert "0.018: not held | 52 |  |  | 0.995 (16 steps) |" in _pages(tmp_path)["records/README.md"]
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match=r"README.md lacks the lines"):
         page.pages(**where)
+
+
+def test_an_entry_leaves_those_of_other_machines_alone(tmp_path):
+    folder = tmp_path / "records"
+    logs = _write(_result(0.99, 0.98, 0.97), "First.", folder)
+    assert logs == folder / "demo/unknown_bfloat16"
+    files = {path: path.read_bytes() for path in logs.iterdir()}
+    (kept,) = record.read_entries(folder / "demo")
+    for change, shares in (("On AVX2.", (0.9,)), ("Faster.", (0.96,))):
+        slow = _result(*shares, machine=_FLOAT32, seconds=61.0)
+        assert _write(slow, change, folder) == folder / "demo/avx2_float32"
+    assert {path: path.read_bytes() for path in logs.iterdir()} == files
+    entries = record.read_entries(folder / "demo")
+    assert entries[0] == kept
+    assert [entry["forward_dtype"] for entry in entries] == ["bfloat16", "float32"]
+    assert [each["change"] for each in entries[1]["history"]] == ["On AVX2."]
+
+    contents = _pages(tmp_path)
+    rows = [line for line in contents["records/README.md"].splitlines() if line.startswith("| `demo` |")]
+    assert ["(instruction set unknown), bfloat16" in row for row in rows] == [True, False]
+    assert "| 0.960, 1 seed: missed | 0.960 | one seed | 61: missed |" in rows[1]
+    assert "| A XEON (avx2), float32 |" in rows[1]
+    assert "](demo/avx2_float32/seed_0.jsonl)" in contents["records/README.md"]
+    assert "\nA XEON (avx2), float32, 2 cores," in contents["records/README.md"]
+    assert contents["README.md"].count("`demo`") == 1
+    assert "3 seeds | 52 | AN EPYC (instruction set unknown), bfloat16 |" in contents["README.md"]
+
+    more = [{"seeds": seeds, "date": date} for seeds, date in ((1, "2"), (3, "0"), (3, "1"), (2, "3"))]
+    assert record.best_entry(more) == {"seeds": 3, "date": "1"}
 
 
 def test_the_committed_pages_show_the_committed_records():
