@@ -201,9 +201,9 @@ class Rerun:
 
     def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
         """Yields what `_recipes` yields; a recipe without a number format gets the one of the folder."""
+        word = f"{FORMAT_KEY}={self.forward_dtype}"
         for (run, recipe), config in zip(self._recipes(seed), self._configs, strict=True):
-            is_open = config.arch.forward_dtype == "auto"
-            yield run, [*recipe, f"{FORMAT_KEY}={self.forward_dtype}"] if is_open else recipe
+            yield run, [*recipe, word] if config.arch.forward_dtype == "auto" else recipe
 
     def _recipes(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
         """Yields (run folder, arguments of pretrain.py) for each training of a seed; the last one counts."""

@@ -1,9 +1,11 @@
 """Records: how the runs of a rung are counted, kept and shown, and how an interrupted one continues."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,10 +14,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from config.compose import compose_overrides
+from config.reading import read_yaml
+from config.schema import PretrainConfig
+from config.writing import to_yaml
 from evaluation.intervals import goal_p, mean_interval, t_tail
+from parallel import number_format
 from records import __main__ as records
-from records import page, record, seeds
+from records import comparison, machine, page, record, seeds
 from records.rungs import RUNGS, Rung
 from tests.ranks import REPOSITORY
 from tests.refusals import cases, check
@@ -77,14 +85,14 @@ _BFLOAT16 |= {"forward_dtype": "bfloat16"}
 _FLOAT32 = _BFLOAT16 | {"cpu": "A XEON", "instruction_set": "avx2", "forward_dtype": "float32"}
 
 
-def _result(*shares: float, machine: dict = _BFLOAT16, **changes) -> dict:
+def _result(*shares: float, on: dict = _BFLOAT16, **changes) -> dict:
     common = {"data_seconds": 3.0, "steps": 40, "interruptions": 0, "other_cores": 0.0}
     common |= {"petaflops": 0.25, "processor_hours": 1.5}
     runs = [
         {"seed": seed, "exact_accuracy": share, "seconds": 50.0 + seed, **common, **changes}
         for seed, share in enumerate(shares)
     ]
-    return records.summarize(RUNGS["demo"], runs) | machine | {"runs": runs}
+    return records.summarize(RUNGS["demo"], runs) | on | {"runs": runs}
 
 
 def _write(result: dict, change: str, folder: Path) -> Path:
@@ -151,7 +159,7 @@ def test_an_entry_leaves_those_of_other_machines_alone(tmp_path):
     files = {path: path.read_bytes() for path in logs.iterdir()}
     (kept,) = record.read_entries(folder / "demo")
     for change, shares in (("On AVX2.", (0.9,)), ("Faster.", (0.96,))):
-        slow = _result(*shares, machine=_FLOAT32, seconds=61.0)
+        slow = _result(*shares, on=_FLOAT32, seconds=61.0)
         assert _write(slow, change, folder) == folder / "demo/avx2_float32"
     assert {path: path.read_bytes() for path in logs.iterdir()} == files
     entries = record.read_entries(folder / "demo")
@@ -235,13 +243,23 @@ def test_a_signal_ends_the_command_too(tmp_path, number, status):
 
 
 @pytest.mark.slow
-def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interrupts):
-    longer = "halt_max_steps=[2,4] compile=false"
-    rung = dataclasses.replace(RUNG, processes=1, metric="sudoku/valid_accuracy", test_time=longer)
+def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interrupts, sudoku_folder):
+    rule = number_format.choose_format(torch.device("cpu")).name
+    other = "float32" if rule == "bfloat16" else "bfloat16"
+    tiny = [*(word for word in OVERRIDES if "forward_dtype" not in word), "epochs=24", "eval_interval=8"]
+    recipe = ["experiment={name} seed={seed} data_path={data}", *tiny]
+    rung = dataclasses.replace(
+        RUNG,
+        trainings=(" ".join([*recipe, "compile=false", "evaluators=[sudoku]"]),),
+        **{"processes": 1, "metric": "sudoku/valid_accuracy"},
+        test_time="halt_max_steps=[2,4] compile=false",
+    )
     monkeypatch.setitem(RUNGS, "demo", rung)
-    tiny = [*OVERRIDES, "epochs=24", "eval_interval=8", "compile=false", "evaluators=[sudoku]"]
     folder = tmp_path / "runs"
-    words = ["--rung", "demo", "--seeds", "2", "--first-seed", "3", "--folder", str(folder)]
+    shutil.copytree(sudoku_folder, folder / "data")
+    built = {"command": sum(rung.build_commands(folder, None), []), "seconds": 1000.0}
+    (folder / "data.json").write_text(json.dumps(built))
+    words = ["--rung", "demo", "--seeds", "1", "--first-seed", "3", "--folder", str(folder)]
 
     def interrupt() -> None:
         log = folder / "seed_3/run/metrics.jsonl"
@@ -251,40 +269,116 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        records.main([*words, *tiny])
+        records.main([*words, "--dtype", other])
     assert json.loads((folder / "seed_3/run/status").read_text())["status"] == "stopped"
+    assert json.loads((folder / "format.json").read_text()) == {"forward_dtype": other}
     capsys.readouterr()
 
-    made = folder / "data.json"
-    made.write_text(json.dumps(json.loads(made.read_text()) | {"seconds": 1000.0}))  # as long as it took
-    records.main([*words, *tiny])
-    first, second, last = capsys.readouterr().out.splitlines()
+    records.main(words)  # in the format of the folder, which is not that of the rule
+    first, last = capsys.readouterr().out.splitlines()
     assert "interrupted 1 times" in first
-    assert "interrupted" not in second
     result = json.loads(last)
-    assert (result["seeds"], result["first_seed"], result["interruptions"]) == (2, 3, 1)
-    shares = [run[rung.metric] for run in result["runs"]]
-    assert result[f"{rung.metric}_mean"] == pytest.approx(sum(shares) / 2)
-    assert result[f"{rung.metric}_min"] == min(shares)
-    assert result["seconds_max"] == max(run["seconds"] for run in result["runs"])
-    assert all(1000 < run["seconds"] < 2000 for run in result["runs"])
-    assert all(0 < run["processor_hours"] <= result["processor_hours_max"] < 1 for run in result["runs"])
-    assert all(run["petaflops"] == result["petaflops"] > 0 for run in result["runs"])
-    rerun = seeds.Rerun(rung, folder, source=None)
-    assert rerun.rows(4, data_seconds=1000.0)[0]["seconds"] > 1000
-    rows = rerun.rows(3, data_seconds=1000.0)
-    assert rows[-1]["eval/all/exact_accuracy"] == result["runs"][0]["exact_accuracy"]
-    assert 0 < rows[0]["seconds"] < rows[-1]["seconds"] <= result["runs"][0]["seconds"]
+    assert (result["seeds"], result["first_seed"], result["interruptions"]) == (1, 3, 1)
+    assert result["forward_dtype"] == other
+    assert read_yaml(folder / "seed_3/run/config.yaml")["arch"]["forward_dtype"] == other
+    (run,) = result["runs"]
+    assert result[f"{rung.metric}_mean"] == result[f"{rung.metric}_min"] == run[rung.metric]
+    assert 1000 < run["seconds"] == result["seconds_max"] < 2000
+    assert 0 < run["processor_hours"] == result["processor_hours_max"] < 1
+    assert run["petaflops"] == result["petaflops"] > 0
+    rows = seeds.Rerun(rung, folder, source=None).rows(3, data_seconds=1000.0)
+    assert rows[-1]["eval/all/exact_accuracy"] == run["exact_accuracy"]
+    assert 1000 < rows[0]["seconds"] < rows[-1]["seconds"] <= run["seconds"]
 
-    words += ["--seeds", "1", "--test-time", *tiny]
-    records.main(words)
+    records.main([*words, "--test-time"])
+    (evaluated,) = json.loads((folder / "seed_3/test_time/metrics.json").read_text()).values()
+    assert evaluated["forward_dtype"] == other
     monkeypatch.setattr(seeds, "_run", None)  # nothing is run again
-    records.main(words)
-    (run,) = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
-    shallow, deep = run.pop("test_time")
-    assert run == result["runs"][0]
+    kept = functools.partial(record.write_record, folder=tmp_path / "records")
+    monkeypatch.setattr(records, "write_record", kept)
+    monkeypatch.setattr(records, "pages", dict)
+    records.main([*words, "--test-time", "--dtype", other, "--write", "New."])
+    (again,) = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    shallow, deep = again.pop("test_time")
+    assert again == run
     assert shallow.keys() == {"steps", "samples", "exact_accuracy", "valid_accuracy", "calls"}
     assert deep[rung.metric] == deep["valid_accuracy"]
+    (entry,) = record.read_entries(tmp_path / "records/demo")
+    used = number_format.instruction_set(torch.device("cpu"))
+    assert (entry["instruction_set"], entry["forward_dtype"]) == (used, other)
+    assert entry["command"].endswith(f"--first-seed 3 --dtype {other} --test-time")
+    assert (tmp_path / f"records/demo/{used}_{other}/seed_3.jsonl").exists()
+
     with pytest.raises(SystemExit):
         records.main([*words, "lr=2e-3"])
     assert "another recipe (lr: 0.001 -> 0.002): choose another --folder" in capsys.readouterr().err
+    for change in (["--dtype", rule], [f"arch.forward_dtype={rule}"]):
+        with pytest.raises(ValueError, match=f"contains results in {other}, not in {rule}"):
+            records.main([*words, *change])
+    with pytest.raises(ValueError, match=f"--dtype {rule}: the recipe sets .*={other}. Remove --dtype."):
+        records.main([*words, "--dtype", rule, f"arch.forward_dtype={other}"])
+
+
+_FORMATS_OF = """
+import sys
+from pathlib import Path
+from records.rungs import RUNGS
+from records.seeds import Rerun
+for folder in map(Path, sys.argv[1:]):
+    rerun = Rerun(RUNGS["demo"], folder, source=None)
+    rerun.check(range(2))
+    print(rerun.machine["instruction_set"], *(list(rerun._trainings(seed))[0][1][-1] for seed in range(2)))
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_of_an_earlier_version_goes_on_in_bfloat16(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    (run, recipe), *_ = seeds.Rerun(RUNGS["demo"], old, source=None)._recipes(0)
+    stored = compose_overrides(PretrainConfig, recipe).model_dump()
+    stored["arch"]["forward_dtype"] = "bfloat16"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(stored))
+    command = [sys.executable, "-c", _FORMATS_OF, str(old), str(new)]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    options = {"cwd": REPOSITORY, "env": environment, "capture_output": True, "text": True}
+    ended = subprocess.run(command, **options)
+    lines = [f"avx2 {' '.join([f'arch.forward_dtype={name}'] * 2)}" for name in ("bfloat16", "float32")]
+    assert ended.stdout.splitlines() == lines, ended.stderr
+
+
+def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
+    """One of an earlier version names none. This machine has no bfloat16 instructions."""
+    monkeypatch.setattr(number_format, "instruction_set", lambda device: "avx2")
+    monkeypatch.setattr(machine, "instruction_set", lambda device: "avx2")
+    plan = read_yaml(REPOSITORY / "records/comparison.yaml")
+    content = json.loads((REPOSITORY / "records/comparison/comparison.json").read_text())
+    first = content["results"][0]
+    plan["trainings"] = [{"rung": "sudoku_9x9_medium", "petaflops": 0.1, "seeds": [0, 1]}]
+    plan["models"] = {first["model"]: plan["models"][first["model"]]}
+    used = []
+
+    def train(forward_dtype: str, seed: int) -> dict:
+        used.append(forward_dtype)
+        return {key: value for key, value in first.items() if key not in ("training", "model", "seed", "lr")}
+
+    monkeypatch.setattr(comparison, "build_rerun", lambda *_, forward_dtype: forward_dtype)
+    monkeypatch.setattr(comparison, "train", train)
+    monkeypatch.setattr(comparison, "tune", lambda *_, forward_dtype: 0.001)
+    earlier = {"cpu": "AN EPYC", "commit": "COMMIT", "results": [first]}
+    for name, before, expected in (("old", earlier, "bfloat16"), ("new", None, "float32")):
+        folder, path = tmp_path / name, tmp_path / name / "comparison.json"
+        folder.mkdir()
+        if before:
+            path.write_text(json.dumps(before))
+            with pytest.raises(ValueError, match=r"contains results in bfloat16, not in float32"):
+                comparison.compare(plan, folder, dtype="float32")
+        comparison.compare(plan, folder)
+        after = json.loads(path.read_text())
+        assert (after["instruction_set"], after["forward_dtype"]) == ("avx2", expected)
+        assert len(after["results"]) == 2
+        assert {*used} == {expected}
+        assert f"Number format: {expected}. The last training" in (folder / "README.md").read_text()
+        assert "instruction set: avx2" in (folder / "README.md").read_text()
+        used.clear()
+    assert json.loads((tmp_path / "new/format.json").read_text()) == {"forward_dtype": "float32"}
