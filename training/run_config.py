@@ -1,4 +1,4 @@
-"""The config of a run: from the command line, with a name and a number format, and compared with a stored one.
+"""The config of a run: composed from a command line, named, with a number format, compared with a stored one.
 
 Only rank 0 calls these functions. The other ranks receive the config (`parallel.launch`).
 """

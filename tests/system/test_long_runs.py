@@ -198,7 +198,8 @@ def test_a_rung_of_several_trainings(tmp_path, monkeypatch, capsys):
 
 def test_models_are_compared_at_equal_operations(tmp_path, monkeypatch):
     monkeypatch.setitem(RUNGS, "demo", RUNG)
-    tiny = [word for word in OVERRIDES if not word.startswith(("lr", "epochs", "eval_int", "arch.H_layers"))]
+    left_out = ("lr", "epochs", "eval_int", "arch.H_layers", "arch.forward_dtype")
+    tiny = [word for word in OVERRIDES if not word.startswith(left_out)]
     words = ["arch=trm", *tiny, "compile=false", "sanity_check=false", "lr_warmup_steps=1"]
     model = {"groups": ["tiny"], "words": words[:1], "rates": [1e-9, 1e-3]}
     model["longer"] = "halt_max_steps=[4,8] compile=false"
@@ -210,7 +211,9 @@ def test_models_are_compared_at_equal_operations(tmp_path, monkeypatch):
         "groups": {"tiny": words[1:]},
         "models": {"a & b": model},
     }
-    comparison.compare(plan, tmp_path)
+    comparison.compare(plan, tmp_path, dtype="float32")
+    configs = [read_yaml(path) for path in tmp_path.glob("demo/*/seed_*/run/config.yaml")]
+    assert [config["arch"]["forward_dtype"] for config in configs] == ["float32"] * 3
     content = json.loads((tmp_path / "comparison.json").read_text())
     (row,) = content["results"]
     assert (row["model"], row["seed"], row["lr"]) == ("a & b", 2, 1e-3)
