@@ -213,6 +213,7 @@ def test_a_trial_is_not_pruned_at_its_last_evaluation(tmp_path):
     assert is_pruned == [True, False]
 
 
+@pytest.mark.slow
 def test_a_study_keeps_the_number_format_that_it_began_with(tmp_path, monkeypatch):
     """Also a study of e5cd7107, which stored bfloat16. A format that is searched is left to the search."""
     config = validate_config(SearchConfig, load_defaults("search") | {"study": "s", "startup_trials": 1})
