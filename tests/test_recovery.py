@@ -23,8 +23,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="finds the workers in /proc"),
 ]
-_LENGTH = ("epochs=18", "eval_interval=18", "checkpoint_interval=7", "log_interval=1", "compile=false")
-_NUM_STEPS = 150  # 18 times 200 puzzles, in batches of 24
+_OPTIONS = ("checkpoint_interval=7", "log_interval=1", "compile=false")
 _STEP_TIMEOUT = 5  # seconds, also where the machine is busy
 
 
@@ -76,7 +75,9 @@ def assert_recovers_and_stops(folder: Path, data: Path, *, is_killed: bool) -> N
 
     The weights and the log must be those of a run that is left alone.
     """
-    words = (*_LENGTH, f"step_timeout_seconds={_STEP_TIMEOUT}")
+    epochs = 18 if is_killed else 12  # of 200 puzzles, in batches of 24
+    length, num_steps = (*_OPTIONS, f"epochs={epochs}", f"eval_interval={epochs}"), epochs * 200 // 24
+    words = (*length, f"step_timeout_seconds={_STEP_TIMEOUT}")
     options = ("--max-restarts=9", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1")
     with Launch(folder, data, *words, options=options) as run:
         run.wait_for(lambda: run.step >= 10, what="the run does not start")
@@ -114,14 +115,14 @@ def assert_recovers_and_stops(folder: Path, data: Path, *, is_killed: bool) -> N
     assert re.search(r"recovered: step \d+ is done [\d.]+ s after the failure", log)
 
     for path in (run.run, "whole"):
-        command = (f"data_path={data}", *OVERRIDES, *_LENGTH, f"checkpoint_path={path}")
+        command = (f"data_path={data}", *OVERRIDES, *length, f"checkpoint_path={path}")
         complete_program("pretrain", *command, folder=folder, world_size=2)
     rows, whole = logged_rows(run.run), logged_rows(folder / "whole")
     recovered = [row.pop("train/recovery_seconds", None) for row in rows]
     assert any(recovered)
-    assert [row["step"] for row in rows] == list(range(1, _NUM_STEPS + 1))
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
     assert rows == whole
-    ours, theirs = (path / f"step_{_NUM_STEPS}" for path in (run.run, folder / "whole"))
+    ours, theirs = (path / f"step_{num_steps}" for path in (run.run, folder / "whole"))
     assert (ours / "weights.safetensors").read_bytes() == (theirs / "weights.safetensors").read_bytes()
 
 
