@@ -81,7 +81,7 @@ def check_ranks(options: argparse.Namespace) -> None:
     limit = options.timeout
     watchdog = Watchdog(init_timeout_seconds=3 * limit, step_timeout_seconds=limit)
     with watchdog, contextlib.ExitStack() as stack:
-        wait_for_all_ranks(timeout_seconds=limit)
+        wait_for_all_ranks(options.device, timeout_seconds=limit)
         watchdog.step_done(0)
 
         def set_up() -> list[Any]:
