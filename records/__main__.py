@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import BUSY_CORES, commit, cpu_name, positive, run_main
+from benchmarks.harness import BUSY_CORES, commit, positive, run_main
 from config.writing import write_text
 from dataset.build.command_line import OneLineParser
 from evaluation.intervals import goal_p, mean_and_deviation, mean_interval
+from parallel.processor import describe_processor
 from records.page import pages
 from records.record import write_record
 from records.rungs import RUNGS, Rung
@@ -172,7 +173,7 @@ def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "goal_p": goal_p([run[rung.metric] for run in runs], rung.goal),
         "interruptions": sum(run["interruptions"] for run in runs),
         "is_busy": any(map(is_busy, runs)),
-        "cpu": cpu_name(),
+        "cpu": describe_processor(),
         "cores": num_cores(),
         "torch": torch.__version__,
         "commit": commit(),

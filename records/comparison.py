@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.harness import commit, cpu_name, run_main
+from benchmarks.harness import commit, run_main
 from config.compose import compose_overrides
 from config.reading import read_json, read_yaml
 from config.schema import PretrainConfig
@@ -25,11 +25,13 @@ from config.writing import write_json, write_text
 from dataset.build.command_line import OneLineParser
 from evaluation.intervals import mean_and_deviation
 from models import build_model
+from parallel.processor import describe_processor
 from records.rungs import RUNGS
 from records.seeds import Rerun, final_evaluation
 from report.charts import Line, chart_file, line_chart
 from report.run import read_run
 from training.data import open_data
+from training.run_config import find_format, with_format
 
 _PLAN = Path(__file__).with_name("comparison.yaml")
 _JSON, _PAGE, _PICTURE = "comparison.json", "README.md", "comparison.svg"
@@ -112,6 +114,7 @@ def build_rerun(
     shared = [word for group in model["groups"] for word in plan["groups"][group]]
     words = (*plan["common"], *shared, *model["words"], *words, f"data_path={data.folder / 'data'}")
     config = compose_overrides(PretrainConfig, [*words, "train_steps=1"])
+    config = with_format(config, find_format(config).name)
     opened = open_data(config)
     metadata = opened.dataset.metadata
     network = build_model(config.arch, metadata)
@@ -134,7 +137,7 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
 
 
 def write_results(plan: dict[str, Any], results: Sequence[dict[str, Any]], folder: Path) -> None:
-    write_json(folder / _JSON, {"cpu": cpu_name(), "commit": commit(), "results": results})
+    write_json(folder / _JSON, {"cpu": describe_processor(), "commit": commit(), "results": results})
     text, panels = _HEAD.format(title=_TITLE, picture=_PICTURE, **plan["tuning"]), []
     models = dict.fromkeys(row["model"] for row in results)
     roles = {name: f"series{number}" for number, name in enumerate(models, 1)}
