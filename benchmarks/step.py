@@ -209,6 +209,12 @@ def _format_of_machine(options: argparse.Namespace) -> str:
         return world.call("choose")[0]
 
 
+def choose_rounds(seconds: float) -> int:
+    """Returns the number of rounds if --rounds is not given. seconds: of one step of all contenders."""
+    of_round = 2 * seconds  # a warm step and a timed one
+    return max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_SECONDS_OF_ROUNDS / of_round)))
+
+
 def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
     """Times the contenders of a model in turns; returns rows of the table, and values for the JSON.
 
@@ -226,8 +232,7 @@ def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[l
             worlds[name] = opened.enter_context(world)
             (begun[name],) = world.call("begin")
         if options.rounds is None:
-            seconds = 2 * sum(each["step"] for each in begun.values())  # of a round: a warm step, a timed one
-            options.rounds = max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_SECONDS_OF_ROUNDS / seconds)))
+            options.rounds = choose_rounds(sum(each["step"] for each in begun.values()))
         times = take_turns(
             {name: (world, "step") for name, world in worlds.items()}, rounds=options.rounds, warm_calls=1
         )
