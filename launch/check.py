@@ -84,8 +84,7 @@ def describe_process() -> str:
 def check_ranks(options: argparse.Namespace) -> None:
     """Prints a table of ranks, warns of ranks that cannot be reached, and measures links between hosts.
 
-    The table has the rates of both number formats, and a sentence says whether they contradict the rule.
-
+    The table has the rates of both number formats. A line says whether the rates contradict the rule.
     All ranks call it. Ends all ranks with status 1 where one fails or does not start, 124 where one hangs.
     """
     limit = options.timeout

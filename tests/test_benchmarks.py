@@ -74,4 +74,4 @@ def test_a_slow_matrix_product_gets_fewer_rows(rate, rows):
 
 
 def test_slow_steps_are_timed_in_fewer_rounds():
-    assert [choose_rounds(seconds) for seconds in (0.1, 4.5, 100.0)] == [20, 10, 3]
+    assert [choose_rounds(seconds) for seconds in (0.1, 4.5, 100.0)] == [20, 5, 3]
