@@ -255,11 +255,9 @@ def choose_device(name: str) -> torch.device:
 
     name: auto (CUDA, else mps for a single process, else cpu), cuda, mps or cpu.
     """
-    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if name == "auto":
-        name = "cuda" if has_cuda else "mps" if has_mps and world_size() == 1 else "cpu"
+    name = device_type(name)
     if name == "cuda":
-        if not has_cuda:
+        if not torch.cuda.is_available():
             raise ValueError("device=cuda, but torch sees no CUDA device here: use device=cpu or device=auto")
         if local_world_size() > torch.cuda.device_count():
             raise ValueError(
@@ -269,11 +267,20 @@ def choose_device(name: str) -> torch.device:
         torch.cuda.set_device(local_rank())
         return torch.device("cuda", local_rank())
     if name == "mps":
-        if not has_mps:
+        if not torch.backends.mps.is_available():
             raise ValueError("device=mps, but torch sees no Apple GPU here: use device=cpu or device=auto")
         if world_size() > 1:
             raise ValueError("device=mps works with one process: drop torchrun, or use device=cpu")
     return torch.device(name)
+
+
+def device_type(name: str) -> str:
+    """Returns the type of device that a value of `device` names on this machine: cuda, mps or cpu."""
+    if name != "auto":
+        return name
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() and world_size() == 1 else "cpu"
 
 
 def use_deterministic_algorithms() -> None:

@@ -8,13 +8,13 @@ from typing import get_args
 
 import torch
 
-from benchmarks.harness import cpu_name
 from config.files import format_of
 from config.reading import read_json, read_yaml
 from config.schema import PretrainConfig
 from config.writing import write_json
 from parallel.number_format import NumberFormat, choose_format, instruction_set
 from parallel.process_group import choose_device
+from parallel.processor import processor_name
 from training.run_config import FORMAT_KEY
 
 FORMATS = get_args(NumberFormat)
@@ -31,7 +31,7 @@ def training_device(config: PretrainConfig, *, processes: int) -> torch.device:
 
 def describe_machine(device: torch.device) -> dict[str, str]:
     """Returns the processor (key `cpu`, the GPU for CUDA) and its instruction set."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return {"cpu": name, "instruction_set": instruction_set(device)}
 
 

@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
 import shlex
 import socket
 import sys
@@ -29,6 +28,7 @@ from config.schema import PretrainConfig
 from config.writing import open_to_append, write_json, write_text
 from parallel import log
 from parallel.process_group import is_main, local_world_size, world_size
+from parallel.processor import describe_processor
 from training.code import code_diff, git_commit
 from training.run_config import describe_changes, read_stored_config
 
@@ -172,11 +172,7 @@ def _command_line() -> str:
 
 
 def _describe_hardware(device: torch.device) -> str:
-    """Returns the hardware of the run as a text: the GPUs of all processes, or the cores of this machine."""
+    """Returns the hardware of the run as a text: the GPUs of all processes, or this machine's processor."""
     if device.type == "cuda":
         return f"{world_size()} x {torch.cuda.get_device_name(device)}"
-    with contextlib.suppress(OSError, StopIteration):  # elsewhere than on Linux
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return f"{num_cores()} cores of {name}"
-    return f"{num_cores()} cores, {platform.machine()}"
+    return f"{num_cores()} cores of {describe_processor()}"
