@@ -112,16 +112,35 @@ def agent_serves_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _open_store(*, is_server: bool) -> dist.Store:
+def may_restart() -> bool:
+    """Returns whether torchrun may start the processes of this launch again."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 or is_elastic()
+
+
+def value_of_launch(key: str, value: str) -> str:
+    """Returns the value of `key` that is the same in all starts of one launch of torchrun.
+
+    The first call of the launch sets it to `value`. torchrun's agent must serve the store
+    (`agent_serves_store`), because its store outlives the processes.
+    """
+    key = f"{key}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+    return _open_tcp_store(is_server=False).compare_set(key, "", value).decode()
+
+
+def _open_tcp_store(*, is_server: bool) -> dist.TCPStore:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     _wait_for_name(address)
     options = {"is_master": is_server, "wait_for_workers": False, "timeout": _STORE_TIMEOUT}
     try:
-        store = dist.TCPStore(address, port, **options)
+        return dist.TCPStore(address, port, **options)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         raise ValueError(f"MASTER_PORT {port} is taken on {address}: choose another") from None
+
+
+def _open_store(*, is_server: bool) -> dist.Store:
+    store = _open_tcp_store(is_server=is_server)
     if is_main():
         store.set("agent_serves", str(agent_serves_store()))
     if store.get("agent_serves") == b"False":

@@ -75,7 +75,8 @@ def test_what_the_page_of_the_field_says_of_recipes():
     rows = re.findall(row, text, re.MULTILINE)
     assert len(rows) > 10
     for words, puzzles, *figures in rows:
-        config = compose_overrides(PretrainConfig, f"experiment={words}".split())
+        words_of_run = [f"experiment={words.split()[0]}", *words.split()[1:], "arch.forward_dtype=float32"]
+        config = compose_overrides(PretrainConfig, words_of_run)
         cells, vocab = (900, 6) if "maze" in words else (81, 11)
         indices = np.arange(int(puzzles or 1000) + 1)
         puzzle_set = PuzzleSet(indices, indices, indices, indices, indices)

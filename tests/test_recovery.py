@@ -28,16 +28,33 @@ _STEP_TIMEOUT = 5  # seconds, also where the machine is busy
 
 
 class Launch:
-    """A real torchrun in the background: workers of pretrain.py, a small model, in `folder`/run."""
+    """A real torchrun in the background: workers of pretrain.py, a small model, in `folder`/run.
 
-    def __init__(self, folder: Path, data: Path, *arguments: str, options: tuple = (), num_ranks: int = 2):
-        self.folder, self.run = folder, folder / "run"
+    has_name: False: the run is not named, and its folder is where it wants.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        data: Path,
+        *arguments: str,
+        options: tuple = (),
+        num_ranks: int = 2,
+        has_name: bool = True,
+    ):
+        self.folder, self._has_name = folder, has_name
         command = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", *options)
         command += (str(REPOSITORY / "pretrain.py"), f"data_path={data}", *OVERRIDES, *arguments)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
         with (folder / "output.txt").open("a") as output:
             options = {"cwd": folder, "env": environment, "stdout": output, "stderr": output}
-            self.process = subprocess.Popen([*command, f"checkpoint_path={self.run}"], **options)
+            name = (f"checkpoint_path={self.run}",) if has_name else ()
+            self.process = subprocess.Popen([*command, *name], **options)
+
+    @property
+    def run(self) -> Path:
+        found = [] if self._has_name else sorted(self.folder.glob("checkpoints/*/*"))
+        return found[0] if found else self.folder / "run"
 
     @property
     def output(self) -> str:
@@ -129,3 +146,15 @@ def assert_recovers_and_stops(folder: Path, data: Path, *, is_killed: bool) -> N
 def test_a_frozen_rank_costs_only_time_and_a_signal_stops_the_run_after_a_step(tmp_path, sudoku_folder):
     """After a kill: system/test_long_runs.py."""
     assert_recovers_and_stops(tmp_path, sudoku_folder, is_killed=False)
+
+
+def test_a_restart_continues_a_run_that_was_not_named(tmp_path, sudoku_folder):
+    """All restarts of one launch have the name that was drawn first."""
+    words = (*_OPTIONS, "epochs=6", "eval_interval=6", "max_steps=20")
+    with Launch(tmp_path, sudoku_folder, *words, options=("--max-restarts=2",), has_name=False) as run:
+        run.wait_for(lambda: run.step >= 8, what="the run does not start")
+        os.kill(run.workers()[1], signal.SIGKILL)
+        assert run.process.wait(120) == 0, run.output
+        assert len(list(tmp_path.glob("checkpoints/*/*"))) == 1
+        assert len((run.run / "starts.jsonl").read_text().splitlines()) == 2
+        assert [row["step"] for row in logged_rows(run.run)] == list(range(1, 21))

@@ -3,6 +3,7 @@
 Only rank 0 calls these functions. The other ranks receive the config (`parallel.launch`).
 """
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -22,7 +23,13 @@ from config.reading import read_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from parallel import log
 from parallel.number_format import Choice, choose_format
-from parallel.process_group import choose_device, world_size
+from parallel.process_group import (
+    agent_serves_store,
+    choose_device,
+    may_restart,
+    value_of_launch,
+    world_size,
+)
 from training import dry_run
 from training.layout import check_layout
 
@@ -48,6 +55,8 @@ def compose_run(
     check_data_folders(config.data_paths, experiment=experiment)
     check_data_folders(config.test_data_path or [], experiment=experiment, key="test_data_path")
     check_layout(config, processes or world_size())
+    if config.run_name is None and config.checkpoint_path is None:
+        config = config.model_copy(update={"run_name": draw_name()})
     return fix_format(name_run(config, experiment=experiment))
 
 
@@ -65,6 +74,25 @@ def name_arch(words: Sequence[str]) -> list[str]:
     arch = find_checkpoint(location).arch
     named = [f"++{word}" for word in words_of_arch(arch, {})]
     return [f"arch={arch.name}", *named, *(word for word in words if word != ARCH_WORD)]
+
+
+def draw_name() -> str:
+    """Returns a random name for a run. All restarts of one launch of torchrun get the same name.
+
+    Raises ValueError if torchrun may restart this launch, but does not serve the store. Rank 0 then serves
+    it, so that the name would be lost with rank 0.
+    """
+    name = coolname.generate_slug(2)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return name
+    if agent_serves_store():
+        return value_of_launch("run_name", name)
+    if may_restart():
+        raise ValueError(
+            "run_name is not set, and torchrun may restart this run, which would then get another name. Set "
+            "run_name=NAME."
+        )
+    return name
 
 
 def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfig:
