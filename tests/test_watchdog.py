@@ -174,7 +174,10 @@ def test_a_stopped_rank_is_missed_by_ranks_that_wait_in_a_collective(start, culp
 
 
 def _hold_the_interpreter() -> None:
-    ctypes.PyDLL(None).sleep(1000)
+    """Waits for a lock without releasing the interpreter's; no signal ends the wait."""
+    mutex = ctypes.create_string_buffer(128)  # zeros: of glibc, a mutex that nobody has locked
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 def _evaluate(watchdog: Watchdog) -> None:
