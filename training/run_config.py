@@ -137,7 +137,7 @@ def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
     """
     old, new = flatten(fill_defaults(before)), flatten(now.model_dump())
     if new[FORMAT_KEY] == "auto":
-        del old[FORMAT_KEY]
+        old.pop(FORMAT_KEY, None)
     may_change = keys_that_may_change(PretrainConfig)
     fixed = sorted(key for key in old if key.partition(".")[0] not in may_change)
     return ", ".join(f"{key}: {old[key]} -> {new.get(key)}" for key in fixed if old[key] != new.get(key))
