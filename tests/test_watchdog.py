@@ -22,8 +22,9 @@ from torch.distributed import TCPStore
 from parallel import log
 from parallel import watchdog as watchdog_module
 from parallel.collectives import barrier
+from parallel.failure_record import FailureRecord
 from parallel.process_group import process_group, rank, rendezvous_store
-from parallel.watchdog import EXIT_HANG, FailureRecord, Watchdog
+from parallel.watchdog import EXIT_HANG, Watchdog
 from tests.ranks import _in_environment, _server
 from tests.waiting import read, wait_for
 
