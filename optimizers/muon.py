@@ -113,8 +113,7 @@ class CutMuon(torch.optim.Optimizer):
         parts = self._ranks.gather(update, goal=owner)
         if parts is None:
             return self._ranks.scatter(None, like=update, source=owner)
-        whole = orthogonalize(cut.join(parts), dtype=self._dtype)
-        whole = whole.to(update.dtype, memory_format=torch.contiguous_format)
-        whole = whole * -_scaled(lr, whole)
+        whole = orthogonalize(cut.join(parts), dtype=self._dtype).to(update.dtype)
+        whole = whole.contiguous() * -_scaled(lr, whole)  # a message needs contiguous parts
         changes = [cut.of(number, self._ranks.size).take(whole) for number in range(self._ranks.size)]
         return self._ranks.scatter(changes, like=update, source=owner)
