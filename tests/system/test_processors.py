@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
 def _run(*command: str | Path, cache: Path) -> str:
     """Runs a command in the repository with AVX2, and returns its output.
 
-    cache: Folder of compiled code. From the usual folder, torch would later run this code as code for AVX-512,
-    and crash.
+    cache: Folder of compiled code. From the usual folder, torch would later run this code as if it were for
+    AVX-512, and crash.
     """
     environment = os.environ | _AVX2 | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled"}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
