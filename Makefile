@@ -82,9 +82,10 @@ stress: setup ## kills of ranks, for an hour, and damaged files: 80 minutes
 parity: setup ## how far our numbers are from those of the public implementations
 	$(BIN)/python -m tests.golden
 
-record: setup ## run a rung of records/README.md again: make record RUNG=demo (SEEDS, FIRST_SEED, FOLDER to keep the runs)
+record: setup ## run a rung of records/README.md again: make record RUNG=demo (SEEDS, FIRST_SEED, DTYPE=float32, FOLDER to keep the runs)
 	$(BIN)/python -m records --rung $(or $(RUNG),demo) --seeds $(or $(SEEDS),3) \
-	    --first-seed $(or $(FIRST_SEED),0) $(if $(FOLDER),--folder $(FOLDER)) $(if $(SOURCE),--source $(SOURCE))
+	    --first-seed $(or $(FIRST_SEED),0) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(FOLDER),--folder $(FOLDER)) \
+	    $(if $(SOURCE),--source $(SOURCE))
 
 matrix: setup ## the tests with other versions of Python and torch, each in a new environment: hours
 	.ci/matrix

@@ -37,6 +37,7 @@ from evaluation.results import (
     measured_with,
     open_output_folder,
     read_results,
+    tell_of_other_format,
     warn_of_new_data,
     write_measured,
     write_results,
@@ -44,9 +45,12 @@ from evaluation.results import (
 )
 from evaluation.test_time import set_up
 from models.compilation import compile_blocks
+from parallel import log
 from parallel.child import run_child
+from parallel.collectives import broadcast_object
 from parallel.errors import collective_errors, memory_errors
 from parallel.launch import Program, launch
+from parallel.number_format import Choice, choose_evaluation_format
 from parallel.process_group import is_main, world_size
 from report.page import check_packages, write_evaluation_report, write_picture
 
@@ -64,16 +68,27 @@ def evaluate(program: Program[EvaluateConfig]) -> None:
         checkpoints = broadcast_checkpoints(config.checkpoint)
         with collective_errors():
             check_folders(checkpoints, config)
-        metrics = [evaluate_checkpoint(config, checkpoint, program.device) for checkpoint in checkpoints]
+        formats = [
+            choose_evaluation_format(each.arch.forward_dtype, program.device, given=config.forward_dtype)
+            for each in checkpoints
+        ]
+        formats = broadcast_object(formats)  # another rank may run on another kind of processor
+        metrics = [
+            evaluate_checkpoint(config, *each, program.device)
+            for each in zip(checkpoints, formats, strict=True)
+        ]
         with collective_errors():
             if is_main() and len(metrics) > 1:
                 write_summary(metrics, [str(each) for each in checkpoints], output_dir=config.output_dir)
 
 
 def evaluate_checkpoint(
-    config: EvaluateConfig, checkpoint: Checkpoint, device: torch.device
+    config: EvaluateConfig, checkpoint: Checkpoint, number_format: Choice, device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Evaluates a checkpoint, and writes the files. Returns {set: metrics} on rank 0. All ranks call it."""
+    """Evaluates a checkpoint, and writes the files. Returns {set: metrics} on rank 0. All ranks call it.
+
+    number_format: The format that the model computes in, the same on all ranks.
+    """
     # Data; rank 0 reads every token.
     folders = _folders(checkpoint, config)
     with collective_errors():
@@ -84,13 +99,17 @@ def evaluate_checkpoint(
     batch_size = config.eval_batch_size or checkpoint.global_batch_size
     with collective_errors():
         checkpoint.arch.check_outputs(config.save_outputs)
-        model = load_trained_model(checkpoint, data.metadata, raw=config.raw).to(device)
+        forward_dtype, reason = number_format
+        options = {"raw": config.raw, "forward_dtype": forward_dtype}
+        model = load_trained_model(checkpoint, data.metadata, **options).to(device)
         reasoning, settings = set_up(model, config)
         evaluators.check_rules(settings.selects if settings else ())
         if is_main():
             output_folder = open_output_folder(folder_for(checkpoint, config))
             measured = measured_with(config, folders, checkpoint.find_data())
+            log.info(f"{checkpoint} computes in {forward_dtype}: {reason}")
             write_measured(output_folder, measured, folders)
+            tell_of_other_format(output_folder, forward_dtype, stored=checkpoint.arch.forward_dtype)
             if "data" not in measured:
                 warn_of_new_data(checkpoint, folders)
             if config.report:
@@ -113,6 +132,7 @@ def evaluate_checkpoint(
             evaluators.write(output_folder)
             title = f"{checkpoint} on {', '.join(map(str, folders))}"
             options = {"title": title, "selected_by": checkpoint.selected_by}
+            options["forward_dtype"] = forward_dtype
             metrics, scaling = write_results(output_folder, results, config, **options)
             if scaling:
                 write_picture(output_folder / "scaling.svg", scaling)

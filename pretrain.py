@@ -33,7 +33,8 @@ from training.checkpoints import CheckpointManager, open_checkpoints
 from training.data import RunData, open_data
 from training.evaluation import evaluate, read_results
 from training.monitor import Monitor
-from training.run_folder import compose_run, write_status
+from training.run_config import compose_run
+from training.run_folder import write_status
 from training.state import TrainState, build_first_state, memory_advice
 from training.step import train_step
 

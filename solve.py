@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
+from config.architecture import NumberFormat
 from config.compose import compose_config, config_with, show
 from config.programs import SolveConfig
 from dataset.format import Metadata
@@ -36,6 +37,7 @@ from evaluation.terminal import draw_answer
 from models import HaltingModel
 from parallel import log
 from parallel.errors import local_errors
+from parallel.number_format import choose_evaluation_format
 from parallel.process_group import choose_device, set_cpu_threads, world_size
 from report.animation import draw_animation
 from report.page import write_page
@@ -54,7 +56,13 @@ def print_answer(config: SolveConfig) -> None:
     if world_size() > 1:
         raise ValueError("solve.py is one process: start it with python, not with torchrun")
     set_cpu_threads(config.cpu_threads)
-    solver = load(config.checkpoint, data_path=config.data_path, raw=config.raw, device=config.device)
+    solver = load(
+        config.checkpoint,
+        data_path=config.data_path,
+        raw=config.raw,
+        device=config.device,
+        forward_dtype=config.forward_dtype,
+    )
     answer = solver.answer(config)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     show(draw_answer(answer, width=shutil.get_terminal_size().columns, color=color))
@@ -69,23 +77,34 @@ def load(
     data_path: str | Path | Sequence[str | Path] | None = None,
     raw: bool = False,
     device: str = "auto",
+    forward_dtype: NumberFormat | None = None,
 ) -> "Solver":
     """Loads a model to solve puzzles. The arguments are keys of solve.py. ValueError for a mistake."""
     given = [data_path] if isinstance(data_path, str | Path) else data_path
     folders = None if given is None else [Path(each) for each in given]
-    return Solver(find_checkpoint(checkpoint), folders, raw=raw, device=choose_device(device))
+    found, chosen = find_checkpoint(checkpoint), choose_device(device)
+    number_format = choose_evaluation_format(found.arch.forward_dtype, chosen, given=forward_dtype).name
+    return Solver(found, folders, raw=raw, device=chosen, forward_dtype=number_format)
 
 
 class Solver:
     """A trained model that solves single puzzles; made by `load`.
 
-    questions: reads puzzles for this model. info: describes the dataset of its training.
+    questions: reads puzzles for this model. info: describes the dataset of its training. forward_dtype: the
+    number format that the model computes in.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, folders: list[Path] | None, *, raw: bool, device: torch.device
+        self,
+        checkpoint: Checkpoint,
+        folders: list[Path] | None,
+        *,
+        raw: bool,
+        device: torch.device,
+        forward_dtype: NumberFormat,
     ):
         self.checkpoint, self.raw, self.device = checkpoint, raw, device
+        self.forward_dtype = forward_dtype
         self.questions = Questions(checkpoint, folders)
         self.info = self.questions.info
         self._models: dict[Metadata, HaltingModel] = {}
@@ -117,6 +136,7 @@ class Solver:
         if identifier is None:
             views = puzzle.draw_demonstrations(config.adapt_steps, seed=config.seed)
             options = {"lr": config.adapt_lr, "seed": config.seed, "device": self.device, "raw": self.raw}
+            options["forward_dtype"] = self.forward_dtype
             model, identifier = adapt(self.checkpoint, views, metadata, **options), 1
         else:
             model = self._model_for(metadata)
@@ -127,7 +147,8 @@ class Solver:
     def _model_for(self, metadata: Metadata) -> HaltingModel:
         """Returns the model for puzzles of these sizes, in evaluation mode; loads it once for each."""
         if metadata not in self._models:
-            model = load_trained_model(self.checkpoint, metadata, raw=self.raw)
+            options = {"raw": self.raw, "forward_dtype": self.forward_dtype}
+            model = load_trained_model(self.checkpoint, metadata, **options)
             self._models[metadata] = model.to(self.device).eval()
         return self._models[metadata]
 

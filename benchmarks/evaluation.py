@@ -25,6 +25,7 @@ from benchmarks.worlds import TINY
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
+from parallel.number_format import choose_evaluation_format
 from parallel.process_group import choose_device, set_cpu_threads
 
 _TRAINING = (
@@ -45,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = options.checkpoint or _train(Path(folder), is_quick=options.quick)
         checkpoint, device = find_checkpoint(path), choose_device(options.device)
         data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=False)
-        model = load_trained_model(checkpoint, data.metadata).to(device)
+        number_format = choose_evaluation_format(checkpoint.arch.forward_dtype, device)
+        model = load_trained_model(checkpoint, data.metadata, forward_dtype=number_format.name).to(device)
         seconds, results = {"max": [], "act": []}, {}
         for _ in range(1 + options.rounds):
             for halting in seconds:
@@ -73,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options,
         header=["halting", "exact", "mean steps", "puzzles/s", "median ms", "spread ms"],
         rows=rows,
+        notes=[f"The model computes in {number_format.name}: {number_format.reason}."],
         result={
             "act_speedup": ratio(times["max"], times["act"]),
             "accuracy_difference": abs(exact["max"] - exact["act"]),

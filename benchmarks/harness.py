@@ -5,14 +5,12 @@ from parallel.environment import num_cores
 import argparse
 import json
 import os
-import platform
 import resource
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,6 +20,7 @@ from torch.utils.benchmark import Measurement, TaskSpec
 from dataset.build.command_line import OneLineParser, integer
 from parallel import log
 from parallel.launch import REPOSITORY
+from parallel.processor import describe_processor
 from parallel.signals import stop_signals
 
 BUSY_CORES = 0.1  # if other programs keep more cores busy, times are only estimates
@@ -48,11 +47,17 @@ def run_main(main: Callable[[], None]) -> None:
         fail(error)
 
 
-def benchmark_parser(name: str, *, description: str, rounds: int, threads: str = "auto") -> OneLineParser:
-    """Returns a parser with the options that all benchmarks have. rounds, threads: their defaults."""
+def benchmark_parser(
+    name: str, *, description: str, rounds: int | None, threads: str = "auto"
+) -> OneLineParser:
+    """Returns a parser with the options that all benchmarks have.
+
+    rounds, threads: Defaults. If `rounds` is None, the benchmark chooses the number from the time of a round.
+    """
     parser = OneLineParser(f"benchmarks.{name}", description=description)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help="default: %(default)s")
+    of_rounds = "default: %(default)s" if rounds else "default: by the time that a round takes"
+    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=of_rounds)
     of_each = (
         "of each process; auto: OMP_NUM_THREADS if set, else cores over processes (default: %(default)s)"
     )
@@ -65,7 +70,7 @@ def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespa
     """Parses and checks the options; their attribute `load` measures other programs from now on."""
     arguments = parser.parse_args(argv)
     if arguments.quick:
-        arguments.rounds = min(arguments.rounds, _QUICK_ROUNDS)
+        arguments.rounds = min(arguments.rounds or _QUICK_ROUNDS, _QUICK_ROUNDS)
     if arguments.threads != "auto" and not (arguments.threads.isdecimal() and int(arguments.threads)):
         parser.error(f"--threads must be auto or an integer from 1, not {arguments.threads!r}")
     if arguments.device == "cuda" and not torch.cuda.device_count():
@@ -127,13 +132,13 @@ def print_report(
     result: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> None:
-    """Prints a table, notes, machine and versions, and a last line of JSON with `result`.
+    """Prints a table, notes, machine, instruction set and versions, and a last line of JSON with `result`.
 
     Call it after all processes of the benchmark have ended: only then does their CPU time count as ours.
     """
     print(name + (" --quick: these times mean nothing" * options.quick))
     print(*table([header, *rows]), *notes, sep="\n")
-    device_name = torch.cuda.get_device_name() if options.device == "cuda" else cpu_name()
+    device_name = torch.cuda.get_device_name() if options.device == "cuda" else describe_processor()
     machine = {"device": device_name, "cores": num_cores(), "torch": torch.__version__, "commit": commit()}
     told = {"rounds": options.rounds, "threads": options.threads, "quick": options.quick}
     print(", ".join(f"{key} {value}" for key, value in (machine | told).items()))
@@ -156,15 +161,6 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def commit() -> str:

@@ -32,7 +32,7 @@ for name in "${names[@]}"; do
     kill $run 2> /dev/null || true
     wait $run || true
     $python - "$name" "$log" "$steps" << 'END'
-import json, statistics, sys
+import json, pathlib, statistics, sys
 name, log, steps = sys.argv[1:]
 rows = [json.loads(line) for line in open(log)][: int(steps)]
 assert len(rows) == int(steps), f"{log} ends after {len(rows)} steps"
@@ -41,6 +41,8 @@ part = max(1, len(losses) // 10)
 seconds = statistics.median(row["train/step_seconds"] for row in rows)
 memory = max(row["train/peak_memory_bytes"] for row in rows) / 2**20
 first, last = statistics.fmean(losses[:part]), statistics.fmean(losses[-part:])
+start = json.loads(pathlib.Path(log).with_name("starts.jsonl").read_text().splitlines()[-1])
+print(f"{start['hardware']}, torch {start['torch']}")
 print(f"{name}: {seconds:.2f} s a step, {memory:.0f} MiB a process, loss {first:.2f} -> {last:.2f}")
 END
 done

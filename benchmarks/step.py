@@ -1,6 +1,7 @@
 """Times the training step; of HRM and TRM against the public code's (`benchmarks.published`).
 
-    python -m benchmarks.step --dtype bfloat16
+    python -m benchmarks.step
+    python -m benchmarks.step --dtype bfloat16 float32
     python -m benchmarks.step --arch trm infiloop ldt
     python -m benchmarks.step --device cuda --published-sizes
 
@@ -14,6 +15,9 @@ thinking steps. Turns are two steps; the second is timed. speedup: time of the f
 this one's, median over rounds. compile: first step minus second; the first compiling contender has an empty
 cache. MiB: peak memory of the process. of peak: operations a second of the step (`models.flops`), divided by
 operations a second of the best matrix product.
+
+--dtype: by default the number format that `forward_dtype=auto` means on this machine. --rounds: by default
+the number that takes 45 seconds for the first model, from 3 to 20.
 """
 
 import argparse
@@ -30,6 +34,7 @@ from torch.utils.benchmark import Timer, timer
 from benchmarks.harness import benchmark_parser, cells, parse, positive, print_report, ratio, run_main
 from benchmarks.published import PublishedTrainer
 from benchmarks.worlds import Trainer, World, spread_slots_, take_turns
+from parallel.number_format import choose_format
 from training.clock import peak_memory_bytes
 from training.metrics import FiniteCheck
 from training.model import count_steps
@@ -48,6 +53,8 @@ _PUBLISHED_SIZES = {
     "batch": 768,
 }  # None: 4 layers in each level of HRM and in LDT, 2 in TRM
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+_MIN_ROUNDS, _MAX_ROUNDS, _SECONDS_OF_ROUNDS = 3, 20, 45.0  # without --rounds
+_PRODUCT_SECONDS = 0.5  # a matrix product that would take longer gets fewer rows
 
 
 class Contender:
@@ -88,13 +95,17 @@ class Contender:
         self._trainer.step({name: column.to(self._device) for name, column in columns if name != "rows"})
 
     def begin(self) -> dict[str, float]:
-        """Makes two steps; returns `compile`, seconds of the first minus the second, and peak `memory`."""
+        """Makes two steps; returns their seconds, and the peak `memory` in bytes.
+
+        step: Seconds of the second step. compile: Seconds of the first step minus those of the second.
+        """
         seconds = []
         for _ in range(2):
             began = timer()
             self._step()
             seconds.append(timer() - began)
-        return {"compile": max(0.0, seconds[0] - seconds[1]), "memory": peak_memory_bytes(self._device)}
+        compiling = max(0.0, seconds[0] - seconds[1])
+        return {"compile": compiling, "memory": peak_memory_bytes(self._device), "step": seconds[1]}
 
     def count_operations(self) -> float:
         """Returns the operations of the matrix products in a training step."""
@@ -102,23 +113,32 @@ class Contender:
         return self._options.batch * counter.flops(self._model.reasoning, trains=True)
 
     def product_rate(self) -> float:
-        """Returns operations a second of the faster of two matrix products, one model-sized, one square."""
-        options, dtype = self._options, self._dtype()
+        """Returns operations a second of the faster of two matrix products, one model-sized, one square.
+
+        A small product comes first: where it is slow, as with emulated bfloat16, the two get fewer rows.
+        """
+        options = self._options
         square = {"cpu": 2048, "cuda": 8192}[self._device.type] // (8 if options.quick else 1)
+        small, seconds = square // 8, 0.05 if options.quick else 0.5
+        most = _PRODUCT_SECONDS * self._rate_of(small, small, small, min_run_time=0.05)  # operations
         rates = []
         for m, k, n in (
             (options.batch * options.length, options.hidden, 8 * options.hidden),
             (square, square, square),
         ):
-            x, weight = (torch.randn(shape, device=self._device).to(dtype) for shape in ((m, k), (n, k)))
-            stmt = Timer(
-                "torch.nn.functional.linear(x, weight)",
-                globals={"torch": torch, "x": x, "weight": weight},
-                num_threads=torch.get_num_threads(),
-            )
-            times = stmt.blocked_autorange(min_run_time=0.05 if options.quick else 0.5).times
-            rates.append(2 * m * k * n / min(times))
+            rows = max(1, min(m, int(most / (2 * k * n))))
+            rates.append(self._rate_of(rows, k, n, min_run_time=seconds))
         return max(rates)
+
+    def _rate_of(self, m: int, k: int, n: int, *, min_run_time: float) -> float:
+        """Returns operations a second of a product of [m, k] and [k, n]. min_run_time: seconds."""
+        x, weight = (torch.randn(shape, device=self._device).to(self._dtype()) for shape in ((m, k), (n, k)))
+        stmt = Timer(
+            "torch.nn.functional.linear(x, weight)",
+            globals={"torch": torch, "x": x, "weight": weight},
+            num_threads=torch.get_num_threads(),
+        )
+        return 2 * m * k * n / min(stmt.blocked_autorange(min_run_time=min_run_time).times)
 
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self._trainer.config.arch.forward_dtype)
@@ -138,9 +158,10 @@ def _overrides(arch: str, dtype: str, options: argparse.Namespace) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     description = "The training step beside the public code's."
-    parser = benchmark_parser("step", description=description, rounds=20)
+    parser = benchmark_parser("step", description=description, rounds=None)
     parser.add_argument("--arch", choices=_WITHOUT, nargs="+", default=["hrm", "trm"])
-    parser.add_argument("--dtype", choices=_DTYPES, nargs="+", default=["bfloat16"])
+    of_dtype = "default: the number format that forward_dtype=auto means on this machine"
+    parser.add_argument("--dtype", choices=_DTYPES, nargs="+", help=of_dtype)
     names = [*_PUBLISHED, *_OURS]
     default = ["published", "published_flash", *_OURS]
     parser.add_argument("--contenders", choices=names, nargs="+", default=default, help="%(choices)s")
@@ -157,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.hidden % (2 * options.heads):
         parser.error(f"--hidden {options.hidden} must be a multiple of twice --heads {options.heads}")
     rows, result = [], {}
-    for arch, dtype in itertools.product(options.arch, options.dtype):
+    for arch, dtype in itertools.product(options.arch, options.dtype or [_format_of_machine(options)]):
         more_rows, more_result = _compare(arch, dtype, options)
         rows += more_rows
         result |= more_result
@@ -173,8 +194,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
 
 
+class _Format:
+    """The number format that the rule chooses for the machine."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    def choose(self) -> str:
+        return choose_format(self._device).name
+
+
+def _format_of_machine(options: argparse.Namespace) -> str:
+    """Asks a process of its own for the rule's choice: this one may not open CUDA before it forks."""
+    with World(options, _Format) as world:
+        return world.call("choose")[0]
+
+
+def choose_rounds(seconds: float) -> int:
+    """Returns the number of rounds if --rounds is not given. seconds: of one step of all contenders."""
+    of_round = 2 * seconds  # a warm step and a timed one
+    return max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_SECONDS_OF_ROUNDS / of_round)))
+
+
 def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
-    """Times the contenders of a model in turns; returns rows of the table, and values for the JSON."""
+    """Times the contenders of a model in turns; returns rows of the table, and values for the JSON.
+
+    Sets the number of rounds, unless --rounds or an earlier model has set it.
+    """
     label, rows, result = f"{arch}_{_DTYPES[dtype]}", [], {}
     names = [each for each in options.contenders if not each.startswith(_WITHOUT[arch])]
     if not names:
@@ -186,6 +232,8 @@ def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[l
             world = World(options, Contender, name, arch, dtype, options)
             worlds[name] = opened.enter_context(world)
             (begun[name],) = world.call("begin")
+        if options.rounds is None:
+            options.rounds = choose_rounds(sum(each["step"] for each in begun.values()))
         times = take_turns(
             {name: (world, "step") for name, world in worlds.items()}, rounds=options.rounds, warm_calls=1
         )

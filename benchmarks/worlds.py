@@ -24,13 +24,14 @@ from config.schema import PretrainConfig
 from dataset.format import Metadata
 from dataset.loader import Batch
 from optimizers.learning_rate import learning_rates
-from parallel.collectives import barrier
+from parallel.collectives import barrier, broadcast_object
 from parallel.errors import local_errors
 from parallel.launch import keep_freed_memory
 from parallel.process_group import choose_device, process_group, set_cpu_threads, world_size
 from parallel.shards import tensor_of
 from parallel.signals import stop_signals
 from training.clock import StepClock
+from training.run_config import find_format, with_format
 from training.state import build_first_state
 from training.step import train_step
 from training.strategy import StepResult
@@ -175,8 +176,9 @@ def take_turns(
 class Trainer:
     """A model in training on random tokens, as in a run. All ranks build it and call `step` together.
 
-    overrides: key=value words of pretrain.py. puzzles: slots of each process. rows: puzzle embeddings. Slots
-    start at different thinking steps, as in a run, so that about equally many halt in each step.
+    overrides: key=value words of pretrain.py. If no word chooses a number format, it is that of rank 0's
+    machine. puzzles: slots of each process. rows: puzzle embeddings. Slots start at different thinking steps,
+    as in a run, so that about equally many halt in each step.
     """
 
     def __init__(
@@ -193,7 +195,9 @@ class Trainer:
             keep_freed_memory(device)
         words = [f"global_batch_size={puzzles * world_size()}", f"device={device.type}"]
         words.append(f"compile={str(compiles).lower()}")
-        self.config = compose_overrides(PretrainConfig, [*words, *overrides])
+        config = compose_overrides(PretrainConfig, [*words, *overrides])
+        number_format = broadcast_object(find_format(config).name)  # ranks may have other processors
+        self.config = with_format(config, number_format)
         self.metadata = metadata(rows=rows, seq_len=seq_len)
         options = {"device": device, "total_steps": TOTAL_STEPS}
         self.state = build_first_state(self.config, self.metadata, **options)

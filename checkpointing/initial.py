@@ -1,5 +1,7 @@
 """Loads the initial weights of a run from the checkpoint that `init_from` names."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,7 +46,19 @@ def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
     words, own = [], instead_of.model_dump()
     if arch.name != instead_of.name:
         words, own = [f"arch={arch.name}"], load_defaults(f"arch/{arch.name}")
-    return words + changed_words({"arch": arch.model_dump()}, {"arch": own})
+    return words + words_of_arch(arch, own)
+
+
+def words_of_arch(arch: Architecture, defaults: dict[str, Any]) -> list[str]:
+    """Returns the key=value words that turn `defaults` into an architecture that fits the weights of `arch`.
+
+    The number format is not part of it, because weights are float32 in every format. But float32 stays
+    float32: a model that was trained in it may need the precision.
+    """
+    values = arch.model_dump()
+    if values["forward_dtype"] != "float32":
+        del values["forward_dtype"]
+    return changed_words({"arch": values}, {"arch": defaults})
 
 
 def fill_(targets: Tensors, stored: dict[str, Tensor], *, source: str) -> dict[str, Tensor]:

@@ -263,13 +263,19 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
     return Checkpoint(path, step, **of_data, **_read_recorded(config, path / CONFIG_FILE))
 
 
-def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False) -> HaltingModel:
+def load_trained_model(
+    checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False, forward_dtype: str | None = None
+) -> HaltingModel:
     """Builds the model of a checkpoint on the CPU, with the averages (EMA) if there are any, unless `raw`.
 
-    metadata: of the dataset that the model will read. ValueError if the model cannot read such a dataset, or
-    weights and config disagree.
+    metadata: Metadata of the dataset that the model will read. forward_dtype: Number format that the model
+    computes in, "bfloat16" or "float32". If None, it is the format of the training. Raises ValueError if the
+    model cannot read such a dataset, or weights and config disagree.
     """
     weights = load_weights(checkpoint, raw=raw)
+    arch = checkpoint.arch
+    if forward_dtype is not None:
+        arch = arch.model_copy(update={"forward_dtype": forward_dtype})
     network = network_class(checkpoint.arch.name)
     with architecture_errors(checkpoint):
         sizes = sizes_in(weights, checkpoint.arch)
@@ -284,12 +290,12 @@ def load_trained_model(checkpoint: Checkpoint, metadata: Metadata, *, raw: bool 
                 f"{getattr(metadata, field)}: give the dataset it was trained on"
             )
     with torch.device("meta"):  # only the shapes, without memory
-        expected = build_model(checkpoint.arch, metadata).network.state_dict()
+        expected = build_model(arch, metadata).network.state_dict()
     for name in sorted(expected.keys() | weights.keys()):
         stored, own = (each[name].shape if name in each else None for each in (weights, expected))
         if stored != own:
             raise _other_architecture(checkpoint, f"{name}: {_written(stored)} there, {_written(own)} here")
-    model = build_model(checkpoint.arch, metadata)
+    model = build_model(arch, metadata)
     model.network.load_state_dict(weights)
     cast_blocks_(model.network)
     return model

@@ -54,21 +54,21 @@ _FPRM = _Published(
     ),
     constants={"halt_exploration_prob": 0.0, "eval_L_cycles": 1},
 )
-_SINGLE_Z = _Published("trm", constants={"single_z": True}, tensors={"L_init": "H_init"})
 PUBLISHED = {
     "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
     "recursive_reasoning.hrm@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
     "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1": _Published("trm"),
     "trm.trm@TRM": _Published("trm"),  # in the code of URM
-    "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1": _SINGLE_Z,
+    "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1": _Published(
+        "trm_singlez", tensors={"L_init": "H_init"}
+    ),
     "recursive_reasoning.trm_equi@SERRM": _Published(
         "serrm", unread=("H_layers",), tensors={"Z_init": "H_init"}
     ),
     "urm.urm@URM": _URM,
     "fixed_point_reasoning.fprm@FixedPointReasoningModel_ACTV1": _FPRM,
 }
-_TENSORS = {public.name: public.tensors for public in PUBLISHED.values() if public is not _SINGLE_Z}
-_TENSORS["infiloop"] = _TENSORS["trm"]
+_TENSORS = {public.name: public.tensors for public in PUBLISHED.values()}
 _WRAPPERS = {"_orig_mod", "module", "model", "inner"}  # names of wrappers: torch.compile, DDP, loss, halting
 _STATE_DICTS = ("model_state_dict", "state_dict")  # keys of the weights in a file with other content too
 
@@ -97,9 +97,7 @@ def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
         weights = next((content[key] for key in _STATE_DICTS if key in content), content)
     if not isinstance(content, dict) or not isinstance(weights, dict) or not _are_tensors(weights):
         raise ValueError("is no state dict: it must hold names and tensors")
-    is_single_z = getattr(arch, "single_z", False)
-    tensors = _SINGLE_Z.tensors if is_single_z else _TENSORS[arch.name]
-    translated = {}
+    tensors, translated = _TENSORS.get(arch.name, {}), {}
     for name, value in weights.items():
         if name.endswith(".mask"):  # a buffer of FPRM, for a kind of dropout that no published run uses
             continue

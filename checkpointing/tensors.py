@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,12 +87,14 @@ def load_into_(
     *,
     is_optional: bool = False,
     elsewhere: tuple[str, ...] = (),
+    casts: Collection[str] = (),
 ) -> bool:
     """Overwrites this rank's tensors and shards with a saved section; any number of ranks may have saved it.
 
     Returns False if files are missing, as they may if `is_optional`. Reads only tensors that have elements
     for this rank. Where each rank saved its own tensor (`is_by_rank`), another number of ranks loads their
     mean. elsewhere: ends of names that may be missing in `targets`, because only other ranks hold them.
+    casts: names of tensors that may be stored in another floating-point dtype, and are cast.
     Raises ValueError if names, shapes or dtypes differ, or files are missing.
     """
     if not targets or (is_optional and not find_files(folder, section)):
@@ -110,7 +112,7 @@ def load_into_(
         if _shape_of(target) != stored.shape and stored.is_by_rank:
             num_read[stored.key] += 1
             stored, weight = stored.alone(), 1 / num_read[stored.key]
-        stored.copy_into_(target, weight=weight)
+        stored.copy_into_(target, weight=weight, casts=stored.key in casts)
     for key in sorted(absent):
         raise _does_not_fit(folder, key, stored=None, own=_shape_of(targets[key]))
     return True
@@ -144,8 +146,11 @@ class _Stored(NamedTuple):
         """Returns the row that one rank saved, if `is_by_rank`, as a whole tensor of the row's shape."""
         return self._replace(spans=None, shape=self.shape[1:], is_by_rank=False)
 
-    def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0) -> None:
-        """Copies the elements that `target` holds as well: target += weight * (copy - target)."""
+    def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0, casts: bool = False) -> None:
+        """Copies the elements that `target` holds as well: target += weight * (copy - target).
+
+        casts: Whether floating-point numbers may be stored in another dtype than that of `target`.
+        """
         if self.shape != _shape_of(target):
             raise _does_not_fit(self.folder, self.key, stored=self.shape, own=_shape_of(target))
         everything = (Span(0, math.prod(self.shape)),)
@@ -155,6 +160,8 @@ class _Stored(NamedTuple):
             return
         unit, source, goal = common
         values, to = self.read(), tensor_of(target).detach()
+        if casts and values.is_floating_point() and to.is_floating_point():
+            values = values.to(to.dtype)
         if values.dtype != to.dtype:
             raise _does_not_fit(self.folder, self.key, stored=values.dtype, own=to.dtype)
         values, flat = values.view(-1, unit)[source].to(to.device), to.reshape(-1, unit)

@@ -1,5 +1,7 @@
 """The schemas of the config section `arch`: a class for each model, with the keys of the published code.
 
+A model's class is derived from `ArchConfig`, or from `TokenConfig` if the model has one vector for each cell.
+
 The meaning and the default of each key are in config/arch/*.yaml.
 """
 
@@ -19,10 +21,12 @@ _Width = Annotated[int, Field(ge=0, le=2**20)]
 _AtLeastOne = Annotated[_Width, Field(ge=1)]
 _Repeats = Annotated[int, Field(ge=1, le=1000)]  # number of layers or cycles
 _Steps = Annotated[int, Field(ge=1, lt=2**16)]
+NumberFormat = Literal["bfloat16", "float32"]
 DecisionCell = Literal["uniform", "fewest"]
 DecisionValue = Literal["drawn", "best"]
 _Inside = Annotated[float, Field(gt=0, lt=1)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_QTarget = Literal["exact", "deferred"]
 
 
 class Strict(pydantic.BaseModel):
@@ -63,6 +67,7 @@ class ArchConfig(Strict):
     has_q_continue: ClassVar[bool] = False  # True: the model has the output q_continue_logits
     finds_candidates: ClassVar[bool] = False  # True: the model needs `Metadata.candidates`, found in the data
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
+    no_mesh: ClassVar[str] = ""  # why neither pipeline nor tensor parallelism is possible; empty: they are
     reads_any_length: ClassVar[bool] = False  # True: the weights fit puzzles with another number of cells
     eval_changes: ClassVar[dict[str, int]] = {}  # cycles of an evaluation that differ from those of training
 
@@ -71,7 +76,7 @@ class ArchConfig(Strict):
     expansion: _Positive
     rope_theta: _Positive
     puzzle_emb_ndim: _Width
-    forward_dtype: Literal["auto", "bfloat16", "float32"]
+    forward_dtype: Literal["auto"] | NumberFormat
 
     @property
     def has_puzzle_embeddings(self) -> bool:
@@ -84,139 +89,67 @@ class ArchConfig(Strict):
             raise ValueError(f"save_outputs: arch={self.name} has no q_continue_logits: leave them out")
 
 
-# What models with one hidden vector for each cell have in common. They have no base class of their own: each
-# lists its keys, so that one class shows the whole model.
-_PosEncodings = Literal["rope", "learned", "none"]
-_Conv = Literal["none", "instead", "beside"]
-_QTarget = Literal["exact", "deferred"]
+class TokenConfig(ArchConfig):
+    """The keys of models with one hidden vector for each cell and for each position of the puzzle embedding."""
+
+    has_q_continue: ClassVar[bool] = True
+
+    pos_encodings: Literal["rope", "learned", "none"]
+    mlp_t: bool
+    conv: Literal["none", "instead", "beside"]
+    puzzle_emb_len: _Width
+    rms_norm_eps: _Positive
+    loss: LossConfig
+
+    @property
+    def num_puzzle_positions(self) -> int:
+        """Returns how many positions before the cells hold the puzzle embedding."""
+        if not self.puzzle_emb_ndim:
+            return 0
+        return self.puzzle_emb_len or math.ceil(self.puzzle_emb_ndim / self.hidden_size)
+
+    @property
+    def reads_any_length(self) -> bool:
+        return self.conv == "instead"
+
+    def mistakes(self) -> Iterator[str]:
+        if self.conv != "none" and self.mlp_t:
+            yield f"conv={self.conv} is instead of attention, or beside it: it needs mlp_t=false"
+        if self.conv == "instead" and self.puzzle_emb_ndim:
+            yield "conv=instead mixes the cells of a grid alone: it needs puzzle_emb_ndim=0"
+        if self.conv == "instead" and self.pos_encodings == "rope":
+            yield "conv=instead has no use for rotary positions: choose pos_encodings=none"
+        if self.hidden_size % self.num_heads:
+            yield f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}"
+        if self.pos_encodings == "rope" and self.hidden_size // self.num_heads % 2:
+            yield (
+                f"hidden_size / num_heads is {self.hidden_size // self.num_heads}: rotary positions need an "
+                "even head dimension"
+            )
+        room = self.num_puzzle_positions * self.hidden_size
+        if self.puzzle_emb_ndim > room:
+            yield (
+                f"puzzle_emb_ndim {self.puzzle_emb_ndim} does not fit into puzzle_emb_len "
+                f"{self.puzzle_emb_len} positions of hidden_size {self.hidden_size}: it may be {room} at most"
+            )
 
 
-def _count_puzzle_positions(arch: "TokenArch") -> int:
-    """Returns how many positions before the cells hold the puzzle embedding."""
-    if not arch.puzzle_emb_ndim:
-        return 0
-    return arch.puzzle_emb_len or math.ceil(arch.puzzle_emb_ndim / arch.hidden_size)
-
-
-def _has_only_convolutions(arch: "TokenArch") -> bool:
-    return arch.conv == "instead"
-
-
-def _mistakes_of_tokens(arch: "TokenArch") -> Iterator[str]:
-    if arch.conv != "none" and arch.mlp_t:
-        yield f"conv={arch.conv} is instead of attention, or beside it: it needs mlp_t=false"
-    if arch.conv == "instead" and arch.puzzle_emb_ndim:
-        yield "conv=instead mixes the cells of a grid alone: it needs puzzle_emb_ndim=0"
-    if arch.conv == "instead" and arch.pos_encodings == "rope":
-        yield "conv=instead has no use for rotary positions: choose pos_encodings=none"
-    if arch.hidden_size % arch.num_heads:
-        yield f"hidden_size {arch.hidden_size} is not divisible by num_heads {arch.num_heads}"
-    if arch.pos_encodings == "rope" and arch.hidden_size // arch.num_heads % 2:
-        yield (
-            f"hidden_size / num_heads is {arch.hidden_size // arch.num_heads}: rotary positions need an "
-            "even head dimension"
-        )
-    room = arch.num_puzzle_positions * arch.hidden_size
-    if arch.puzzle_emb_ndim > room:
-        yield (
-            f"puzzle_emb_ndim {arch.puzzle_emb_ndim} does not fit into puzzle_emb_len "
-            f"{arch.puzzle_emb_len} positions of hidden_size {arch.hidden_size}: it may be {room} at most"
-        )
-
-
-def _mistakes_of_cycles(arch: "CyclicArch") -> Iterator[str]:
+def _mistakes_of_cycles(arch: ArchConfig) -> Iterator[str]:
     if arch.gradient_cycles > arch.H_cycles:
         yield f"gradient_cycles {arch.gradient_cycles} is more than H_cycles {arch.H_cycles}"
 
 
-def _mistakes_of_q_target(arch: "TokenArch") -> Iterator[str]:
+def _mistakes_of_q_target(arch: ArchConfig) -> Iterator[str]:
     if arch.q_target == "deferred" and arch.no_ACT_continue:
         yield "q_target=deferred needs no_ACT_continue=false: else there is no q_continue"
 
 
-class TRMConfig(ArchConfig):
-    """The config of the Tiny Recursive Model (TRM). H_layers has no effect; published configs have it."""
-
-    title: ClassVar[str] = "TRM"
-    paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
-    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
-    has_q_continue: ClassVar[bool] = True
-    num_puzzle_positions = property(_count_puzzle_positions)
-    reads_any_length = property(_has_only_convolutions)
-
-    name: Literal["trm"]
-    H_cycles: _Repeats
-    L_cycles: _Repeats
-    H_layers: Literal[0]
-    L_layers: _Repeats
-    gradient_cycles: NonNegativeInt
-    single_z: bool
-    pos_encodings: _PosEncodings
-    mlp_t: bool
-    conv: _Conv
-    puzzle_emb_len: _Width
-    rms_norm_eps: _Positive
-    halt_max_steps: _Steps
-    eval_halt_max_steps: _Steps | None
-    halt_exploration_prob: Fraction
-    no_ACT_continue: bool
-    q_target: _QTarget
-    init_noise: StandardDeviation
-    state_noise: StandardDeviation
-    damping: Damping
-    loss: LossConfig
-
-    def mistakes(self) -> Iterator[str]:
-        yield from _mistakes_of_tokens(self)
-        yield from _mistakes_of_cycles(self)
-        yield from _mistakes_of_q_target(self)
-
-
-class InfiLoopConfig(ArchConfig):
-    """The config of TRM with InfiLoop's gate."""
-
-    title: ClassVar[str] = "InfiLoop"
-    paper: ClassVar[tuple[str, str]] = "TRM with InfiLoop's gate", "2610.11570"
-    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
-    has_q_continue: ClassVar[bool] = True
-    num_puzzle_positions = property(_count_puzzle_positions)
-    reads_any_length = property(_has_only_convolutions)
-
-    name: Literal["infiloop"]
-    H_cycles: _Repeats
-    L_cycles: _Repeats
-    L_layers: _Repeats
-    gradient_cycles: NonNegativeInt
-    pos_encodings: _PosEncodings
-    mlp_t: bool
-    conv: _Conv
-    puzzle_emb_len: _Width
-    rms_norm_eps: _Positive
-    halt_max_steps: _Steps
-    eval_halt_max_steps: _Steps | None
-    halt_exploration_prob: Fraction
-    no_ACT_continue: bool
-    q_target: _QTarget
-    init_noise: StandardDeviation
-    state_noise: StandardDeviation
-    damping: Damping
-    loss: LossConfig
-
-    def mistakes(self) -> Iterator[str]:
-        yield from _mistakes_of_tokens(self)
-        yield from _mistakes_of_cycles(self)
-        yield from _mistakes_of_q_target(self)
-
-
-class HRMConfig(ArchConfig):
+class HRMConfig(TokenConfig):
     """The config of the Hierarchical Reasoning Model (HRM)."""
 
     title: ClassVar[str] = "HRM"
     paper: ClassVar[tuple[str, str]] = "Hierarchical Reasoning Model", "2506.21734"
     cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
-    has_q_continue: ClassVar[bool] = True
-    num_puzzle_positions = property(_count_puzzle_positions)
-    reads_any_length = property(_has_only_convolutions)
 
     name: Literal["hrm"]
     H_cycles: _Repeats
@@ -224,11 +157,6 @@ class HRMConfig(ArchConfig):
     H_layers: _Repeats
     L_layers: _Repeats
     gradient_cycles: NonNegativeInt
-    pos_encodings: _PosEncodings
-    mlp_t: bool
-    conv: _Conv
-    puzzle_emb_len: _Width
-    rms_norm_eps: _Positive
     halt_max_steps: _Steps
     eval_halt_max_steps: _Steps | None
     halt_exploration_prob: Fraction
@@ -237,33 +165,107 @@ class HRMConfig(ArchConfig):
     init_noise: StandardDeviation
     state_noise: StandardDeviation
     damping: Damping
-    loss: LossConfig
 
     def mistakes(self) -> Iterator[str]:
-        yield from _mistakes_of_tokens(self)
+        yield from super().mistakes()
         yield from _mistakes_of_cycles(self)
 
 
-class URMConfig(ArchConfig):
+class TRMConfig(TokenConfig):
+    """The config of the Tiny Recursive Model (TRM). H_layers has no effect; published configs have it."""
+
+    title: ClassVar[str] = "TRM"
+    paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
+    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
+
+    name: Literal["trm"]
+    H_cycles: _Repeats
+    L_cycles: _Repeats
+    H_layers: Literal[0]
+    L_layers: _Repeats
+    gradient_cycles: NonNegativeInt
+    halt_max_steps: _Steps
+    eval_halt_max_steps: _Steps | None
+    halt_exploration_prob: Fraction
+    no_ACT_continue: bool
+    q_target: _QTarget
+    init_noise: StandardDeviation
+    state_noise: StandardDeviation
+    damping: Damping
+
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        yield from _mistakes_of_cycles(self)
+        yield from _mistakes_of_q_target(self)
+
+
+class TRMSingleZConfig(TokenConfig):
+    """The config of TRM with one state. H_layers has no effect; published configs have it."""
+
+    title: ClassVar[str] = "TRM single z"
+    paper: ClassVar[tuple[str, str]] = "Tiny Recursive Model", "2510.04871"
+    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
+
+    name: Literal["trm_singlez"]
+    H_cycles: _Repeats
+    L_cycles: _Repeats
+    H_layers: Literal[0]
+    L_layers: _Repeats
+    gradient_cycles: NonNegativeInt
+    halt_max_steps: _Steps
+    eval_halt_max_steps: _Steps | None
+    halt_exploration_prob: Fraction
+    no_ACT_continue: bool
+    q_target: _QTarget
+    init_noise: StandardDeviation
+    state_noise: StandardDeviation
+    damping: Damping
+
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        yield from _mistakes_of_cycles(self)
+        yield from _mistakes_of_q_target(self)
+
+
+class InfiLoopConfig(TokenConfig):
+    """The config of TRM with InfiLoop's gate."""
+
+    title: ClassVar[str] = "InfiLoop"
+    paper: ClassVar[tuple[str, str]] = "TRM with InfiLoop's gate", "2610.11570"
+    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
+
+    name: Literal["infiloop"]
+    H_cycles: _Repeats
+    L_cycles: _Repeats
+    L_layers: _Repeats
+    gradient_cycles: NonNegativeInt
+    halt_max_steps: _Steps
+    eval_halt_max_steps: _Steps | None
+    halt_exploration_prob: Fraction
+    no_ACT_continue: bool
+    q_target: _QTarget
+    init_noise: StandardDeviation
+    state_noise: StandardDeviation
+    damping: Damping
+
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        yield from _mistakes_of_cycles(self)
+        yield from _mistakes_of_q_target(self)
+
+
+class URMConfig(TokenConfig):
     """The config of the Universal Reasoning Model (URM)."""
 
     title: ClassVar[str] = "URM"
     paper: ClassVar[tuple[str, str]] = "Universal Reasoning Model", "2512.14693"
     cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
-    has_q_continue: ClassVar[bool] = True
-    num_puzzle_positions = property(_count_puzzle_positions)
-    reads_any_length = property(_has_only_convolutions)
 
     name: Literal["urm"]
     H_cycles: _Repeats
     L_cycles: _Repeats
     L_layers: _Repeats
     gradient_cycles: NonNegativeInt
-    pos_encodings: _PosEncodings
-    mlp_t: bool
-    conv: _Conv
-    puzzle_emb_len: _Width
-    rms_norm_eps: _Positive
     halt_max_steps: _Steps
     eval_halt_max_steps: _Steps | None
     halt_exploration_prob: Fraction
@@ -272,23 +274,19 @@ class URMConfig(ArchConfig):
     init_noise: StandardDeviation
     state_noise: StandardDeviation
     damping: Damping
-    loss: LossConfig
 
     def mistakes(self) -> Iterator[str]:
-        yield from _mistakes_of_tokens(self)
+        yield from super().mistakes()
         yield from _mistakes_of_cycles(self)
         yield from _mistakes_of_q_target(self)
 
 
-class FPRMConfig(ArchConfig):
+class FPRMConfig(TokenConfig):
     """The config of the Fixed-Point Reasoning Model (FPRM)."""
 
     title: ClassVar[str] = "FPRM"
     paper: ClassVar[tuple[str, str]] = "Fixed-Point Reasoning Model", "2606.18206"
     cycle_keys: ClassVar[tuple[str, ...]] = ("L_cycles",)
-    has_q_continue: ClassVar[bool] = True
-    num_puzzle_positions = property(_count_puzzle_positions)
-    reads_any_length = property(_has_only_convolutions)
 
     name: Literal["fprm"]
     H_cycles: Literal[1]
@@ -304,11 +302,8 @@ class FPRMConfig(ArchConfig):
     stepsize_decay_train: Damping
     stepsize_decay_eval: Damping
     decay_patience: _Repeats
-    pos_encodings: _PosEncodings
     mlp_t: Literal[False]
     conv: Literal["none"]
-    puzzle_emb_len: _Width
-    rms_norm_eps: _Positive
     halt_max_steps: _Steps
     eval_halt_max_steps: _Steps | None
     halt_exploration_prob: Fraction
@@ -317,43 +312,29 @@ class FPRMConfig(ArchConfig):
     init_noise: StandardDeviation
     state_noise: StandardDeviation
     damping: Damping
-    loss: LossConfig
 
     @property
     def eval_changes(self) -> dict[str, int]:
         return {"L_cycles": self.eval_L_cycles}
 
     def mistakes(self) -> Iterator[str]:
-        yield from _mistakes_of_tokens(self)
+        yield from super().mistakes()
         yield from _mistakes_of_cycles(self)
         yield from _mistakes_of_q_target(self)
 
 
-class TransformerConfig(ArchConfig):
+class TransformerConfig(TokenConfig):
     """The config of the baseline without recurrence: a slot halts after one pass, which no key changes."""
 
+    title: ClassVar[str] = "Transformer"
     halt_max_steps: ClassVar[int] = 1
     eval_halt_max_steps: ClassVar[None] = None
     halt_exploration_prob: ClassVar[float] = 0.0
     no_ACT_continue: ClassVar[bool] = True
     q_target: ClassVar[str] = "exact"
 
-    title: ClassVar[str] = "Transformer"
-    has_q_continue: ClassVar[bool] = True
-    num_puzzle_positions = property(_count_puzzle_positions)
-    reads_any_length = property(_has_only_convolutions)
-
     name: Literal["transformer"]
     num_layers: _Repeats
-    pos_encodings: _PosEncodings
-    mlp_t: bool
-    conv: _Conv
-    puzzle_emb_len: _Width
-    rms_norm_eps: _Positive
-    loss: LossConfig
-
-    def mistakes(self) -> Iterator[str]:
-        yield from _mistakes_of_tokens(self)
 
 
 class SERRMConfig(ArchConfig):
@@ -411,6 +392,7 @@ class LDTConfig(ArchConfig):
     title: ClassVar[str] = "LDT"
     paper: ClassVar[tuple[str, str]] = "Lattice Deduction Transformer", "2605.08605"
     finds_candidates: ClassVar[bool] = True
+    no_mesh: ClassVar[str] = "its blocks and its search need all of a slot in one place"
     cycle_keys: ClassVar[tuple[str, ...]] = ("loops",)
 
     name: Literal["ldt"]
@@ -445,11 +427,10 @@ class LDTConfig(ArchConfig):
             yield "hint_prob and wrong_hint_prob are shares of the same boards: they add up to 1 at most"
 
 
-TokenArch = HRMConfig | TRMConfig | InfiLoopConfig | URMConfig | FPRMConfig | TransformerConfig
-CyclicArch = HRMConfig | TRMConfig | InfiLoopConfig | URMConfig | FPRMConfig | SERRMConfig
 Architecture = Annotated[
     HRMConfig
     | TRMConfig
+    | TRMSingleZConfig
     | InfiLoopConfig
     | URMConfig
     | FPRMConfig

@@ -5,6 +5,7 @@ In a run rank 0 alone composes, and broadcasts the config.
 
 import argparse
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,7 +46,6 @@ _PUBLISHED_WORDS = {
     "ema=false": ["ema=null"],
     "freeze_weights=true": ["train_only=puzzle_embeddings"],
     "freeze_weights=false": ["train_only=all"],
-    "arch=trm_singlez": ["arch=trm", "arch.single_z=true"],
     "arch=hrm_v1": ["arch=hrm"],
     "arch=transformers_baseline": ["arch=transformer"],
 }
@@ -75,6 +75,12 @@ class _Loader(get_yaml_loader()):
         return super().construct_mapping(node, deep)
 
 
+@functools.lru_cache(maxsize=64)
+def _parse(text: str) -> Any:
+    """Parses YAML text. Callers must not change the result: the next call with this text returns it again."""
+    return yaml.load(text, _Loader) or {}
+
+
 class _Files(FileConfigSource):
     """Hydra's source of config files, with `_Loader` instead of OmegaConf's loader."""
 
@@ -82,7 +88,7 @@ class _Files(FileConfigSource):
         file = Path(self.path, self._normalize_file_name(config_path))
         text = file.read_text(encoding="utf-8")
         try:
-            values = yaml.load(text, _Loader) or {}
+            values = _parse(text)
         except yaml.YAMLError as error:
             raise ValueError(f"{file} is not valid YAML ({' '.join(str(error).split())})") from None
         config, path = OmegaConf.create(values), f"{self.scheme()}://{self.path}"

@@ -10,6 +10,7 @@ from config.architecture import architectures
 from config.writing import to_yaml
 
 FOLDER = Path(__file__).parent
+_FORMER_FORMAT = "bfloat16"  # the default of `arch.forward_dtype` before there was `auto`
 
 
 def config_to_yaml(config: pydantic.BaseModel) -> str:
@@ -27,23 +28,27 @@ def load_defaults(name: str) -> dict[str, Any]:
 def rename_old_keys(arch: dict[str, Any]) -> dict[str, Any]:
     """Returns an arch section with the names of today, for configs of earlier versions.
 
-    `update: gate` of TRM is the model infiloop today. Raises ValueError if no model of today is meant.
+    TRM with `update: gate` is the model infiloop, and with `single_z: true` the model trm_singlez. Raises
+    ValueError if no model of today is meant.
     """
-    arch = dict(arch)
-    if arch.pop("update", "plain") != "gate":
-        return arch
-    if arch["name"] != "trm" or arch.get("single_z"):
+    has_gate, is_single_z = arch.get("update", "plain") == "gate", bool(arch.get("single_z"))
+    values = {key: value for key, value in arch.items() if key not in ("update", "single_z")}
+    if not has_gate and not is_single_z:
+        return values
+    if arch["name"] != "trm" or has_gate == is_single_z:
         raise ValueError("arch.update=gate: only TRM has a gate (arch=infiloop), with single_z=false")
-    return {key: value for key, value in arch.items() if key not in ("H_layers", "single_z")} | {
-        "name": "infiloop"
-    }
+    if is_single_z:
+        return values | {"name": "trm_singlez"}
+    values.pop("H_layers", None)
+    return values | {"name": "infiloop"}
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
     """Fills in the default of every missing key except `data_path`; returns the new config, unchecked.
 
     values: a config of pretrain.py, which an earlier version or the public code may have written. Unknown
-    keys that are off (false, null, 0 or empty) are dropped: an earlier version may have had them.
+    keys that are off (false, null, 0 or empty) are dropped: an earlier version may have had them. A config
+    without a number format means bfloat16, the former default.
     """
     defaults, arch = load_defaults("pretrain"), values.get("arch")
     del defaults["data_path"]
@@ -51,7 +56,19 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
         arch = rename_old_keys(arch)
         values = values | {"arch": arch}
         defaults["arch"] = load_defaults(f"arch/{arch['name']}")
-    return _merge(defaults, values)
+    filled = _merge(defaults, values)
+    if arch and isinstance(arch, dict) and filled["arch"].get("forward_dtype", "auto") == "auto":
+        filled["arch"] = filled["arch"] | {"forward_dtype": _FORMER_FORMAT}
+    return filled
+
+
+def format_of(values: dict[str, Any]) -> str:
+    """Returns the number format of a stored config, bfloat16 or float32. Raises ValueError for another."""
+    arch = fill_defaults(values).get("arch")
+    name = arch.get("forward_dtype") if isinstance(arch, dict) else None
+    if name not in ("bfloat16", "float32"):
+        raise ValueError(f"stored config: arch.forward_dtype={name!r} is neither bfloat16 nor float32")
+    return name
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -29,6 +29,7 @@ _PUBLISHED_HINTS = {
     "entity": "set WANDB_ENTITY",
     "min_eval_interval": "give eval_interval",
     "arch.update": "set arch=infiloop for TRM with a gate",
+    "arch.single_z": "set arch=trm_singlez for TRM with one state",
 }
 _USUAL_NAMES = {"learning_rate": "lr", "batch_size": "global_batch_size", "num_epochs": "epochs"}
 _NOT_KEYS = ("defaults", "name")  # name: set by arch=..., not by a key

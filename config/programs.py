@@ -8,7 +8,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
-from config.architecture import Damping, DecisionCell, DecisionValue, Fraction, StandardDeviation, Strict
+from config.architecture import (
+    Damping,
+    DecisionCell,
+    DecisionValue,
+    Fraction,
+    NumberFormat,
+    StandardDeviation,
+    Strict,
+)
 from config.schema import (
     Auto,
     MachineConfig,
@@ -47,6 +55,7 @@ class _TrainedConfig(Strict):
     decision_cell: DecisionCell | None
     decision_value: DecisionValue | None
     eval_conflict_threshold: Fraction | None
+    forward_dtype: NumberFormat | None
     seed: Seed
 
 

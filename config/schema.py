@@ -230,23 +230,24 @@ class PretrainConfig(MachineConfig):
 
     def _mesh_mistakes(self) -> Iterator[str]:
         arch, stages, shares = self.arch, self.pipeline_parallel_degree, self.tensor_parallel_degree
+        values = arch.model_dump()  # without the keys that this model does not have
         if stages > 1:
             key = f"pipeline_parallel_degree={stages}"
             for name in ("H_layers", "L_layers", "num_layers"):
-                if getattr(arch, name, 0) % stages:
-                    yield f"{key} does not divide arch.{name}={getattr(arch, name)}: stages have equal shares"
-            if getattr(arch, "q_target", "exact") == "deferred" and not arch.no_ACT_continue:
+                if values.get(name, 0) % stages:
+                    yield f"{key} does not divide arch.{name}={values[name]}: stages have equal shares"
+            if values.get("q_target") == "deferred" and not arch.no_ACT_continue:
                 yield f"{key} needs arch.q_target=exact: ranks would call the network unequally often"
         else:
             key = f"tensor_parallel_degree={shares}"
         for name in ("num_heads", "num_heads_t"):
-            if getattr(arch, name, 0) % shares:
-                yield f"tensor_parallel_degree={shares} does not divide arch.{name}={getattr(arch, name)}"
+            if values.get(name, 0) % shares:
+                yield f"tensor_parallel_degree={shares} does not divide arch.{name}={values[name]}"
         if 256 % shares:
             yield f"tensor_parallel_degree={shares} does not divide the inner features: give a power of 2"
-        if arch.name == "ldt":
-            yield f"{key} is not for arch=ldt: its blocks and its search need all of a slot in one place"
-        if getattr(arch, "dropout", 0):
+        if arch.no_mesh:
+            yield f"{key} is not for arch={arch.name}: {arch.no_mesh}"
+        if values.get("dropout"):
             yield f"{key} needs arch.dropout=0: its random numbers stay where the slots are"
         if self.sync == "ddp":
             yield f"{key} is not for sync=ddp: drop one of them"

@@ -27,11 +27,12 @@ from parallel import log
 EVALUATION_FILE, SCALING_FILE = "metrics.json", "scaling.json"
 MEASURED_FILE = "measured.json"  # the data and options that `measured_with` returns
 INTERVAL_ENDS = ("low", "high")
+TEXTS = ("selected_by", "forward_dtype")  # metrics that are texts
 
 _SETTING = "@steps="  # in names such as exact_accuracy@steps=4,samples=1
 _ASKED = ("halting", "noise", "init_noise", "damping", "decision_cell", "decision_value")
 _ASKED += ("eval_conflict_threshold", "seed")
-_OPTIONS = (*_ASKED, "halt_max_steps", "samples", "select", "raw")  # all that change results
+_OPTIONS = (*_ASKED, "halt_max_steps", "samples", "select", "raw", "forward_dtype")  # all that change results
 
 _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
 
@@ -80,6 +81,20 @@ def write_measured(folder: Path, measured: Mapping[str, Any], data: Sequence[Pat
     write_json(path, measured)
 
 
+def tell_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
+    """Logs a message if an evaluation replaces results that were computed in another number format.
+
+    stored: Number format of the training, in which older versions always evaluated.
+    """
+    try:
+        before = {str(values.get("forward_dtype", stored)) for values in read_results(folder).values()}
+    except (ValueError, AttributeError):
+        return  # there are no results, or they are damaged
+    if before - {forward_dtype}:
+        old = ", ".join(sorted(before))
+        log.info(f"{folder}: results in {old} are replaced by results in {forward_dtype}")
+
+
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
     """Warns where the dataset folders of the run have other content than during training."""
     try:
@@ -99,13 +114,16 @@ def write_results(
     *,
     title: str,
     selected_by: str | None,
+    forward_dtype: str,
 ) -> tuple[dict[str, dict[str, float | str]], dict[str, Any] | None]:
     """Writes the files of an evaluation into a folder, and prints tables. Only rank 0 calls it.
 
     Returns ({set: {metric: value}} with those of every setting, content of scaling.json or None).
     selected_by: puzzles that selected this checkpoint as its run's best, "validation" or "test"; or None.
+    forward_dtype: Number format that the model computed in.
     """
-    metrics, scaling = all_metrics(results, selected_by=selected_by), None
+    texts = {"selected_by": selected_by, "forward_dtype": forward_dtype}
+    metrics, scaling = all_metrics(results, **texts), None
     write_outputs(folder, results)
     log.info(metrics_table(metrics, title=title))
     if config.asks_for_settings:
@@ -135,18 +153,20 @@ def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, ou
 
 
 def all_metrics(
-    results: Mapping[str, SetResult], *, selected_by: str | None = None
+    results: Mapping[str, SetResult], *, selected_by: str | None = None, forward_dtype: str | None = None
 ) -> dict[str, dict[str, float | str]]:
     """Returns {set: {metric: value}}, with <metric>_low and <metric>_high, the interval of each accuracy.
 
-    selected_by: the puzzles that selected this checkpoint, if any did; a text that is added to every set.
+    selected_by: the puzzles that selected this checkpoint, if any did. forward_dtype: the number format that
+    the model computed in. Both texts are added to every set, unless they are None.
     """
-    metrics, chosen = {}, {} if selected_by is None else {"selected_by": selected_by}
+    metrics, texts = {}, zip(TEXTS, (selected_by, forward_dtype), strict=True)
+    named = {name: text for name, text in texts if text is not None}
     for name, result in results.items():
         values = {**result.metrics, "count": int(result.metrics.get("count", 0))}
         for step, value in enumerate(result.exact_accuracy_after_each_step, 1):
             values[f"exact_accuracy_after_step_{step}"] = value
-        metrics[name] = with_intervals(values) | chosen
+        metrics[name] = with_intervals(values) | named
     return metrics
 
 
@@ -183,7 +203,7 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
         for metric in columns[0]:
             if _has_suffix(metric, *INTERVAL_ENDS) or not all(metric in column for column in columns):
                 continue
-            if metric == "selected_by":
+            if metric in TEXTS:
                 summary.setdefault(name, {})[metric] = ", ".join(sorted({each[metric] for each in columns}))
                 continue
             mean, deviation = mean_and_deviation([column[metric] for column in columns])

@@ -1,4 +1,4 @@
-"""Checks machines before a run: hardware, software, and links between all ranks.
+"""Checks machines before a run: hardware, software, number formats, and links between all ranks.
 
     python -m launch.check
     torchrun --nproc-per-node N -m launch.check [--quick] [--timeout SECONDS]
@@ -28,11 +28,13 @@ import torch
 import torch.distributed as dist
 
 from launch import links
+from launch.rates import RATES, Rates, measure_rates
 from parallel import log
 from parallel import process_group as group
 from parallel.errors import local_errors
 from parallel.launch import wait_for_all_ranks
 from parallel.process_group import is_main, rank, world_size
+from parallel.processor import describe_processor
 from parallel.watchdog import Watchdog
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
@@ -52,14 +54,20 @@ def main() -> None:
     with local_errors():
         group.check_launcher()
     log.info(describe_process())
-    if world_size() > 1:
-        with local_errors():
+    with local_errors():
+        if world_size() > 1:
             check_ranks(options)
+        else:
+            rates = measure_rates(group.choose_device(options.device))
+            log.info(_table(*zip(RATES, rates.texts(), ("GFLOP/s",) * 2, strict=True)))
+            log.info(rates.compare())
 
 
 def describe_process() -> str:
-    """Returns a table of versions, hardware and environment variables that matter to distributed runs."""
-    bf16 = [name for name, value in torch.cpu.get_capabilities().items() if value and "bf16" in name]
+    """Returns a table of versions, hardware and environment variables that matter to distributed runs.
+
+    Sets the number of threads as a run does.
+    """
     return _table(
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("torch", f"{torch.__version__} (CUDA {torch.version.cuda}, ROCm {torch.version.hip})"),
@@ -67,21 +75,22 @@ def describe_process() -> str:
         ("host", f"{socket.gethostname()} ({platform.platform()})"),
         ("memory", f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"),
         ("threads", f"{group.set_cpu_threads('auto')} on {num_cores()} cores for this process"),
-        ("cpu", f"{torch.backends.cpu.get_cpu_capability()}, bf16 by {', '.join(bf16) or 'emulation: slow'}"),
+        ("cpu", describe_processor()),
         *((f"cuda:{i}", torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())),
         *(pair for pair in sorted(os.environ.items()) if pair[0].startswith(_VARIABLES)),
     )
 
 
 def check_ranks(options: argparse.Namespace) -> None:
-    """Prints a table of ranks, warns of ranks that cannot be reached, and measures the links between hosts.
+    """Prints a table of ranks, warns of ranks that cannot be reached, and measures links between hosts.
 
+    The table has the rates of both number formats. A line says whether the rates contradict the rule.
     All ranks call it. Ends all ranks with status 1 where one fails or does not start, 124 where one hangs.
     """
     limit = options.timeout
     watchdog = Watchdog(init_timeout_seconds=3 * limit, step_timeout_seconds=limit)
     with watchdog, contextlib.ExitStack() as stack:
-        wait_for_all_ranks(timeout_seconds=limit)
+        wait_for_all_ranks(options.device, timeout_seconds=limit)
         watchdog.step_done(0)
 
         def set_up() -> list[Any]:
@@ -92,18 +101,31 @@ def check_ranks(options: argparse.Namespace) -> None:
             return [host, os.getpid(), str(device), threads, links.interface_of(address), address, port]
 
         rows = _on_all_ranks("set up", set_up)
+        device = group.choose_device(options.device)
+        rates = [Rates(*each) for each in _on_all_ranks("multiply", lambda: measure_rates(device))]
         names = ("rank", "host", "pid", "device", "threads", "interface", "address", "port")
-        log.info("\n" + _table(names, *((number, *row) for number, row in enumerate(rows))))
+        names += tuple(f"{name} GFLOP/s" for name in RATES)
+        all_cells = ((*row, *each.texts()) for row, each in zip(rows, rates, strict=True))
+        log.info("\n" + _table(names, *((number, *cells) for number, cells in enumerate(all_cells))))
+        _compare_rates(rates)
         _check_names([row[0] for row in rows])
         _check_addresses(rows, timeout_seconds=limit / 2)
         watchdog.step_done(1)
-        device = group.choose_device(options.device)
         opened = group.process_group(device, options.backend, timeout=timedelta(seconds=limit / 2))
         _on_all_ranks("open the group", lambda: stack.enter_context(opened))
         is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo only sends CPU tensors
         device = device if is_nccl else torch.device("cpu")
         _measure_links(device, rows, is_quick=options.quick, watchdog=watchdog)
         dist.barrier()  # rank 0 may serve the store, and must not leave first
+
+
+def _compare_rates(rates: Sequence[Rates]) -> None:
+    """Prints whether the measured rates contradict the rule: one line, or one for each kind of rank."""
+    ranks: dict[str, list[int]] = {}
+    for number, each in enumerate(rates):
+        ranks.setdefault(each.compare(), []).append(number)
+    for text, numbers in ranks.items():
+        log.info(text if len(ranks) == 1 else f"{log.name_ranks(numbers)}: {text}")
 
 
 def _check_names(hosts: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from models.network import Network
 
 def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
     """Builds the model of an architecture for a dataset, initialized from torch's global generator."""
-    return HaltingModel(network_class(arch.name).class_for(arch)(arch, metadata))
+    return HaltingModel(network_class(arch.name)(arch, metadata))
 
 
 def network_class(name: str) -> type[Network]:

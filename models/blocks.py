@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from config.architecture import TokenArch
+from config.architecture import TokenConfig
 from dataset.format import Metadata, columns_of
 from models.layers import Attention, Convolution, SwiGLU, rms_norm
 
@@ -53,7 +53,7 @@ class Block(nn.Module):
         return attended if self.conv is None else attended + self.conv(h)
 
 
-def build_block(arch: TokenArch, metadata: Metadata, *, mlp: type[nn.Module] = SwiGLU) -> Block:
+def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] = SwiGLU) -> Block:
     """Builds a block that mixes positions as the architecture says. ValueError: no grid for a convolution."""
     width, mixing = arch.hidden_size, {}
     if arch.mlp_t:

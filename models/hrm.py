@@ -15,7 +15,7 @@ from models.random import SlotRng
 class HRM(TokenNetwork):
     """The network of HRM. A slot keeps two states between thinking steps, the slow z_H and the fast z_L.
 
-    A thinking step, with the embedded puzzle e and two levels H and L, stacks of blocks:
+    A thinking step, with the embedded puzzle e and two levels, L of `L_layers` and H of `H_layers` blocks:
 
         H_cycles times:
             L_cycles times:  z_L = L(z_L + z_H + e)
@@ -23,10 +23,13 @@ class HRM(TokenNetwork):
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    e, z_H and z_L are [batch, positions, hidden] in the forward dtype: the puzzle positions, then the cells.
+    By default (config/arch/hrm.yaml), a thinking step has 2 H cycles of 2 + 1 calls of levels of 4 blocks.
+    e, z_H and z_L are [batch, positions, hidden] in the forward dtype: the positions of the puzzle embedding
+    (by default 1), then the cells (seq_len).
 
-    With gradient_cycles=0, only the last call of L and the last call of H carry gradient (section 2 of the
-    paper). Otherwise all calls in the last `gradient_cycles` H cycles do. The new state is detached.
+    If gradient_cycles is 0, its default, only the last call of L and the last call of H have gradient
+    (section 2 of the paper). Otherwise all calls in the last `gradient_cycles` H cycles do. The new state is
+    detached, so no gradient flows into the thinking step before.
     """
 
     def __init__(self, arch: HRMConfig, metadata: Metadata):
@@ -54,18 +57,18 @@ class HRM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
+        # L(z, x) runs the blocks of L_level on z + x. Damping and noise (models/noise.py) are off by default.
         H = perturbed(self.H_level, reasoning, rng, self.rotary, name="H")
         L = perturbed(self.L_level, reasoning, rng, self.rotary, name="L")
         z_H, z_L = state["z_H"], state["z_L"]
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
         for cycle in range(reasoning.H_cycles):
-            is_last_cycle = cycle == reasoning.H_cycles - 1
-            whole_cycle_has_gradient = cycle >= reasoning.H_cycles - self.arch.gradient_cycles
-            injection = z_H + e
+            has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
+            x = z_H + e
             for call in range(reasoning.L_cycles):
-                is_last_call = is_last_cycle and call == reasoning.L_cycles - 1
-                with gradient_if(whole_cycle_has_gradient or is_last_call):
-                    z_L = L(z_L, injection)
-            with gradient_if(whole_cycle_has_gradient or is_last_cycle):
+                with gradient_if(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
+                    z_L = L(z_L, x)
+            with gradient_if(has_gradient or is_last):
                 z_H = H(z_H, z_L)
         return {"z_H": z_H.detach(), "z_L": z_L.detach()}, self.answer(z_H)
 

@@ -85,19 +85,19 @@ class InfiLoop(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
+        # L(z, x) runs the blocks on z + x. Damping and noise (models/noise.py) are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
         log_D_H = self.gate_H.start(z_H, state["log_D_H"])
         log_D_L = self.gate_L.start(z_L, state["log_D_L"])
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
         for cycle in range(reasoning.H_cycles):
-            is_last_cycle = cycle == reasoning.H_cycles - 1
-            whole_cycle_has_gradient = cycle >= reasoning.H_cycles - self.arch.gradient_cycles
-            injection = z_H + e
+            has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
+            x = z_H + e
             for call in range(reasoning.L_cycles):
-                is_last_call = is_last_cycle and call == reasoning.L_cycles - 1
-                with gradient_if(whole_cycle_has_gradient or is_last_call):
-                    z_L, log_D_L = self.gate_L(z_L, L(z_L, injection), log_D_L)
-            with gradient_if(whole_cycle_has_gradient or is_last_cycle):
+                with gradient_if(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
+                    z_L, log_D_L = self.gate_L(z_L, L(z_L, x), log_D_L)
+            with gradient_if(has_gradient or is_last):
                 z_H, log_D_H = self.gate_H(z_H, L(z_H, z_L), log_D_H)
         after = {"z_H": z_H, "z_L": z_L, "log_D_H": log_D_H, "log_D_L": log_D_L}
         return {name: tensor.detach() for name, tensor in after.items()}, self.answer(z_H)

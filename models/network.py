@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from config.architecture import ArchConfig, TokenArch
+from config.architecture import ArchConfig, TokenConfig
 from dataset.format import Metadata
 from dataset.loader import Batch
 from models.carry import Prediction, Reasoning, State
@@ -51,12 +51,7 @@ class Network(nn.Module):
     def __init__(self, arch: ArchConfig):
         super().__init__()
         self.arch, self.objective = arch, self.objective_class(arch)
-        self.dtype, self.puzzle_emb = choose_dtype(arch.forward_dtype), None
-
-    @classmethod
-    def class_for(cls, arch: ArchConfig) -> type["Network"]:
-        """Returns the class that a config means: this one, or a variant in the same file."""
-        return cls
+        self.dtype, self.puzzle_emb = dtype_of(arch), None
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         """Returns the state of slots that start, by names such as z_H, each [batch_size, ..., hidden]."""
@@ -110,7 +105,7 @@ class TokenNetwork(Network):
     `__init__` builds what `embed` needs. A subclass builds the rest, `lm_head` and `q_head` among it.
     """
 
-    def __init__(self, arch: TokenArch, metadata: Metadata):
+    def __init__(self, arch: TokenConfig, metadata: Metadata):
         super().__init__(arch)
         width = arch.hidden_size
         self.num_puzzle_positions = arch.num_puzzle_positions
@@ -171,7 +166,7 @@ def gradient_if(has_gradient: bool) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if has_gradient else torch.no_grad()
 
 
-def choose_dtype(name: str) -> torch.dtype:
-    """Returns the dtype of a forward_dtype; auto: bfloat16, or float32 if CUDA only emulates bfloat16."""
-    emulates = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
-    return getattr(torch, {"auto": "float32" if emulates else "bfloat16"}.get(name, name))
+def dtype_of(arch: ArchConfig) -> torch.dtype:
+    """Returns the dtype of activations and states. The number format must be chosen already."""
+    assert arch.forward_dtype != "auto", "a network is built with a chosen number format"
+    return getattr(torch, arch.forward_dtype)

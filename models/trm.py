@@ -7,7 +7,7 @@ from dataset.format import Metadata
 from models.blocks import Level, build_block
 from models.carry import Prediction, Reasoning, State
 from models.layers import Linear, truncated_normal
-from models.network import Network, TokenNetwork, build_q_head, gradient_if
+from models.network import TokenNetwork, build_q_head, gradient_if
 from models.noise import perturbed
 from models.random import SlotRng
 
@@ -23,6 +23,7 @@ class TRM(TokenNetwork):
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
+    By default (config/arch/trm.yaml), a thinking step has 3 H cycles of 6 + 1 calls of a level of 2 blocks.
     e, z_H and z_L are [batch, positions, hidden] in the forward dtype. The positions are those of the puzzle
     embedding (`arch.puzzle_emb_len`, by default 16), then the cells (seq_len).
 
@@ -42,10 +43,6 @@ class TRM(TokenNetwork):
         self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head
 
-    @classmethod
-    def class_for(cls, arch: TRMConfig) -> type[Network]:
-        return SingleZ if arch.single_z else TRM
-
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         shape = batch_size, self.num_puzzle_positions + seq_len, self.arch.hidden_size
         return {"z_H": self.H_init.expand(shape), "z_L": self.L_init.expand(shape)}
@@ -60,60 +57,19 @@ class TRM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        L = perturbed(self.L_level, reasoning, rng, self.rotary)  # by default only L_level, unchanged
+        # L(z, x) runs the blocks on z + x. Damping and noise (models/noise.py) are off by default.
+        L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
         for cycle in range(reasoning.H_cycles):
-            is_last_cycle = cycle == reasoning.H_cycles - 1
-            whole_cycle_has_gradient = cycle >= reasoning.H_cycles - self.arch.gradient_cycles
-            injection = z_H + e
+            has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
+            x = z_H + e
             for call in range(reasoning.L_cycles):
-                is_last_call = is_last_cycle and call == reasoning.L_cycles - 1
-                with gradient_if(whole_cycle_has_gradient or is_last_call):
-                    z_L = L(z_L, injection)
-            with gradient_if(whole_cycle_has_gradient or is_last_cycle):
+                with gradient_if(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
+                    z_L = L(z_L, x)
+            with gradient_if(has_gradient or is_last):
                 z_H = L(z_H, z_L)
         return {"z_H": z_H.detach(), "z_L": z_L.detach()}, self.answer(z_H)
-
-
-class SingleZ(TokenNetwork):
-    """TRM with `single_z=true`: one state, z_H (table 2 of the paper).
-
-    H_cycles times: L_cycles times z_H = L(z_H + e), then once z_H = L(z_H). All else is as in `TRM`.
-    """
-
-    def __init__(self, arch: TRMConfig, metadata: Metadata):
-        super().__init__(arch, metadata)
-        self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
-        self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
-        self.lm_head, self.q_head = lm_head, q_head
-
-    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        shape = batch_size, self.num_puzzle_positions + seq_len, self.arch.hidden_size
-        return {"z_H": self.H_init.expand(shape)}
-
-    def forward(
-        self,
-        state: State,
-        inputs: Tensor,
-        puzzle_identifiers: Tensor,
-        *,
-        reasoning: Reasoning,
-        rng: SlotRng | None = None,
-    ) -> tuple[State, Prediction]:
-        e = self.embed(inputs, puzzle_identifiers)
-        L = perturbed(self.L_level, reasoning, rng, self.rotary)
-        z_H = state["z_H"]
-        for cycle in range(reasoning.H_cycles):
-            is_last_cycle = cycle == reasoning.H_cycles - 1
-            whole_cycle_has_gradient = cycle >= reasoning.H_cycles - self.arch.gradient_cycles
-            for call in range(reasoning.L_cycles):
-                is_last_call = is_last_cycle and call == reasoning.L_cycles - 1
-                with gradient_if(whole_cycle_has_gradient or is_last_call):
-                    z_H = L(z_H, e)
-            with gradient_if(whole_cycle_has_gradient or is_last_cycle):
-                z_H = L(z_H, 0)
-        return {"z_H": z_H.detach()}, self.answer(z_H)
 
 
 NETWORK = TRM

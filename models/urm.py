@@ -36,14 +36,16 @@ class ConvSwiGLU(nn.Module):
 class URM(TokenNetwork):
     """The network of URM. A slot keeps one state between thinking steps, z_H.
 
-    A thinking step, with the embedded puzzle e and a level L, a stack of blocks:
+    A thinking step, with the embedded puzzle e and the level L, a stack of `L_layers` blocks:
 
         H_cycles x L_cycles times:  z_H = L(z_H + e)
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    e and z_H are [batch, positions, hidden] in the forward dtype: the puzzle positions, then the cells. The
-    calls of the last `gradient_cycles` H cycles carry gradient. If it is 0, only the last call does.
+    By default (config/arch/urm.yaml), a thinking step has 2 x 6 calls of a level of 4 blocks. e and z_H are
+    [batch, positions, hidden] in the forward dtype: the positions of the puzzle embedding (by default 1),
+    then the cells (seq_len). The calls of the last `gradient_cycles` H cycles (by default 1) have gradient.
+    If it is 0, only the last call does.
     """
 
     def __init__(self, arch: URMConfig, metadata: Metadata):
@@ -69,6 +71,7 @@ class URM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
+        # L(z, x) runs the blocks on z + x. Damping and noise (models/noise.py) are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H = state["z_H"]
         num_calls = reasoning.H_cycles * reasoning.L_cycles

@@ -1,7 +1,7 @@
 """The dense weights of a run: flat buffers, the part that this rank updates, and the optimizers."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from config.schema import PretrainConfig
 from optimizers.adam_atan2 import AdamATan2
+from optimizers.muon import CutMuon, Muon
 from parallel.collectives import ALONE, Ranks
 from parallel.flat import FlatParameters, Scalars
 from parallel.mesh import Mesh
@@ -18,7 +19,6 @@ from parallel.tensor import Cut
 # Numbers of each rank, sent with the gradients or the changes of weights: sum of losses, gradient norm (with
 # local steps), request to stop (0 or 1).
 SCALARS = ("loss", "grad_norm", "stop")
-_MOMENTUM = 0.95  # of Muon
 
 
 class AdamW(torch.optim.AdamW):
@@ -37,67 +37,6 @@ class AdamW(torch.optim.AdamW):
                 "exp_avg": torch.zeros_like(parameter.detach()),
                 "exp_avg_sq": torch.zeros_like(parameter.detach()),
             }
-
-
-class Muon(torch.optim.Muon):
-    """torch's Muon, with the momentum in `state` from the start, for checkpoints.
-
-    Muon updates matrices by orthogonalized momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon).
-    Updates are scaled to the size of Adam's (arXiv 2502.16982), so that the same lr and weight decay fit.
-    """
-
-    def __init__(self, matrices: Iterable[Tensor], *, lr: float, weight_decay: float):
-        options = {"momentum": _MOMENTUM, "adjust_lr_fn": "match_rms_adamw"}
-        super().__init__(matrices, lr=lr, weight_decay=weight_decay, **options)
-        for matrix in self.param_groups[0]["params"]:
-            self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-
-
-class CutMuon(torch.optim.Optimizer):
-    """Muon for matrices that tensor-parallel ranks divide among them.
-
-    For each matrix, one rank (another one each time) gathers the parts, orthogonalizes the whole, and sends
-    the parts back. The momentum is elementwise, and stays with the parts. matrices: this rank's parts, by
-    name, perhaps empty. cuts: {name: which part}. ranks: those that divide the matrices, and step together.
-    """
-
-    def __init__(
-        self,
-        matrices: dict[str, Tensor],
-        cuts: Mapping[str, Cut],
-        ranks: Ranks,
-        *,
-        lr: float,
-        weight_decay: float,
-    ):
-        super().__init__(matrices.values(), {"lr": lr, "weight_decay": weight_decay})
-        self._matrices, self._cuts, self._ranks = matrices, cuts, ranks
-        for matrix in matrices.values():
-            self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        (group,) = self.param_groups
-        moving = [
-            (name, each) for name, each in self._matrices.items() if len(each) and each.grad is not None
-        ]
-        for number, (name, matrix) in enumerate(moving):
-            momentum = self.state[matrix]["momentum_buffer"].lerp_(matrix.grad, 1 - _MOMENTUM)
-            update = matrix.grad.lerp(momentum, _MOMENTUM)
-            change = self._change(update, self._cuts[name], lr=group["lr"], owner=number % self._ranks.size)
-            matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
-
-    def _change(self, update: Tensor, cut: Cut, *, lr: float, owner: int) -> Tensor:
-        """Returns this rank's part of a matrix's change, which rank `owner` makes of every `update`."""
-        parts = self._ranks.gather(update, goal=owner)
-        if parts is None:
-            return self._ranks.scatter(None, like=update, source=owner)
-        whole = update.new_zeros(cut.shape)
-        whole.grad = cut.join(parts)
-        options = {"momentum": 0.0, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
-        torch.optim.Muon([whole], lr=lr, weight_decay=0.0, **options).step()
-        changes = [cut.of(number, self._ranks.size).take(whole) for number in range(self._ranks.size)]
-        return self._ranks.scatter(changes, like=update, source=owner)
 
 
 class ParameterGroup(NamedTuple):
@@ -272,6 +211,7 @@ def _groups_of(
             yield ParameterGroup(names, rule, flat)
     if matrices := tuple(name for name in flat.parameters if name in flat.unsplit):
         parts = {name: tensor_of(flat.owned[name]) for name in matrices}
-        decay = {"lr": config.lr, "weight_decay": config.weight_decay}
-        rule = CutMuon(parts, flat.cuts, tensor, **decay) if flat.cuts else Muon(parts.values(), **decay)
+        options = {"lr": config.lr, "weight_decay": config.weight_decay}
+        options["dtype"] = getattr(torch, config.arch.forward_dtype)
+        rule = CutMuon(parts, flat.cuts, tensor, **options) if flat.cuts else Muon(parts.values(), **options)
         yield ParameterGroup(matrices, rule, flat)

@@ -25,11 +25,13 @@ import torch
 from parallel import log
 from parallel.collectives import broadcast_object, gather_objects
 from parallel.errors import EXIT_FAILURE, collective_errors, connection_errors, local_errors
+from parallel.number_format import Choice, choose_format
 from parallel.process_group import (
     agent_serves_store,
     check_launcher,
     choose_backend,
     choose_device,
+    device_type,
     is_elastic,
     is_main,
     leave_store,
@@ -76,7 +78,7 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
     with local_errors():
         check_launcher()
         config = schema.model_validate_json(_broadcast_config(compose))
-    wait_for_all_ranks(timeout_seconds=config.init_timeout_seconds)
+    wait_for_all_ranks(config.device, timeout_seconds=config.init_timeout_seconds)
     with local_errors():
         device = choose_device(config.device)
         choose_backend(config.backend, device)
@@ -117,11 +119,14 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
     return text
 
 
-def wait_for_all_ranks(*, timeout_seconds: float) -> None:
-    """Waits until all ranks have started; rank 0 warns of nodes with other code or another torch.
+def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
+    """Waits until all ranks have started; rank 0 warns of nodes that differ from its own.
 
-    All ranks call it, before the process group exists. If a rank does not start within the timeout, an error
-    names this rank, and all others end with status 1.
+    It warns of other code, of another torch, and of hosts where the rule of `parallel.number_format` chooses
+    another number format than on rank 0. All ranks call it, before the process group exists. If a rank does
+    not start within the timeout, an error names this rank, and all others end with status 1.
+
+    device: Value of the key `device`. A device that is missing on this machine is not an error here.
     """
     if world_size() == 1:
         _warn_of_restarts([socket.gethostname()] if agent_serves_store() else [])
@@ -129,6 +134,7 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
     store, timeout = rendezvous_store(), timedelta(seconds=timeout_seconds)
     keys = [f"started/{number}" for number in range(world_size())]
     start = {"host": socket.gethostname(), "code": _code(), "has_agent_store": agent_serves_store()}
+    start["format"] = _format_of(device)
     store.set(keys[rank()], json.dumps(start))
     if is_main():
         with contextlib.suppress(RuntimeError):  # timeout: the error below names the missing ranks
@@ -142,6 +148,7 @@ def wait_for_all_ranks(*, timeout_seconds: float) -> None:
         else:
             starts = [json.loads(value) for value in store.multi_get(keys)]
             _warn_of_other_code(starts)
+            _warn_of_other_formats(starts)
             _warn_of_restarts(sorted({start["host"] for start in starts if start["has_agent_store"]}))
             store.set("hosts", json.dumps([start["host"] for start in starts]))
         store.set("missing", json.dumps(missing))
@@ -195,6 +202,34 @@ def _warn_of_other_code(starts: list[dict]) -> None:
                 f"{log.name_ranks(numbers)} on {host}: other code than rank 0 in "
                 f"{', '.join(names[:_MAX_NAMED])}{more}: bring all nodes to one commit and one torch"
             )
+
+
+def _format_of(device: str) -> Choice | None:
+    """Returns the rule's number format for a value of the key `device`; None if this machine lacks it."""
+    name = device_type(device)
+    if name == "cuda" and not torch.cuda.is_available():
+        return None
+    return choose_format(torch.device(name))
+
+
+def _warn_of_other_formats(starts: list[dict]) -> None:
+    """Warns, in one line, of hosts with another number format than rank 0's, by the rule for the machine.
+
+    starts: {"host", "format"} of each rank.
+    """
+    formats = [start["format"] and Choice(*start["format"]) for start in starts]
+    if (first := formats[0]) is None:
+        return
+    others = [number for number, each in enumerate(formats) if each and each.name != first.name]
+    if not others:
+        return
+    hosts = ", ".join(dict.fromkeys(starts[number]["host"] for number in others))
+    reasons = ", ".join(dict.fromkeys(formats[number].reason for number in others))
+    if first.name == "bfloat16":
+        what = f"bfloat16 is slow on {hosts}: {reasons}"
+    else:
+        what = f"bfloat16 is fast on {hosts}, but not on {starts[0]['host']} (rank 0): {first.reason}"
+    log.warning(f"{what}. All ranks compute in the format of the run.")
 
 
 def _warn_of_restarts(hosts: list[str]) -> None:

@@ -149,12 +149,16 @@ def exception(raised: BaseException, *, on_console: bool = True) -> None:
 
 
 def leave_last_words(text: str) -> None:
-    """Writes why this process ends into torchrun's error file, unless it exists; torchrun prints the file."""
+    """Writes why this process ends into torchrun's error file, unless it exists; torchrun prints the file.
+
+    torchrun shows the failure with the smallest time. It rounds the time of a process without a file down to
+    seconds, so this function rounds down too.
+    """
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
     if not path.exists():
         reason = {
             "message": " ".join(printable(text).split()),
-            "extraInfo": {"timestamp": f"{time.time():.0f}"},
+            "extraInfo": {"timestamp": str(int(time.time()))},
         }
         with contextlib.suppress(OSError):
             write_json(path, {"message": reason})

@@ -112,16 +112,35 @@ def agent_serves_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _open_store(*, is_server: bool) -> dist.Store:
+def may_restart() -> bool:
+    """Returns whether torchrun may start the processes of this launch again."""
+    return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 or is_elastic()
+
+
+def value_of_launch(key: str, value: str) -> str:
+    """Returns the value of `key` that is the same in all starts of one launch of torchrun.
+
+    The first call of the launch sets it to `value`. torchrun's agent must serve the store
+    (`agent_serves_store`), because its store outlives the processes.
+    """
+    key = f"{key}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
+    return _open_tcp_store(is_server=False).compare_set(key, "", value).decode()
+
+
+def _open_tcp_store(*, is_server: bool) -> dist.TCPStore:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     _wait_for_name(address)
     options = {"is_master": is_server, "wait_for_workers": False, "timeout": _STORE_TIMEOUT}
     try:
-        store = dist.TCPStore(address, port, **options)
+        return dist.TCPStore(address, port, **options)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         raise ValueError(f"MASTER_PORT {port} is taken on {address}: choose another") from None
+
+
+def _open_store(*, is_server: bool) -> dist.Store:
+    store = _open_tcp_store(is_server=is_server)
     if is_main():
         store.set("agent_serves", str(agent_serves_store()))
     if store.get("agent_serves") == b"False":
@@ -255,11 +274,9 @@ def choose_device(name: str) -> torch.device:
 
     name: auto (CUDA, else mps for a single process, else cpu), cuda, mps or cpu.
     """
-    has_cuda, has_mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    if name == "auto":
-        name = "cuda" if has_cuda else "mps" if has_mps and world_size() == 1 else "cpu"
+    name = device_type(name)
     if name == "cuda":
-        if not has_cuda:
+        if not torch.cuda.is_available():
             raise ValueError("device=cuda, but torch sees no CUDA device here: use device=cpu or device=auto")
         if local_world_size() > torch.cuda.device_count():
             raise ValueError(
@@ -269,11 +286,20 @@ def choose_device(name: str) -> torch.device:
         torch.cuda.set_device(local_rank())
         return torch.device("cuda", local_rank())
     if name == "mps":
-        if not has_mps:
+        if not torch.backends.mps.is_available():
             raise ValueError("device=mps, but torch sees no Apple GPU here: use device=cpu or device=auto")
         if world_size() > 1:
             raise ValueError("device=mps works with one process: drop torchrun, or use device=cpu")
     return torch.device(name)
+
+
+def device_type(name: str) -> str:
+    """Returns the type of device that a value of `device` names on this machine: cuda, mps or cpu."""
+    if name != "auto":
+        return name
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() and world_size() == 1 else "cpu"
 
 
 def use_deterministic_algorithms() -> None:

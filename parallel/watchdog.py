@@ -24,11 +24,19 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from config.reading import read_json
-from config.writing import write_json
 from parallel import log
+from parallel.backstop import Backstop, is_stopped
 from parallel.errors import restart_advice
-from parallel.process_group import connect_store, is_main, num_nodes, rank, world_size
+from parallel.failure_record import FailureRecord
+from parallel.process_group import (
+    agent_serves_store,
+    connect_store,
+    is_main,
+    local_rank,
+    num_nodes,
+    rank,
+    world_size,
+)
 
 EXIT_HANG = 124  # exit status of a rank that the watchdog ends, as of the command `timeout`
 
@@ -60,48 +68,6 @@ class _Heartbeat:
     has_left: bool
 
 
-class FailureRecord:
-    """A file by which a start of a run learns, on rank 0, whether and when the previous start has failed.
-
-    The file exists while steps run. A normal end removes the file; after an error or a kill the file stays,
-    with the time of the last sign of life. If the file cannot be written, the run continues.
-    """
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._failure: tuple[float, int] | None = None  # of an earlier start: when, and at which step
-        self._recovery_seconds: float | None = None
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # no file, or a damaged one
-            record = read_json(path)
-            self._failure = float(record["time"]), int(record["step"])
-
-    def record_recovery(self, step: int) -> None:
-        """Prints, after a start's first step, how long ago an earlier start failed; removes the file."""
-        if self._failure is None:
-            return
-        (failed_at, step_then), self._failure = self._failure, None
-        self._recovery_seconds = time.time() - failed_at
-        self.remove()
-        log.info(
-            f"recovered: step {step} is done {self._recovery_seconds:.1f} s after the failure, "
-            f"{max(0, step_then - step + 1)} steps done again"
-        )
-
-    def pop_recovery(self) -> dict[str, float]:
-        """Returns {"recovery_seconds": time since the failure} once, after a recovery; otherwise {}."""
-        seconds, self._recovery_seconds = self._recovery_seconds, None
-        return {} if seconds is None else {"recovery_seconds": seconds}
-
-    def write(self, step: int, *, silent_seconds: float) -> None:
-        """Writes the file atomically. silent_seconds: the age of the oldest among all ranks' heartbeats."""
-        with contextlib.suppress(OSError):
-            write_json(self._path, {"time": time.time() - silent_seconds, "step": step}, indent=None)
-
-    def remove(self) -> None:
-        with contextlib.suppress(OSError):
-            self._path.unlink()
-
-
 class Watchdog:
     """A watchdog for a block in which ranks wait for each other. With one rank it does nothing.
 
@@ -110,8 +76,9 @@ class Watchdog:
     but heartbeats must continue. When a limit is exceeded, every rank that still runs writes one line and the
     stacks of all threads to stderr and to the log file, and exits with status EXIT_HANG.
 
-    Time in which this process was stopped (SIGSTOP) does not count, unless it exceeds the limit by
-    _BACKSTOP_TICKS: then the timer of faulthandler, which knows only wall time, ends the process.
+    Time in which this process was stopped (SIGSTOP) does not count. If only torchrun is stopped, which serves
+    the store, the ranks of its node continue. A process in which no Python thread can run for longer than
+    the limit is killed (`parallel.backstop`).
     """
 
     def __init__(self, *, init_timeout_seconds: float, step_timeout_seconds: float):
@@ -130,6 +97,7 @@ class Watchdog:
         # Written by the thread that watches the clock; in seconds in which this process was not stopped.
         self._now = self._progressed_at = 0.0
         self._found = ""  # why all must end, as this rank has found out
+        self._agent_is_stopped = False
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -171,9 +139,7 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if world_size() > 1:
             self._watched_thread = threading.get_ident()
-            # Cancel faulthandler's timer before a fork: the child would wait at its end for the timer's
-            # thread, which only the parent has. The next tick sets the timer again.
-            os.register_at_fork(before=faulthandler.cancel_dump_traceback_later)
+            self._backstop = Backstop()
             for task in (self._exchange, self._watch):
                 self._threads.append(threading.Thread(target=task, daemon=True))
                 self._threads[-1].start()
@@ -218,6 +184,9 @@ class Watchdog:
         if self._waiting_since is None:
             self._waiting_since = self._now
         answer = call(*arguments)
+        if self._agent_is_stopped:  # not any more: no heartbeat could be written or read meanwhile
+            self._heard = {number: (heard, self._now) for number, (heard, _) in self._heard.items()}
+            self._agent_is_stopped = False
         self._answered_at, self._waiting_since = self._now, None
         return answer
 
@@ -261,7 +230,7 @@ class Watchdog:
                 self._now += min(now - last, 2 * _TICK_SECONDS)  # more: this process was stopped meanwhile
                 last = now
                 limit, _ = self._limit(self._step, self._pauses > 0)
-                faulthandler.dump_traceback_later(limit + _BACKSTOP_TICKS * _TICK_SECONDS, exit=True)
+                self._backstop.renew(limit + _BACKSTOP_TICKS * _TICK_SECONDS)
                 if progress != self._progress or self._pauses or self._others_are_paused():
                     progress, self._progressed_at = self._progress, self._now
                 if alarmed_at is None:
@@ -272,7 +241,7 @@ class Watchdog:
         except Exception:
             self._give_up()
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            self._backstop.close()
 
     def _limit(self, step: int | None, is_paused: bool) -> tuple[float, str]:
         """Returns the limit for a rank without heartbeat or progress, in seconds and as text."""
@@ -287,7 +256,10 @@ class Watchdog:
     def _find_reason_to_end(self) -> str:
         """Returns why all ranks must end, as a sentence; "" while all is well."""
         limit, limit_text = self._limit(self._step, self._pauses > 0)
-        if self._waiting_since is not None and self._now - self._waiting_since > limit:
+        waited = 0.0 if self._waiting_since is None else self._now - self._waiting_since
+        if waited > _SILENCE_TICKS * _TICK_SECONDS and agent_serves_store() and is_stopped(os.getppid()):
+            self._tell_of_stopped_agent()
+        elif waited > limit:
             advice = f"; {restart_advice()}" if num_nodes() > 1 else ""
             gone = f"rank 0 or its node is gone{self._store_error}{advice}"
             return f"no answer of the store for {limit_text}: {gone}"
@@ -300,6 +272,16 @@ class Watchdog:
         if self._now - self._progressed_at > limit:
             return f"no progress of rank {rank()} for {limit_text}"
         return ""
+
+    def _tell_of_stopped_agent(self) -> None:
+        """Warns once for each stop of torchrun, and does not count the time of the stop."""
+        if not self._agent_is_stopped and local_rank() == 0:
+            log.warning(
+                f"torchrun (process {os.getppid()}) is stopped, and cannot restart this run. Training "
+                f"continues. To continue torchrun, run kill -CONT {os.getppid()}."
+            )
+        self._agent_is_stopped = True
+        self._waiting_since = self._now
 
     def _report_and_exit(self) -> None:
         # Ends the process even if printing blocks, on a full pipe that nobody reads.

@@ -8,11 +8,13 @@
 The first command prints a line for each seed and a last line of JSON. Seconds count from building the data to
 the end of the final evaluation; the data is built once, and its seconds count for every seed. With --folder,
 data and runs are kept: the same command continues after an interruption, and skips seeds that are done. Words
-such as max_steps=100 change the recipe, and cannot go with --write. --write replaces the rung's record in
-records/ and makes the tables of all rungs; --table only makes the tables.
+such as max_steps=100 change the recipe, and cannot go with --write. The first training in a folder fixes the
+number format: that of --dtype, else what is fast on this machine. --write puts the result into records/, in
+place of the rung's entry for the same instruction set and number format, and makes the tables of all rungs;
+--table only makes the tables.
 """
 
-from parallel.environment import num_cores
+import parallel.environment  # noqa: F401
 
 import argparse
 import dataclasses
@@ -24,12 +26,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.harness import BUSY_CORES, commit, cpu_name, positive, run_main
+from benchmarks.harness import BUSY_CORES, commit, positive, run_main
 from config.writing import write_text
 from dataset.build.command_line import OneLineParser
 from evaluation.intervals import goal_p, mean_and_deviation, mean_interval
+from records.machine import FORMATS
 from records.page import pages
 from records.record import write_record
 from records.rungs import RUNGS, Rung
@@ -51,13 +52,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             folder,
             source=arguments.source and arguments.source.absolute(),
             overrides=tuple(arguments.overrides),
+            dtype=arguments.dtype,
         )
         seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
         result = _run(rerun, seeds, with_test_time=arguments.test_time)
         if arguments.write:
             data_seconds = rerun.build_data()
             rows = {seed: rerun.rows(seed, data_seconds=data_seconds) for seed in seeds}
-            print(f"wrote {write_record(result, rows, change=arguments.write, command=_command(arguments))}")
+            command = _command(arguments, forward_dtype=rerun.forward_dtype)
+            print(f"wrote {write_record(result, rows, change=arguments.write, command=command)}")
             _write_pages()
         print(json.dumps(result))
 
@@ -84,6 +87,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     processes = "of torchrun, where the machine is shared; default: the rung's"
     parser.add_argument("--processes", type=positive, metavar="N", help=processes)
+    dtype = "number format: %(choices)s; default: that of the folder, or what is fast on this machine"
+    parser.add_argument("--dtype", choices=FORMATS, help=dtype)
     longer = "then let each model reason longer, outside of the time"
     parser.add_argument("--test-time", action="store_true", help=longer)
     write = "keep the record, with a sentence on what is new about it, and make the tables"
@@ -108,10 +113,11 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _command(arguments: argparse.Namespace) -> str:
+def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
     """Returns the command that reproduces a record, without paths and processes of this machine."""
     words = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
     words += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
+    words += f" --dtype {forward_dtype}"
     return words + (" --test-time" if arguments.test_time else "")
 
 
@@ -128,7 +134,7 @@ def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
             run["test_time"] = rerun.reason_longer(run["seed"])
             texts = ("{steps} x {samples}: {exact_accuracy:.4f}".format(**each) for each in run["test_time"])
             print(f"seed {run['seed']}, steps x samples at test time: {', '.join(texts)}", flush=True)
-    return summarize(rerun.rung, runs) | {"runs": runs}
+    return summarize(rerun.rung, runs) | rerun.machine | {"runs": runs}
 
 
 def _describe(rung: Rung, run: dict[str, Any]) -> str:
@@ -150,7 +156,7 @@ def is_busy(run: dict[str, Any]) -> bool:
 
 
 def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the statistics of a record over its seeds, with machine, torch version and commit."""
+    """Returns the statistics of a record over its seeds, with the commit."""
     summary: dict[str, Any] = {"rung": rung.name}
     for metric in ("exact_accuracy", rung.metric):
         if values := [run[metric] for run in runs if metric in run]:
@@ -172,9 +178,6 @@ def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
         "goal_p": goal_p([run[rung.metric] for run in runs], rung.goal),
         "interruptions": sum(run["interruptions"] for run in runs),
         "is_busy": any(map(is_busy, runs)),
-        "cpu": cpu_name(),
-        "cores": num_cores(),
-        "torch": torch.__version__,
         "commit": commit(),
     }
 

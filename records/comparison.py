@@ -5,7 +5,9 @@
 For each model: tunes the learning rate, trains several seeds, and evaluates them, also with more compute.
 records/comparison.yaml lists models and trainings. The folder keeps data and runs: the same command continues
 after an interruption. comparison.json, README.md and comparison.svg are there after each training. What
-comparison.json has is not trained again: it alone, as that of records/comparison/, continues elsewhere.
+comparison.json has is not trained again: it alone, as that of records/comparison/, continues elsewhere. All
+trainings and evaluations have one number format: that of comparison.json, else that of --dtype, else what is
+fast on the machine of the first training.
 """
 
 import parallel.environment  # noqa: F401
@@ -17,22 +19,26 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.harness import commit, cpu_name, run_main
+from benchmarks.harness import commit, run_main
 from config.compose import compose_overrides
 from config.reading import read_json, read_yaml
 from config.schema import PretrainConfig
 from config.writing import write_json, write_text
 from dataset.build.command_line import OneLineParser
 from evaluation.intervals import mean_and_deviation
+from parallel.number_format import NumberFormat
+from records.machine import FORMATS, describe_machine, find_format, training_device, write_format
 from records.rungs import RUNGS
 from records.seeds import Rerun, final_evaluation
 from report.charts import Line, chart_file, line_chart
 from report.run import read_run
 from training.data import open_data
 from training.model import count_steps
+from training.run_config import FORMAT_KEY
 
 _PLAN = Path(__file__).with_name("comparison.yaml")
 _JSON, _PAGE, _PICTURE = "comparison.json", "README.md", "comparison.svg"
+_FORMER_FORMAT: NumberFormat = "bfloat16"  # of a comparison.json that has none
 _TITLE = "accuracy over GFLOP of an answer"
 _HEAD = """# Models at equal training operations
 
@@ -43,7 +49,8 @@ answers 1000 others. Accuracy: every cell is right; of several seeds the mean, +
 lr: the better of two on held-out training puzzles of `{rung}` ({petaflops:g} PF, one seed). Thinking longer:
 with four times the steps; LDT, which searches, with four chains of 40 rounds instead of one of 30, guessing
 at a cell of the fewest candidates; the right end of a line in the picture.
-Processor-hours: training and evaluation, beside other load.
+Processor-hours: training and evaluation, beside other load. Number format: {forward_dtype}. The last training
+ran on: {cpu}, instruction set: {instruction_set}.
 
     python -m records.comparison --folder checkpoints/comparison
 """
@@ -64,34 +71,50 @@ _COLUMNS = {  # {column of the page: function of the results of a model's seeds}
 def main(argv: Sequence[str] | None = None) -> None:
     parser = OneLineParser("records.comparison", description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, required=True, metavar="PATH", help="of data and runs")
-    compare(read_yaml(_PLAN), parser.parse_args(argv).folder.absolute())
+    dtype = "number format: %(choices)s; default: that of the folder, or what is fast on this machine"
+    parser.add_argument("--dtype", choices=FORMATS, help=dtype)
+    arguments = parser.parse_args(argv)
+    compare(read_yaml(_PLAN), arguments.folder.absolute(), dtype=arguments.dtype)
 
 
-def compare(plan: dict[str, Any], folder: Path) -> None:
-    """Runs all trainings of the plan that are not done yet, and writes the results after each."""
-    results = read_json(folder / _JSON)["results"] if (folder / _JSON).exists() else []
+def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = None) -> None:
+    """Runs all trainings of the plan that are not done yet, and writes the results after each.
+
+    dtype: Number format that the folder must have. If None, it is the format of the folder, or for a new
+    folder the choice for this machine. Raises ValueError if the folder has another one.
+    """
+    before = read_json(folder / _JSON) if (folder / _JSON).exists() else {"results": []}
+    results = before["results"]
+    config = compose_overrides(PretrainConfig, [*_words(plan, next(iter(plan["models"]))), "data_path=data"])
+    device = training_device(config, processes=plan["processes"])
+    stored = before.get("forward_dtype", _FORMER_FORMAT) if results else None
+    chosen = find_format(folder, config, device, given=dtype, stored=stored)
+    content = {**describe_machine(device), "forward_dtype": chosen, "commit": commit(), "results": results}
+    if not results:
+        write_format(folder, chosen)
     rates = {row["model"]: row["lr"] for row in results}
     for training in plan["trainings"]:
         title = f"{training['rung']}, {training['petaflops']:g} PF"
         for name in plan["models"]:
             if name not in rates:
-                rates[name] = tune(plan, name, folder)
+                rates[name] = tune(plan, name, folder, forward_dtype=chosen)
             for seed in training["seeds"]:
                 key = {"training": title, "model": name, "seed": seed}
                 if any(key.items() <= row.items() for row in results):
                     continue
-                rerun = build_rerun(plan, name, training, folder, f"lr={rates[name]}")
+                options = {"forward_dtype": chosen}
+                rerun = build_rerun(plan, name, training, folder, f"lr={rates[name]}", **options)
                 results.append(train(rerun, seed) | key | {"lr": rates[name]})
-                write_results(plan, results, folder)
+                write_results(plan, content, folder)
                 print("{training}, {model}, seed {seed}: {accuracies}".format(**results[-1]), flush=True)
 
 
-def tune(plan: dict[str, Any], name: str, folder: Path) -> float:
+def tune(plan: dict[str, Any], name: str, folder: Path, *, forward_dtype: NumberFormat) -> float:
     """Returns the learning rate with the best exact accuracy (then cell accuracy) on held-out puzzles."""
     tuning, found = plan["tuning"], {}
     for lr in plan["models"][name]["rates"]:
         words = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
-        rerun = build_rerun(plan, name, tuning, folder, *words)
+        rerun = build_rerun(plan, name, tuning, folder, *words, forward_dtype=forward_dtype)
         rerun.train(tuning["seed"], data_seconds=0)
         rows, names = rerun.rows(tuning["seed"], data_seconds=0), ("exact_accuracy", "accuracy")
         found[lr] = [final_evaluation(rows, metric, of="validation") for metric in names]
@@ -99,18 +122,25 @@ def tune(plan: dict[str, Any], name: str, folder: Path) -> float:
 
 
 def build_rerun(
-    plan: dict[str, Any], name: str, training: dict[str, Any], folder: Path, *words: str
+    plan: dict[str, Any],
+    name: str,
+    training: dict[str, Any],
+    folder: Path,
+    *words: str,
+    forward_dtype: NumberFormat,
 ) -> Rerun:
     """Returns the training of a model with about `petaflops` operations; builds missing data.
 
-    training: an entry of the plan. words: more key=value words.
+    training: an entry of the plan. words: more key=value words. forward_dtype: Number format of a model for
+    which the plan names none.
     """
     model, rung = plan["models"][name], RUNGS[training["rung"]]
     data = Rerun(rung, folder / rung.name, source=None)
     data.build_data()
     own = data.folder / re.sub(r"\W+", "_", " ".join((name, f"{training['petaflops']:g}", *words)))
-    shared = [word for group in model["groups"] for word in plan["groups"][group]]
-    words = (*plan["common"], *shared, *model["words"], *words, f"data_path={data.folder / 'data'}")
+    words = (*_words(plan, name), *words, f"data_path={data.folder / 'data'}")
+    if compose_overrides(PretrainConfig, words).arch.forward_dtype == "auto":
+        words = (*words, f"{FORMAT_KEY}={forward_dtype}")
     config = compose_overrides(PretrainConfig, [*words, "train_steps=1"])
     opened = open_data(config)
     metadata = opened.dataset.metadata
@@ -132,9 +162,11 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     }
 
 
-def write_results(plan: dict[str, Any], results: Sequence[dict[str, Any]], folder: Path) -> None:
-    write_json(folder / _JSON, {"cpu": cpu_name(), "commit": commit(), "results": results})
-    text, panels = _HEAD.format(title=_TITLE, picture=_PICTURE, **plan["tuning"]), []
+def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -> None:
+    """Writes comparison.json, the page and the picture. content: What comparison.json contains."""
+    write_json(folder / _JSON, content)
+    results = content["results"]
+    text, panels = _HEAD.format(title=_TITLE, picture=_PICTURE, **plan["tuning"], **content), []
     models = dict.fromkeys(row["model"] for row in results)
     roles = {name: f"series{number}" for number, name in enumerate(models, 1)}
     for training in dict.fromkeys(row["training"] for row in results):
@@ -155,6 +187,13 @@ def write_results(plan: dict[str, Any], results: Sequence[dict[str, Any]], folde
         panels.append(((training, " ".join(names)), chart))
     write_text(folder / _PICTURE, chart_file(panels, title=_TITLE))
     write_text(folder / _PAGE, text)
+
+
+def _words(plan: dict[str, Any], name: str) -> list[str]:
+    """Returns the key=value words of a model."""
+    model = plan["models"][name]
+    shared = [word for group in model["groups"] for word in plan["groups"][group]]
+    return [*plan["common"], *shared, *model["words"]]
 
 
 def _costs(rows: Sequence[dict[str, Any]]) -> list[float]:

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from benchmarks.harness import REPOSITORY
-from records.record import FOLDER, MOST_P, read_record, read_rows
+from records.record import FOLDER, MOST_P, best_entry, logs_of, read_entries, read_rows
 from records.rungs import RUNGS, Rung
 from records.seeds import final_evaluation
 from report.charts import Line, chart_file, line_chart
@@ -19,24 +19,33 @@ BEGIN, END = "<!-- records: python -m records --table -->", "<!-- end of records
 _README_RUNGS = ("demo", "sudoku_extreme_search", "maze_15x15", "maze_30x30", "arc_mini")
 _CURVES_OF, _PICTURE = "sudoku_9x9_medium", "docs/curve.svg"  # shown in README.md
 _COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "processor-hours", "PF")
-_COLUMNS += ("thinking longer", "made by")
-_SHORT_COLUMNS = ("rung", "puzzles", "goal", "accuracy", "seconds on two cores")
+_COLUMNS += ("thinking longer", "machine", "made by")
+_SHORT_COLUMNS = {name: name for name in ("rung", "puzzles", "goal", "accuracy")}
+_SHORT_COLUMNS |= {
+    "seconds": "seconds on two cores",
+    "machine": "machine",
+}  # {column: its title in README.md}
 _TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # rows on each side, to smooth a faint line
 
 
 def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
     """Returns {path: new content} of the pages. Raises ValueError where a page lacks the marker lines."""
-    records = {rung: read_record(folder / name) for name, rung in RUNGS.items()}
-    cells = {rung.name: _cells(rung, record) for rung, record in records.items()}
-    sections = [(rung, record) for rung, record in records.items() if record is not None]
-    short = [[*cells[name][:4], cells[name][6]] for name in _README_RUNGS]
+    records = {rung: read_entries(folder / name) for name, rung in RUNGS.items()}
+    rows = [row for rung, entries in records.items() for row in _rows(rung, entries)]
+    sections = [(rung, entries) for rung, entries in records.items() if entries]
+    short = []
+    for name in _README_RUNGS:
+        entries = records[RUNGS[name]]
+        (row,) = _rows(RUNGS[name], [best_entry(entries)] if entries else [])
+        short.append([row[_COLUMNS.index(column)] for column in _SHORT_COLUMNS])
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    template = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
-    template = template.get_template("table.md.jinja")
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
+    environment.globals |= {"logs_of": logs_of, "machine": _machine}
+    template = environment.get_template("table.md.jinja")
     contents = {}
     for name, text in (
-        ("records/README.md", template.render(columns=_COLUMNS, rows=cells.values(), sections=sections)),
-        ("README.md", template.render(columns=_SHORT_COLUMNS, rows=short, sections=())),
+        ("records/README.md", template.render(columns=_COLUMNS, rows=rows, sections=sections)),
+        ("README.md", template.render(columns=_SHORT_COLUMNS.values(), rows=short, sections=())),
     ):
         path = root / name
         before, begin, rest = path.read_text().partition(BEGIN)
@@ -44,48 +53,66 @@ def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
         if not begin or not end:
             raise ValueError(f"{path} lacks the lines {BEGIN} and {END}, between which the table belongs")
         contents[path] = f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
-    if (record := records[RUNGS[_CURVES_OF]]) is not None:
-        contents[root / _PICTURE] = draw_curves(RUNGS[_CURVES_OF], record, folder / _CURVES_OF)
+    if entries := records[RUNGS[_CURVES_OF]]:
+        contents[root / _PICTURE] = draw_curves(RUNGS[_CURVES_OF], best_entry(entries), folder / _CURVES_OF)
     return contents
 
 
-def _cells(rung: Rung, record: dict[str, Any] | None) -> list[str]:
+def _rows(rung: Rung, entries: list[dict[str, Any]]) -> list[list[str]]:
+    """Returns a row of cells for each entry; a row that says so without entries."""
     head = [f"`{rung.name}`", rung.what, f"{_metric(rung)} {rung.goal:g} in {duration(rung.seconds)}"]
-    if record is None:
-        return [*head, "no record yet", *[""] * (len(_COLUMNS) - len(head) - 1)]
+    if not entries:
+        return [[*head, "no record yet", *[""] * (len(_COLUMNS) - len(head) - 1)]]
     return [
-        *head,
-        _accuracy(record),
-        f"{record[f'{rung.metric}_min']:.3f}",
-        _p(record),
-        f"{record['seconds_max']:.0f}" + (" (beside other load)" if record["is_busy"] else ""),
-        _number(record, "processor_hours_max"),
-        _number(record, "petaflops"),
-        _thinking_longer(rung, record),
-        f"[{Path(record['recipe']).name}](../{record['recipe']}), `{record['commit']}`, {record['date']}",
+        [
+            *head,
+            _accuracy(rung, entry),
+            f"{entry[f'{rung.metric}_min']:.3f}",
+            _p(entry),
+            _seconds(rung, entry),
+            _number(entry, "processor_hours_max"),
+            _number(entry, "petaflops"),
+            _thinking_longer(rung, entry),
+            _machine(entry),
+            f"[{Path(entry['recipe']).name}](../{entry['recipe']}), `{entry['commit']}`, {entry['date']}",
+        ]
+        for entry in entries
     ]
 
 
-def _accuracy(record: dict[str, Any]) -> str:
-    metric = record["metric"]
-    text = f"{record[f'{metric}_mean']:.3f}"
-    if record[f"{metric}_deviation"] is not None:
-        low, high = record[f"{metric}_interval"]
-        text += f" +- {record[f'{metric}_deviation']:.3f} [{max(low, 0):.3f}, {min(high, 1):.3f}]"
-    return f"{text}, {record['seeds']} seed{'s' if record['seeds'] > 1 else ''}"
+def _accuracy(rung: Rung, entry: dict[str, Any]) -> str:
+    metric = entry["metric"]
+    text = f"{entry[f'{metric}_mean']:.3f}"
+    if entry[f"{metric}_deviation"] is not None:
+        low, high = entry[f"{metric}_interval"]
+        text += f" +- {entry[f'{metric}_deviation']:.3f} [{max(low, 0):.3f}, {min(high, 1):.3f}]"
+    text += f", {entry['seeds']} seed{'s' if entry['seeds'] > 1 else ''}"
+    return text + (": missed" if entry[f"{metric}_mean"] < rung.goal else "")
 
 
-def _p(record: dict[str, Any]) -> str:
-    p = record["goal_p"]
+def _seconds(rung: Rung, entry: dict[str, Any]) -> str:
+    text = f"{entry['seconds_max']:.0f}" + (" (beside other load)" if entry["is_busy"] else "")
+    return text + (": missed" if entry["seconds_max"] > rung.seconds else "")
+
+
+def _machine(entry: dict[str, Any]) -> str:
+    """Returns, as text, the processor with its instruction set, and the number format."""
+    name = entry["instruction_set"]
+    name = "instruction set unknown" if name == "unknown" else name
+    return f"{entry['cpu']} ({name}), {entry['forward_dtype']}"
+
+
+def _p(entry: dict[str, Any]) -> str:
+    p = entry["goal_p"]
     if p is None:
         return "one seed"
     return ("< 0.001" if p < 0.001 else f"{p:.3f}") + ("" if p < MOST_P else ": not held")
 
 
-def _thinking_longer(rung: Rung, record: dict[str, Any]) -> str:
+def _thinking_longer(rung: Rung, entry: dict[str, Any]) -> str:
     """Returns, as text, the mean accuracy of the setting with most thinking steps and samples."""
-    settings = [run["test_time"][-1] for run in record["runs"] if run.get("test_time")]
-    if len(settings) < record["seeds"]:
+    settings = [run["test_time"][-1] for run in entry["runs"] if run.get("test_time")]
+    if len(settings) < entry["seeds"]:
         return ""
     name = rung.metric if rung.metric in settings[0] else "exact_accuracy"
     mean = statistics.fmean(setting[name] for setting in settings)
@@ -94,22 +121,23 @@ def _thinking_longer(rung: Rung, record: dict[str, Any]) -> str:
     return f"{mean:.3f} ({'' if name == rung.metric else name + ', '}{more})"
 
 
-def _number(record: dict[str, Any], name: str) -> str:
-    return "" if record.get(name) is None else f"{record[name]:.3g}"
+def _number(entry: dict[str, Any], name: str) -> str:
+    return "" if entry.get(name) is None else f"{entry[name]:.3g}"
 
 
 def _metric(rung: Rung) -> str:
     return rung.metric.replace("_accuracy", "").rpartition("/")[2]
 
 
-def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
+def draw_curves(rung: Rung, entry: dict[str, Any], folder: Path) -> str:
     """Returns an SVG file as text: test accuracy over minutes, a line for each seed, and the goal.
 
-    The time axis ends with the longest run. Faint lines show exact accuracy in training, smoothed.
+    The time axis ends with the longest run. Faint lines show exact accuracy in training, smoothed. entry: An
+    entry of the rung. folder: The folder of the rung.
     """
     lines, faint, last = [], [], 0.0
-    for run in record["runs"]:
-        rows = [row for row in read_rows(folder, run["seed"]) if "seconds" in row]
+    for run in entry["runs"]:
+        rows = [row for row in read_rows(folder, entry, run["seed"]) if "seconds" in row]
         shares = {row["seconds"] / 60: final_evaluation([row], rung.metric) for row in rows}
         tested = {minute: share for minute, share in shares.items() if share is not None}
         lines.append(Line("", list(tested), list(tested.values()), has_dots=len(tested) <= 12))
@@ -119,7 +147,7 @@ def draw_curves(rung: Rung, record: dict[str, Any], folder: Path) -> str:
     goal_line = Line("", [0, last], [rung.goal, rung.goal], role="good", is_dashed=True)
     title = f"{rung.what}: {rung.metric.replace('_', ' ')} over minutes"
     chart = line_chart(title, [*faint, *lines, goal_line], x_label="minutes", share=True, from_zero=True)
-    seeds = f"{record['seeds']} seed{'s' if record['seeds'] > 1 else ''}"
+    seeds = f"{entry['seeds']} seed{'s' if entry['seeds'] > 1 else ''}"
     puzzles, _, detail = rung.what.partition(", ")
     goal = f'<tspan fill="var(--good)">goal {rung.goal:g} in {duration(rung.seconds)}</tspan>'
     measured = rung.metric.rpartition("/")[2].replace("_", " ")

@@ -1,4 +1,8 @@
-"""Records on disk: records/<rung>/record.json, and the log of each seed with fewer rows."""
+"""Records on disk: records/<rung>/record.json, and the log of each seed with fewer rows.
+
+record.json has a list of entries, one for each instruction set and number format. The logs of an entry are in
+records/<rung>/<instruction set>_<number format>/.
+"""
 
 import json
 import time
@@ -27,24 +31,29 @@ def write_record(
     command: str,
     folder: Path = FOLDER,
 ) -> Path:
-    """Writes the record of a rung; a summary of the previous record goes into `history`.
+    """Writes an entry of a rung, in place of the one with its instruction set and number format.
+
+    A summary of the replaced entry goes into `history`. Other entries and their logs stay as they are.
 
     result: the last line of JSON that `python -m records` prints. rows: {seed: rows of the log}. change: a
-    sentence on what is new. command: the command that made the record. Returns the rung's folder.
+    sentence on what is new. command: the command that made the record. Returns the folder of the logs.
     """
     folder = folder / result["rung"]
-    before = read_record(folder)
+    entries = read_entries(folder)
+    places = [number for number, entry in enumerate(entries) if logs_of(entry) == logs_of(result)]
+    before = entries[places[0]] if places else None
     history = before["history"] if before else []
     if before and before["change"] != change:  # an equal sentence: the same record is written again
         history = [*history, {name: before[name] for name in _OF_HISTORY if name in before}]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("seed_*.jsonl"):
+    logs = folder / logs_of(result)
+    logs.mkdir(parents=True, exist_ok=True)
+    for path in logs.glob("seed_*.jsonl"):
         path.unlink()
     for seed, of_seed in rows.items():
         lines = (f"{json.dumps(row)}\n" for row in thin(of_seed))
-        write_text(folder / f"seed_{seed}.jsonl", "".join(lines))
-    record = {
-        **result,
+        write_text(logs / f"seed_{seed}.jsonl", "".join(lines))
+    entry = {
+        **{name: value for name, value in result.items() if name != "rung"},
         "mean": result[f"{result['metric']}_mean"],
         "recipe": f"config/experiment/{result['rung']}.yaml",
         "command": command,
@@ -52,20 +61,34 @@ def write_record(
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "history": history,
     }
-    write_json(folder / "record.json", record)
-    return folder
+    place = places[0] if places else len(entries)
+    entries = [*entries[:place], entry, *entries[place + 1 :]]
+    write_json(folder / "record.json", {"rung": result["rung"], "entries": entries})
+    return logs
 
 
-def read_record(folder: Path) -> dict[str, Any] | None:
-    """Reads record.json of a rung's folder; None where it is missing. ValueError for invalid JSON."""
+def read_entries(folder: Path) -> list[dict[str, Any]]:
+    """Reads the entries of a rung's folder; [] without record.json. ValueError for invalid JSON."""
     try:
-        return read_json(folder / "record.json")
+        return read_json(folder / "record.json")["entries"]
     except MissingFileError:
-        return None
+        return []
 
 
-def read_rows(folder: Path, seed: int) -> list[Row]:
-    return [parse_json(line, where="a row") for line in read_lines(folder / f"seed_{seed}.jsonl")]
+def best_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the entry with most seeds; of several, the newest."""
+    return max(entries, key=lambda entry: (entry["seeds"], entry["date"]))
+
+
+def logs_of(entry: Mapping[str, Any]) -> str:
+    """Returns the name of the folder with the logs of an entry."""
+    return f"{entry['instruction_set']}_{entry['forward_dtype']}"
+
+
+def read_rows(folder: Path, entry: Mapping[str, Any], seed: int) -> list[Row]:
+    """Returns the rows in the log of a seed. folder: The folder of the rung."""
+    lines = read_lines(folder / logs_of(entry) / f"seed_{seed}.jsonl")
+    return [parse_json(line, where="a row") for line in lines]
 
 
 def thin(rows: Sequence[Row]) -> list[Row]:

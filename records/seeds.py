@@ -3,8 +3,12 @@
 The clock runs only while one of these programs runs, and is saved to disk: a later start continues it. A
 folder holds one rung: `data/`, and for each seed `seed_<n>/` with the run folder `run/`, the output, and the
 clock, with the time of each row of metrics.jsonl. Of several trainings the earlier are in `training_<m>/`.
+`format.json` has the number format of all trainings and evaluations in the folder.
 """
 
+from parallel.environment import num_cores
+
+import functools
 import resource
 import shlex
 import statistics
@@ -13,6 +17,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.harness import REPOSITORY, Load, fail, program, program_environment
 from checkpointing.files import CONFIG_FILE
@@ -23,9 +29,12 @@ from config.schema import PretrainConfig
 from config.writing import open_to_append, write_json
 from evaluation.results import EVALUATION_FILE, SCALING_FILE, metrics_by_set
 from parallel.child import start_child, why_it_failed
+from parallel.number_format import NumberFormat
+from records.machine import describe_machine, find_format, training_device, write_format
 from records.rungs import Rung
 from report.run import Row, read_run
-from training.run_folder import describe_changes, has_ended
+from training.run_config import FORMAT_KEY, describe_changes
+from training.run_folder import has_ended
 
 _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
 
@@ -33,21 +42,39 @@ _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
 class Rerun:
     """The trainings and evaluations of a rung, in a folder. source: of data that the project does not ship.
 
-    overrides: key=value words that change the recipe.
+    overrides: key=value words that change the recipe. dtype: Number format that the folder must have. If
+    None, it is the format of the folder, or for a new folder the choice for this machine.
     """
 
-    def __init__(self, rung: Rung, folder: Path, *, source: Path | None, overrides: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        rung: Rung,
+        folder: Path,
+        *,
+        source: Path | None,
+        overrides: tuple[str, ...] = (),
+        dtype: NumberFormat | None = None,
+    ):
         self.rung, self.folder, self.source, self.overrides = rung, folder, source, overrides
+        self._dtype = dtype
+
+    @functools.cached_property
+    def forward_dtype(self) -> NumberFormat:
+        """The number format of the folder. Raises ValueError if it is not the one asked for."""
+        return find_format(self.folder, self._configs[-1], self._device, given=self._dtype)
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """The processor, its instruction set, cores, torch version, and the number format."""
+        versions = {"cores": num_cores(), "torch": torch.__version__}
+        return describe_machine(self._device) | versions | {"forward_dtype": self.forward_dtype}
 
     def check(self, seeds: range) -> None:
-        """Exits with one line where the recipe is invalid, or the folder has runs with other keys."""
+        """Raises ValueError if the recipe is invalid. Exits with one line if the folder does not fit it."""
         for seed in seeds:
             for run, recipe in self._trainings(seed):
-                try:
-                    now, config = compose_overrides(PretrainConfig, recipe), run / CONFIG_FILE
-                    changes = describe_changes(read_yaml(config), now) if config.exists() else ""
-                except ValueError as error:
-                    fail(error)
+                now, config = compose_overrides(PretrainConfig, recipe), run / CONFIG_FILE
+                changes = describe_changes(read_yaml(config), now) if config.exists() else ""
                 if changes:
                     fail(f"{self.folder} holds a run of another recipe ({changes}): choose another --folder")
 
@@ -80,6 +107,7 @@ class Rerun:
             clocks.append(Clock(folder / "clock.json", log=run / METRICS_FILE))
             max_steps = compose_overrides(PretrainConfig, recipe).max_steps
             if not has_ended(run, max_steps=max_steps):
+                write_format(self.folder, self.forward_dtype)
                 command = program("pretrain.py", *recipe, processes=rung.processes)
                 _run(command, clocks[-1], log=folder / "log.txt")
                 if not has_ended(run, max_steps=max_steps):
@@ -146,6 +174,7 @@ class Rerun:
         if not (folder / EVALUATION_FILE).exists():
             data = {name: self.folder / name for name in ("data", "more_data")}
             asked = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
+            asked += [f"forward_dtype={self.forward_dtype}"]
             asked += words.format(**data).split()
             evaluator, slash, _ = self.rung.metric.rpartition("/")
             asked += [f"evaluators=[{evaluator}]"] if slash else []
@@ -161,7 +190,22 @@ class Rerun:
         """Returns the run folder of the last training of a seed, the one that is evaluated."""
         return self.folder / f"seed_{seed}" / "run"
 
+    @functools.cached_property
+    def _configs(self) -> list[PretrainConfig]:
+        """The configs of the trainings, as the recipes compose."""
+        return [compose_overrides(PretrainConfig, recipe) for _, recipe in self._recipes(0)]
+
+    @functools.cached_property
+    def _device(self) -> torch.device:
+        return training_device(self._configs[-1], processes=self.rung.processes)
+
     def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
+        """Yields what `_recipes` yields; a recipe without a number format gets the one of the folder."""
+        word = f"{FORMAT_KEY}={self.forward_dtype}"
+        for (run, recipe), config in zip(self._recipes(seed), self._configs, strict=True):
+            yield run, [*recipe, word] if config.arch.forward_dtype == "auto" else recipe
+
+    def _recipes(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
         """Yields (run folder, arguments of pretrain.py) for each training of a seed; the last one counts."""
         values = {"name": self.rung.name, "seed": seed, "before": ""}
         values |= {name: self.folder / name for name in ("data", "more_data")}

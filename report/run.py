@@ -17,6 +17,7 @@ from evaluation.results import (
     EVALUATION_FILE,
     MEASURED_FILE,
     SCALING_FILE,
+    TEXTS,
     is_number,
     metrics_by_set,
     with_intervals,
@@ -207,9 +208,7 @@ def _read_evaluation(
             continue
         if isinstance(found, dict) and all(isinstance(values, dict) for values in found.values()):
             results = {
-                name: {
-                    key: value for key, value in values.items() if is_number(value) or key == "selected_by"
-                }
+                name: {key: value for key, value in values.items() if is_number(value) or key in TEXTS}
                 for name, values in found.items()
             }
         else:

@@ -21,6 +21,7 @@ from evaluation.trace import Trace, record_trace
 from models import HaltingModel
 from models.compilation import eager_blocks
 from models.search import Search
+from parallel.number_format import choose_evaluation_format
 from parallel.process_group import choose_device, set_cpu_threads
 from parallel.progress import Progress
 
@@ -81,7 +82,9 @@ def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int)
     checkpoint = find_checkpoint(folder)
     opened = open_datasets(data or checkpoint.find_data(), splits=("test",), read_everything=False)
     set_cpu_threads("auto")
-    model = load_trained_model(checkpoint, opened.metadata).to(choose_device("auto")).eval()
+    device = choose_device("auto")
+    forward_dtype = choose_evaluation_format(checkpoint.arch.forward_dtype, device).name
+    model = load_trained_model(checkpoint, opened.metadata, forward_dtype=forward_dtype).to(device).eval()
     options = {"batch_size": checkpoint.global_batch_size, "path": checkpoint.path}
     return trace_puzzles(model, opened, num_puzzles=num_puzzles, **options)
 

@@ -101,10 +101,9 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     A model in weights/ gets newly made puzzles where possible, any other model gets test puzzles. Raises
     ValueError for a model that a page cannot run.
     """
-    checkpoint = in_float32(checkpoint)
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info = find_info(checkpoint, folders)
-    model = load_trained_model(checkpoint, info.metadata, raw=config.raw).eval()
+    model = load_trained_model(checkpoint, info.metadata, raw=config.raw, forward_dtype="float32").eval()
     is_search = isinstance(model.network, Search)
     if is_search and info.metadata.vocab_size > MOST_TOKENS:
         raise ValueError(
@@ -129,12 +128,6 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     keep_embeddings(model, puzzles)
     of_puzzles = {"puzzles": puzzles, "made_up": made_up, "steps": steps}
     return Exhibit(checkpoint.run_folder.name, model, describe(checkpoint, model, info) | of_puzzles)
-
-
-def in_float32(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns the checkpoint with forward_dtype=float32, so that the loaded model computes in float32."""
-    arch = checkpoint.arch.model_copy(update={"forward_dtype": "float32"})
-    return dataclasses.replace(checkpoint, arch=arch)
 
 
 def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:

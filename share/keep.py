@@ -21,7 +21,6 @@ from dataset.mixture import open_datasets
 from dataset.sets import ConcatenatedSet, PuzzleSet
 from evaluation.passes import evaluate_split
 from models.search import Search
-from share.browser import in_float32
 from share.push import write_files
 
 _DTYPES = (torch.float8_e4m3fn, torch.float16)  # tried in this order, before float32
@@ -67,14 +66,14 @@ def keep(options: argparse.Namespace) -> None:
 
 def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.dtype:
     """Returns the smallest dtype that changes no answer to `count` puzzles of each test set."""
-    checkpoints = [in_float32(checkpoint), checkpoint]
-    expected = [answer(each, data, torch.float32, count=count) for each in checkpoints]
+    formats = ["float32", checkpoint.arch.forward_dtype]
+    expected = [answer(checkpoint, data, torch.float32, each, count=count) for each in formats]
     for dtype in _DTYPES:
-        for each, answers in zip(checkpoints, expected, strict=True):
-            found = answer(each, data, dtype, count=count)
+        for each, answers in zip(formats, expected, strict=True):
+            found = answer(checkpoint, data, dtype, each, count=count)
             both = [name for name in answers if name in found]
             changed = sum((found[name] != answers[name]).any() for name in both)
-            print(f"{dtype} changes {changed} of {len(both)} answers in {each.arch.forward_dtype}")
+            print(f"{dtype} changes {changed} of {len(both)} answers in {each}")
             if changed:
                 break
         else:
@@ -83,13 +82,13 @@ def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.
 
 
 def answer(
-    checkpoint: Checkpoint, data: Dataset, dtype: torch.dtype, *, count: int
+    checkpoint: Checkpoint, data: Dataset, dtype: torch.dtype, forward_dtype: str, *, count: int
 ) -> dict[tuple[str, int], np.ndarray]:
-    """Answers `count` puzzles of each test set, with weights rounded to `dtype`, to compare dtypes.
+    """Answers `count` puzzles of each test set, with weights rounded to `dtype`, computed in `forward_dtype`.
 
     Returns {(test set, number of the puzzle): tokens [seq_len]}, without undecided puzzles of a search.
     """
-    model = load_trained_model(checkpoint, data.metadata)
+    model = load_trained_model(checkpoint, data.metadata, forward_dtype=forward_dtype)
     weights = load_weights(checkpoint).items()  # unlike the model's, not yet rounded to its forward_dtype
     rounded = {name: each.to(dtype) if each.is_floating_point() else each for name, each in weights}
     model.network.load_state_dict(rounded)

@@ -6,6 +6,8 @@ Fixtures import what they need: the process that hands out the tests reads this 
 
 import contextlib
 import gc
+import itertools
+import os
 import random
 import signal
 import socket
@@ -13,6 +15,34 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Modules with tests of half a minute or more: each worker starts with one of them.
+_LONGEST = ("test_recovery", "test_compilation", "test_layouts", "test_wandb")
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k have chosen
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lets every worker of pytest-xdist start with modules that have slow tests, and end with quick ones.
+
+    Worksteal gives each worker a contiguous share. Idle workers take tests from the end of another share. If
+    these are quick, all workers end together, and no module's fixtures are set up on several workers.
+    """
+    num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if num_workers == 1:
+        return
+    slow, quick = [], []
+    for path, each in itertools.groupby(items, key=lambda item: item.path):
+        module = list(each)
+        if num_slow := sum(item.get_closest_marker("slow") is not None for item in module):
+            slow.append((path.stem not in _LONGEST, -num_slow, module))
+        else:
+            quick += module
+    slow = [module for *_, module in sorted(slow, key=lambda each: each[:2])]
+    shares = [list(itertools.chain(*slow[worker::num_workers])) for worker in range(num_workers)]
+    rest = iter(quick)
+    for share in shares:
+        share += itertools.islice(rest, max(0, len(items) // num_workers - len(share)))
+    items[:] = [*itertools.chain(*shares), *rest]
 
 
 def pytest_collection_finish() -> None:

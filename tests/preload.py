@@ -1,4 +1,4 @@
-"""What ranks find done when they are forked: everything is imported, and a config has been composed.
+"""What ranks find done when they are forked: everything is imported, and configs have been read and composed.
 
 The server that ranks are forked from (`tests.ranks`) imports this module. It starts no thread. Composing
 builds the tables of Hydra's parser and finds its plugins, which takes longer than a run of ten steps.
@@ -23,7 +23,9 @@ import models.hrm
 import models.transformer
 import models.trm  # noqa: F401
 import pretrain  # noqa: F401
+from config.architecture import architectures
 from config.compose import compose_config
+from config.files import load_defaults
 from config.programs import EvaluateConfig
 from config.schema import PretrainConfig
 from tests.tiny import OVERRIDES
@@ -34,4 +36,6 @@ for schema, words in (
 ):
     sys.argv = ["program", *words]
     compose_config(schema)
+for name in ("pretrain", *(f"arch/{each}" for each in architectures())):
+    load_defaults(name)  # which keeps what it has read
 gc.freeze()  # what is here is never garbage: the collector of a rank need not touch it, nor copy its pages

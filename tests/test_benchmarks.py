@@ -1,11 +1,16 @@
 """Benchmarks: all are in `make bench`, and a mistake is one line. `system/test_benchmarks.py` runs them."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from benchmarks.step import Contender, choose_rounds
+from parallel.number_format import choose_format
 from tests.ranks import REPOSITORY
 
+_FORMAT = {"bfloat16": "bf16", "float32": "fp32"}[choose_format(torch.device("cpu")).name]
 KEYS = {
     "start --processes 1 --steps 4": ("help_seconds", "first_step_of_1_seconds", "step_of_1_seconds"),
     "optimizers": ("adam_atan2_speedup_over_loop", "average_over_traffic"),
@@ -16,7 +21,10 @@ KEYS = {
     "checkpoint": ("stall_over_torch_save_hrm_27m",),
     "dataset": ("arc_build_seconds", "sudoku_examples_per_second"),
     "evaluation": ("act_speedup", "mean_steps"),
-    "step --arch trm --contenders published exact": ("speedup_trm_bf16_exact", "of_peak_trm_bf16_published"),
+    "step --arch trm --contenders published exact": (
+        f"speedup_trm_{_FORMAT}_exact",
+        f"of_peak_trm_{_FORMAT}_published",
+    ),
 }
 
 
@@ -47,3 +55,23 @@ def test_a_wrong_argument_is_one_line(command, message):
     module = __import__(f"benchmarks.{name}", fromlist=["main"])
     with pytest.raises(ValueError, match=rf"\A.*{message}.*\Z"):
         module.main(argv)
+
+
+@pytest.mark.parametrize(("rate", "rows"), [(1e12, [2592, 2048]), (1e9, [1907, 59])])
+def test_a_slow_matrix_product_gets_fewer_rows(rate, rows):
+    shapes = []
+
+    def rate_of(*shape: int, min_run_time: float) -> float:
+        shapes.append(shape)
+        return rate
+
+    options = SimpleNamespace(batch=32, length=81, hidden=128, quick=False)
+    contender = SimpleNamespace(_options=options, _device=torch.device("cpu"), _rate_of=rate_of)
+    assert Contender.product_rate(contender) == rate
+    assert shapes[0] == (256, 256, 256)
+    assert [m for m, _, _ in shapes[1:]] == rows
+    assert all(2 * m * k * n / rate <= 0.5 for m, k, n in shapes)
+
+
+def test_slow_steps_are_timed_in_fewer_rounds():
+    assert [choose_rounds(seconds) for seconds in (0.1, 4.5, 100.0)] == [20, 5, 3]

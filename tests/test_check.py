@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from launch import links
+from launch import check, links, rates
 from launch.links import listen_like_gloo, pairs_to_measure
+from launch.rates import RATES, Rates
+from parallel.number_format import choose_format, instruction_set
 from parallel.process_group import choose_backend
 from parallel.watchdog import EXIT_HANG
 from tests.ranks import Finished, run_program
 
+_CPU = torch.device("cpu")
 _VALUES = r" +\d+ us +\d+ Mbit/s"
 
 
@@ -37,7 +40,11 @@ def test_one_process(tmp_path):
     assert told["backends"].startswith("gloo")
     assert told["WORLD_SIZE"] == "1"
     assert told["memory"].endswith("GiB")
-    assert {"python", "host", "threads", "cpu"} <= told.keys()
+    assert {"python", "host", "threads"} <= told.keys()
+    assert told["cpu"].endswith(f"({instruction_set(_CPU)})")
+    for name in RATES:
+        assert re.fullmatch(r"\d+ +GFLOP/s", told[name])
+    assert finished.stdout.splitlines()[-1].startswith(_rule())
     assert "WANDB_MODE" not in told, "it is set, and does not concern processes"
 
 
@@ -47,13 +54,64 @@ def test_all_ranks_reach_each_other(tmp_path, free_port):
     held = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port)}
     finished = _check(tmp_path, 3, "--quick", "--device=cpu", **held)
     assert (finished.statuses, _lines(finished, "error"), _lines(finished, "warning")) == ([0] * 3, [], [])
-    rows = re.findall(r"^(\d) +(\S+) +(\d+) +cpu +\d+ +\w+ +\S+ +\d+$", finished.stdout, flags=re.MULTILINE)
+    row = r"^(\d) +(\S+) +(\d+) +cpu +\d+ +\w+ +\S+ +\d+ +\d+ +\d+$"
+    rows = re.findall(row, finished.stdout, flags=re.MULTILINE)
     assert [(number, host) for number, host, _ in rows] == [(n, socket.gethostname()) for n in "012"]
     assert len({pid for _, _, pid in rows}) == 3
     pairs = re.findall(rf"^(\d) <-> (\d){_VALUES}$", finished.stdout, flags=re.MULTILINE)
     assert sorted(pairs) == [("0", "1"), ("0", "2"), ("1", "2")]
     assert re.search(rf"^all-reduce{_VALUES} on the bus$", finished.stdout, flags=re.MULTILINE)
     assert finished.stdout.endswith("all 3 ranks reach each other\n")
+
+
+def _rule() -> str:
+    name, reason = choose_format(_CPU)
+    return f"arch.forward_dtype=auto means {name} here, because {reason}. "
+
+
+def _agree() -> None:
+    rates._rate = lambda device, dtype: 2e11 if str(dtype) == f"torch.{choose_format(device).name}" else 3e9
+
+
+def _contradict() -> None:
+    rates._rate = lambda device, dtype: 3e9 if str(dtype) == f"torch.{choose_format(device).name}" else 2e11
+
+
+@pytest.mark.parametrize("spoil", [_agree, _contradict])
+def test_rates_of_one_process_are_compared_with_the_rule(tmp_path, spoil):
+    finished = _check(tmp_path, 1, "--device=cpu", spoil=spoil)
+    name = choose_format(_CPU).name
+    *_, bfloat16, float32, told = finished.stdout.splitlines()
+    is_bfloat16_fast = (name == "bfloat16") == (spoil is _agree)
+    assert bfloat16.split() == ["bfloat16", "200" if is_bfloat16_fast else "3", "GFLOP/s"]
+    assert float32.split() == ["float32", "3" if is_bfloat16_fast else "200", "GFLOP/s"]
+    other = "float32" if name == "bfloat16" else "bfloat16"
+    set_other = f"The measurement contradicts the rule. Set arch.forward_dtype={other}."
+    assert told == _rule() + ("The measurement agrees with the rule." if spoil is _agree else set_other)
+
+
+def test_small_differences_contradict_nothing():
+    assert Rates(1.0, 1.2, "bfloat16", "why").compare().endswith("agrees with the rule.")
+    assert Rates(1.0, 1.3, "bfloat16", "why").compare().endswith("Set arch.forward_dtype=float32.")
+    assert Rates(1.3, 1.0, "float32", "why").compare().endswith("Set arch.forward_dtype=bfloat16.")
+
+
+def test_each_rank_measures_its_rates(tmp_path):
+    finished = _check(tmp_path, 2, "--quick", "--device=cpu", spoil=_contradict)
+    assert finished.statuses == [0, 0], finished.stderr
+    *_, of_last = re.findall(r"^1 .* cpu .* (\d+) +(\d+)$", finished.stdout, flags=re.MULTILINE)
+    assert set(of_last) == {"3", "200"}
+    assert f"{_rule()}The measurement contradicts the rule. Set " in finished.stdout
+    assert "bfloat16 GFLOP/s  float32 GFLOP/s\n" in finished.stdout
+
+
+def test_ranks_of_another_kind_have_a_line_of_their_own(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(check.log, "info", told.append)
+    fast, slow = Rates(9.0, 1.0, "bfloat16", "why"), Rates(1.0, 9.0, "bfloat16", "why")
+    check._compare_rates([fast, fast])
+    check._compare_rates([fast, slow, slow])
+    assert told == [fast.compare(), f"rank 0: {fast.compare()}", f"ranks 1, 2: {slow.compare()}"]
 
 
 def test_one_pair_for_each_two_nodes():

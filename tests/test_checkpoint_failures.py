@@ -27,7 +27,7 @@ from tests.checkpoints import (
 )
 from tests.ranks import call_each, run_ranks
 from tests.tiny import OVERRIDES, logged_rows, run_of
-from training.run_folder import compose_run
+from training.run_config import compose_run
 
 # ----------------------------------------------------------------------------------------------------- killed
 

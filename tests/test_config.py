@@ -6,7 +6,6 @@ import re
 import sys
 
 import pytest
-import torch
 import yaml
 
 import evaluate
@@ -20,8 +19,8 @@ from config.schema import PretrainConfig, keys_that_may_change, validate_config
 from models import network_class
 from models.network import Network
 from tests.ranks import REPOSITORY
-from tests.tiny import tiny_config, tiny_model
-from training.run_folder import compose_run
+from tests.tiny import tiny_config
+from training.run_config import compose_run
 
 _EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "config" / "experiment").glob("*.yaml"))
 
@@ -39,7 +38,7 @@ def test_published_defaults(monkeypatch):
     published |= {"weight_decay": 0.1, "puzzle_emb_lr": 1e-2, "puzzle_emb_weight_decay": 0.1}
     assert {name: getattr(config, name) for name in published} == published
     arch = {"name": "hrm", "hidden_size": 512, "num_heads": 8, "expansion": 4, "puzzle_emb_ndim": 512}
-    arch |= {"H_cycles": 2, "L_cycles": 2, "H_layers": 4, "L_layers": 4, "forward_dtype": "bfloat16"}
+    arch |= {"H_cycles": 2, "L_cycles": 2, "H_layers": 4, "L_layers": 4}
     arch |= {"halt_max_steps": 16, "eval_halt_max_steps": None, "halt_exploration_prob": 0.1}
     arch |= {"pos_encodings": "rope", "rope_theta": 10000.0, "rms_norm_eps": 1e-5}
     loss = {"loss_type": "stablemax_cross_entropy", "halting_weight": 0.5}
@@ -82,17 +81,6 @@ def test_runs_of_an_experiment_are_a_group_unless_they_have_another(monkeypatch)
     for given, group in groups.items():
         monkeypatch.setattr(sys, "argv", ["program.py", "data_path=.", *given])
         assert compose_run().wandb_group == group
-
-
-@pytest.mark.parametrize(("is_supported", "name"), [(True, "bfloat16"), (False, "float32")])
-def test_a_run_keeps_the_dtype_that_auto_finds(monkeypatch, capsys, is_supported, name):
-    """Such as float32 on a T4, which no machine here has."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_supported)
-    monkeypatch.setattr(sys, "argv", ["program.py", "data_path=.", "arch.forward_dtype=auto"])
-    assert compose_run().arch.forward_dtype == name
-    assert f"auto: {name}" in capsys.readouterr().out
-    assert tiny_model(forward_dtype="auto").network.dtype == getattr(torch, name)
 
 
 def test_every_arch_has_its_values_its_types_and_its_network(monkeypatch):

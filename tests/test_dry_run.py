@@ -8,10 +8,11 @@ import torch
 from models import build_model
 from models.flops import StepCounter
 from parallel.mesh import AXES
+from parallel.number_format import choose_format
 from tests.ranks import REPOSITORY
 from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.dry_run import Needs
-from training.run_folder import compose_run
+from training.run_config import compose_run
 
 _SIZES = {"27 M": (512, 4), "325 M": (1280, 8), "1 B": (2304, 8), "7 B": (4352, 16)}
 _ALONE = dict.fromkeys(AXES, 1)
@@ -73,6 +74,7 @@ def test_what_does_not_fit_is_one_line(words, line):
 
 def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     words = [*_FITS, "--cfg", "job", "--world-size", "64", "pipeline_parallel_degree=2", "ema=0.999"]
+    words += ["arch.forward_dtype=bfloat16"]
     assert compose_run(words) is None
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "64 processes (pipeline 2 x replicate 32), 1 slots each"
@@ -80,13 +82,17 @@ def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     assert {"weights", "masters", "moments", "averages", "stages"} <= {
         each.partition(" ")[0] for each in lines
     }
-    assert lines[-1].startswith("10 steps, ")
+    assert lines[-3].startswith("10 steps, ")
+    assert lines[-1] == "arch.forward_dtype=bfloat16 is assumed, because arch.forward_dtype is given"
     assert compose_run([*words, f"data_path={sudoku_folder}"]) is None
     assert "nowhere" not in capsys.readouterr().out
     assert (
         compose_run(["arch=ldt", f"data_path={sudoku_folder}", "--cfg", "job", "--world-size", "2"]) is None
     )
-    assert "averages" not in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "averages" not in text
+    name, reason = choose_format(torch.device("cpu"))
+    assert text.endswith(f"\narch.forward_dtype={name} is assumed, because {reason}\n")
     layout = ["data_parallel_shard_degree=2", f"data_path={sudoku_folder}"]
     assert compose_run([*_FITS[:2], *layout], processes=2).data_parallel_shard_degree == 2
     with pytest.raises(ValueError, match="--world-size N is for"):

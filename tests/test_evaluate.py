@@ -23,7 +23,7 @@ from report.run import read_run
 from tests.float64 import TOLERANCE
 from tests.ranks import NUM_THREADS, REPOSITORY, Finished, complete_program, run_program
 from tests.sudoku_source import build_sets
-from tests.tiny import OVERRIDES
+from tests.tiny import OVERRIDES, assert_same_row
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,9 @@ def test_metrics_are_those_that_training_logged(trained, expected):
     accuracies = {"accuracy", "exact_accuracy", "q_halt_accuracy", "act_exact_accuracy"}
     accuracies |= {"sudoku/valid_accuracy", "sudoku/exact_accuracy"}
     intervals = {f"{name}_{end}" for name in accuracies for end in ("low", "high")}
-    assert {name for name in metrics if "after_step" not in name} == names | accuracies | intervals
+    others = {"forward_dtype"}
+    assert {name for name in metrics if "after_step" not in name} == names | accuracies | intervals | others
+    assert metrics["forward_dtype"] == "float32"
     assert {name for name in metrics if re.fullmatch(r".*_after_step_\d", name)} == after_steps
     for name in accuracies:
         assert metrics[f"{name}_low"] <= metrics[name] <= metrics[f"{name}_high"]
@@ -135,8 +137,7 @@ def test_processes_and_batch_size_change_nothing(trained, expected, tmp_path):
     words = ("checkpoint=run/step_20", "evaluators=[sudoku]", _SAVED, f"output_dir={tmp_path / 'out'}")
     _evaluate(trained.parent, *words, "eval_batch_size=7", world_size=3)
     metrics = _metrics(tmp_path / "out")
-    for name, value in expected[0].items():
-        assert metrics[name] == pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE), name
+    assert_same_row(metrics, expected[0], tolerance=TOLERANCE)
     with np.load(tmp_path / "out" / "all__outputs.npz") as outputs:
         assert set(outputs.files) == set(expected[1])
         for name, value in expected[1].items():
@@ -167,7 +168,9 @@ def test_rows_without_labels_count_nowhere_but_have_predictions(trained, tmp_pat
     labels[:] = 0
     np.save(data / "test" / "all__labels.npy", labels)
     _evaluate(tmp_path, *arguments)
-    assert _metrics(tmp_path / "out") == {"count": 0}, "no count to divide by: nothing fails"
+    assert _metrics(tmp_path / "out") == {"count": 0, "forward_dtype": "float32"}, (
+        "no count to divide by: nothing fails"
+    )
 
 
 def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_path):

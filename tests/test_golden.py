@@ -19,7 +19,7 @@ from tests.float64 import assert_close
 from tests.golden import __main__ as golden_program
 from tests.golden import ldt
 from tests.tiny import run_step, tiny_arch
-from training.run_folder import name_arch
+from training.run_config import name_arch
 
 _RUNS = golden.find_runs()
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from config.schema import PretrainConfig
 from parallel import launch, process_group
@@ -23,7 +24,7 @@ def _start(others_code: dict[int, dict[str, str]]) -> str:
     code = launch._code()
     launch._code = lambda: code | others_code.get(rank(), {})
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
-        launch.wait_for_all_ranks(timeout_seconds=30.0)
+        launch.wait_for_all_ranks("cpu", timeout_seconds=30.0)
     return stderr.getvalue()
 
 
@@ -45,6 +46,47 @@ def test_other_code_is_one_warning():
     for line, (ranks, named) in zip(text.splitlines(), told.items(), strict=True):
         assert line.startswith(f"warning (rank 0): {ranks} on ")
         assert named in line
+
+
+def _start_on_processors(capabilities: list[str]) -> str:
+    """Starts on a host for each rank, with a processor of its own kind: what torch finds there."""
+    used = capabilities[rank()]
+    launch.socket.gethostname = lambda: f"node{rank()}"
+    torch.backends.cpu.get_cpu_capability = lambda: "AVX512" if "512" in used or "amx" in used else "AVX2"
+    torch.cpu.get_capabilities = lambda: {used: True}
+    return _start({})
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "line"),
+    [
+        (["avx512_bf16", "amx_bf16", "avx512_bf16"], ""),
+        (["avx2", "avx512", "avx2"], ""),
+        (
+            ["avx512_bf16", "avx2", "avx2"],
+            "warning (rank 0): bfloat16 is slow on node1, node2: torch finds no bfloat16 instructions "
+            "(avx2). All ranks compute in the format of the run.\n",
+        ),
+        (
+            ["avx2", "avx2", "avx512_bf16"],
+            "warning (rank 0): bfloat16 is fast on node2, but not on node0 (rank 0): torch finds no bfloat16 "
+            "instructions (avx2). All ranks compute in the format of the run.\n",
+        ),
+    ],
+)
+def test_processors_of_another_kind_are_one_warning(capabilities, line):
+    assert run_ranks(_start_on_processors, 3, capabilities) == [line, "", ""]
+
+
+def _lack_the_device() -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        launch.torch.cuda.is_available = lambda: False
+        launch.wait_for_all_ranks("cuda", timeout_seconds=30.0)
+    return stderr.getvalue()
+
+
+def test_a_missing_device_is_left_to_choose_device():
+    assert run_ranks(_lack_the_device, 2) == ["", ""]
 
 
 def _start_on_nodes(has_agent_store: list[bool]) -> str:
@@ -84,7 +126,7 @@ def _node_variables() -> tuple[int, int, int]:
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
         os.environ.pop(name, None)
     launch.socket.gethostname = lambda: f"node{rank() % 2}"
-    launch.wait_for_all_ranks(timeout_seconds=30.0)
+    launch.wait_for_all_ranks("cpu", timeout_seconds=30.0)
     return local_rank(), local_world_size(), num_nodes()
 
 

@@ -240,6 +240,7 @@ def assert_learns_searches_and_solves(folder: Path, data: Path, experiment: str)
     small = ("arch.hidden_size=32", "arch.num_heads=2", "arch.num_layers=2", "arch.loops=2", "lr=1e-2")
     small += ("global_batch_size=32", "epochs=48", "lr_warmup_steps=20", "device=cpu", "compile=false")
     small += ("arch.halt_max_steps=30", "arch.eval_halt_max_steps=30", "wandb_mode=disabled", "ema=0.95")
+    small += ("arch.forward_dtype=float32",)
     words = (f"experiment={experiment}", *small, f"cpu_threads={NUM_THREADS}", f"data_path={data}")
     complete_program("pretrain", *words, "checkpoint_path=run", folder=folder)
     machine = ("checkpoint=run", "device=cpu", f"cpu_threads={NUM_THREADS}")
@@ -258,7 +259,8 @@ def assert_learns_searches_and_solves(folder: Path, data: Path, experiment: str)
     checkpoint, test = find_checkpoint(folder / "run"), open_dataset(data, read_everything=False)
     hasty = checkpoint.arch.model_copy(update={"eval_halt_max_steps": 2})
     count = test.splits["test"].sets["all"].num_examples
-    found = keep.answer(dataclasses.replace(checkpoint, arch=hasty), test, torch.float32, count=count)
+    checkpoint = dataclasses.replace(checkpoint, arch=hasty)
+    found = keep.answer(checkpoint, test, torch.float32, "float32", count=count)
     assert all((tokens != _BLANK).all() for tokens in found.values()), "what is open is no answer"
     assert len(found) < count
     puzzle = "puzzle=1..4 .... .... 4..1"

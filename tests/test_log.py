@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from parallel import log
 from parallel.process_group import rank
@@ -237,3 +238,15 @@ def test_programs_do_without_standard_streams(tmp_path):
         assert "Traceback" not in ended.stderr
         assert "Exception" not in ended.stderr
     assert (tmp_path / "run" / "step_1" / "weights.safetensors").is_file()
+
+
+def test_torchrun_shows_the_process_that_left_a_reason(tmp_path, monkeypatch):
+    """torchrun shows the earliest failure. A process without a reason ended at int(time.time()) for it."""
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    monkeypatch.setattr("time.time", lambda: 1700000000.9)
+    log.leave_last_words("error: lr is wrong")
+    failures = {
+        rank: ProcessFailure(rank, 1, 1, str(file)) for rank, file in enumerate((path, tmp_path / "no"))
+    }
+    assert "lr is wrong" in str(ChildFailedError("worker", failures).get_first_failure()[1].message)

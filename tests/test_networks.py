@@ -255,7 +255,7 @@ def test_convolutions_need_a_grid():
 )
 def test_published_numbers_of_parameters(experiment, count, vocab_size, seq_len):
     """Without the puzzle table, whose rows are hidden_size + vocab_size for SE-RRM."""
-    arch = compose_overrides(PretrainConfig, [f"experiment={experiment}"]).arch
+    arch = compose_overrides(PretrainConfig, [f"experiment={experiment}", "arch.forward_dtype=float32"]).arch
     facts = dataclasses.replace(FACTS, vocab_size=vocab_size, seq_len=seq_len)
     with torch.device("meta"):
         network = build_model(arch, facts).network

@@ -22,8 +22,10 @@ from parallel.process_group import (
     process_group,
     rank,
     set_cpu_threads,
+    value_of_launch,
 )
 from tests.ranks import REPOSITORY, call_each, run_ranks
+from training.run_config import draw_name
 
 
 def test_devices_that_are_not_there(monkeypatch):
@@ -213,3 +215,25 @@ def test_a_closed_group_leaves_no_thread_behind():
     command = [sys.executable, "-c", code]
     finished = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, check=True)
     assert finished.stdout == "True 0\n"
+
+
+def test_all_starts_of_a_launch_have_one_value(monkeypatch):
+    """And the same run id in another launch, which has a store of its own, has another one."""
+    for first in ("a", "b"):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(store.port))
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+        assert [value_of_launch("name", value) for value in (first, "x", "y")] == [first] * 3
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "other")
+        assert value_of_launch("name", "z") == "z"
+
+
+def test_a_restart_that_would_draw_another_name_needs_one(monkeypatch):
+    """As with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, where rank 0 serves the store."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert draw_name() != draw_name()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    with pytest.raises(ValueError, match="run_name is not set, and torchrun may restart this run"):
+        draw_name()

@@ -1,6 +1,5 @@
 """Sharing a run: pushed to a server that speaks the Hub's protocol, and read back by the programs."""
 
-import dataclasses
 import io
 import json
 import os
@@ -87,20 +86,18 @@ def test_a_model_is_kept_in_the_smallest_dtype_that_changes_no_answer(trained, t
     assert [*refused, dtype] == ["float8_e4m3fn", "float16", "float32"][: len(refused) + 1]
     data = open_datasets([trained.parent / "data" / "tiny"], splits=("test",), read_everything=False)
     asked = (find_checkpoint(trained), kept)
-    ours, theirs = (keep.answer(each, data, torch.float32, count=99) for each in asked)
+    ours, theirs = (keep.answer(each, data, torch.float32, "float32", count=99) for each in asked)
     assert ours.keys() == theirs.keys() == {("all", number) for number in range(99)}
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_the_weights_that_are_asked_are_rounded_once_as_those_that_are_stored(trained, monkeypatch):
     checkpoint, asked = find_checkpoint(trained), {}
-    arch = checkpoint.arch.model_copy(update={"forward_dtype": "bfloat16"})
-    checkpoint = dataclasses.replace(checkpoint, arch=arch)
     data = open_datasets([trained.parent / "data" / "tiny"], splits=("test",), read_everything=False)
     monkeypatch.setattr(
         keep, "evaluate_split", lambda model, *_, **__: asked.update(model.network.state_dict()) or {}
     )
-    keep.answer(checkpoint, data, torch.float8_e4m3fn, count=9)
+    keep.answer(checkpoint, data, torch.float8_e4m3fn, "bfloat16", count=9)
     for name, each in load_weights(checkpoint).items():
         rounded = each.to(torch.float8_e4m3fn) if each.is_floating_point() else each
         assert torch.equal(asked[name], rounded.to(asked[name].dtype)), name

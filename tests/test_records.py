@@ -1,9 +1,11 @@
 """Records: how the runs of a rung are counted, kept and shown, and how an interrupted one continues."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,8 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from config.reading import read_yaml
 from evaluation.intervals import goal_p, mean_interval, t_tail
+from parallel import number_format
 from records import __main__ as records
 from records import page, record, seeds
 from records.rungs import RUNGS, Rung
@@ -72,14 +77,36 @@ def test_a_log_is_thinned(count, every):
     assert not any("lr" in row for row in thin)
 
 
-def _result(*shares: float, **changes) -> dict:
+_BFLOAT16 = {"cpu": "AN EPYC", "cores": 2, "torch": "2.13", "instruction_set": "unknown"}
+_BFLOAT16 |= {"forward_dtype": "bfloat16"}
+_FLOAT32 = _BFLOAT16 | {"cpu": "A XEON", "instruction_set": "avx2", "forward_dtype": "float32"}
+
+
+def _result(*shares: float, on: dict = _BFLOAT16, **changes) -> dict:
     common = {"data_seconds": 3.0, "steps": 40, "interruptions": 0, "other_cores": 0.0}
     common |= {"petaflops": 0.25, "processor_hours": 1.5}
     runs = [
         {"seed": seed, "exact_accuracy": share, "seconds": 50.0 + seed, **common, **changes}
         for seed, share in enumerate(shares)
     ]
-    return records.summarize(RUNGS["demo"], runs) | {"runs": runs}
+    return records.summarize(RUNGS["demo"], runs) | on | {"runs": runs}
+
+
+def _write(result: dict, change: str, folder: Path) -> Path:
+    rows = {run["seed"]: _rows(40, every=10) for run in result["runs"]}
+    return record.write_record(result, rows, change=change, command="COMMAND", folder=folder)
+
+
+def _pages(tmp_path: Path) -> dict[str, str]:
+    """Returns {name: content} of the pages about the records in `tmp_path`, and writes them there."""
+    for name in ("records/README.md", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
+    contents = page.pages(root=tmp_path, folder=tmp_path / "records")
+    for path, content in contents.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    return {str(path.relative_to(tmp_path)): content for path, content in contents.items()}
 
 
 def test_a_final_evaluation_is_the_mean_over_its_sets():
@@ -90,45 +117,65 @@ def test_a_final_evaluation_is_the_mean_over_its_sets():
 
 
 def test_records_are_written_and_shown(tmp_path):
-    for name in ("records/README.md", "README.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n")
     where = {"root": tmp_path, "folder": tmp_path / "records"}
     found = ((8, 4, 0.99), (16, 1, 0.995))
     longer = [dict(zip(("steps", "samples", "exact_accuracy"), each, strict=True)) for each in found]
     better = _result(0.98, 0.985, 0.99, test_time=longer)
     for change, result in (("First.", _result(0.9, 0.8, test_time=longer[:1])), ("Better.", better)):
-        rows = {run["seed"]: _rows(40, every=10) for run in result["runs"]}
         for _ in range(2):  # the same again is no new record
-            record.write_record(result, rows, change=change, command="COMMAND", folder=where["folder"])
-    for path, content in page.pages(**where).items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(content)
-    text = (tmp_path / "records/README.md").read_text()
+            _write(result, change, where["folder"])
+    contents = _pages(tmp_path)
+    text = contents["records/README.md"]
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
     row = next(line for line in text.splitlines() if line.startswith("| `demo` |"))
     cells = "0.985 +- 0.005 [0.973, 0.997], 3 seeds | 0.980 | 0.018: not held | 52 | 1.5 | 0.25 |"
-    assert f"{cells} 0.995 (16 steps) |" in row
+    assert f"{cells} 0.995 (16 steps) | AN EPYC (instruction set unknown), bfloat16 |" in row
     assert text.count("First.") == 1
-    assert f"0.850 in 51 s (2 seeds, {better['cpu']}). First." in text
+    assert "0.850 in 51 s (2 seeds, AN EPYC). First." in text
     assert "    COMMAND\n" in text
-    short = "| exact 0.97 in 1 min | 0.985 +- 0.005 [0.973, 0.997], 3 seeds | 52 |"
-    assert short in (tmp_path / "README.md").read_text()
+    short = "| exact 0.97 in 1 min | 0.985 +- 0.005 [0.973, 0.997], 3 seeds | 52 | AN EPYC (instruction set"
+    assert short in contents["README.md"]
     picture = page.draw_curves(RUNGS["demo"], better, tmp_path / "records/demo")
     assert ">goal 0.97 in 1 min<" in picture
     assert ">exact accuracy, 3 seeds; faint: in training<" in picture
     assert page.pages(**where) == {path: path.read_text() for path in page.pages(**where)}
     path = tmp_path / "records/demo/record.json"  # as an older version wrote it
     path.write_text(re.sub(r'"(petaflops|processor_hours(_max)?)": [\d.]+,', "", path.read_text()))
-    assert (
-        "0.018: not held | 52 |  |  | 0.995 (16 steps) |"
-        in page.pages(**where)[tmp_path / "records/README.md"]
-    )
+    assert "0.018: not held | 52 |  |  | 0.995 (16 steps) |" in _pages(tmp_path)["records/README.md"]
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match=r"README.md lacks the lines"):
         page.pages(**where)
+
+
+def test_an_entry_leaves_those_of_other_machines_alone(tmp_path):
+    folder = tmp_path / "records"
+    logs = _write(_result(0.99, 0.98, 0.97), "First.", folder)
+    assert logs == folder / "demo/unknown_bfloat16"
+    files = {path: path.read_bytes() for path in logs.iterdir()}
+    (kept,) = record.read_entries(folder / "demo")
+    for change, shares in (("On AVX2.", (0.9,)), ("Faster.", (0.96,))):
+        slow = _result(*shares, on=_FLOAT32, seconds=61.0)
+        assert _write(slow, change, folder) == folder / "demo/avx2_float32"
+    assert {path: path.read_bytes() for path in logs.iterdir()} == files
+    entries = record.read_entries(folder / "demo")
+    assert entries[0] == kept
+    assert [entry["forward_dtype"] for entry in entries] == ["bfloat16", "float32"]
+    assert [each["change"] for each in entries[1]["history"]] == ["On AVX2."]
+
+    contents = _pages(tmp_path)
+    rows = [line for line in contents["records/README.md"].splitlines() if line.startswith("| `demo` |")]
+    assert ["(instruction set unknown), bfloat16" in row for row in rows] == [True, False]
+    assert "| 0.960, 1 seed: missed | 0.960 | one seed | 61: missed |" in rows[1]
+    assert "| A XEON (avx2), float32 |" in rows[1]
+    assert "](demo/avx2_float32/seed_0.jsonl)" in contents["records/README.md"]
+    assert "\nA XEON (avx2), float32, 2 cores," in contents["records/README.md"]
+    assert contents["README.md"].count("`demo`") == 1
+    assert "3 seeds | 52 | AN EPYC (instruction set unknown), bfloat16 |" in contents["README.md"]
+
+    more = [{"seeds": seeds, "date": date} for seeds, date in ((1, "2"), (3, "0"), (3, "1"), (2, "3"))]
+    assert record.best_entry(more) == {"seeds": 3, "date": "1"}
 
 
 def test_the_committed_pages_show_the_committed_records():
@@ -193,13 +240,23 @@ def test_a_signal_ends_the_command_too(tmp_path, number, status):
 
 
 @pytest.mark.slow
-def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interrupts):
-    longer = "halt_max_steps=[2,4] compile=false"
-    rung = dataclasses.replace(RUNG, processes=1, metric="sudoku/valid_accuracy", test_time=longer)
+def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interrupts, sudoku_folder):
+    rule = number_format.choose_format(torch.device("cpu")).name
+    other = "float32" if rule == "bfloat16" else "bfloat16"
+    tiny = [*(word for word in OVERRIDES if "forward_dtype" not in word), "epochs=12", "eval_interval=12"]
+    recipe = ["experiment={name} seed={seed} data_path={data}", *tiny]
+    rung = dataclasses.replace(
+        RUNG,
+        trainings=(" ".join([*recipe, "compile=false", "evaluators=[sudoku]"]),),
+        **{"processes": 1, "metric": "sudoku/valid_accuracy"},
+        test_time="halt_max_steps=[2,4] compile=false",
+    )
     monkeypatch.setitem(RUNGS, "demo", rung)
-    tiny = [*OVERRIDES, "epochs=24", "eval_interval=8", "compile=false", "evaluators=[sudoku]"]
     folder = tmp_path / "runs"
-    words = ["--rung", "demo", "--seeds", "2", "--first-seed", "3", "--folder", str(folder)]
+    shutil.copytree(sudoku_folder, folder / "data")
+    built = {"command": sum(rung.build_commands(folder, None), []), "seconds": 1000.0}
+    (folder / "data.json").write_text(json.dumps(built))
+    words = ["--rung", "demo", "--seeds", "1", "--first-seed", "3", "--folder", str(folder)]
 
     def interrupt() -> None:
         log = folder / "seed_3/run/metrics.jsonl"
@@ -209,40 +266,50 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        records.main([*words, *tiny])
+        records.main([*words, "--dtype", other])
     assert json.loads((folder / "seed_3/run/status").read_text())["status"] == "stopped"
+    assert json.loads((folder / "format.json").read_text()) == {"forward_dtype": other}
     capsys.readouterr()
 
-    made = folder / "data.json"
-    made.write_text(json.dumps(json.loads(made.read_text()) | {"seconds": 1000.0}))  # as long as it took
-    records.main([*words, *tiny])
-    first, second, last = capsys.readouterr().out.splitlines()
+    records.main(words)  # in the format of the folder, which is not that of the rule
+    first, last = capsys.readouterr().out.splitlines()
     assert "interrupted 1 times" in first
-    assert "interrupted" not in second
     result = json.loads(last)
-    assert (result["seeds"], result["first_seed"], result["interruptions"]) == (2, 3, 1)
-    shares = [run[rung.metric] for run in result["runs"]]
-    assert result[f"{rung.metric}_mean"] == pytest.approx(sum(shares) / 2)
-    assert result[f"{rung.metric}_min"] == min(shares)
-    assert result["seconds_max"] == max(run["seconds"] for run in result["runs"])
-    assert all(1000 < run["seconds"] < 2000 for run in result["runs"])
-    assert all(0 < run["processor_hours"] <= result["processor_hours_max"] < 1 for run in result["runs"])
-    assert all(run["petaflops"] == result["petaflops"] > 0 for run in result["runs"])
-    rerun = seeds.Rerun(rung, folder, source=None)
-    assert rerun.rows(4, data_seconds=1000.0)[0]["seconds"] > 1000
-    rows = rerun.rows(3, data_seconds=1000.0)
-    assert rows[-1]["eval/all/exact_accuracy"] == result["runs"][0]["exact_accuracy"]
-    assert 0 < rows[0]["seconds"] < rows[-1]["seconds"] <= result["runs"][0]["seconds"]
+    assert (result["seeds"], result["first_seed"], result["interruptions"]) == (1, 3, 1)
+    assert result["forward_dtype"] == other
+    assert read_yaml(folder / "seed_3/run/config.yaml")["arch"]["forward_dtype"] == other
+    (run,) = result["runs"]
+    assert result[f"{rung.metric}_mean"] == result[f"{rung.metric}_min"] == run[rung.metric]
+    assert 1000 < run["seconds"] == result["seconds_max"] < 2000
+    assert 0 < run["processor_hours"] == result["processor_hours_max"] < 1
+    assert run["petaflops"] == result["petaflops"] > 0
+    rows = seeds.Rerun(rung, folder, source=None).rows(3, data_seconds=1000.0)
+    assert rows[-1]["eval/all/exact_accuracy"] == run["exact_accuracy"]
+    assert 1000 < rows[0]["seconds"] < rows[-1]["seconds"] <= run["seconds"]
 
-    words += ["--seeds", "1", "--test-time", *tiny]
-    records.main(words)
+    records.main([*words, "--test-time"])
+    assert f"computes in {other}: forward_dtype is given" in (folder / "seed_3/test_time.txt").read_text()
     monkeypatch.setattr(seeds, "_run", None)  # nothing is run again
-    records.main(words)
-    (run,) = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
-    shallow, deep = run.pop("test_time")
-    assert run == result["runs"][0]
+    kept = functools.partial(record.write_record, folder=tmp_path / "records")
+    monkeypatch.setattr(records, "write_record", kept)
+    monkeypatch.setattr(records, "pages", dict)
+    records.main([*words, "--test-time", "--dtype", other, "--write", "New."])
+    (again,) = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    shallow, deep = again.pop("test_time")
+    assert again == run
     assert shallow.keys() == {"steps", "samples", "exact_accuracy", "valid_accuracy", "calls"}
     assert deep[rung.metric] == deep["valid_accuracy"]
+    (entry,) = record.read_entries(tmp_path / "records/demo")
+    used = number_format.instruction_set(torch.device("cpu"))
+    assert (entry["instruction_set"], entry["forward_dtype"]) == (used, other)
+    assert entry["command"].endswith(f"--first-seed 3 --dtype {other} --test-time")
+    assert (tmp_path / f"records/demo/{used}_{other}/seed_3.jsonl").exists()
+
     with pytest.raises(SystemExit):
         records.main([*words, "lr=2e-3"])
     assert "another recipe (lr: 0.001 -> 0.002): choose another --folder" in capsys.readouterr().err
+    for change in (["--dtype", rule], [f"arch.forward_dtype={rule}"]):
+        with pytest.raises(ValueError, match=f"contains results in {other}, not in {rule}"):
+            records.main([*words, *change])
+    with pytest.raises(ValueError, match=f"--dtype {rule}: the recipe sets .*={other}. Remove --dtype."):
+        records.main([*words, "--dtype", rule, f"arch.forward_dtype={other}"])

@@ -5,6 +5,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -20,6 +21,7 @@ import torch
 from checkpointing.files import STARTS_FILE
 from checkpointing.rows import MetricsFile, cut_back_rows, last_wandb_step, read_rows
 from config.files import config_to_yaml
+from parallel.number_format import instruction_set
 from tests.tiny import tiny_arch, tiny_config
 from tests.waiting import PATIENCE
 from training import code
@@ -150,7 +152,8 @@ def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(run, monkeypatc
         f"python {asked}",
         f"torchrun --nnodes 2 --nproc-per-node 2 {asked}",
     ]
-    assert "cores" in starts[0]["hardware"]
+    name = instruction_set(torch.device("cpu"))
+    assert re.fullmatch(rf"\d+ cores of .+ \({name}\)", starts[0]["hardware"])
     (run / STARTS_FILE).unlink()
     (run / STARTS_FILE).mkdir()
     record_start(run, step=9, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))

@@ -17,6 +17,7 @@ from config.files import load_defaults
 from config.programs import SearchConfig
 from config.reading import read_yaml
 from config.schema import PretrainConfig, validate_config
+from parallel.number_format import Choice
 from report.study import write_page
 from search import search
 from tests.ranks import REPOSITORY, start_program
@@ -210,6 +211,27 @@ def test_a_trial_is_not_pruned_at_its_last_evaluation(tmp_path):
         is_pruned = [study.report(trial, values[:number]) for number in (1, 2)]
         study.optuna.tell(trial, values[-1])
     assert is_pruned == [True, False]
+
+
+@pytest.mark.slow
+def test_a_study_keeps_the_number_format_that_it_began_with(tmp_path, monkeypatch):
+    """Also a study of e5cd7107, which stored bfloat16. A format that is searched is left to the search."""
+    config = validate_config(SearchConfig, load_defaults("search") | {"study": "s", "startup_trials": 1})
+    space = read_space(["lr=choice(1,2)", "epochs=2", "eval_interval=1"])
+    run, words = space.check(), []
+    monkeypatch.setattr("training.run_config.choose_format", lambda _: chosen)
+    for name, chosen in (("of bfloat16", Choice("bfloat16", "")), ("of float32", Choice("float32", ""))):
+        for _ in range(2):
+            study = Study(tmp_path / name, config, space, run)
+            words.append(study.overrides({"lr": "1"})[-1])
+            study.begin()
+            chosen = Choice("float32", "")  # on another machine
+    assert words == ["arch.forward_dtype=bfloat16"] * 2 + ["arch.forward_dtype=float32"] * 2
+
+    space = read_space(["arch.forward_dtype=bfloat16,float32", "epochs=2", "eval_interval=1"])
+    study = Study(tmp_path / "of both", config, space, space.check())
+    of_trial = study.overrides({"arch.forward_dtype": "float32"})
+    assert [word for word in of_trial if "forward_dtype" in word] == ["arch.forward_dtype=float32"]
 
 
 @pytest.mark.slow

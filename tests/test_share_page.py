@@ -26,7 +26,7 @@ from models import HaltingModel
 from models.carry import Reasoning
 from share import browser
 from share.__main__ import main
-from share.browser import choose_puzzles, in_float32, keep_embeddings, write_page
+from share.browser import choose_puzzles, keep_embeddings, write_page
 from share.onnx import check_packages, write_step
 from tests.checkpoints import save_on
 from tests.puzzle_sets import IGNORED, write
@@ -151,9 +151,9 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
     assert rows == [test.inputs[row].tolist() for row in (0, 20, 40, 60, 80)]  # 100 puzzles
     assert facts["puzzles"][0]["labels"] == test.labels[0].tolist()
 
-    checkpoint = in_float32(find_checkpoint(trained))
+    checkpoint = find_checkpoint(trained)
     data = open_dataset(sudoku_folder, splits=("test",), read_everything=False)
-    model = load_trained_model(checkpoint, data.metadata).eval()
+    model = load_trained_model(checkpoint, data.metadata, forward_dtype="float32").eval()
     assert model.network.dtype == torch.float32
     _assert_same_answers(output / "run" / "model.onnx", model, num_steps=6, num_identifiers=1)
 

@@ -9,7 +9,6 @@ from checkpointing.pretrained import SHIPPED, find_checkpoint, load_trained_mode
 from dataset.build import build_dataset
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
-from share.browser import in_float32
 
 # The words of the builder that make the puzzles of each model, and how many of them it solves. QUICK: the
 # models that are asked here; tests/system asks the others.
@@ -60,7 +59,7 @@ def check_solved(name: str, tmp_path: Path) -> None:
     kind, *options = words.split()
     build_dataset(kind, [*options, "--output-dir", str(tmp_path / "data")])
     data = open_datasets([tmp_path / "data"], splits=("test",), read_everything=False)
-    model = load_trained_model(in_float32(find_checkpoint(name)), data.metadata)
+    model = load_trained_model(find_checkpoint(name), data.metadata, forward_dtype="float32")
     (result,) = evaluate_split(model, data, global_batch_size=100).values()
     count = result.metrics["count"]
     solved = round(count * result.metrics["exact_accuracy"])

@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import faulthandler
 import functools
 import json
 import multiprocessing
@@ -23,8 +22,9 @@ from torch.distributed import TCPStore
 from parallel import log
 from parallel import watchdog as watchdog_module
 from parallel.collectives import barrier
+from parallel.failure_record import FailureRecord
 from parallel.process_group import process_group, rank, rendezvous_store
-from parallel.watchdog import EXIT_HANG, FailureRecord, Watchdog
+from parallel.watchdog import EXIT_HANG, Watchdog
 from tests.ranks import _in_environment, _server
 from tests.waiting import read, wait_for
 
@@ -175,7 +175,10 @@ def test_a_stopped_rank_is_missed_by_ranks_that_wait_in_a_collective(start, culp
 
 
 def _hold_the_interpreter() -> None:
-    ctypes.PyDLL(None).sleep(1000)
+    """Waits for a lock without releasing the interpreter's; no signal ends the wait."""
+    mutex = ctypes.create_string_buffer(128)  # zeros: of glibc, a mutex that nobody has locked
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 def _evaluate(watchdog: Watchdog) -> None:
@@ -200,8 +203,10 @@ def test_silent_ranks_are_missed_during_evaluation_too(start):
     assert "rank 3: ended with RuntimeError" in report
     assert re.search(r"rank 0: evaluating or saving, tests/test_watchdog.py:\d+ \(_sleep\)", report)
     # Rank 2 has no thread of Python's that could end it.
-    assert ranks.status(2) == 1
-    assert "Timeout (" in ranks.stderr(2)
+    assert ranks.status(2) == -signal.SIGKILL
+    assert re.search(
+        r"(?m)^error: process \d+ ran no Python code for \d+ s\. It is killed\.", ranks.stderr(2)
+    )
     assert "in _hold_the_interpreter" in ranks.stderr(2)
 
 
@@ -231,13 +236,34 @@ def _train_slowly(watchdog: Watchdog) -> None:
 
 
 def test_ranks_that_were_all_stopped_for_a_while_go_on(start):
-    """A job that the scheduler suspends."""
+    """A job that the scheduler suspends, for longer than any limit."""
     ranks = start(_train_slowly, 2)
     ranks.wait_until_all_say("here")
     ranks.send(signal.SIGSTOP)
-    time.sleep(1.5 * _TIMEOUT)
+    time.sleep(2 * (_TIMEOUT + watchdog_module._BACKSTOP_TICKS * _TICK))
     ranks.send(signal.SIGCONT)
     assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
+
+
+def _train_while_the_agent_is_stopped(agent: int, watchdog: Watchdog) -> None:
+    os.getppid = lambda: agent
+    with watchdog.paused():
+        _say_so()
+        time.sleep(4 * _TIMEOUT)
+    watchdog.step_done(1)
+
+
+def test_ranks_go_on_while_only_torchrun_is_stopped(start, store_server):
+    """Ctrl-Z in a terminal stops torchrun, but not the ranks, which have sessions of their own."""
+    process, port = store_server
+    ranks = start(functools.partial(_train_while_the_agent_is_stopped, process), 2, port=port)
+    ranks.wait_until_all_say("here")
+    os.kill(process, signal.SIGSTOP)
+    ranks.wait_until_all_say("is stopped")
+    time.sleep(2 * _TIMEOUT)
+    os.kill(process, signal.SIGCONT)
+    assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
+    assert ranks.stderr(0).count(f"torchrun (process {process}) is stopped") == 1
 
 
 def _serve_store(sender: Connection) -> None:
@@ -287,25 +313,6 @@ def _evaluate_briefly(watchdog: Watchdog) -> None:
 def test_rank_0_serves_the_store_where_no_agent_does(start, free_port):
     """TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or mpirun."""
     ranks = start(_evaluate_briefly, 2, port=free_port, is_served=False)
-    assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
-
-
-def _fork(_watchdog: Watchdog) -> None:
-    time.sleep(3 * _TICK)
-    child = os.fork()
-    if child == 0:  # what the interpreter does at its end
-        faulthandler.cancel_dump_traceback_later()
-        os._exit(0)
-    deadline = time.monotonic() + _SLACK / 2
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            raise AssertionError("the child waits for the timer of its parent")
-        time.sleep(_TICK)
-
-
-def test_a_forked_child_ends(start):
-    ranks = start(_fork, 2)
     assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
 
 

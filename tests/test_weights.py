@@ -7,36 +7,63 @@ import torch
 
 from config.architecture import architectures
 from models.blocks import block_weights
-from optimizers.weights import AdamW, Muon, Weights, build_weights
+from optimizers.muon import Muon, orthogonalize
+from optimizers.weights import AdamW, Weights, build_weights
 from parallel.collectives import all_ranks
 from parallel.flat import FlatParameters
 from tests.float64 import assert_close
 from tests.tiny import tiny_config, tiny_model
 
 
+def _moved(rule, *, steps: int = 3) -> torch.Tensor:
+    """Returns a weight after some steps of an optimizer with random gradients."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(24, 8, generator=generator))
+    optimizer = rule([weight], lr=0.1, weight_decay=0.5)
+    for _ in range(steps):
+        weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    return weight.detach()
+
+
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (
-            functools.partial(AdamW, beta1=0.8, beta2=0.9),
-            functools.partial(torch.optim.AdamW, betas=(0.8, 0.9)),
-        ),
-        (Muon, functools.partial(torch.optim.Muon, momentum=0.95, adjust_lr_fn="match_rms_adamw")),
-    ],
-)
-def test_a_state_that_is_there_from_the_start_changes_nothing(ours, theirs):
-    results = []
-    for rule in (ours, theirs):
-        generator = torch.Generator().manual_seed(0)
-        weight = torch.nn.Parameter(torch.randn(24, 8, generator=generator))
-        optimizer = rule([weight], lr=0.1, weight_decay=0.5)
-        assert bool(optimizer.state) == (rule is ours)
-        for _ in range(3):
-            weight.grad = torch.randn(weight.shape, generator=generator)
-            optimizer.step()
-        results.append(weight.detach())
-    assert_close(*results)
+def test_a_state_that_is_there_from_the_start_changes_nothing():
+    ours = functools.partial(AdamW, beta1=0.8, beta2=0.9)
+    assert_close(_moved(ours), _moved(functools.partial(torch.optim.AdamW, betas=(0.8, 0.9))))
+    assert AdamW([torch.nn.Parameter(torch.ones(2))], lr=1, beta1=0.1, beta2=0.1, weight_decay=0).state
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
+def test_muon_in_bfloat16_has_the_bits_of_torch(shape):
+    """Divided among ranks: tests/test_layouts.py."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    theirs = torch.nn.Parameter(torch.zeros(shape))
+    theirs.grad = matrix.clone()
+    torch.optim.Muon([theirs], lr=1.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw").step()
+    ours = orthogonalize(matrix, dtype=torch.bfloat16)
+    assert torch.equal(torch.zeros(shape).add(ours, alpha=-0.2 * max(shape) ** 0.5), theirs.detach())
+
+    torch_muon = functools.partial(torch.optim.Muon, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    assert torch.equal(_moved(functools.partial(Muon, dtype=torch.bfloat16)), _moved(torch_muon))
+
+
+def test_muon_in_float32_is_the_method_in_float64():
+    """The naive method: Newton-Schulz on the Nesterov direction, written as a loop over steps in float64."""
+    generator = torch.Generator().manual_seed(0)
+    weight, momentum = torch.randn(24, 8, generator=generator).double(), torch.zeros(24, 8).double()
+    for _ in range(3):
+        gradient = torch.randn(24, 8, generator=generator).double()
+        momentum = 0.95 * momentum + 0.05 * gradient
+        x = 0.05 * gradient + 0.95 * momentum
+        x = x / x.square().sum().sqrt()
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+        weight = (1 - 0.1 * 0.5) * weight - 0.1 * 0.2 * 24**0.5 * x
+    ours = _moved(functools.partial(Muon, dtype=torch.float32))
+    assert ((ours - weight).norm() / weight.norm()) < 1e-6
+    in_bfloat16 = _moved(functools.partial(Muon, dtype=torch.bfloat16))
+    assert ((in_bfloat16 - weight).norm() / weight.norm()) > 1e-4, "another dtype is another rounding"
 
 
 def _build(network: torch.nn.Module, optimizer: str) -> tuple[FlatParameters, Weights]:

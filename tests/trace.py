@@ -31,6 +31,7 @@ _DILOCO = ("outer_lr=0.7", "outer_momentum=0.9")
 _HALVES = "sync_dtype=bfloat16"
 _ROWS, _SHARDED = "puzzle_emb_sharding=rows", "data_parallel_shard_degree=-1"
 _LOSSES = ("arch.loss.supervision_decay=0.9", "arch.loss.label_smoothing=0.1")
+_PIPELINE, _TENSOR = "pipeline_parallel_degree=2", "tensor_parallel_degree=2"
 _BFLOAT16 = "arch.forward_dtype=bfloat16"
 _TRM = ("arch=trm", "arch.H_layers=0")
 _SERRM = ("arch=serrm", "arch.puzzle_emb_ndim=1", "arch.head_dim=12", "arch.num_heads_t=3")
@@ -115,37 +116,17 @@ CASES = {
     "fprm bfloat16": Case((2, 1), ("arch=fprm", _BFLOAT16, "activation_checkpointing=block", *_DEBIASED)),
     "bfloat16 diloco": Case((2, 4), (_BFLOAT16, "local_steps=5", *_DILOCO, *_EMA)),
     "4 to 1 local": Case((4, 1), ("local_steps=5", *_MEAN, *_EMA)),
-    "mesh trm pp2": Case(2, (*_TRM, "arch.L_layers=2", "pipeline_parallel_degree=2", *_EMA)),
-    "mesh hrm tp2": Case(2, ("arch.q_target=exact", "tensor_parallel_degree=2", *_EMA)),
-    "mesh trm four": Case(
+    "trm pipeline": Case(2, (*_TRM, "arch.L_layers=2", _PIPELINE, *_EMA)),
+    "hrm tensor": Case(2, ("arch.q_target=exact", _TENSOR, *_EMA)),
+    "trm bfloat16 tensor pipeline four": Case(
         4,
-        (
-            *_TRM,
-            "arch.L_layers=2",
-            _BFLOAT16,
-            "tensor_parallel_degree=2",
-            "pipeline_parallel_degree=2",
-            "activation_checkpointing=block",
-            *_EMA,
-        ),
+        (*_TRM, "arch.L_layers=2", _BFLOAT16, _TENSOR, _PIPELINE, "activation_checkpointing=block", *_EMA),
     ),
-    "mesh urm dp2 pp2": Case(
-        4, ("arch=urm", "arch.L_layers=2", "pipeline_parallel_degree=2", "optimizer=muon", *_EMA)
+    "urm bfloat16 muon pipeline four": Case(
+        4, ("arch=urm", "arch.L_layers=2", _BFLOAT16, _PIPELINE, "optimizer=muon", *_EMA)
     ),
-    "mesh serrm tp2": Case(
-        2,
-        (
-            "arch=serrm",
-            "arch.puzzle_emb_ndim=1",
-            "arch.head_dim=12",
-            "arch.num_heads=2",
-            "arch.num_heads_t=2",
-            "arch.head_dim_t=6",
-            "tensor_parallel_degree=2",
-            *_EMA,
-        ),
-    ),
-    "mesh fprm pp2": Case(2, (*_FPRM, "arch.L_layers=2", "pipeline_parallel_degree=2", *_EMA)),
+    "serrm tensor": Case(2, (*_SERRM, "arch.num_heads=2", "arch.num_heads_t=2", _TENSOR, *_EMA)),
+    "fprm pipeline": Case(2, (*_FPRM, "arch.L_layers=2", _PIPELINE, *_EMA)),
 }
 _HAS_NOT = {  # keys of `OVERRIDES` that an architecture does not have
     "arch=serrm": ("arch.H_layers", "arch.num_heads"),

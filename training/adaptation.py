@@ -31,18 +31,20 @@ def adapt(
     seed: int,
     device: torch.device,
     raw: bool = False,
+    forward_dtype: str | None = None,
 ) -> HaltingModel:
     """Trains only new puzzle embeddings, on `demonstrations`; returns the model in evaluation mode.
 
     Runs in one process. demonstrations: one puzzle for each training step, all with the same number of
     examples; identifiers are row numbers in the table of the returned model. Each new row starts as the mean
     of the checkpoint's rows. raw: whether to take the raw weights instead of the averages (EMA).
+    forward_dtype: Number format of the training and of the model. If None, it is the checkpoint's.
     """
     num_steps = len(demonstrations.puzzle_identifiers)
     num_examples = demonstrations.num_examples // num_steps
     table = {"num_puzzle_identifiers": int(demonstrations.puzzle_identifiers.max()) + 1}
     changes = {
-        "arch": checkpoint.arch.model_dump(),
+        "arch": checkpoint.arch.model_dump() | ({"forward_dtype": forward_dtype} if forward_dtype else {}),
         "data_path": checkpoint.data_paths,
         "train_only": "puzzle_embeddings",
         "global_batch_size": num_examples,

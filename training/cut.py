@@ -3,8 +3,9 @@
 from torch import nn
 
 from models.blocks import levels_of
-from models.layers import Attention, Convolution
+from models.layers import Attention, Convolution, SwiGLU
 from models.network import Network
+from models.urm import ConvSwiGLU
 from parallel.mesh import Mesh
 from parallel.pipeline import keep_stage
 from parallel.tensor import Cut, Plan, cut_tensors
@@ -18,10 +19,10 @@ def plan_of(layer: nn.Module) -> Plan | None:
         return Plan({"qkv_proj.weight": (3, num_heads), "o_proj.weight": (width, num_heads)})
     if isinstance(layer, Convolution):  # by features of the input
         return Plan({"weight": (len(layer.weight), len(layer.weight))}, reads_share=True)
-    if hasattr(layer, "gate_up_proj"):  # a gated MLP: by inner features
+    if isinstance(layer, SwiGLU | ConvSwiGLU):  # by inner features
         width, inner = layer.down_proj.weight.shape
         weights = {"gate_up_proj.weight": (2, inner), "down_proj.weight": (width, inner)}
-        if hasattr(layer, "dwconv"):
+        if isinstance(layer, ConvSwiGLU):
             weights |= {"dwconv.weight": (1, inner), "dwconv.bias": (1, inner)}
         return Plan(weights)
     return None

@@ -1,4 +1,4 @@
-"""The run folder: its name, its lock (one process at a time), and the small files in it.
+"""The run folder: its lock (one process at a time), and the small files in it.
 
 Only rank 0 writes here.
 """
@@ -11,99 +11,32 @@ import fcntl
 import hashlib
 import json
 import os
-import platform
-import re
 import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import coolname
 import torch
 
-from checkpointing.files import CONFIG_FILE, STARTS_FILE, newest_checkpoint
-from checkpointing.pretrained import ARCH_WORD, find_checkpoint
-from config.compose import chosen_experiment, compose_config, compose_values
-from config.files import changed_words, fill_defaults, flatten
-from config.messages import check_data_folders
-from config.reading import read_json, read_yaml
-from config.schema import PretrainConfig, keys_that_may_change, validate_config
+from checkpointing.files import STARTS_FILE, newest_checkpoint
+from config.reading import read_json
+from config.schema import PretrainConfig
 from config.writing import open_to_append, write_json, write_text
-from models.network import choose_dtype
 from parallel import log
 from parallel.process_group import is_main, local_world_size, world_size
-from training import dry_run
+from parallel.processor import describe_processor
 from training.code import code_diff, git_commit
-from training.layout import check_layout
+from training.run_config import describe_changes, read_stored_config
 
 STATUS_FILE = "status"
 REPORT_FILE = "report.html"
 HEARTBEAT_FILE = "heartbeat"
 WANDB_ID_FILE = "wandb_run_id"
 _LOCK_FILE = "lock"
-
-
-def compose_run(
-    arguments: Sequence[str] | None = None, *, processes: int | None = None
-) -> PretrainConfig | None:
-    """Returns the checked config of a command line, with the run named; the data is not read yet.
-
-    arguments: the words; None: of this process. processes: of the run; None: as many as run now. Returns None
-    after --help. ValueError for a mistake.
-    """
-    words = name_arch(sys.argv[1:] if arguments is None else arguments)
-    options = {"notice": log.warning, "dry_run": dry_run.describe}
-    config, experiment = compose_config(PretrainConfig, words, **options), chosen_experiment(words)
-    if config is None:
-        return None
-    check_data_folders(config.data_paths, experiment=experiment)
-    check_data_folders(config.test_data_path or [], experiment=experiment, key="test_data_path")
-    check_layout(config, processes or world_size())
-    if config.arch.forward_dtype == "auto":
-        name = str(choose_dtype("auto")).removeprefix("torch.")
-        log.info(f"arch.forward_dtype=auto: {name} on this machine")
-        arch = config.arch.model_copy(update={"forward_dtype": name})
-        config = config.model_copy(update={"arch": arch})
-    return name_run(config, experiment=experiment)
-
-
-def name_arch(words: Sequence[str]) -> list[str]:
-    """Replaces the word arch=checkpoint by key=value words for the architecture of `init_from`.
-
-    Returns other words as they are. Raises ValueError if `init_from` is no checkpoint.
-    """
-    if ARCH_WORD not in words:
-        return list(words)
-    others = [word for word in words if not re.match(r"[+~]*arch\b", word)]
-    location = compose_values(PretrainConfig, others).get("init_from")
-    if not isinstance(location, str):
-        raise ValueError(f"config: {ARCH_WORD} is that of another checkpoint: give init_from=PATH")
-    arch = find_checkpoint(location).arch
-    named = [f"++{word}" for word in changed_words({"arch": arch.model_dump()}, {})]
-    return [f"arch={arch.name}", *named, *(word for word in words if word != ARCH_WORD)]
-
-
-def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfig:
-    """Fills in project_name, run_name (at random), checkpoint_path and wandb_group, where they are null."""
-    run_name = config.run_name
-    if run_name is None and config.checkpoint_path is not None:
-        run_name = _as_name(Path(config.checkpoint_path).resolve().name)
-    elif run_name is None:
-        run_name = coolname.generate_slug(2)
-    data_name = _as_name(Path(config.data_path[0]).resolve().name)
-    project_name = config.project_name or f"{config.arch.name}-{data_name}"
-    checkpoint_path = config.checkpoint_path or str(Path("checkpoints") / project_name / run_name)
-    names = {"project_name": project_name, "run_name": run_name, "checkpoint_path": checkpoint_path}
-    names["wandb_group"] = config.wandb_group or experiment
-    return validate_config(PretrainConfig, {**config.model_dump(), **names})
-
-
-def _as_name(folder_name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", folder_name).lstrip("_.+-") or "run"
 
 
 def open_run_folder(config: PretrainConfig) -> Path:
@@ -115,13 +48,11 @@ def open_run_folder(config: PretrainConfig) -> Path:
     with writing_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder, other="run_name")
-        for holder in (folder, newest_checkpoint(folder)):  # the second, if the folder has no config.yaml
-            if holder is not None and (holder / CONFIG_FILE).exists():
-                if changes := describe_changes(read_yaml(holder / CONFIG_FILE), config):
-                    where = f"{holder} holds a run with another config"
-                    newest = newest_checkpoint(folder) or "a checkpoint"
-                    raise ValueError(f"{where} ({changes}): choose another run_name, and resume={newest}")
-                break
+        stored = read_stored_config(folder)
+        if stored is not None and (changes := describe_changes(stored.values, config)):
+            where = f"{stored.folder} holds a run with another config"
+            newest = newest_checkpoint(folder) or "a checkpoint"
+            raise ValueError(f"{where} ({changes}): choose another run_name, and resume={newest}")
         with tempfile.TemporaryFile(dir=folder):
             pass
     return folder
@@ -179,17 +110,6 @@ def is_in_use(folder: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
-    """Lists keys that may not change on resume, but did: "key: old -> new, ..."; "" if there are none.
-
-    before: the config of the run so far, perhaps of an older version with fewer keys.
-    """
-    old, new = flatten(fill_defaults(before)), flatten(now.model_dump())
-    may_change = keys_that_may_change(PretrainConfig)
-    fixed = sorted(key for key in old if key.partition(".")[0] not in may_change)
-    return ", ".join(f"{key}: {old[key]} -> {new.get(key)}" for key in fixed if old[key] != new.get(key))
 
 
 @contextlib.contextmanager
@@ -252,11 +172,7 @@ def _command_line() -> str:
 
 
 def _describe_hardware(device: torch.device) -> str:
-    """Returns the hardware of the run as a text: the GPUs of all processes, or the cores of this machine."""
+    """Returns the hardware of the run as a text: the GPUs of all processes, or this machine's processor."""
     if device.type == "cuda":
         return f"{world_size()} x {torch.cuda.get_device_name(device)}"
-    with contextlib.suppress(OSError, StopIteration):  # elsewhere than on Linux
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        return f"{num_cores()} cores of {name}"
-    return f"{num_cores()} cores, {platform.machine()}"
+    return f"{num_cores()} cores of {describe_processor()}"

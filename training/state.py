@@ -110,10 +110,12 @@ class TrainState:
         own = [sums for n, sums in enumerate(saved) if self.ranks.index == (n if takes_own else 0)]
         sums = {name: math.fsum(each.get(name, 0.0) for each in own) for name in saved[0]}
         self.metrics.fill_(sums, steps=saved[0]["steps_summed"])
-        missing = set()
-        for name, tensors in self.sections().items():
+        missing, sections = set(), self.sections()
+        # resume=PATH may be a run in another number format: states and their initial values are in it.
+        casts = {*sections["carry"], *dict(self.model.network.named_buffers())}
+        for name, tensors in sections.items():
             # resume=PATH may be a run without averages, or without outer momentum, which then begins with 0.
-            options = {"is_optional": name in ("outer_optimizer", "ema_state")}
+            options = {"is_optional": name in ("outer_optimizer", "ema_state"), "casts": casts}
             if not load_into_(tensors, folder, name, elsewhere=self.weights.elsewhere, **options):
                 missing.add(name)
         if "ema_state" in missing:

@@ -115,7 +115,7 @@ def _begin(
         commands[of_run] = [
             *launch_command(config, slot=slot),
             str(REPOSITORY / "pretrain.py"),
-            *study.space.overrides(values),
+            *study.overrides(values),
             f"checkpoint_path={quoted(str(of_run))}",
             f"run_name={name}",
             *([f"seed={seed}"] if config.seeds > 1 else []),

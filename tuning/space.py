@@ -27,7 +27,7 @@ from config.files import FOLDER
 from config.programs import SearchConfig
 from config.schema import PretrainConfig
 from config.writing import to_yaml
-from training.run_folder import name_arch
+from training.run_config import name_arch
 
 _GIVEN_BY_SEARCH = {
     "checkpoint_path": "trial n runs in <folder>/trial_<n>: give folder=PATH",

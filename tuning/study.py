@@ -14,10 +14,12 @@ import optuna
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from config.files import format_of
 from config.programs import SearchConfig
 from config.schema import PretrainConfig
 from training.best import Selection
-from training.run_folder import describe_changes, lock_folder
+from training.run_config import FORMAT_KEY, describe_changes, find_format, with_format
+from training.run_folder import lock_folder
 from tuning.space import Space
 
 _CONFIG, _SEARCH = "config", "search"
@@ -53,10 +55,15 @@ class Study:
             self.optuna.get_trials()
             known = self.optuna.user_attrs
         self._storage = storage
-        self._claim(path, run, known)
+        self._forward_dtype = self._claim(path, run, known)
+        is_open = run.arch.forward_dtype == "auto" and FORMAT_KEY not in space.parameters
+        self._format_words = [f"{FORMAT_KEY}={self._forward_dtype}"] if is_open else []
 
-    def _claim(self, path: Path, run: PretrainConfig, known: dict[str, Any]) -> None:
-        """Stores the settings of a new search; ValueError if `known`, the file's attributes, has others."""
+    def _claim(self, path: Path, run: PretrainConfig, known: dict[str, Any]) -> str:
+        """Stores the settings of a new search; returns the number format with which the search began.
+
+        Raises ValueError if `known`, the file's attributes, has other settings.
+        """
         now: dict[str, Any] = {
             "metric": self.selection.metric,
             "chosen by": self.selection.selected_by,
@@ -77,9 +84,19 @@ class Study:
             changes = describe_changes(known[_CONFIG], run)
         if changes:
             raise ValueError(f"{where} is another search ({changes}): choose another study and folder")
-        if _CONFIG not in known:
-            self.optuna.set_user_attr(_SEARCH, now)
-            self.optuna.set_user_attr(_CONFIG, run.model_dump())
+        if _CONFIG in known:
+            return format_of(known[_CONFIG])
+        forward_dtype = find_format(run).name
+        self.optuna.set_user_attr(_SEARCH, now)
+        self.optuna.set_user_attr(_CONFIG, with_format(run, forward_dtype).model_dump())
+        return forward_dtype
+
+    def overrides(self, values: dict[str, str]) -> list[str]:
+        """Returns the words of pretrain.py for a trial. All trials have the study's number format.
+
+        values: {key: text} of the searched keys.
+        """
+        return [*self.space.overrides(values), *self._format_words]
 
     @property
     def trials(self) -> list[FrozenTrial]:
@@ -152,7 +169,7 @@ class Study:
             f"The best of {finished} trials of a search (trial {best.number} of the study {config.study}).\n"
             f"Command:   {config.launch or 'python'} pretrain.py {options}experiment={config.study}\n"
             f"Measured:  {selection.metric} {best.value:.4g} on the {selection.selected_by} "
-            f"puzzles{caution}{seeds}"
+            f"puzzles{caution}{seeds}, in {self._forward_dtype}"
         )
 
     def find_complete(self, values: dict[str, str]) -> FrozenTrial | None:

@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from parallel.number_format import instruction_set
 from tests.ranks import REPOSITORY, complete_program
 from tests.test_benchmarks import KEYS
 
@@ -23,9 +25,17 @@ def test_a_benchmark_ends_with_a_line_of_json(command, tmp_path):
     words = (f"benchmarks/{name}", *words, "--quick", "--rounds", "1")
     finished = complete_program(*words, folder=tmp_path, world_size=None, OMP_NUM_THREADS="1")
     result = json.loads(finished.stdout.splitlines()[-1])
+    assert result["device"].endswith(f"({instruction_set(torch.device('cpu'))})")
     for key in KEYS[command]:
         assert math.isfinite(result[key]), key
         assert result[key] > 0, key
+
+
+def test_without_bfloat16_instructions_steps_are_timed_in_float32():
+    words = ("--quick", "--rounds", "1", "--arch", "trm", "--contenders", "exact")
+    finished = _run(sys.executable, "-m", "benchmarks.step", *words, ATEN_CPU_CAPABILITY="avx2")
+    assert finished.returncode == 0, finished.stderr
+    assert "speedup_trm_fp32_exact" in json.loads(finished.stdout.splitlines()[-1])
 
 
 def test_published_sizes_run_to_their_end(tmp_path):
@@ -34,6 +44,7 @@ def test_published_sizes_run_to_their_end(tmp_path):
     finished = _run("benchmarks/sizes.sh", str(tmp_path), "trm_sudoku_mlp", **environment)
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-2000:]
     assert "s a step" in finished.stdout
+    assert f"({instruction_set(torch.device('cpu'))})" in finished.stdout
 
 
 @pytest.mark.parametrize(("least", "status"), [("0", 0), ("5", 1)])

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 import evaluate
 import pretrain
 from config.reading import read_yaml
+from parallel.watchdog import EXIT_HANG
 from records import __main__ as records
 from records import comparison, seeds
 from records.rungs import RUNGS, Rung
@@ -22,6 +24,7 @@ from tests.ranks import REPOSITORY, complete_program, start_program
 from tests.test_ldt import assert_learns_searches_and_solves
 from tests.test_pretrain import assert_resumed_is_bit_equal
 from tests.test_records import RUNG
+from tests.test_recovery import OPTIONS, STEP_TIMEOUT, Launch
 from tests.test_search import load_study
 from tests.test_share_page import assert_onnx_answers_as_torch
 from tests.tiny import OVERRIDES, logged_rows
@@ -105,6 +108,60 @@ def test_runs_from_python_and_the_loop_of_the_page_compute_the_same(
     of_runs = [tmp_path / run / "step_3" / "ema_weights.safetensors" for run in ("trained", "looped")]
     weights, own = map(load_file, of_runs)
     assert all(value.equal(own[name]) for name, value in weights.items())
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="finds the workers in /proc")
+def test_a_killed_and_a_frozen_rank_cost_only_time(tmp_path, sudoku_folder):
+    """Then a signal stops the run. The weights and the log are those of a run that is left alone."""
+    folder, data = tmp_path, sudoku_folder
+    epochs = 18  # of 200 puzzles, in batches of 24
+    length, num_steps = (*OPTIONS, f"epochs={epochs}", f"eval_interval={epochs}"), epochs * 200 // 24
+    words = (*length, f"step_timeout_seconds={STEP_TIMEOUT}")
+    options = ("--max-restarts=9", "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGUSR1")
+    with Launch(folder, data, *words, options=options) as run:
+        run.wait_for(lambda: run.step >= 10, what="the run does not start")
+        os.kill(run.workers()[0], signal.SIGKILL)
+        run.wait_for(lambda: "recovered: " in run.log(0), what="the kill is not recovered from")
+
+        survivor, frozen = (run.workers()[number] for number in (0, 1))
+        os.kill(frozen, signal.SIGSTOP)
+        run.wait_for(lambda: survivor not in run.workers().values(), what="nobody misses rank 1")
+        assert run.workers().get(1, frozen) == frozen, "only others can end it"
+        os.kill(frozen, signal.SIGKILL)  # torchrun would do so after 30 seconds
+        failure = "the hang is not recovered from"
+        run.wait_for(lambda: run.log(0).count("recovered: ") > 1, what=failure)
+
+        run.process.send_signal(signal.SIGUSR1)
+        run.wait_for(lambda: not run.workers(), what="the workers do not end")
+        assert run.process.wait(60) == 1, "so torchrun ends after a signal, whatever the workers do"
+        output, log = run.output, run.log(0)
+
+    assert "stopped: the same command goes on from here" in output
+    stopped = json.loads((run.run / "status").read_text())
+    assert stopped["status"] == "stopped"
+    assert (run.run / f"step_{stopped['step']}").is_dir()
+    assert re.search(rf"failed \(exitcode: {EXIT_HANG}\) local_rank: 0 ", output)
+    told = re.compile(
+        rf"^error \(rank 0\): no (?:progress|sign of life) of rank \d for {STEP_TIMEOUT} s "
+        r"\(step_timeout_seconds\)\. rank 1: not responding, last heard of \d+ s ago .*; "
+        r"rank 0: in step \d+, .*$",
+        flags=re.MULTILINE,
+    )
+    assert told.search(output), output
+    assert told.search(log)
+    assert re.search(r'File ".*pretrain.py", line \d+ in train\n', log)
+    assert re.search(r"recovered: step \d+ is done [\d.]+ s after the failure", log)
+
+    for path in (run.run, "whole"):
+        command = (f"data_path={data}", *OVERRIDES, *length, f"checkpoint_path={path}")
+        complete_program("pretrain", *command, folder=folder, world_size=2)
+    rows, whole = logged_rows(run.run), logged_rows(folder / "whole")
+    recovered = [row.pop("train/recovery_seconds", None) for row in rows]
+    assert any(recovered)
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
+    assert rows == whole
+    ours, theirs = (path / f"step_{num_steps}" for path in (run.run, folder / "whole"))
+    assert (ours / "weights.safetensors").read_bytes() == (theirs / "weights.safetensors").read_bytes()
 
 
 def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_folder, monkeypatch):
@@ -192,7 +249,8 @@ def test_a_rung_of_several_trainings(tmp_path, monkeypatch, capsys):
 
 def test_models_are_compared_at_equal_operations(tmp_path, monkeypatch):
     monkeypatch.setitem(RUNGS, "demo", RUNG)
-    tiny = [word for word in OVERRIDES if not word.startswith(("lr", "epochs", "eval_int", "arch.H_layers"))]
+    left_out = ("lr", "epochs", "eval_int", "arch.H_layers", "arch.forward_dtype")
+    tiny = [word for word in OVERRIDES if not word.startswith(left_out)]
     words = ["arch=trm", *tiny, "compile=false", "sanity_check=false", "lr_warmup_steps=1"]
     model = {"groups": ["tiny"], "words": words[:1], "rates": [1e-9, 1e-3]}
     model["longer"] = "halt_max_steps=[4,8] compile=false"
@@ -204,7 +262,9 @@ def test_models_are_compared_at_equal_operations(tmp_path, monkeypatch):
         "groups": {"tiny": words[1:]},
         "models": {"a & b": model},
     }
-    comparison.compare(plan, tmp_path)
+    comparison.compare(plan, tmp_path, dtype="float32")
+    configs = [read_yaml(path) for path in tmp_path.glob("demo/*/seed_*/run/config.yaml")]
+    assert [config["arch"]["forward_dtype"] for config in configs] == ["float32"] * 3
     content = json.loads((tmp_path / "comparison.json").read_text())
     (row,) = content["results"]
     assert (row["model"], row["seed"], row["lr"]) == ("a & b", 2, 1e-3)

@@ -1,0 +1,56 @@
+"""Matrix products in both number formats, measured, and compared with the rule for `forward_dtype=auto`."""
+
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+from parallel.number_format import NumberFormat, choose_format
+
+RATES: tuple[NumberFormat, ...] = ("bfloat16", "float32")  # in the order of `Rates`
+_SIZE, _SIZE_OF_GPU = 256, 4096  # rows and columns; on a GPU, a smaller product takes as long as its launch
+_SECONDS = 0.2  # for the products of a number format
+_MIN_PRODUCTS = 3
+_CLEARLY = 1.25  # the other format must be faster by this factor to contradict the rule
+
+
+class Rates(NamedTuple):
+    """Measured operations a second in both number formats, and the choice of the rule with its reason."""
+
+    bfloat16: float
+    float32: float
+    choice: NumberFormat
+    reason: str
+
+    def compare(self) -> str:
+        """Returns as text whether the measurement agrees with the rule, and if not, what to set."""
+        rule = f"arch.forward_dtype=auto means {self.choice} here, because {self.reason}."
+        other = "float32" if self.choice == "bfloat16" else "bfloat16"
+        if getattr(self, other) < _CLEARLY * getattr(self, self.choice):
+            return f"{rule} The measurement agrees with the rule."
+        return f"{rule} The measurement contradicts the rule. Set arch.forward_dtype={other}."
+
+    def texts(self) -> list[str]:
+        """Returns the rates in GFLOP/s, bfloat16 first, as texts."""
+        return [f"{rate / 1e9:.0f}" for rate in (self.bfloat16, self.float32)]
+
+
+def measure_rates(device: torch.device) -> Rates:
+    """Measures a matrix product in both number formats, with the current number of threads.
+
+    The product is 256^3, on a GPU 4096^3. It takes about half a second.
+    """
+    return Rates(*(_rate(device, getattr(torch, name)) for name in RATES), *choose_format(device))
+
+
+def _rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Returns operations a second: the median of several products, after one that does not count."""
+    size = _SIZE if device.type == "cpu" else _SIZE_OF_GPU
+    x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    seconds: list[float] = []
+    while len(seconds) <= _MIN_PRODUCTS or sum(seconds) < _SECONDS:
+        began = time.perf_counter()
+        torch.nn.functional.linear(x, weight)[0, 0].item()  # waits for the GPU
+        seconds.append(time.perf_counter() - began)
+    return 2 * size**3 / statistics.median(seconds[1:])

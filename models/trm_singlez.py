@@ -1,0 +1,67 @@
+"""TRM with one state in place of z_H and z_L (table 2 of the paper, arXiv 2510.04871)."""
+
+from torch import Tensor
+
+from config.architecture import TRMSingleZConfig
+from dataset.format import Metadata
+from models.blocks import Level, build_block
+from models.carry import Prediction, Reasoning, State
+from models.layers import Linear, truncated_normal
+from models.network import TokenNetwork, build_q_head, gradient_if
+from models.noise import perturbed
+from models.random import SlotRng
+
+
+class TRMSingleZ(TokenNetwork):
+    """The network of TRM with one state, z_H, which a slot keeps between thinking steps.
+
+    A thinking step, with the embedded puzzle e and the level L, a stack of `L_layers` blocks:
+
+        H_cycles times:
+            L_cycles times:  z_H = L(z_H + e)
+            once:            z_H = L(z_H)
+        logits = lm_head(z_H at the cells)
+        q_halt, q_continue = q_head(z_H at position 0)
+
+    Shapes and gradient are those of `models.trm.TRM`.
+    """
+
+    def __init__(self, arch: TRMSingleZConfig, metadata: Metadata):
+        super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
+        # The state of a slot that starts: a random vector, equal at all positions, never trained.
+        self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
+        # The heads are initialized before the level, because recorded results depend on this order of random
+        # numbers. Modules are registered in the order of use.
+        lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
+        self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
+        self.lm_head, self.q_head = lm_head, q_head
+
+    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
+        shape = batch_size, self.num_puzzle_positions + seq_len, self.arch.hidden_size
+        return {"z_H": self.H_init.expand(shape)}
+
+    def forward(
+        self,
+        state: State,
+        inputs: Tensor,
+        puzzle_identifiers: Tensor,
+        *,
+        reasoning: Reasoning,
+        rng: SlotRng | None = None,
+    ) -> tuple[State, Prediction]:
+        e = self.embed(inputs, puzzle_identifiers)
+        # L(z, x) runs the blocks on z + x. Damping and noise (models/noise.py) are off by default.
+        L = perturbed(self.L_level, reasoning, rng, self.rotary)
+        z_H = state["z_H"]
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
+        for cycle in range(reasoning.H_cycles):
+            has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
+            for call in range(reasoning.L_cycles):
+                with gradient_if(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
+                    z_H = L(z_H, e)
+            with gradient_if(has_gradient or is_last):
+                z_H = L(z_H, 0)
+        return {"z_H": z_H.detach()}, self.answer(z_H)
+
+
+NETWORK = TRMSingleZ

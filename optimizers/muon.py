@@ -1,0 +1,119 @@
+"""Muon: an optimizer for matrices, which takes steps along the orthogonalized momentum.
+
+Jordan et al. 2024, kellerjordan.github.io/posts/muon. Updates are scaled to the size of Adam's (arXiv
+2502.16982), so that the same learning rate and weight decay fit both. In bfloat16 an update equals that of
+`torch.optim.Muon` to the bit. torch has no option for another dtype, and bfloat16 is slow on processors that
+emulate it. So the caller chooses the dtype here.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from parallel.collectives import Ranks
+from parallel.tensor import Cut
+
+_MOMENTUM = 0.95
+_COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the polynomial a x + b x^3 + c x^5, applied to singular values
+_NUM_ITERATIONS = 5
+_EPS = 1e-7
+
+
+def orthogonalize(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """Moves all singular values of a matrix to about 1, by five Newton-Schulz iterations.
+
+    matrix: float32 [m, n]. dtype: The dtype of the computation and of the result, a new tensor [m, n].
+    """
+    a, b, c = _COEFFICIENTS
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(dtype, copy=True)
+    x = x.T if is_tall else x
+    x.div_(x.norm().clamp(min=_EPS))
+    for _ in range(_NUM_ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def _scaled(lr: float, matrix: Tensor) -> float:
+    """Returns the factor of an orthogonalized update of `matrix`, which gives it the size of Adam's."""
+    return lr * (0.2 * math.sqrt(max(matrix.shape)))
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for whole matrices. The momentum is in `state` from the start, for checkpoints.
+
+    matrices: Parameters, float32 [m, n]. dtype: The dtype of the orthogonalization.
+    """
+
+    def __init__(self, matrices: Iterable[Tensor], *, lr: float, weight_decay: float, dtype: torch.dtype):
+        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay})
+        self._dtype = dtype
+        for matrix in self.param_groups[0]["params"]:
+            self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates all matrices that have a gradient."""
+        (group,) = self.param_groups
+        for matrix in group["params"]:
+            if matrix.grad is not None:
+                update = _accelerated(matrix.grad, self.state[matrix]["momentum_buffer"])
+                update = orthogonalize(update, dtype=self._dtype)
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(update, alpha=-_scaled(group["lr"], matrix))
+
+
+def _accelerated(gradient: Tensor, momentum: Tensor) -> Tensor:
+    """Adds a gradient to the momentum, and returns the direction of Nesterov's accelerated method."""
+    return gradient.lerp(momentum.lerp_(gradient, 1 - _MOMENTUM), _MOMENTUM)
+
+
+class CutMuon(torch.optim.Optimizer):
+    """Muon for matrices that tensor-parallel ranks divide among them.
+
+    For each matrix, one rank (another one each time) gathers the parts, orthogonalizes the whole, and sends
+    the parts back. The momentum is elementwise, and stays with the parts.
+
+    matrices: This rank's parts by name, perhaps empty. cuts: {name: which part}. ranks: The group that
+    divides the matrices. All its ranks call `step`. dtype: The dtype of the orthogonalization.
+    """
+
+    def __init__(
+        self,
+        matrices: dict[str, Tensor],
+        cuts: Mapping[str, Cut],
+        ranks: Ranks,
+        *,
+        lr: float,
+        weight_decay: float,
+        dtype: torch.dtype,
+    ):
+        super().__init__(matrices.values(), {"lr": lr, "weight_decay": weight_decay})
+        self._matrices, self._cuts, self._ranks, self._dtype = matrices, cuts, ranks, dtype
+        for matrix in matrices.values():
+            self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Updates all parts that have a gradient. All ranks call it."""
+        (group,) = self.param_groups
+        moving = [
+            (name, each) for name, each in self._matrices.items() if len(each) and each.grad is not None
+        ]
+        for number, (name, matrix) in enumerate(moving):
+            update = _accelerated(matrix.grad, self.state[matrix]["momentum_buffer"])
+            change = self._change(update, self._cuts[name], lr=group["lr"], owner=number % self._ranks.size)
+            matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
+
+    def _change(self, update: Tensor, cut: Cut, *, lr: float, owner: int) -> Tensor:
+        """Returns this rank's part of a matrix's change, which rank `owner` computes from every `update`."""
+        parts = self._ranks.gather(update, goal=owner)
+        if parts is None:
+            return self._ranks.scatter(None, like=update, source=owner)
+        whole = orthogonalize(cut.join(parts), dtype=self._dtype).to(update.dtype)
+        whole = whole.contiguous() * -_scaled(lr, whole)  # a message needs contiguous parts
+        changes = [cut.of(number, self._ranks.size).take(whole) for number in range(self._ranks.size)]
+        return self._ranks.scatter(changes, like=update, source=owner)

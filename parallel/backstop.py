@@ -1,0 +1,83 @@
+"""Ends a process whose Python threads cannot run, because native code keeps the interpreter's lock.
+
+A helper process, `python backstop.py PID`, waits for messages of the watched process. If none arrives in
+time, the helper makes the watched process print the stacks of its threads, and kills it. Time in which the
+helper or the watched process was stopped (SIGSTOP, a suspended job) does not count. The timer of faulthandler
+would count it.
+"""
+
+import contextlib
+import faulthandler
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+_TICK_SECONDS = 0.5
+_PRINT_SECONDS = 2.0  # for the stacks, before the kill
+_DUMP_SIGNAL = signal.SIGQUIT  # which Python leaves to its default, and Ctrl-\ sends
+
+
+class Backstop:
+    """A helper process that ends this process if `renew` is not called in time."""
+
+    def __init__(self) -> None:
+        faulthandler.register(_DUMP_SIGNAL, all_threads=True)  # its handler needs no interpreter's lock
+        command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
+        self._helper = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+        os.set_blocking(self._helper.stdin.fileno(), False)
+
+    def renew(self, seconds: float) -> None:
+        """Allows this process to run for `seconds` until the next call."""
+        with contextlib.suppress(OSError):  # the helper has ended, or is stopped and its pipe is full
+            self._helper.stdin.write(f"{seconds}\n".encode())
+
+    def close(self) -> None:
+        """Ends the helper."""
+        self._helper.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a forked child may still hold the pipe
+            self._helper.wait(timeout=4 * _TICK_SECONDS)
+        faulthandler.unregister(_DUMP_SIGNAL)
+
+
+def is_stopped(process: int) -> bool:
+    """Returns whether a process is stopped by a signal or a debugger; False without /proc."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False
+
+
+def _watch(process: int) -> None:
+    """Waits until the watched process, the parent, ends, closes the pipe, or does not renew in time."""
+    limit, waited, last = float("inf"), 0.0, time.monotonic()
+    while os.getppid() == process:
+        is_readable = select.select([0], [], [], _TICK_SECONDS)[0]
+        now = time.monotonic()
+        passed, last = now - last, now
+        if is_readable:
+            lines = os.read(0, 2**16).split()
+            if not lines:
+                return
+            limit, waited = float(lines[-1]), 0.0
+        elif not is_stopped(process):
+            waited += min(passed, 2 * _TICK_SECONDS)  # more: this helper was stopped meanwhile
+        if waited > limit:
+            os.kill(process, _DUMP_SIGNAL)
+            time.sleep(_PRINT_SECONDS)
+            print(
+                f"error: process {process} ran no Python code for {waited:.0f} s. It is killed. The stacks "
+                "of its threads are printed above.",
+                file=sys.stderr,
+            )
+            os.kill(process, signal.SIGKILL)
+            return
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # the watched process decides when it ends
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        _watch(int(sys.argv[1]))

@@ -1,0 +1,74 @@
+"""The rule for `forward_dtype=auto`: which number format a machine computes fast in.
+
+Matrix products in bfloat16 are fast on processors with bfloat16 instructions. Other processors emulate them,
+which takes 20 to 80 times as long as float32 (measured with AVX2). The rule reads properties of the machine
+and measures nothing, so that the same command on the same machine always gives the same run.
+`python -m launch.check` measures both rates, and compares them with the rule.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+NumberFormat = Literal["bfloat16", "float32"]
+_BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # of x86 processors, fastest first
+
+
+class Choice(NamedTuple):
+    """A number format, with the reason for the choice as text."""
+
+    name: NumberFormat
+    reason: str
+
+
+def choose_format(device: torch.device) -> Choice:
+    """Returns the number format that `forward_dtype=auto` means on a device of this process.
+
+    - CUDA: bfloat16, or float32 if the GPU only emulates bfloat16.
+    - CPU (x86): bfloat16 if the processor has bfloat16 instructions and torch uses AVX-512, else float32.
+    - All others: float32, because bfloat16 has not been measured there.
+    """
+    if device.type == "cuda":
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return Choice("bfloat16", "the GPU computes in bfloat16")
+        return Choice("float32", "the GPU has no bfloat16 instructions")
+    if device.type != "cpu":
+        return Choice("float32", f"bfloat16 has not been measured on {device.type}")
+    name = instruction_set(device)
+    if name in _BFLOAT16_INSTRUCTIONS:
+        return Choice("bfloat16", f"the processor has bfloat16 instructions ({name})")
+    return Choice("float32", f"torch finds no bfloat16 instructions ({name})")
+
+
+def choose_evaluation_format(
+    stored: NumberFormat, device: torch.device, *, given: NumberFormat | None = None
+) -> Choice:
+    """Returns the number format in which a trained model is evaluated.
+
+    This is the format of the training (`stored`), except on a CPU that emulates bfloat16: there it is
+    float32. If `given` is not None, it is `given`.
+    """
+    if given is not None:
+        return Choice(given, "forward_dtype is given")
+    rule = choose_format(device)
+    if device.type == "cpu" and (stored, rule.name) == ("bfloat16", "float32"):
+        return rule
+    return Choice(stored, "the model was trained in it")
+
+
+def instruction_set(device: torch.device) -> str:
+    """Returns the name of the fastest matrix instructions that torch uses on a device of this process.
+
+    The name is cuda, amx_bf16, avx512_bf16, avx512, avx2 or neon, or "unknown". The environment variable
+    ATEN_CPU_CAPABILITY can limit it.
+    """
+    if device.type == "cuda":
+        return "cuda"
+    if device.type != "cpu":
+        return "unknown"
+    known, used = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
+    if known.get("neon"):
+        return "neon"
+    if used.startswith("AVX512"):
+        return next((name for name in _BFLOAT16_INSTRUCTIONS if known.get(name)), "avx512")
+    return "avx2" if used == "AVX2" else "unknown"

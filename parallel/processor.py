@@ -1,0 +1,23 @@
+"""The name of this machine's processor."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+from parallel.number_format import instruction_set
+
+
+def describe_processor() -> str:
+    """Returns the processor's name and the instruction set that torch uses: "AMD EPYC (avx512_bf16)"."""
+    return f"{processor_name()} ({instruction_set(torch.device('cpu'))})"
+
+
+def processor_name() -> str:
+    """Returns the processor's name, or its architecture where the name is unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not on Linux
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

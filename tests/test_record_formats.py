@@ -1,0 +1,81 @@
+"""Records: the number format that a folder of runs keeps."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from config.compose import compose_overrides
+from config.reading import read_yaml
+from config.schema import PretrainConfig
+from config.writing import to_yaml
+from parallel import number_format
+from records import comparison, machine, seeds
+from records.rungs import RUNGS
+from tests.ranks import REPOSITORY
+
+_FORMATS_OF = """
+import sys
+from pathlib import Path
+from records.rungs import RUNGS
+from records.seeds import Rerun
+for folder in map(Path, sys.argv[1:]):
+    rerun = Rerun(RUNGS["demo"], folder, source=None)
+    rerun.check(range(2))
+    print(rerun.machine["instruction_set"], *(list(rerun._trainings(seed))[0][1][-1] for seed in range(2)))
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_of_an_earlier_version_goes_on_in_bfloat16(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    (run, recipe), *_ = seeds.Rerun(RUNGS["demo"], old, source=None)._recipes(0)
+    stored = compose_overrides(PretrainConfig, recipe).model_dump()
+    stored["arch"]["forward_dtype"] = "bfloat16"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(stored))
+    command = [sys.executable, "-c", _FORMATS_OF, str(old), str(new)]
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
+    options = {"cwd": REPOSITORY, "env": environment, "capture_output": True, "text": True}
+    ended = subprocess.run(command, **options)
+    lines = [f"avx2 {' '.join([f'arch.forward_dtype={name}'] * 2)}" for name in ("bfloat16", "float32")]
+    assert ended.stdout.splitlines() == lines, ended.stderr
+
+
+def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
+    """One of an earlier version names none. This machine has no bfloat16 instructions."""
+    monkeypatch.setattr(number_format, "instruction_set", lambda device: "avx2")
+    monkeypatch.setattr(machine, "instruction_set", lambda device: "avx2")
+    plan = read_yaml(REPOSITORY / "records/comparison.yaml")
+    content = json.loads((REPOSITORY / "records/comparison/comparison.json").read_text())
+    first = content["results"][0]
+    plan["trainings"] = [{"rung": "sudoku_9x9_medium", "petaflops": 0.1, "seeds": [0, 1]}]
+    plan["models"] = {first["model"]: plan["models"][first["model"]]}
+    used = []
+
+    def train(forward_dtype: str, seed: int) -> dict:
+        used.append(forward_dtype)
+        return {key: value for key, value in first.items() if key not in ("training", "model", "seed", "lr")}
+
+    monkeypatch.setattr(comparison, "build_rerun", lambda *_, forward_dtype: forward_dtype)
+    monkeypatch.setattr(comparison, "train", train)
+    monkeypatch.setattr(comparison, "tune", lambda *_, forward_dtype: 0.001)
+    earlier = {"cpu": "AN EPYC", "commit": "COMMIT", "results": [first]}
+    for name, before, expected in (("old", earlier, "bfloat16"), ("new", None, "float32")):
+        folder, path = tmp_path / name, tmp_path / name / "comparison.json"
+        folder.mkdir()
+        if before:
+            path.write_text(json.dumps(before))
+            with pytest.raises(ValueError, match=r"contains results in bfloat16, not in float32"):
+                comparison.compare(plan, folder, dtype="float32")
+        comparison.compare(plan, folder)
+        after = json.loads(path.read_text())
+        assert (after["instruction_set"], after["forward_dtype"]) == ("avx2", expected)
+        assert len(after["results"]) == 2
+        assert {*used} == {expected}
+        assert f"Number format: {expected}. The last training" in (folder / "README.md").read_text()
+        assert "instruction set: avx2" in (folder / "README.md").read_text()
+        used.clear()
+    assert json.loads((tmp_path / "new/format.json").read_text()) == {"forward_dtype": "float32"}

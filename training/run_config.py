@@ -1,0 +1,209 @@
+"""The config of a run: composed from a command line, named, with a number format, compared with a stored one.
+
+Only rank 0 calls these functions. The other ranks receive the config (`parallel.launch`).
+"""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import coolname
+import torch
+
+from checkpointing.files import CONFIG_FILE, checkpoints_in, newest_checkpoint
+from checkpointing.initial import words_of_arch
+from checkpointing.pretrained import ARCH_WORD, find_checkpoint
+from config.compose import chosen_experiment, compose_config, compose_values
+from config.files import fill_defaults, flatten, format_of
+from config.messages import check_data_folders
+from config.reading import read_yaml
+from config.schema import PretrainConfig, keys_that_may_change, validate_config
+from parallel import log
+from parallel.number_format import Choice, choose_format
+from parallel.process_group import (
+    agent_serves_store,
+    choose_device,
+    may_restart,
+    value_of_launch,
+    world_size,
+)
+from training import dry_run
+from training.layout import check_layout
+
+FORMAT_KEY = "arch.forward_dtype"
+
+
+def compose_run(
+    arguments: Sequence[str] | None = None, *, processes: int | None = None
+) -> PretrainConfig | None:
+    """Returns the checked config of a command line, with the run named; the data is not read yet.
+
+    The run gets a number format in place of `forward_dtype=auto`.
+
+    arguments: The words of the command line. If None, they are those of this process. processes: Number of
+    processes of the run. If None, it is the number of processes that run now. Returns None after --help.
+    Raises ValueError for a mistake.
+    """
+    words = name_arch(sys.argv[1:] if arguments is None else arguments)
+    options = {"notice": log.warning, "dry_run": _describe_dry_run}
+    config, experiment = compose_config(PretrainConfig, words, **options), chosen_experiment(words)
+    if config is None:
+        return None
+    check_data_folders(config.data_paths, experiment=experiment)
+    check_data_folders(config.test_data_path or [], experiment=experiment, key="test_data_path")
+    check_layout(config, processes or world_size())
+    if config.run_name is None and config.checkpoint_path is None:
+        config = config.model_copy(update={"run_name": draw_name()})
+    return fix_format(name_run(config, experiment=experiment))
+
+
+def name_arch(words: Sequence[str]) -> list[str]:
+    """Replaces the word arch=checkpoint by key=value words for the architecture of `init_from`.
+
+    Returns other words as they are. Raises ValueError if `init_from` is no checkpoint.
+    """
+    if ARCH_WORD not in words:
+        return list(words)
+    others = [word for word in words if not re.match(r"[+~]*arch\b", word)]
+    location = compose_values(PretrainConfig, others).get("init_from")
+    if not isinstance(location, str):
+        raise ValueError(f"config: {ARCH_WORD} is that of another checkpoint: give init_from=PATH")
+    arch = find_checkpoint(location).arch
+    named = [f"++{word}" for word in words_of_arch(arch, {})]
+    return [f"arch={arch.name}", *named, *(word for word in words if word != ARCH_WORD)]
+
+
+def draw_name() -> str:
+    """Returns a random name for a run. All restarts of one launch of torchrun get the same name.
+
+    Raises ValueError if torchrun may restart this launch, but does not serve the store. Rank 0 then serves
+    it, so that the name would be lost with rank 0.
+    """
+    name = coolname.generate_slug(2)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return name
+    if agent_serves_store():
+        return value_of_launch("run_name", name)
+    if may_restart():
+        raise ValueError(
+            "run_name is not set, and torchrun may restart this run, which would then get another name. Set "
+            "run_name=NAME."
+        )
+    return name
+
+
+def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfig:
+    """Fills in project_name, run_name (at random), checkpoint_path and wandb_group, where they are null."""
+    run_name = config.run_name
+    if run_name is None and config.checkpoint_path is not None:
+        run_name = _as_name(Path(config.checkpoint_path).resolve().name)
+    elif run_name is None:
+        run_name = coolname.generate_slug(2)
+    data_name = _as_name(Path(config.data_path[0]).resolve().name)
+    project_name = config.project_name or f"{config.arch.name}-{data_name}"
+    checkpoint_path = config.checkpoint_path or str(Path("checkpoints") / project_name / run_name)
+    names = {"project_name": project_name, "run_name": run_name, "checkpoint_path": checkpoint_path}
+    names["wandb_group"] = config.wandb_group or experiment
+    return validate_config(PretrainConfig, {**config.model_dump(), **names})
+
+
+def _as_name(folder_name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", folder_name).lstrip("_.+-") or "run"
+
+
+class StoredConfig(NamedTuple):
+    """The config of a run so far, unchecked, and the folder that contains it."""
+
+    values: dict[str, Any]
+    folder: Path
+
+
+def read_stored_config(run_folder: Path) -> StoredConfig | None:
+    """Reads the config of a run, from the run folder or else from its newest checkpoint; None without one."""
+    for folder in (run_folder, newest_checkpoint(run_folder)):
+        if folder is not None and (folder / CONFIG_FILE).exists():
+            return StoredConfig(read_yaml(folder / CONFIG_FILE), folder)
+    return None
+
+
+def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
+    """Lists keys that may not change on resume, but did: "key: old -> new, ..."; "" if there are none.
+
+    before: The config of the run so far. It may come from an older version with fewer keys. now: The config
+    of the command line. Its number format may still be `auto`, which fits every run.
+    """
+    old, new = flatten(fill_defaults(before)), flatten(now.model_dump())
+    if new[FORMAT_KEY] == "auto":
+        old.pop(FORMAT_KEY, None)
+    may_change = keys_that_may_change(PretrainConfig)
+    fixed = sorted(key for key in old if key.partition(".")[0] not in may_change)
+    return ", ".join(f"{key}: {old[key]} -> {new.get(key)}" for key in fixed if old[key] != new.get(key))
+
+
+def fix_format(config: PretrainConfig) -> PretrainConfig:
+    """Returns the config with a number format in place of `forward_dtype=auto`, and logs it with its reason.
+
+    Warns if the run began in bfloat16, and this machine emulates bfloat16. config: A config with
+    `checkpoint_path`.
+    """
+    choice = find_format(config)
+    if config.arch.forward_dtype == "auto":
+        log.info(f"{FORMAT_KEY}=auto: {choice.name}, because {choice.reason}")
+    if choice.name == "bfloat16" and _stored_in(config) is not None:
+        rule = choose_format(choose_device(config.device))
+        if rule.name == "float32":
+            log.warning(f"bfloat16 is slow on this machine: {rule.reason}. {_way_out(config)}")
+    return with_format(config, choice.name)
+
+
+def with_format(config: PretrainConfig, name: str) -> PretrainConfig:
+    """Returns the config with another number format."""
+    return config.model_copy(update={"arch": config.arch.model_copy(update={"forward_dtype": name})})
+
+
+def find_format(config: PretrainConfig) -> Choice:
+    """Returns the number format of a run: what `arch.forward_dtype` names, or for `auto`, in this order:
+
+    - the format that the run began with, if the run folder contains one, or else the one of `resume=PATH`
+    - float32 if the weights of `init_from` were trained in float32
+    - the choice of `parallel.number_format.choose_format` for this machine
+    """
+    if config.arch.forward_dtype != "auto":
+        return Choice(config.arch.forward_dtype, f"{FORMAT_KEY} is given")
+    if (stored := _stored_in(config)) is not None:
+        return Choice(format_of(stored.values), f"the run in {stored.folder} began with it")
+    if config.init_from is not None and find_checkpoint(config.init_from).arch.forward_dtype == "float32":
+        return Choice("float32", f"init_from={config.init_from} was trained in it")
+    return choose_format(choose_device(config.device))
+
+
+def _stored_in(config: PretrainConfig) -> StoredConfig | None:
+    """Returns the config of the run that `config` continues; None for a new run."""
+    own = None if config.checkpoint_path is None else read_stored_config(Path(config.checkpoint_path))
+    if own is not None:
+        return own
+    if config.resume in ("auto", "must", "never"):
+        return None
+    return read_stored_config(Path(config.resume))
+
+
+def _way_out(config: PretrainConfig) -> str:
+    """Returns what a user can do who wants to continue a run in float32."""
+    own = checkpoints_in(Path(config.checkpoint_path))
+    start = f"resume={own[-1]} " if own else ""
+    is_new = not own and config.resume not in ("auto", "must", "never")
+    name = "" if is_new else "run_name=NEW "  # a new run has a name of its own
+    return f"To train in float32, set {start}{name}{FORMAT_KEY}=float32."
+
+
+def _describe_dry_run(config: PretrainConfig, world_size: int) -> str:
+    config = name_run(config, experiment=None)
+    if config.device == "cuda" and not torch.cuda.is_available() and config.arch.forward_dtype == "auto":
+        choice = Choice("bfloat16", "device=cuda is assumed to compute in it")
+    else:
+        choice = find_format(config)
+    text = dry_run.describe(with_format(config, choice.name), world_size)
+    return f"{text}\n\n{FORMAT_KEY}={choice.name} is assumed, because {choice.reason}"
