@@ -90,7 +90,7 @@ class ArchConfig(Strict):
 
 
 class TokenConfig(ArchConfig):
-    """The keys of models with one hidden vector for each cell and for each position of the puzzle embedding."""
+    """The keys of models with one hidden vector for each cell and each position of the puzzle embedding."""
 
     has_q_continue: ClassVar[bool] = True
 

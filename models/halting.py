@@ -121,7 +121,10 @@ class HaltingModel(nn.Module):
     def halts(
         self, carry: Carry, prediction: Prediction, reasoning: Reasoning, rng: SlotRng | None
     ) -> Tensor:
-        """Returns which slots halt after a step: bool [batch]. carry, prediction: Results of the step."""
+        """Returns which slots halt after a thinking step: bool [batch]. This is the rule of the table above.
+
+        carry, prediction: Results of the thinking step.
+        """
         is_last = carry.steps >= reasoning.max_steps
         if reasoning.halting == "max":
             return is_last

@@ -27,19 +27,22 @@ _Q_HEAD_BIAS = -5.0  # initially q_halt is -5, so that slots hardly halt
 
 
 class Network(nn.Module):
-    """The base of networks. A model's file has a subclass, called NETWORK there, with these three methods:
+    """The base of networks. The file of a model defines a subclass and assigns it to `NETWORK`.
 
-    __init__(arch, metadata)  builds the modules in the order of use: the backward pass then completes
-                              gradients in about the reverse order, and ranks send them in that order
-    initial_state             the state of a slot that starts on a puzzle; {} if the network keeps none
-    forward                   one thinking step
+    A subclass defines three methods:
 
-    objective_class  class of `objective`, what training minimizes and measures
-    undecayed        names of weights without weight decay
-    is_search        whether an evaluation is a search (`models.search.Search`)
-    boards_per_slot  number of puzzles in a slot in training; each step works on one of them
-    dtype            dtype of activations
-    puzzle_emb       table of puzzle embeddings; None if the model has none
+    __init__(arch, metadata)  builds the modules in the order of use. The backward pass then completes the
+                              gradients in about the reverse order, and ranks send them in that order.
+    initial_state             returns the state of a slot that starts on a puzzle
+    forward                   runs one thinking step
+
+    Attributes:
+        objective_class: Class of `objective`, which defines the loss and the metrics.
+        undecayed: Names of the weights without weight decay.
+        is_search: Whether an evaluation is a search (`models.search.Search`).
+        boards_per_slot: Number of puzzles in a slot in training. Each step works on one of them.
+        dtype: Dtype of activations and states.
+        puzzle_emb: Table of puzzle embeddings. None if the model has none.
     """
 
     objective_class: ClassVar[type] = Objective
@@ -122,7 +125,13 @@ class TokenNetwork(Network):
         self.register_buffer("rotary", rotary, persistent=False)
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """Returns e, [batch, positions, hidden]: the puzzle positions, then the cells.
+        """Returns the embedded puzzle e, [batch, positions, hidden]: the puzzle positions, then the cells.
+
+            e = sqrt(hidden_size) * [puzzle embedding, token embeddings]
+
+        The factor makes the entries of e about 1, because token embeddings are initialized with standard
+        deviation 1 / sqrt(hidden_size). With pos_encodings=learned, e is sqrt(hidden_size / 2) times the sum
+        of these embeddings and the position embeddings. Rotary positions are added in the attention.
 
         inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: int32 [batch].
         """

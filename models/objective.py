@@ -1,15 +1,20 @@
 """What training minimizes and measures, for models that answer with tokens and q_halt.
 
-    loss of a slot = lm_loss + halting_weight * (q_halt_loss + q_continue_loss)
+    loss of a slot = decay^(t - 1) * (lm_loss + halting_weight * (q_halt_loss + q_continue_loss))
+    loss of a step = sum over slots / number of slots in the global batch
 
-lm_loss          Cross-entropy, the mean over the cells with a label.
+lm_loss          Cross-entropy of the cells with a label, the mean over these cells. By default it is computed
+                 with stablemax in place of softmax (`arch.loss.loss_type`).
 q_halt_loss      Binary cross-entropy of q_halt against "all cells with a label are right".
 q_continue_loss  Binary cross-entropy of q_continue against the value of another thinking step (section 2 of
                  the HRM paper, arXiv 2506.21734). Only with arch.no_ACT_continue=false, HRM's default.
+halting_weight   `arch.loss.halting_weight`, by default 0.5.
+decay            `arch.loss.supervision_decay`, by default 1. t is the number of the thinking step, from 1.
 
-Losses and metrics are sums over slots. Callers divide them by sums over all ranks. A slot without any label
-(padding, or a puzzle without an answer) adds 0 to every sum. LDT has an objective of its own with the same
-members (`models.ldt.BoardObjective`).
+Every slot counts in the divisor, also a slot that has no label (padding, or a puzzle without an answer). Such
+a slot adds 0 to the loss and to every metric. `training.step.forward_and_backward` divides the loss.
+
+LDT has an objective of its own with the same members (`models.ldt.BoardObjective`).
 """
 
 from __future__ import annotations
@@ -42,8 +47,9 @@ ContinueTarget = tuple[Tensor, Tensor, Tensor]  # (logits, targets in [0, 1], ma
 class Objective:
     """The loss and the metrics of a model with a Q head, or of one with another q_halt (SE-RRM).
 
-    metrics: Metrics from the sums that `losses` and `sums` return (see `Metrics`).
-    training_metrics: Metrics from the sums that `losses` returns, in training only.
+    Attributes:
+        metrics: Metrics of training and evaluation, from the sums that `losses` and `sums` return.
+        training_metrics: Metrics of training only, from the sums that `losses` returns.
     """
 
     metrics: ClassVar[Metrics] = {
@@ -64,7 +70,7 @@ class Objective:
         self.arch, self.loss = arch, arch.loss
 
     def divisors(self, carry: Carry) -> Sums:
-        """Returns divisors of losses besides "slots", known before the forward pass, to sum over ranks."""
+        """Returns further divisors of losses on this rank. They must be known before the forward pass."""
         return {}
 
     def losses(
@@ -77,11 +83,19 @@ class Objective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> tuple[Tensor, Sums]:
-        """Returns the loss summed over slots, to be divided by divisors["slots"], and the sums of metrics.
+        """Returns the loss, summed over the slots of a micro-batch, and the metric sums.
 
-        before, output: Input and output of the thinking step. In the loss, a slot in thinking step t = 1, 2,
-        ... of a puzzle has the weight supervision_decay^(t-1) (arXiv 2511.08653). In the metric sums all
-        steps have the same weight.
+        The caller divides the loss by divisors["slots"]. If a term is a mean over something else, multiply it
+        by divisors["slots"] / divisors[name]. In the loss, thinking step t has the weight
+        supervision_decay^(t - 1) (arXiv 2511.08653). In the metric sums, all steps have the same weight.
+
+        Args:
+            network: The network. An objective keeps no reference to it.
+            before: Input of the thinking step.
+            output: Output of the thinking step.
+            divisors: "slots" and the divisors that `divisors` names, summed over ranks.
+            reasoning: Settings of the thinking step.
+            rng: Random numbers of the slots.
         """
         targets = self.continue_targets(network, before, output, reasoning, rng)
         losses, sums = self._losses_and_sums(output, targets, label_smoothing=self.loss.label_smoothing)

@@ -59,15 +59,12 @@ def test_mixing_positions_by_a_swiglu():
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("gradient_cycles", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("name", "options", "cycle", "num_last"),
-    [
-        *(("hrm", {}, "LLH", 2), ("trm", {}, "LLH", 2)),
-        *(("trm", {"single_z": True}, "QQ-", 2), ("urm", {}, "QQ", 1)),
-    ],
+    ("name", "cycle", "num_last"),
+    [("hrm", "LLH", 2), ("trm", "LLH", 2), ("trm_singlez", "QQ-", 2), ("urm", "QQ", 1)],
 )
-def test_gradients_are_those_of_the_last_cycles(name, options, cycle, num_last, gradient_cycles):
+def test_gradients_are_those_of_the_last_cycles(name, cycle, num_last, gradient_cycles):
     """L and H: calls of the fast and of the slow latent. With one latent, Q: it sees the question."""
-    model = tiny_model(name, H_cycles=3, L_cycles=2, gradient_cycles=gradient_cycles, **options)
+    model = tiny_model(name, H_cycles=3, L_cycles=2, gradient_cycles=gradient_cycles)
     network, batch, calls = model.network, random_batch(3), cycle * 3
     state, rotary = network.initial_state(3, seq_len=FACTS.seq_len), network.rotary
     assert state.keys() == ({"z_H", "z_L"} if "H" in cycle else {"z_H"})
@@ -120,17 +117,16 @@ def test_blocks_that_are_cast_beforehand_have_the_bits_of_a_cast_for_every_use(n
 
 def test_a_published_checkpoint_of_one_latent_is_read(tmp_path):
     """Its file has L_init for the one latent, and no H_init."""
-    model = tiny_model("trm", single_z=True)
+    model = tiny_model("trm_singlez")
     weights = {f"_orig_mod.model.inner.{name}": value for name, value in model.network.state_dict().items()}
     weights["_orig_mod.model.inner.L_init"] = weights.pop("_orig_mod.model.inner.H_init")
     torch.save(weights, tmp_path / "step_7")
-    arch = tiny_arch("trm", single_z=True).model_dump()
-    del arch["single_z"]
+    arch = tiny_arch("trm_singlez").model_dump()
     arch["name"] = "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1"
     config = {"arch": arch, "data_paths": ["data"], "global_batch_size": 8}
     (tmp_path / "all_config.yaml").write_text(yaml.safe_dump(config))
     checkpoint = find_checkpoint(tmp_path / "step_7")
-    assert checkpoint.arch == tiny_arch("trm", single_z=True)
+    assert checkpoint.arch == tiny_arch("trm_singlez")
     loaded = load_trained_model(checkpoint, FACTS).network.state_dict()
     for name, value in model.network.state_dict().items():
         assert torch.equal(loaded[name], value), name
@@ -168,7 +164,7 @@ def test_everything_trains_with_any_puzzle_embedding(name, row):
     positions = (puzzle_emb_len or -(-puzzle_emb_ndim // 32)) if puzzle_emb_ndim else 0
     shapes = {state: tuple(tensor.shape) for state, tensor in output.carry.state.items() if state[0] == "z"}
     assert output.prediction.logits.shape == (4, FACTS.seq_len, FACTS.vocab_size)
-    kept = {"transformer": (), "urm": ("z_H",)}.get(name, ("z_H", "z_L"))
+    kept = {"transformer": (), "urm": ("z_H",), "trm_singlez": ("z_H",)}.get(name, ("z_H", "z_L"))
     assert shapes == dict.fromkeys(kept, (4, positions + FACTS.seq_len, 32))
     (output.prediction.logits.sum() + output.prediction.q_halt.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

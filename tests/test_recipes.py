@@ -35,7 +35,7 @@ def data(tmp_path_factory):
         ("trm_sudoku_cgar", ("arch.halt_max_steps=3",)),
         ("trm_sudoku_rsm", ("arch.H_cycles=3", "arch.L_cycles=3")),
         ("trm_sudoku_sic", _SHALLOW),
-        ("trm_sudoku_mlp", (*_SHALLOW, "arch.single_z=true")),
+        ("trm_sudoku_mlp", (*_SHALLOW, "arch=trm_singlez")),
     ],
 )
 def test_ten_steps(tmp_path, data, name, options):

@@ -55,6 +55,7 @@ _RECURSIVE = {"H_cycles": 2, "L_cycles": 2, "L_layers": 1, "halt_max_steps": 4, 
 _OWN = {
     "hrm": {**_RECURSIVE, "H_layers": 1, "q_target": "deferred"},
     "trm": {**_RECURSIVE, "puzzle_emb_len": 3},
+    "trm_singlez": {**_RECURSIVE, "puzzle_emb_len": 3},
     "infiloop": {**_RECURSIVE, "puzzle_emb_len": 3},
     "urm": _RECURSIVE,
     "fprm": {

@@ -1,8 +1,26 @@
-"""One training step: forward and backward pass, sum over ranks, update of the weights, averages.
+"""One training step: forward and backward pass, sum of gradients over ranks, update, moving averages.
 
-A slot is one of the global_batch_size parts of the batch. A board is what a slot works on: a puzzle and the
-state of the network. A network that searches (LDT) keeps several boards in each slot; any other network keeps
-one. Between steps, `state.carry` has the boards of this rank's slots.
+`train_step` runs the step. A slot is one position of the global batch. Each rank works on its own slots.
+Between steps, `state.carry` holds the puzzle and the latent state of each of these slots.
+
+The table lists the modes of a step, and the file that contains each mode.
+
+mode                      key                                    file
+data parallel, flat       sync=flat (auto: GPUs, several nodes)  parallel/sync.py: FlatSync
+data parallel, DDP        sync=ddp                               parallel/sync.py: DDPSync
+data parallel, shared     sync=auto (CPUs of one Linux node)     parallel/sync.py: SharedMemorySync
+sharded optimizer         data_parallel_shard_degree             parallel/flat.py
+local steps               local_steps                            training/strategy.py: LocalSteps
+pipeline                  pipeline_parallel_degree               parallel/pipeline.py
+tensor parallel           tensor_parallel_degree                 parallel/tensor.py
+sharded puzzle table      puzzle_emb_sharding=rows               optimizers/puzzle_table.py
+only puzzle embeddings    train_only=puzzle_embeddings           training/model.py
+targets of q_continue     arch.q_target                          models/objective.py
+gradient accumulation     gradient_accumulation_steps            `forward_and_backward`
+other number of ranks     torchrun --nnodes MIN:MAX              training/layout.py
+curriculum                curriculum                             training/schedule.py
+
+`PretrainConfig.mistakes` in config/schema.py refuses modes that cannot be combined.
 """
 
 from collections.abc import Callable
@@ -30,56 +48,39 @@ def train_step(
     reasoning: Reasoning | None = None,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
 ) -> StepResult:
-    """Trains one step on this rank's share of the global batch; changes `state`. All ranks call it.
+    """Runs one training step on this rank's slots, and changes `state`. All ranks call it.
 
-    batch: a puzzle for each slot of this rank, used only in slots that have halted. rates: the learning rates
-    "lr" and "puzzle_emb_lr". reasoning: cycles and noise of this step; None: the architecture's.
-    is_asked_to_stop: returns whether a signal has asked this rank to stop; called before the last
-    micro-batch.
+    Args:
+        state: Weights, optimizer state and carry of this rank.
+        batch: One puzzle for each slot of this rank. Slots that have not halted ignore it.
+        config: Config of the run.
+        rates: Learning rates of this step: "lr" of the dense weights, "puzzle_emb_lr" of the table.
+        clock: Measures the time that the rank waits for other ranks.
+        reasoning: Cycles and noise of this step. If None, those of the architecture.
+        is_asked_to_stop: Returns whether a signal has asked this rank to stop. It is called once, before the
+            last micro-batch.
+
+    Returns:
+        The loss, the gradient norm and the number of stop requests, equal on all ranks.
     """
     state.step += 1
     reasoning = reasoning or state.model.reasoning
-    network, rng = state.model.network, draw(state, config, reasoning)
-    # What this step works on, in new tensors: all slots, of LDT's slots one board each. Halted ones start on
-    # their row of `batch`.
+    network, rng = state.model.network, sample_rng(state, config, reasoning)
+    # Start halted slots on their puzzle of `batch`. If a slot holds several puzzles, the step picks one.
     picked = network.pick_boards(rng)
     active = state.model.refill(state.carry.boards(picked), batch, reasoning, rng)
-    # Puzzle table by owner: fetch the rows of these slots.
-    # Divisors of losses: LDT's depend on the data and are summed over ranks; the number of slots is known.
     with clock.measure("sync"):
+        # If the puzzle table is sharded, fetch the embeddings of these slots from their owners.
         state.table.prepare(active.data.puzzle_identifiers)
+        # Sum the divisors of the loss over ranks, except with local steps.
         divisors = state.strategy.sum_divisors(network.objective.divisors(active))
     after, sums = forward_and_backward(state, active, config, divisors, reasoning, rng, is_asked_to_stop)
     state.carry = state.carry.with_boards_(picked, after)
     grad_norm, result = update(state, config, rates, clock)
-    # Metrics are sums over ranks, made when a row is logged. So a norm, which is equal on all ranks (with
-    # local_steps: the mean over ranks is wanted), is divided by their number first.
+    # When a record is logged, every metric is summed over ranks. The gradient norm is equal on all ranks, so
+    # divide it by their number first. With local steps, the result is the mean over ranks.
     state.metrics.add(_add(sums, {"grad_norm": grad_norm / state.ranks.size}))
     return result
-
-
-def update(
-    state: TrainState, config: PretrainConfig, rates: dict[str, float], clock: StepClock
-) -> tuple[Tensor, StepResult]:
-    """Updates weights, puzzle embeddings and averages; returns the gradient norm and the result.
-
-    Without local steps, gradients are summed over ranks in every step. With local steps, each rank updates
-    its weights from its own gradients, and `synchronize` merges the weights every `local_steps` steps.
-    grad_norm: of the dense weights alone, before clipping; puzzle embeddings move by signs of gradients.
-    """
-    with clock.measure("sync"):  # sums gradients over ranks; with local_steps, takes this rank's own
-        state.strategy.reduce_gradients(step=state.step)
-    grad_norm = state.weights.clip_(config.grad_clip_norm)
-    state.weights.update_(rates["lr"], step=state.step)
-    state.table.update_(rates["puzzle_emb_lr"])
-    # Write the updated float32 weights into those of the forward pass: cast, and with shards all-gathered.
-    # With local_steps, where due, the weights of all ranks are merged before.
-    with clock.measure("sync"):
-        result = state.strategy.synchronize(grad_norm, step=state.step)
-    # Add the new dense weights to their average; with local_steps only at a merge, for all steps since the
-    # merge before. `state.table` itself averages the puzzle embeddings, each row before the row changes.
-    state.average.update(result.averaged_steps)
-    return grad_norm, result
 
 
 def forward_and_backward(
@@ -91,55 +92,79 @@ def forward_and_backward(
     rng: SlotRng,
     is_asked_to_stop: Callable[[], bool],
 ) -> tuple[Carry, Sums]:
-    """Accumulates this rank's gradients over micro-batches. Returns the new carry and the metric sums.
+    """Adds this rank's gradients of all micro-batches. Returns the new carry and the metric sums.
 
-    divisors: of the global batch, or with local_steps of this rank's slots. `Objective.losses` returns a sum
-    over slots, in which a mean over another number than slots is scaled by divisors["slots"] / number; here
-    the sum is divided by divisors["slots"]. The last backward pass may already send gradients (`FlatSync` and
-    DDP do, not so a mesh, shared memory or local steps), and with them the scalars (loss, request to stop):
-    these are added before.
+    `losses` of the objective returns a sum over slots. This function divides it by divisors["slots"], the
+    number of slots of the global batch. With local steps, it is the number of slots of this rank.
     """
     state.strategy.start_step()  # zeroes the gradients
     strategy, network, scalars = state.strategy, state.model.network, state.weights.scalars
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
-    # At least one: a rank without slots runs an empty micro-batch, to take part in the messages.
+    # A rank without slots runs an empty micro-batch, because the other ranks wait for its messages.
     micro_batches = [slice(first, first + size) for first in range(0, max(1, num_slots), size)]
     after, sums = [], {}
     for slots in micro_batches:
-        before, own_draws, is_last = active.select(slots), rng[slots], slots is micro_batches[-1]
-        if is_last:  # the last moment: the backward pass may send the scalars
+        before, local_rng, is_last = active.select(slots), rng[slots], slots is micro_batches[-1]
+        # Add the scalars (stop request, loss) before the last backward pass. `FlatSync` sends them during
+        # that pass, together with the gradients. All other modes send them later.
+        if is_last:
             scalars.add(stop=int(is_asked_to_stop()))
         with strategy.micro_batch(is_last=is_last):
-            # The model, or the wrapper of DistributedDataParallel around it; decides which slots halt.
-            output = strategy.model(before, reasoning, own_draws)
+            # `strategy.model` is the model, or the DistributedDataParallel that wraps it.
+            output = strategy.model(before, reasoning, local_rng)
             loss, new_sums = network.objective.losses(
-                network, before, output, divisors=divisors, reasoning=reasoning, rng=own_draws
+                network, before, output, divisors=divisors, reasoning=reasoning, rng=local_rng
             )
             scalars.add(loss=loss.detach())
-            strategy.backward(loss / divisors["slots"])  # a sum over slots: the mean of the global batch
+            strategy.backward(loss / divisors["slots"])
         after.append(output.carry)
         sums = _add(sums, new_sums)
     return Carry.join(after), sums
 
 
-def draw(state: TrainState, config: PretrainConfig, reasoning: Reasoning) -> SlotRng:
-    """Returns this rank's random numbers of a step; a slot's do not depend on the number of ranks.
+def update(
+    state: TrainState, config: PretrainConfig, rates: dict[str, float], clock: StepClock
+) -> tuple[Tensor, StepResult]:
+    """Updates weights, puzzle embeddings and averages. Returns the gradient norm and the step's result.
 
-    `Network.sample_randomness` returns arrays for the global batch on the host, such as the smallest number
-    of thinking steps of slots that explore. This rank's rows go to the device, which computes all else from
-    seed, step and slot.
+    The gradient norm is that of the dense weights, before clipping.
+    """
+    with clock.measure("sync"):
+        # Sum the gradients over ranks. With local steps, each rank keeps its own gradients.
+        state.strategy.reduce_gradients(step=state.step)
+    grad_norm = state.weights.clip_(config.grad_clip_norm)
+    state.weights.update_(rates["lr"], step=state.step)
+    state.table.update_(rates["puzzle_emb_lr"])
+    with clock.measure("sync"):
+        # Copy the updated float32 master weights into the weights of the forward pass. This casts them and,
+        # if the optimizer is sharded, all-gathers the shards. With local steps, merge the weights of all
+        # ranks first, if a merge is due.
+        result = state.strategy.synchronize(grad_norm, step=state.step)
+    # Add the dense weights to their average. With local steps, this happens only after a merge, for all steps
+    # since the merge before. The table averages the puzzle embeddings itself, in `update_`.
+    state.average.update(result.averaged_steps)
+    return grad_norm, result
+
+
+def sample_rng(state: TrainState, config: PretrainConfig, reasoning: Reasoning) -> SlotRng:
+    """Samples the random numbers of one training step on this rank.
+
+    They depend on the seed, step and slot, but not on the number of ranks. `Network.sample_randomness`
+    samples arrays for the global batch on the host, such as the smallest number of thinking steps of each
+    slot that explores. Each rank copies the entries of its slots to the device. All other random numbers are
+    generated on the device.
     """
     device, slots = state.carry.steps.device, state.slots
     is_pinned = device.type == "cuda"  # then the host does not wait for the copy
     arrays = state.model.network.sample_randomness(
         seed=config.seed, step=state.step, batch_size=config.global_batch_size, reasoning=reasoning
     )
-    own = {}
+    local_arrays = {}
     for name, array in arrays.items():
-        share = torch.from_numpy(array[slots.start : slots.stop])
-        own[name] = (share.pin_memory() if is_pinned else share).to(device, non_blocking=True)
-    return SlotRng.of_training(config.seed, step=state.step, slots=slots, device=device, **own)
+        local = torch.from_numpy(array[slots.start : slots.stop])
+        local_arrays[name] = (local.pin_memory() if is_pinned else local).to(device, non_blocking=True)
+    return SlotRng.of_training(config.seed, step=state.step, slots=slots, device=device, **local_arrays)
 
 
 def _add(sums: Sums, more: Sums) -> Sums:
