@@ -32,12 +32,13 @@ from checkpointing.files import (
     step_of,
     verify_checkpoint,
 )
-from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS, translate_config, translate_weights
+from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS, translate_weights
 from checkpointing.rows import best_checkpoint
 from checkpointing.sizes import sizes_in
 from checkpointing.tensors import find_files, load_joined
 from config.architecture import Architecture, Strict
 from config.files import fill_defaults
+from config.published import translate_config
 from config.reading import read_json, read_yaml
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata

@@ -5,7 +5,6 @@ In a run rank 0 alone composes, and broadcasts the config.
 
 import argparse
 import contextlib
-import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,40 +14,20 @@ from typing import Any, NoReturn
 import pydantic
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.file_config_source import FileConfigSource
-from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from config.architecture import architectures
 from config.files import FOLDER, load_defaults
 from config.messages import SEVERAL_RUNS, explain_composition, help_text
-from config.programs import PROGRAMS
+from config.published import KEYS, OVERRIDES
 from config.schema import Config, validate_config
 from config.texts import expand_home, quote_value, quoted, text_keys
 from config.writing import Patient
 
-# Names of keys, and whole overrides, in the public programs of HRM, TRM and URM.
-_PUBLISHED_KEYS = {
-    "data_paths": "data_path",
-    "eval_save_outputs": "save_outputs",
-    "load_checkpoint": "init_from",
-    "data_paths_test": "test_data_path",
-}
-_PUBLISHED_WORDS = {
-    "ema=true": ["ema=0.999"],
-    "ema=false": ["ema=null"],
-    "freeze_weights=true": ["train_only=puzzle_embeddings"],
-    "freeze_weights=false": ["train_only=all"],
-    "arch=hrm_v1": ["arch=hrm"],
-    "arch=transformers_baseline": ["arch=transformer"],
-}
 # The hint for each of Hydra's own keys, by the beginning of the key.
 _HYDRA_KEYS = {
     "hydra.searchpath": "--config-dir FOLDER adds a folder of configs",
@@ -60,43 +39,6 @@ _HYDRA_KEYS = {
     "hydra": "no key of Hydra itself has an effect here: drop it",
 }
 _GROUPS = ("arch", "experiment")
-_IN_FILES = text_keys(*PROGRAMS)
-_NULL, _STRING = "tag:yaml.org,2002:null", "tag:yaml.org,2002:str"
-
-
-class _Loader(get_yaml_loader()):
-    """OmegaConf's YAML loader, which reads every value of a text key as text: 1234_51 is no number."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        for key, value in node.value:
-            for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
-                if key.value in _IN_FILES and isinstance(each, yaml.ScalarNode) and each.tag != _NULL:
-                    each.tag = _STRING
-        return super().construct_mapping(node, deep)
-
-
-@functools.lru_cache(maxsize=64)
-def _parse(text: str) -> Any:
-    """Parses YAML text. Callers must not change the result: the next call with this text returns it again."""
-    return yaml.load(text, _Loader) or {}
-
-
-class _Files(FileConfigSource):
-    """Hydra's source of config files, with `_Loader` instead of OmegaConf's loader."""
-
-    def load_config(self, config_path: str) -> ConfigResult:
-        file = Path(self.path, self._normalize_file_name(config_path))
-        text = file.read_text(encoding="utf-8")
-        try:
-            values = _parse(text)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{file} is not valid YAML ({' '.join(str(error).split())})") from None
-        config, path = OmegaConf.create(values), f"{self.scheme()}://{self.path}"
-        return ConfigResult(path, self.provider, config, header=self._get_header_dict(text))
-
-
-Plugins.instance()  # registers Hydra's own reader
-SourcesRegistry.instance().types["file"] = _Files
 
 
 def compose_config(
@@ -268,7 +210,7 @@ def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:
 def _one_line_errors(schema: type[Config]) -> Iterator[None]:
     try:
         yield
-    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         raise ValueError(f"config: {explain_composition(schema, error)}") from None
 
 
@@ -286,11 +228,11 @@ def _translate(schema: type[Config], override: str) -> list[str]:
     of Hydra.
     """
     typed, equals, value = override.partition("=")
-    key = _PUBLISHED_KEYS.get(typed.lstrip("+"), typed.lstrip("+"))
+    key = KEYS.get(typed.lstrip("+"), typed.lstrip("+"))
     if re.match(r"~?hydra\b", key):
         instead = next(text for start, text in _HYDRA_KEYS.items() if key.lstrip("~").startswith(start))
         raise ValueError(f"{override} is refused: {instead}")
-    if published := _PUBLISHED_WORDS.get(f"{key}={value.lower()}"):
+    if published := OVERRIDES.get(f"{key}={value.lower()}"):
         return published
     if equals and key in schema.VERBATIM:
         return [f"{key}={quoted(value)}"]

@@ -7,6 +7,7 @@ import pydantic
 from omegaconf import OmegaConf
 
 from config.architecture import architectures
+from config.published import rename_old_keys
 from config.writing import to_yaml
 
 FOLDER = Path(__file__).parent
@@ -23,24 +24,6 @@ def load_defaults(name: str) -> dict[str, Any]:
     values = OmegaConf.load(FOLDER / f"{name}.yaml")
     values.pop("defaults", None)
     return OmegaConf.to_container(values, resolve=True)
-
-
-def rename_old_keys(arch: dict[str, Any]) -> dict[str, Any]:
-    """Returns an arch section with the names of today, for configs of earlier versions.
-
-    TRM with `update: gate` is the model infiloop, and with `single_z: true` the model trm_singlez. Raises
-    ValueError if no model of today is meant.
-    """
-    has_gate, is_single_z = arch.get("update", "plain") == "gate", bool(arch.get("single_z"))
-    values = {key: value for key, value in arch.items() if key not in ("update", "single_z")}
-    if not has_gate and not is_single_z:
-        return values
-    if arch["name"] != "trm" or has_gate == is_single_z:
-        raise ValueError("arch.update=gate: only TRM has a gate (arch=infiloop), with single_z=false")
-    if is_single_z:
-        return values | {"name": "trm_singlez"}
-    values.pop("H_layers", None)
-    return values | {"name": "infiloop"}
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pydantic
 
 from config.architecture import architectures
 from config.files import FOLDER
+from config.published import HINTS
 from config.texts import quoted
 
 SEVERAL_RUNS = "search.py sampler=grid runs all combinations of values such as lr=1e-3,2e-3 seed=0,1,2"
@@ -23,14 +24,6 @@ _COMMENT_COLUMN = 40
 _KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]+?))?(?: *# (?P<comment>.*))?")
 # Command lines of programs that always run as one process.
 _COMMANDS = {"solve": "python solve.py", "search": "python search.py", "page": "python -m share page"}
-# Hints for keys of public programs that do not exist here.
-_PUBLISHED_HINTS = {
-    "ema_rate": "the rate is the value of ema, such as ema=0.999",
-    "entity": "set WANDB_ENTITY",
-    "min_eval_interval": "give eval_interval",
-    "arch.update": "set arch=infiloop for TRM with a gate",
-    "arch.single_z": "set arch=trm_singlez for TRM with one state",
-}
 _USUAL_NAMES = {"learning_rate": "lr", "batch_size": "global_batch_size", "num_epochs": "epochs"}
 _NOT_KEYS = ("defaults", "name")  # name: set by arch=..., not by a key
 _MOST_USED = (  # keys of pretrain.py, beside experiment and arch
@@ -110,8 +103,8 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
 def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
     """Returns the message for an unknown key, with the most similar known key."""
     known = _keys((schema,))
-    if key in _PUBLISHED_HINTS:
-        return f"unknown key {key!r}: {_PUBLISHED_HINTS[key]}"
+    if key in HINTS:
+        return f"unknown key {key!r}: {HINTS[key]}"
     if key in known:
         names = [name for name, arch in architectures().items() if key in _keys((arch,), "arch.")]
         public = "; loops of the public URM code is arch.halt_max_steps" if key == "arch.loops" else ""

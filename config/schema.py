@@ -31,12 +31,7 @@ Several = Annotated[
     BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value]),
 ]
 Paths = Several[Text]
-# The name of a folder. run_name=$SLURM_JOB_ID is parsed as a number, and becomes a text.
-Name = Annotated[
-    str,
-    BeforeValidator(lambda value: str(value) if type(value) is int else value),
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$"),
-]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]  # of a folder
 
 
 # The values that a key may have where ranks sum no gradients, or where no dense weight is trained.

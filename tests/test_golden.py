@@ -7,8 +7,8 @@ import yaml
 
 from checkpointing.initial import copy_weights_
 from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
-from checkpointing.published import PUBLISHED
 from config.compose import compose_overrides
+from config.published import PUBLISHED
 from config.reading import read_yaml
 from config.schema import PretrainConfig
 from dataset.mixture import open_datasets

@@ -21,7 +21,7 @@ import torch
 import yaml
 
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
-from checkpointing.published import PUBLISHED
+from config.published import PUBLISHED
 from dataset.loader import Batch
 from models import HaltingModel
 from models.carry import Carry, Prediction, StepOutput

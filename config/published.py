@@ -1,0 +1,121 @@
+"""The names of the public code of HRM, TRM and URM, and of earlier versions of this repository, and ours."""
+
+import dataclasses
+from typing import Any
+
+# {key of a public program: our key}.
+KEYS = {
+    "data_paths": "data_path",
+    "eval_save_outputs": "save_outputs",
+    "load_checkpoint": "init_from",
+    "data_paths_test": "test_data_path",
+}
+# {key=value of a public program: our overrides}.
+OVERRIDES = {
+    "ema=true": ["ema=0.999"],
+    "ema=false": ["ema=null"],
+    "freeze_weights=true": ["train_only=puzzle_embeddings"],
+    "freeze_weights=false": ["train_only=all"],
+    "arch=hrm_v1": ["arch=hrm"],
+    "arch=transformers_baseline": ["arch=transformer"],
+}
+# {key that does not exist here: what to set instead}.
+HINTS = {
+    "ema_rate": "the rate is the value of ema, such as ema=0.999",
+    "entity": "set WANDB_ENTITY",
+    "min_eval_interval": "set eval_interval",
+    "arch.update": "set arch=infiloop for TRM with a gate",
+    "arch.single_z": "set arch=trm_singlez for TRM with one state",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Published:
+    """The translation of one model of the public code.
+
+    - name: of our architecture
+    - keys: {public key of `arch`: our key}
+    - unread: public keys that the public code does not use
+    - constants: {our key: value} of settings that are fixed in the public code
+    - tensors: {beginning of a public tensor's name: our beginning}
+    """
+
+    name: str
+    keys: dict[str, str] = dataclasses.field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    constants: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tensors: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+_URM = _Published(
+    "urm",
+    keys={"loops": "halt_max_steps", "num_layers": "L_layers"},
+    unread=(
+        *("pos_encodings", "attn_dropout", "mlp_dropout", "loop_deltas", "profile", "target_q_update_every"),
+        *("eval_interval", "checkpoint_every_eval", "checkpoint_path", "ema", "ema_rate"),
+    ),
+    constants={"pos_encodings": "rope", "halt_exploration_prob": 0.1},
+    tensors={"init_hidden": "H_init", "layers.": "L_level.layers."},
+)
+_FPRM = _Published(
+    "fprm",
+    keys={
+        **{"max_iter": "halt_max_steps", "max_iter_eval": "eval_halt_max_steps", "n_backwards_L": "L_cycles"},
+        **{"init_std": "init_noise", "stepsize": "damping", "additive_noise_std": "state_noise"},
+    },
+    unread=(
+        *("H_cycles", "L_cycles", "H_layers", "halt_max_steps", "halting_mechanism", "max_iter_dist"),
+        *("norm_type", "residual_scale", "outer_only", "conv_kernel_size", "conv_bias", "fixed_init", "eps"),
+        *("variational_dropout", "weight_dropout", "softmax_temp", "n_decode_steps", "outlier_quantile"),
+        *("normalize_input_injection", "gamma_alpha", "gamma_scale", "expon_scale"),
+        *("jacobian_reg", "n_jacobian_samples", "jacobian_eps"),
+    ),
+    constants={"halt_exploration_prob": 0.0, "eval_L_cycles": 1},
+)
+PUBLISHED = {
+    "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
+    "recursive_reasoning.hrm@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
+    "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1": _Published("trm"),
+    "trm.trm@TRM": _Published("trm"),  # in the code of URM
+    "recursive_reasoning.trm_singlez@TinyRecursiveReasoningModel_ACTV1": _Published(
+        "trm_singlez", tensors={"L_init": "H_init"}
+    ),
+    "recursive_reasoning.trm_equi@SERRM": _Published(
+        "serrm", unread=("H_layers",), tensors={"Z_init": "H_init"}
+    ),
+    "urm.urm@URM": _URM,
+    "fixed_point_reasoning.fprm@FixedPointReasoningModel_ACTV1": _FPRM,
+}
+
+
+def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Translates a public config into our keys; ValueError for an unknown model. where: for messages."""
+    arch = config.get("arch")
+    if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
+        raise ValueError(f"{where} names no architecture: it has no 'arch' with a 'loss'")
+    public = PUBLISHED.get(str(arch.get("name")))  # YAML may have anything there
+    if public is None:
+        known = ", ".join(PUBLISHED)
+        raise ValueError(f"{where}: unknown architecture {arch.get('name')!r}; known are: {known}")
+    values = {public.keys.get(key, key): value for key, value in arch.items() if key not in public.unread}
+    loss = {key: value for key, value in arch["loss"].items() if key != "name"}
+    arch = {**public.constants, **values, "name": public.name, "loss": loss}
+    return {"data_path": config.get("data_paths"), **config, "arch": arch}
+
+
+def rename_old_keys(arch: dict[str, Any]) -> dict[str, Any]:
+    """Returns an arch section with the names of today, for configs of earlier versions.
+
+    TRM with `update: gate` is the model infiloop, and with `single_z: true` the model trm_singlez. Raises
+    ValueError if no model of today is meant.
+    """
+    has_gate, is_single_z = arch.get("update", "plain") == "gate", bool(arch.get("single_z"))
+    values = {key: value for key, value in arch.items() if key not in ("update", "single_z")}
+    if not has_gate and not is_single_z:
+        return values
+    if arch["name"] != "trm" or has_gate == is_single_z:
+        raise ValueError("arch.update=gate: only TRM has a gate (arch=infiloop), with single_z=false")
+    if is_single_z:
+        return values | {"name": "trm_singlez"}
+    values.pop("H_layers", None)
+    return values | {"name": "infiloop"}
