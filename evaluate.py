@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
 
-import parallel.environment  # noqa: F401
+import runtime.environment  # noqa: F401
 
 import hashlib
 import json
@@ -30,6 +30,13 @@ from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, find_che
 from config.compose import compose_config, compose_overrides
 from config.programs import EvaluateConfig
 from dataset.mixture import open_datasets
+from distributed import log
+from distributed.child import run_child
+from distributed.collectives import broadcast_object
+from distributed.errors import collective_errors, memory_errors
+from distributed.launch import Program, launch
+from distributed.number_format import Choice, choose_evaluation_format
+from distributed.process_group import is_main, world_size
 from evaluation.compilation import compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
 from evaluation.passes import evaluate_split
@@ -45,13 +52,6 @@ from evaluation.results import (
 )
 from evaluation.test_time import set_up
 from models.compilation import compile_blocks
-from parallel import log
-from parallel.child import run_child
-from parallel.collectives import broadcast_object
-from parallel.errors import collective_errors, memory_errors
-from parallel.launch import Program, launch
-from parallel.number_format import Choice, choose_evaluation_format
-from parallel.process_group import is_main, world_size
 from report.page import check_packages, write_evaluation_report, write_picture
 
 

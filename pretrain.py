@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))  # with PYTHONSAFEPATH set, Python leaves this folder out
 
-import parallel.environment  # noqa: F401 - before torch: sets variables that OpenMP reads on loading
+import runtime.environment  # noqa: F401 - before torch: sets variables that OpenMP reads on loading
 
 from config.schema import PretrainConfig
-from parallel import log
-from parallel.child import run_child
-from parallel.errors import abort_all, collective_errors, memory_errors
-from parallel.launch import Program, launch
-from parallel.signals import Interruption, end_torchrun
+from distributed import log
+from distributed.child import run_child
+from distributed.errors import abort_all, collective_errors, memory_errors
+from distributed.launch import Program, launch
+from distributed.signals import Interruption, end_torchrun
 from training.checkpoints import CheckpointManager, open_checkpoints
 from training.data import RunData, open_data
 from training.evaluation import evaluate, read_results

@@ -11,15 +11,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
 
-import parallel.environment  # noqa: F401
+import runtime.environment  # noqa: F401
 
 from config.compose import chosen_experiment
 from config.messages import check_data_folders
 from config.programs import SearchConfig
 from config.schema import PretrainConfig
-from config.writing import write_text
-from parallel import log
-from parallel.errors import EXIT_FAILURE, local_errors
+from distributed import log
+from distributed.errors import EXIT_FAILURE, local_errors
+from runtime.writing import write_text
 
 try:
     from optuna.trial import TrialState

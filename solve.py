@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
 
-import parallel.environment  # noqa: F401
+import runtime.environment  # noqa: F401
 
 import json
 import os
@@ -31,14 +31,14 @@ from config.architecture import NumberFormat
 from config.compose import compose_config, config_with, show
 from config.programs import SolveConfig
 from dataset.format import Metadata
+from distributed import log
+from distributed.errors import local_errors
+from distributed.number_format import choose_evaluation_format
+from distributed.process_group import choose_device, set_cpu_threads, world_size
 from evaluation.questions import Questions
 from evaluation.solving import Answer, answer_puzzle
 from evaluation.terminal import draw_answer
 from models import HaltingModel
-from parallel import log
-from parallel.errors import local_errors
-from parallel.number_format import choose_evaluation_format
-from parallel.process_group import choose_device, set_cpu_threads, world_size
 from report.animation import draw_animation
 from report.page import write_page
 from training.adaptation import adapt

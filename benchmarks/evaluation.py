@@ -24,9 +24,9 @@ from benchmarks.harness import (
 from benchmarks.worlds import TINY
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from dataset.mixture import open_datasets
+from distributed.number_format import choose_evaluation_format
+from distributed.process_group import choose_device, set_cpu_threads
 from evaluation.passes import evaluate_split
-from parallel.number_format import choose_evaluation_format
-from parallel.process_group import choose_device, set_cpu_threads
 
 _TRAINING = (
     "experiment=demo",

@@ -1,6 +1,6 @@
 """Helpers of all benchmarks: command line, statistics, a report with a last line of JSON, subprocesses."""
 
-from parallel.environment import num_cores
+from runtime.environment import num_cores
 
 import argparse
 import json
@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch.utils.benchmark import Measurement, TaskSpec
 
-from dataset.build.command_line import OneLineParser, integer
-from parallel import log
-from parallel.launch import REPOSITORY
-from parallel.processor import describe_processor
-from parallel.signals import stop_signals
+from distributed import log
+from distributed.launch import REPOSITORY
+from distributed.processor import describe_processor
+from distributed.signals import stop_signals
+from runtime.command_line import OneLineParser, integer
 
 BUSY_CORES = 0.1  # if other programs keep more cores busy, times are only estimates
 _QUICK_ROUNDS = 2

@@ -17,11 +17,11 @@ from benchmarks.harness import fail, print_report
 from benchmarks.worlds import TINY, Trainer, World
 from config.schema import PretrainConfig
 from dataset.format import Metadata
+from distributed.mesh import Mesh, sizes_of
+from distributed.pipeline import Ring, circulate
+from distributed.process_group import world_size
+from distributed.shards import tensor_of
 from models import build_model
-from parallel.mesh import Mesh, sizes_of
-from parallel.pipeline import Ring, circulate
-from parallel.process_group import world_size
-from parallel.shards import tensor_of
 from training.dry_run import Needs, Sent
 from training.layout import layout_of
 from training.state import TrainState

@@ -17,7 +17,7 @@ layout: whether a pipeline's messages end; bytes that ranks keep and send, and f
 Under torchrun: the time of a step without messages over that of a step; exit status 1 below --at-least.
 """
 
-from parallel.environment import num_cores
+from runtime.environment import num_cores
 
 import argparse
 import contextlib
@@ -43,10 +43,9 @@ from benchmarks.harness import (
 )
 from benchmarks.layouts import measure_layout
 from benchmarks.worlds import TINY, Trainer, World, take_turns, timed
-from dataset.build.command_line import OneLineParser
-from parallel.collectives import all_ranks
-from parallel.errors import abort_all
-from parallel.process_group import (
+from distributed.collectives import all_ranks
+from distributed.errors import abort_all
+from distributed.process_group import (
     choose_device,
     is_main,
     num_nodes,
@@ -54,6 +53,7 @@ from parallel.process_group import (
     set_cpu_threads,
     world_size,
 )
+from runtime.command_line import OneLineParser
 from training.clock import peak_memory_bytes
 
 _MIB = 2**20

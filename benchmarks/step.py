@@ -34,7 +34,7 @@ from torch.utils.benchmark import Timer, timer
 from benchmarks.harness import benchmark_parser, cells, parse, positive, print_report, ratio, run_main
 from benchmarks.published import PublishedTrainer
 from benchmarks.worlds import Trainer, World, spread_slots_, take_turns
-from parallel.number_format import choose_format
+from distributed.number_format import choose_format
 from training.clock import peak_memory_bytes
 from training.metrics import FiniteCheck
 from training.model import count_steps

@@ -23,13 +23,13 @@ from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from dataset.format import Metadata
 from dataset.loader import Batch
+from distributed.collectives import barrier, broadcast_object
+from distributed.errors import local_errors
+from distributed.launch import keep_freed_memory
+from distributed.process_group import choose_device, process_group, set_cpu_threads, world_size
+from distributed.shards import tensor_of
+from distributed.signals import stop_signals
 from optimizers.learning_rate import learning_rates
-from parallel.collectives import barrier, broadcast_object
-from parallel.errors import local_errors
-from parallel.launch import keep_freed_memory
-from parallel.process_group import choose_device, process_group, set_cpu_threads, world_size
-from parallel.shards import tensor_of
-from parallel.signals import stop_signals
 from training.clock import StepClock
 from training.run_config import find_format, with_format
 from training.state import build_first_state

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 from checkpointing.tensors import save_section
-from config.reading import MissingFileError, parse_json, read_bytes, read_json, sha256_of
-from config.writing import flush, remove_unfinished_files
-from parallel import log
-from parallel.collectives import broadcast_object
-from parallel.process_group import connect_store, is_main, rank, world_size
-from parallel.shards import Shard, Tensors, tensor_of
+from distributed import log
+from distributed.collectives import broadcast_object
+from distributed.process_group import connect_store, is_main, rank, world_size
+from distributed.shards import Shard, Tensors, tensor_of
+from runtime.reading import MissingFileError, parse_json, read_bytes, read_json, sha256_of
+from runtime.writing import flush, remove_unfinished_files
 
 WEIGHTS, EMA_WEIGHTS = "weights", "ema_weights"  # sections of a checkpoint (`checkpointing.tensors`)
 CONFIG_FILE = "config.yaml"

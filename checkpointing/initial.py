@@ -8,11 +8,11 @@ from torch import Tensor
 from checkpointing.pretrained import ARCH_WORD, find_checkpoint, load_weights
 from config.architecture import Architecture
 from config.files import changed_words, load_defaults
+from distributed import log
+from distributed.shards import Shard, Tensors
 from models import network_class
 from models.puzzle_embedding import PuzzleEmbedding
 from models.search import Search
-from parallel import log
-from parallel.shards import Shard, Tensors
 
 _TABLE = PuzzleEmbedding.weights_name
 

@@ -19,6 +19,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from safetensors.torch import load_file
 from torch import Tensor
 
+from checkpointing.best import best_checkpoint
 from checkpointing.files import (
     CONFIG_FILE,
     EMA_WEIGHTS,
@@ -33,25 +34,24 @@ from checkpointing.files import (
     verify_checkpoint,
 )
 from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS, translate_weights
-from checkpointing.rows import best_checkpoint
 from checkpointing.sizes import sizes_in
 from checkpointing.tensors import find_files, load_joined
 from config.architecture import Architecture, Strict
 from config.files import fill_defaults
 from config.published import translate_config
-from config.reading import read_json, read_yaml
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
 from dataset.format import Metadata
+from distributed import log
+from distributed.collectives import broadcast_object
+from distributed.errors import collective_errors
+from distributed.process_group import is_main, local_rank
 from models import HaltingModel, build_model, network_class
 from models.blocks import cast_blocks_
 from models.search import Search
-from parallel import log
-from parallel.collectives import broadcast_object
-from parallel.errors import collective_errors
-from parallel.process_group import is_main, local_rank
+from runtime.reading import read_json, read_yaml
 
 if TYPE_CHECKING:  # the Hub's modules are imported only when needed
-    from dataset.hub import Address
+    from runtime.hub import Address
 
 SHIPPED = Path(__file__).resolve().parent.parent / "weights"  # trained models in this repository
 _LIGHTNING = ".ckpt"  # suffix of PyTorch Lightning's checkpoints, which cannot be read
@@ -147,7 +147,7 @@ def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
 
 
 def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
-    from dataset.hub import download_file
+    from runtime.hub import download_file
 
     by_hand = _by_hand(checkpoint.address)
     path = download_file(checkpoint.address, checkpoint.path.name, by_hand=by_hand, say=log.info)
@@ -161,7 +161,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
     public code, a folder of `share push`, a NAME in weights/ here, or hf://OWNER/NAME[@REVISION] on the Hub.
     """
     if str(location).startswith("hf:/"):
-        from dataset.hub import download, parse_address
+        from runtime.hub import download, parse_address
 
         address = parse_address(location, kind="model")
         folder = download(address, _choose_files, by_hand=_by_hand(address), say=log.info)[0].parent

@@ -21,9 +21,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from config.reading import parse_json
-from parallel.process_group import rank, world_size
-from parallel.shards import Shard, Span, Spans, Tensors, tensor_of
+from distributed.process_group import rank, world_size
+from distributed.shards import Shard, Span, Spans, Tensors, tensor_of
+from runtime.reading import parse_json
 
 _MOST = 2**48  # elements of a tensor, at most
 _SHARDS = "shards"  # in the metadata, as JSON: {name: [spans, shape of the whole, is_by_rank]}

@@ -26,7 +26,7 @@ from config.messages import SEVERAL_RUNS, explain_composition, help_text
 from config.published import KEYS, OVERRIDES
 from config.schema import Config, validate_config
 from config.texts import expand_home, quote_value, quoted, text_keys
-from config.writing import Patient
+from runtime.writing import Patient
 
 # The hint for each of Hydra's own keys, by the beginning of the key.
 _HYDRA_KEYS = {

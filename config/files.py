@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from config.architecture import architectures
 from config.published import rename_old_keys
-from config.writing import to_yaml
+from runtime.writing import to_yaml
 
 FOLDER = Path(__file__).parent
 _FORMER_FORMAT = "bfloat16"  # the default of `arch.forward_dtype` before there was `auto`

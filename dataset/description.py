@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pydantic
 
-from config.reading import MissingFileError, printable, read_json
 from dataset.augmentations import AUGMENTATIONS, END, FIRST_SYMBOL, PAD
 from dataset.format import IDENTIFIERS, Dataset, Metadata, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
 from dataset.sets import rows_of
+from runtime.reading import MissingFileError, printable, read_json
 
 Grid = Sequence[Sequence[str]]
 

@@ -19,9 +19,9 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from config.reading import MissingFileError, open_regular, read_json
 from dataset.augmentations import AUGMENTATIONS, FIRST_SYMBOL
 from dataset.sets import FIELDS, PuzzleSet, fields_of
+from runtime.reading import MissingFileError, open_regular, read_json
 
 SPLITS = ("train", "test")
 IGNORE_LABEL_ID = -100  # in a batch, the label of a cell that counts nowhere

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from config.reading import read_json, sha256_of
 from dataset.format import (
     MANIFEST,
     METADATA,
@@ -27,6 +26,7 @@ from dataset.format import (
     open_dataset,
 )
 from dataset.sets import ConcatenatedSet, fields_of
+from runtime.reading import read_json, sha256_of
 
 _SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id", "symbols", "num_columns")
 

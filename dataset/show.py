@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from config.reading import printable, read_arrays, read_json
-from dataset.build.command_line import OneLineParser, integer, one_line_errors
 from dataset.description import read_info, read_names
 from dataset.drawing import draw, side_by_side
 from dataset.format import IGNORE_LABEL_ID, SPLITS, open_split
 from dataset.sets import PuzzleSet
+from runtime.command_line import OneLineParser, integer, one_line_errors
+from runtime.reading import printable, read_arrays, read_json
 
 _NEEDED = ("inputs", "labels", "preds")
 _SAVED = f"save_outputs=[{','.join(_NEEDED)}]"

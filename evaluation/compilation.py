@@ -2,10 +2,10 @@
 
 import torch
 
+from distributed import log
+from distributed.errors import collective_errors
+from distributed.process_group import all_gather_objects, local_rank
 from models.compilation import find_compiler_failure, should_compile
-from parallel import log
-from parallel.errors import collective_errors
-from parallel.process_group import all_gather_objects, local_rank
 
 _COMPILING = (
     "compiling: the first steps take up to minutes, all later ones less time (compile=false: at once)"

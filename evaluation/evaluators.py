@@ -8,8 +8,8 @@ import numpy as np
 
 from dataset.format import Dataset, Metadata, load_metadata
 from dataset.kinds.kind import Answers, Evaluator, Rules, find_kind, kind_names
-from parallel.collectives import Ranks, gather_objects
-from parallel.errors import collective_errors
+from distributed.collectives import Ranks, gather_objects
+from distributed.errors import collective_errors
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:

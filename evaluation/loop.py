@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dataset.loader import Batch
+from distributed.collectives import ALONE, Ranks
 from models import HaltingModel
 from models.carry import Carry, Reasoning, StepOutput, select_columns
 from models.compilation import eager_blocks
 from models.random import SlotRng
-from parallel.collectives import ALONE, Ranks
 
 Draw = Callable[[Carry], SlotRng | None]  # returns the random numbers of the slots' next step
 OnStep = Callable[[StepOutput, Tensor], None]  # (output, bool [slots]: True at the first wish to halt)

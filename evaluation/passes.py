@@ -16,6 +16,9 @@ from dataset.format import IGNORE_LABEL_ID, Dataset
 from dataset.kinds.kind import Answers
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.plan import EvaluationPlan
+from distributed.collectives import ALONE, Ranks, RankSums, all_ranks, gather_objects
+from distributed.process_group import is_main
+from distributed.progress import Progress
 from evaluation.evaluators import Evaluators
 from evaluation.loop import answer_batches
 from evaluation.selection import ScoreKey, Scores, Settings, predicted_tokens
@@ -25,9 +28,6 @@ from models.carry import Reasoning, StepOutput
 from models.network import Network
 from models.objective import correct_sequences, divide, sum_names
 from models.search import Search
-from parallel.collectives import ALONE, Ranks, RankSums, all_ranks, gather_objects
-from parallel.process_group import is_main
-from parallel.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 from checkpointing.pretrained import Checkpoint, architecture_errors, load_weights
 from checkpointing.sizes import sizes_in
 from config.programs import SolveConfig
-from config.reading import read_text
 from dataset.description import DatasetInfo, read_info, read_names
 from dataset.format import BLANK, Metadata, usual_metadata
 from dataset.kinds.kind import Puzzle, kinds_of, read_symbols
 from dataset.mixture import open_datasets
-from parallel import log
+from distributed import log
+from runtime.reading import read_text
 
 _FILES = (".txt", ".json", ".csv")
 

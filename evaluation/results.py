@@ -15,14 +15,14 @@ import numpy as np
 from checkpointing.pretrained import Checkpoint
 from config.compose import config_with
 from config.programs import EvaluateConfig
-from config.reading import read_json
-from config.writing import replace_file, write_json
 from dataset.kinds.kind import SUBMISSION_FILE, TASKS_FILE
 from dataset.mixture import fingerprint_of
+from distributed import log
 from evaluation.intervals import mean_and_deviation, wilson_interval
 from evaluation.passes import SetResult
 from evaluation.selection import ORACLE
-from parallel import log
+from runtime.reading import read_json
+from runtime.writing import replace_file, write_json
 
 EVALUATION_FILE, SCALING_FILE = "metrics.json", "scaling.json"
 MEASURED_FILE = "measured.json"  # the data and options that `measured_with` returns

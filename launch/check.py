@@ -7,7 +7,7 @@ Ranks report through torchrun's TCP store, not through the group under test; a w
 one hangs, and names it. `python -m torch.utils.collect_env` says more about the software.
 """
 
-from parallel.environment import num_cores
+from runtime.environment import num_cores
 
 import argparse
 import contextlib
@@ -27,15 +27,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from distributed import log
+from distributed import process_group as group
+from distributed.errors import local_errors
+from distributed.launch import wait_for_all_ranks
+from distributed.process_group import is_main, rank, world_size
+from distributed.processor import describe_processor
+from distributed.watchdog import Watchdog
 from launch import links
 from launch.rates import RATES, Rates, measure_rates
-from parallel import log
-from parallel import process_group as group
-from parallel.errors import local_errors
-from parallel.launch import wait_for_all_ranks
-from parallel.process_group import is_main, rank, world_size
-from parallel.processor import describe_processor
-from parallel.watchdog import Watchdog
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCH", "NCCL_", "GLOO_", "OMP_", "CUDA_", "HIP_")
 

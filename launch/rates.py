@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from parallel.number_format import NumberFormat, choose_format
+from distributed.number_format import NumberFormat, choose_format
 
 RATES: tuple[NumberFormat, ...] = ("bfloat16", "float32")  # in the order of `Rates`
 _SIZE, _SIZE_OF_GPU = 256, 4096  # rows and columns; on a GPU, a smaller product takes as long as its launch

@@ -1,6 +1,6 @@
 """AdamATan2 (arXiv 2407.05872): Adam with an arctan2 instead of the division with epsilon.
 
-Weights, gradients and moments are ranges of flat buffers (`parallel.flat`). A kernel that `torch.compile`
+Weights, gradients and moments are ranges of flat buffers (`distributed.flat`). A kernel that `torch.compile`
 makes of `adam_atan2_` updates a whole range in one pass over memory. Without the compiler the same function
 runs op by op, on a CPU over chunks that stay in the cache.
 """
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.flat import FlatParameters, Pieces
-from parallel.shards import tensor_of
+from distributed.flat import FlatParameters, Pieces
+from distributed.shards import tensor_of
 
 _MOMENTS = ("first_moment", "second_moment")
 _CHUNK = 2**17  # elements: about 4 MB with gradients, moments and intermediates, which fit into a CPU's cache

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from config.schema import PretrainConfig
-from parallel import log
-from parallel.flat import FlatParameters
-from parallel.shards import Tensors
+from distributed import log
+from distributed.flat import FlatParameters
+from distributed.shards import Tensors
 
 _FEW = 5  # after 5 / (1 - rate) steps, less than 0.01 of the average are the initial weights
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from parallel.collectives import Ranks
-from parallel.tensor import Cut
+from distributed.collectives import Ranks
+from distributed.tensor import Cut
 
 _MOMENTUM = 0.95
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the polynomial a x + b x^3 + c x^5, applied to singular values

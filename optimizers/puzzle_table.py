@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
+from distributed.collectives import AllToAllPlan, Ranks, has_group
+from distributed.shards import Shard, Tensors, shard_of_rows, slots_of
 from optimizers.average import Average
-from parallel.collectives import AllToAllPlan, Ranks, has_group
-from parallel.shards import Shard, Tensors, shard_of_rows, slots_of
 
 _PIECE = 2**16  # rows in one message, at most
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
+from distributed.collectives import ALONE, Ranks
+from distributed.flat import FlatParameters, Scalars
+from distributed.mesh import Mesh
+from distributed.shards import Shard, Span, Tensors, part_of_whole, tensor_of
+from distributed.tensor import Cut
 from optimizers.adam_atan2 import AdamATan2
 from optimizers.muon import CutMuon, Muon
-from parallel.collectives import ALONE, Ranks
-from parallel.flat import FlatParameters, Scalars
-from parallel.mesh import Mesh
-from parallel.shards import Shard, Span, Tensors, part_of_whole, tensor_of
-from parallel.tensor import Cut
 
 # Numbers of each rank, sent with the gradients or the changes of weights: sum of losses, gradient norm (with
 # local steps), request to stop (0 or 1).

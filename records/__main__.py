@@ -14,7 +14,7 @@ place of the rung's entry for the same instruction set and number format, and ma
 --table only makes the tables.
 """
 
-import parallel.environment  # noqa: F401
+import runtime.environment  # noqa: F401
 
 import argparse
 import dataclasses
@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import BUSY_CORES, commit, positive, run_main
-from config.writing import write_text
-from dataset.build.command_line import OneLineParser
 from evaluation.intervals import goal_p, mean_and_deviation, mean_interval
 from records.machine import FORMATS
 from records.page import pages
 from records.record import write_record
 from records.rungs import RUNGS, Rung
 from records.seeds import Rerun
+from runtime.command_line import OneLineParser
+from runtime.writing import write_text
 
 _SOURCE = "RECORDS_SOURCE"
 

@@ -10,7 +10,7 @@ trainings and evaluations have one number format: that of comparison.json, else 
 fast on the machine of the first training.
 """
 
-import parallel.environment  # noqa: F401
+import runtime.environment  # noqa: F401
 
 import dataclasses
 import re
@@ -21,17 +21,17 @@ from typing import Any
 
 from benchmarks.harness import commit, run_main
 from config.compose import compose_overrides
-from config.reading import read_json, read_yaml
 from config.schema import PretrainConfig
-from config.writing import write_json, write_text
-from dataset.build.command_line import OneLineParser
+from distributed.number_format import NumberFormat
 from evaluation.intervals import mean_and_deviation
-from parallel.number_format import NumberFormat
 from records.machine import FORMATS, describe_machine, find_format, training_device, write_format
 from records.rungs import RUNGS
 from records.seeds import Rerun, final_evaluation
 from report.charts import Line, chart_file, line_chart
 from report.run import read_run
+from runtime.command_line import OneLineParser
+from runtime.reading import read_json, read_yaml
+from runtime.writing import write_json, write_text
 from training.data import open_data
 from training.model import count_steps
 from training.run_config import FORMAT_KEY

@@ -9,12 +9,12 @@ from typing import get_args
 import torch
 
 from config.files import format_of
-from config.reading import read_json, read_yaml
 from config.schema import PretrainConfig
-from config.writing import write_json
-from parallel.number_format import NumberFormat, choose_format, instruction_set
-from parallel.process_group import choose_device
-from parallel.processor import processor_name
+from distributed.number_format import NumberFormat, choose_format, instruction_set
+from distributed.process_group import choose_device
+from distributed.processor import processor_name
+from runtime.reading import read_json, read_yaml
+from runtime.writing import write_json
 from training.run_config import FORMAT_KEY
 
 FORMATS = get_args(NumberFormat)

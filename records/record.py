@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import REPOSITORY
-from config.reading import MissingFileError, parse_json, read_json, read_lines
-from config.writing import write_json, write_text
 from report.run import Row
+from runtime.reading import MissingFileError, parse_json, read_json, read_lines
+from runtime.writing import write_json, write_text
 
 FOLDER = REPOSITORY / "records"
 MOST_P = 0.01  # a goal counts as reached where `goal_p` is below

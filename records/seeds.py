@@ -6,7 +6,7 @@ clock, with the time of each row of metrics.jsonl. Of several trainings the earl
 `format.json` has the number format of all trainings and evaluations in the folder.
 """
 
-from parallel.environment import num_cores
+from runtime.environment import num_cores
 
 import functools
 import resource
@@ -22,17 +22,17 @@ import torch
 
 from benchmarks.harness import REPOSITORY, Load, fail, program, program_environment
 from checkpointing.files import CONFIG_FILE
-from checkpointing.rows import METRICS_FILE
 from config.compose import compose_overrides
-from config.reading import parse_json, read_json, read_yaml
 from config.schema import PretrainConfig
-from config.writing import open_to_append, write_json
+from distributed.child import start_child, why_it_failed
+from distributed.number_format import NumberFormat
 from evaluation.results import EVALUATION_FILE, SCALING_FILE, metrics_by_set
-from parallel.child import start_child, why_it_failed
-from parallel.number_format import NumberFormat
 from records.machine import describe_machine, find_format, training_device, write_format
 from records.rungs import Rung
 from report.run import Row, read_run
+from runtime.metrics_file import METRICS_FILE
+from runtime.reading import parse_json, read_json, read_yaml
+from runtime.writing import open_to_append, write_json
 from training.run_config import FORMAT_KEY, describe_changes
 from training.run_folder import has_ended
 

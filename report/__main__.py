@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataset.build.command_line import OneLineParser, integer, one_line_errors, warn
+from runtime.command_line import OneLineParser, integer, one_line_errors, warn
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

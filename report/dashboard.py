@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from config.architecture import architectures
-from dataset.build.command_line import OneLineParser, one_line_errors
 from report.run import other_metrics
+from runtime.command_line import OneLineParser, one_line_errors
 from training.wandb import PICTURES, has_wandb_login
 
 # {section: {title of a panel: regular expression for the full names of its metrics}} (docs/metrics.md).

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.pretrained import Checkpoint
-from config.writing import to_yaml, write_text
 from dataset.drawing import SCRIPTS, THEME
 from dataset.format import Dataset
 from dataset.kinds.kind import to_grid
+from distributed import log
+from distributed.process_group import is_main
 from evaluation.intervals import wilson_interval
 from evaluation.results import INTERVAL_ENDS, is_number, is_share, metric_names, with_suffix
 from models import HaltingModel
-from parallel import log
-from parallel.process_group import is_main
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart, short
 from report.compute import compute_chart, compute_picture
 from report.run import RunRecord, read_run
@@ -30,6 +29,7 @@ from report.trace import (
     trace_of_run,
     trace_puzzles,
 )
+from runtime.writing import to_yaml, write_text
 from training.code import CHANGES
 from training.run_folder import REPORT_FILE
 

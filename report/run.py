@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.files import CONFIG_FILE, STARTS_FILE, checkpoints_in, read_state, step_of
-from checkpointing.rows import METRICS_FILE, read_rows
 from config.architecture import architectures
 from config.files import fill_defaults
-from config.reading import read_json, read_lines, read_yaml
 from evaluation.results import (
     EVALUATION_FILE,
     MEASURED_FILE,
@@ -23,6 +21,8 @@ from evaluation.results import (
     with_intervals,
 )
 from models import network_class
+from runtime.metrics_file import METRICS_FILE, read_rows
+from runtime.reading import read_json, read_lines, read_yaml
 from training.run_folder import STATUS_FILE
 
 # Metrics with a chart of their own on the pages and the dashboard, or with none on purpose.

@@ -17,13 +17,13 @@ from dataset.format import IGNORE_LABEL_ID, Dataset
 from dataset.kinds.kind import Style, to_grid
 from dataset.loader import choose_rows, names_of, original_rows, read_rows
 from dataset.mixture import open_datasets
+from distributed.number_format import choose_evaluation_format
+from distributed.process_group import choose_device, set_cpu_threads
+from distributed.progress import Progress
 from evaluation.trace import Trace, record_trace
 from models import HaltingModel
 from models.compilation import eager_blocks
 from models.search import Search
-from parallel.number_format import choose_evaluation_format
-from parallel.process_group import choose_device, set_cpu_threads
-from parallel.progress import Progress
 
 MAX_PICTURES_BYTES = 3_500_000  # in base64; a page may have 5 MB
 _MOST_OF_SEARCH = 40  # puzzles; each takes a search of a hundred steps or more

@@ -6,13 +6,13 @@ python -m share keep RUN NAME [--data-path PATH] [--count N]
 python -m share page checkpoint=PATH output=FOLDER [key=value ...]
 """
 
-import parallel.environment  # noqa: F401
+import runtime.environment  # noqa: F401
 
 import sys
 
 from config.compose import compose_config
 from config.programs import PageConfig
-from parallel.errors import local_errors
+from distributed.errors import local_errors
 from share import browser, keep, push
 
 

@@ -20,7 +20,6 @@ import torch
 
 from checkpointing.pretrained import SHIPPED, Checkpoint, find_checkpoint, load_trained_model
 from config.programs import PageConfig
-from config.writing import write_json
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import DatasetInfo
 from dataset.drawing import SCRIPTS, THEME, page_style
@@ -28,11 +27,12 @@ from dataset.format import IGNORE_LABEL_ID, Dataset
 from dataset.kinds.kind import to_grid
 from dataset.loader import choose_rows, names_of, read_rows
 from dataset.mixture import open_datasets
+from distributed import log
 from evaluation.questions import find_info
 from evaluation.trace import MOST_TOKENS
 from models import HaltingModel
 from models.search import Search
-from parallel import log
+from runtime.writing import write_json
 from share.onnx import check_packages, write_step
 
 MODELS, MODEL, DATA = "models.json", "model.onnx", "page.json"

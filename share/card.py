@@ -9,12 +9,9 @@ from typing import Any
 
 from checkpointing.files import STARTS_FILE
 from checkpointing.pretrained import Checkpoint
-from checkpointing.rows import read_rows
 from config.files import changed_words, load_defaults, word
-from config.reading import read_json
 from dataset.build import BUILDERS
 from dataset.format import read_builder
-from dataset.hub import Address, is_address, parse_address
 from evaluation.questions import find_info
 from evaluation.results import (
     EVALUATION_FILE,
@@ -25,6 +22,9 @@ from evaluation.results import (
     metrics_by_set,
     with_intervals,
 )
+from runtime.hub import Address, is_address, parse_address
+from runtime.metrics_file import read_rows
+from runtime.reading import read_json
 from training.code import git
 
 # {option of a builder: what stands between its parts}; other lists are options that are given several times.

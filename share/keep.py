@@ -14,13 +14,13 @@ import torch
 
 from checkpointing.files import SHARED_WEIGHTS_FILE
 from checkpointing.pretrained import SHIPPED, Checkpoint, find_checkpoint, load_trained_model, load_weights
-from dataset.build.command_line import OneLineParser, integer, one_line_errors
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.format import Dataset
 from dataset.mixture import open_datasets
 from dataset.sets import ConcatenatedSet, PuzzleSet
 from evaluation.passes import evaluate_split
 from models.search import Search
+from runtime.command_line import OneLineParser, integer, one_line_errors
 from share.push import write_files
 
 _DTYPES = (torch.float8_e4m3fn, torch.float16)  # tried in this order, before float32

@@ -22,13 +22,13 @@ from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
 from checkpointing.sizes import sizes_in
 from checkpointing.tensors import find_files
 from config.files import fill_defaults
-from config.reading import read_yaml
 from config.schema import PretrainConfig, keys_that_may_change
-from config.writing import write_json, write_text
-from dataset.build.command_line import OneLineParser, one_line_errors, warn
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import DatasetInfo
-from dataset.hub import Address, client_errors, import_client, parse_address
+from runtime.command_line import OneLineParser, one_line_errors, warn
+from runtime.hub import Address, client_errors, import_client, parse_address
+from runtime.reading import read_yaml
+from runtime.writing import write_json, write_text
 from share.card import commit_of, model_card, read_metrics
 from training.code import CHANGES
 

@@ -4,8 +4,8 @@ import numpy as np
 
 from dataset.format import Metadata, usual_metadata
 from dataset.kinds.kind import Answers, Evaluator
+from distributed.process_group import rank, world_size
 from evaluation.evaluators import Evaluators
-from parallel.process_group import rank, world_size
 
 
 def metadata(**changes) -> Metadata:

@@ -11,9 +11,9 @@ from config.schema import PretrainConfig
 from dataset.description import with_candidates
 from dataset.format import Metadata, load_metadata, open_dataset
 from dataset.loader import Batch
+from distributed.process_group import rank
 from models.carry import Carry
 from optimizers.learning_rate import learning_rates
-from parallel.process_group import rank
 from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock

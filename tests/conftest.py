@@ -84,7 +84,7 @@ def float64() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_was_shown(monkeypatch) -> None:
     """Warnings are shown once for each text and process: every test begins as a process does."""
-    monkeypatch.setattr("parallel.log._console.shown", set())
+    monkeypatch.setattr("distributed.log._console.shown", set())
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from checkpointing.files import CONFIG_FILE, STARTS_FILE
-from checkpointing.rows import METRICS_FILE
 from config.files import config_to_yaml
 from dataset.description import DatasetInfo
 from dataset.format import IGNORE_LABEL_ID, Dataset, load_metadata, usual_metadata
@@ -17,6 +16,7 @@ from models import HaltingModel, build_model
 from models.network import Network
 from models.search import NO_GUESS
 from report.trace import TracedPuzzles
+from runtime.metrics_file import METRICS_FILE
 from tests.tiny import tiny_arch, tiny_config
 from training.checkpoints import CheckpointManager
 from training.state import build_first_state

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from distributed.collectives import all_ranks
+from distributed.flat import FlatParameters
 from optimizers.adam_atan2 import AdamATan2, short_atan2_sqrt
-from parallel.collectives import all_ranks
-from parallel.flat import FlatParameters
 from tests.float64 import TOLERANCE, assert_close
 
 _SHAPES = ((3, 4), (5,), (16, 41), ())

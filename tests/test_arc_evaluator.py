@@ -9,8 +9,8 @@ import pytest
 
 from dataset.kinds.arc.evaluator import PASSES
 from dataset.mixture import open_datasets
+from distributed.process_group import is_main
 from evaluation.evaluators import Evaluators
-from parallel.process_group import is_main
 from tests.answers import add_in_batches, answers, metrics_of
 from tests.arc_set import (
     MIRRORED,

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from distributed.collectives import all_ranks
+from distributed.flat import FlatParameters
 from models.network import Network
 from optimizers.average import Average, DenseAverage, warn_of_long_average
 from optimizers.puzzle_table import Replicated, RowAverage
-from parallel.collectives import all_ranks
-from parallel.flat import FlatParameters
 from tests.checkpoints import assert_equal, begin_training, do_step
 from tests.float64 import assert_close
 from tests.tiny import FACTS, random_batch, tiny_config, tiny_model

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.step import Contender, choose_rounds
-from parallel.number_format import choose_format
+from distributed.number_format import choose_format
 from tests.ranks import REPOSITORY
 
 _FORMAT = {"bfloat16": "bf16", "float32": "fp32"}[choose_format(torch.device("cpu")).name]

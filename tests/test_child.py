@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel.child import why_it_failed
+from distributed.child import why_it_failed
 
 
 @pytest.mark.parametrize(

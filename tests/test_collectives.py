@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from parallel.collectives import broadcast_difference, checksum
-from parallel.process_group import rank
+from distributed.collectives import broadcast_difference, checksum
+from distributed.process_group import rank
 from tests.ranks import run_program, run_ranks
 from tests.tiny import OVERRIDES
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 import torch
 
+from distributed.mesh import AXES
+from distributed.number_format import choose_format
 from models import build_model
 from models.flops import StepCounter
-from parallel.mesh import AXES
-from parallel.number_format import choose_format
 from tests.ranks import REPOSITORY
 from tests.tiny import FACTS, tiny_arch, tiny_config
 from training.dry_run import Needs

@@ -1,6 +1,6 @@
 """What every program sets before torch loads, and how many cores it may use."""
 
-from parallel.environment import num_cores
+from runtime.environment import num_cores
 
 import ast
 import os
@@ -21,7 +21,7 @@ def test_it_is_the_first_import_of_every_program(program):
     tree = ast.parse((REPOSITORY / program).read_text())
     imports = [ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     others = [each for each in imports if each.split()[1].partition(".")[0] not in sys.stdlib_module_names]
-    assert others[0] == "import parallel.environment"
+    assert others[0] == "import runtime.environment"
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_it_is_the_first_import_of_every_program(program):
     [({}, "10000 1"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None None"), ({"GOMP_SPINCOUNT": "7"}, "7 None")],
 )
 def test_threads_that_wait_go_to_sleep_unless_the_user_has_said_how(chosen, expected):
-    code = "import parallel.environment, os; print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'KMP_BLOCKTIME')))"
+    code = "import runtime.environment, os; print(*map(os.environ.get, ('GOMP_SPINCOUNT', 'KMP_BLOCKTIME')))"
     others = {key: each for key, each in os.environ.items() if not key.startswith(("OMP_", "GOMP_", "KMP_"))}
     shown = subprocess.run(
         [sys.executable, "-c", code], cwd=REPOSITORY, env=others | chosen, capture_output=True, text=True

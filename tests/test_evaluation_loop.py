@@ -8,13 +8,13 @@ import torch
 
 from dataset.format import open_dataset
 from dataset.loader import read_rows
+from distributed.mesh import Mesh, sizes_of
+from distributed.pipeline import Ring, keep_stage, pipe_levels
+from distributed.process_group import world_size
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.trace import record_trace
 from models import HaltingModel
 from models.blocks import levels_of
-from parallel.mesh import Mesh, sizes_of
-from parallel.pipeline import Ring, keep_stage, pipe_levels
-from parallel.process_group import world_size
 from tests.float64 import TOLERANCE, float64
 from tests.ranks import run_ranks
 from tests.sudoku_source import build_sets

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallel.collectives import Ranks, all_ranks
-from parallel.flat import FlatParameters
-from parallel.process_group import rank, world_size
-from parallel.sync import GradientSync, build_gradient_sync
+from distributed.collectives import Ranks, all_ranks
+from distributed.flat import FlatParameters
+from distributed.process_group import rank, world_size
+from distributed.sync import GradientSync, build_gradient_sync
 from tests.float64 import relative_difference
 from tests.ranks import call_each, run_ranks
 

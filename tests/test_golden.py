@@ -9,11 +9,11 @@ from checkpointing.initial import copy_weights_
 from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
 from config.compose import compose_overrides
 from config.published import PUBLISHED
-from config.reading import read_yaml
 from config.schema import PretrainConfig
 from dataset.mixture import open_datasets
 from evaluation.passes import evaluate_split
 from models.infiloop import Gate
+from runtime.reading import read_yaml
 from tests import golden
 from tests.float64 import assert_close
 from tests.golden import __main__ as golden_program

@@ -42,6 +42,14 @@ def _imports(path: Path) -> list[str]:
     return names
 
 
+def test_the_core_imports_nothing_that_is_built_on_it():
+    on_top = {"report", "share", "tuning", "records", "benchmarks"}
+    core = {name for name in _MAY_IMPORT if (REPOSITORY / name).is_dir()} - on_top - {"launch"}
+    assert len(core) == 9
+    for folder in core:
+        assert not _MAY_IMPORT[folder] & on_top, folder
+
+
 @pytest.mark.parametrize("package", [name for name in _MAY_IMPORT if (REPOSITORY / name).is_dir()])
 def test_imports_go_downwards(package):
     assert (REPOSITORY / package / "__init__.py").is_file()
@@ -85,7 +93,7 @@ def test_what_must_not_import_torch():
         "dataset.show",
         "dataset.kinds.arc.build",
         "dataset.kinds.sudoku.build",
-        "dataset.hub",
+        "runtime.hub",
         "dataset.kinds.pairs.build",
         "dataset.description",
     ]
@@ -104,7 +112,7 @@ def test_a_run_loads_only_what_it_needs(sudoku_folder):
         import pretrain
         from dataset.mixture import open_datasets
         data = open_datasets([Path(sys.argv[1])], read_everything=True)
-        names = ("dataset.build", "dataset.kinds.", "dataset.hub", "dataset.show", "share", "huggingface_hub")
+        names = ("dataset.build", "dataset.kinds.", "runtime.hub", "dataset.show", "share", "huggingface_hub")
         opened = [name for name in sys.modules if name.startswith(names) and name != "dataset.kinds.kind"]
         from dataset.description import read_info
         assert read_info(data.folders, data.metadata).kind.name == "sudoku"

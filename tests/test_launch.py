@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from config.schema import PretrainConfig
-from parallel import launch, process_group
-from parallel.process_group import local_rank, local_world_size, num_nodes, rank
+from distributed import launch, process_group
+from distributed.process_group import local_rank, local_world_size, num_nodes, rank
 from tests.ranks import REPOSITORY, run_program, run_ranks
 
 # ---------------------------------------------------------------------------------------------- at the start
@@ -176,7 +176,7 @@ def test_more_threads_than_cores_are_told(monkeypatch, capsys, threads, is_told)
 _KEEPS = """
 import ctypes
 from types import SimpleNamespace
-from parallel.launch import keep_freed_memory
+from distributed.launch import keep_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p

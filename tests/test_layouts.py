@@ -15,10 +15,10 @@ import torch
 from checkpointing.files import own_part
 from checkpointing.tensors import load_joined, save_section
 from config.schema import PretrainConfig
-from parallel.collectives import barrier, broadcast_difference
-from parallel.errors import lost_connection
-from parallel.process_group import rank
-from parallel.shards import Shard, tensor_of
+from distributed.collectives import barrier, broadcast_difference
+from distributed.errors import lost_connection
+from distributed.process_group import rank
+from distributed.shards import Shard, tensor_of
 from tests.checkpoints import FINGERPRINT, assert_equal, begin_training, do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import complete_program, run_ranks

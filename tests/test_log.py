@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from parallel import log
-from parallel.process_group import rank
+from distributed import log
+from distributed.process_group import rank
 from tests.ranks import REPOSITORY, Finished, run_program, run_ranks
 from tests.tiny import OVERRIDES
 
 _IMPORTS = """
 import faulthandler, logging, os, subprocess, sys, warnings
 from pathlib import Path
-from parallel import log
+from distributed import log
 """
 
 
@@ -188,7 +188,7 @@ with tqdm(total=10) as bar:
 def test_without_a_terminal_progress_is_plain_lines_in_the_file_too(tmp_path):
     code = """
 from pathlib import Path
-from parallel.progress import Progress
+from distributed.progress import Progress
 log.open_rank_file(Path.cwd())
 with Progress(desc="evaluating", total=3, unit="puzzle", shown=lambda: "accuracy 0.5") as bar:
     bar.mininterval = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from checkpointing.rows import read_rows
+from runtime.metrics_file import read_rows
 from tests.ranks import Finished, complete_program
 from tests.tiny import OVERRIDES, tiny_config
 from training.loggers import _tidy_wandb_mode

@@ -13,13 +13,13 @@ from config.schema import PretrainConfig, validate_config
 from dataset.description import with_candidates
 from dataset.format import Dataset, open_dataset
 from dataset.loader import Batch
+from distributed.process_group import rank
 from evaluation.loop import Race
 from evaluation.passes import SetResult, evaluate_split
 from evaluation.selection import Settings
 from evaluation.test_time import set_up
 from models import HaltingModel, build_model
 from models.ldt import LDT
-from parallel.process_group import rank
 from tests.checkpoints import do_step
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import call_each, run_ranks

@@ -11,11 +11,11 @@ from checkpointing.pretrained import find_checkpoint, load_trained_model
 from config.architecture import architectures
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
+from distributed.collectives import all_ranks
+from distributed.flat import FlatParameters
 from models import build_model
 from models.blocks import Block, block_weights
 from models.layers import SwiGLU
-from parallel.collectives import all_ranks
-from parallel.flat import FlatParameters
 from tests.float64 import assert_close
 from tests.tiny import FACTS, draws_of, embed, random_batch, run_losses, run_step, tiny_arch, tiny_model
 

@@ -10,7 +10,7 @@ import torch
 import solve
 from checkpointing.files import CONFIG_FILE
 from config.files import config_to_yaml, fill_defaults, format_of
-from parallel.number_format import Choice, choose_evaluation_format, choose_format, instruction_set
+from distributed.number_format import Choice, choose_evaluation_format, choose_format, instruction_set
 from tests.checkpoints import (
     assert_equal,
     blank_state,

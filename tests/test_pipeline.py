@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from parallel.pipeline import Ring, circulate
+from distributed.pipeline import Ring, circulate
 from tests.ranks import REPOSITORY
 
 

@@ -1,6 +1,6 @@
 """Devices, threads and agreement between processes."""
 
-from parallel.environment import num_cores
+from runtime.environment import num_cores
 
 import os
 import re
@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel.errors import collective_errors, connection_errors, local_errors
-from parallel.process_group import (
+from distributed.errors import collective_errors, connection_errors, local_errors
+from distributed.process_group import (
     choose_backend,
     choose_device,
     is_elastic,
@@ -195,7 +195,7 @@ def test_a_closed_group_leaves_no_thread_behind():
         import torch
         import torch.distributed as dist
         from torch.nn.parallel import DistributedDataParallel
-        from parallel.process_group import close_group, open_group
+        from distributed.process_group import close_group, open_group
 
         gc.disable()
 

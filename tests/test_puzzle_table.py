@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from distributed.collectives import all_ranks
+from distributed.process_group import rank, world_size
 from models.puzzle_embedding import PuzzleEmbedding
 from optimizers import puzzle_table
 from optimizers.puzzle_table import (
@@ -15,8 +17,6 @@ from optimizers.puzzle_table import (
     sum_by_identifier,
     sum_with_repeats,
 )
-from parallel.collectives import all_ranks
-from parallel.process_group import rank, world_size
 from tests.checkpoints import begin_training, do_step
 from tests.ranks import call_each, run_ranks
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config

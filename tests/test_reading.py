@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from config.reading import parse_json, read_bytes, read_json, read_text, read_yaml
-from config.writing import open_to_append, remove_unfinished_files, replace_file, write_json, write_text
+from runtime.reading import parse_json, read_bytes, read_json, read_text, read_yaml
+from runtime.writing import open_to_append, remove_unfinished_files, replace_file, write_json, write_text
 
 
 @pytest.mark.parametrize(

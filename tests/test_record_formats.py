@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from config.compose import compose_overrides
-from config.reading import read_yaml
 from config.schema import PretrainConfig
-from config.writing import to_yaml
-from parallel import number_format
+from distributed import number_format
 from records import comparison, machine, seeds
 from records.rungs import RUNGS
+from runtime.reading import read_yaml
+from runtime.writing import to_yaml
 from tests.ranks import REPOSITORY
 
 _FORMATS_OF = """

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from config.reading import read_yaml
+from distributed import number_format
 from evaluation.intervals import goal_p, mean_interval, t_tail
-from parallel import number_format
 from records import __main__ as records
 from records import page, record, seeds
 from records.rungs import RUNGS, Rung
+from runtime.reading import read_yaml
 from tests.ranks import REPOSITORY
 from tests.refusals import cases, check
 from tests.tiny import OVERRIDES

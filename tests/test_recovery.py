@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.rows import read_rows
+from runtime.metrics_file import read_rows
 from tests.ranks import REPOSITORY
 from tests.stress.processes import find_parents, rank_of
 from tests.tiny import OVERRIDES, logged_rows

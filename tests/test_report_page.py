@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model
-from checkpointing.rows import METRICS_FILE
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, open_dataset
 from dataset.loader import Batch
 from evaluation.intervals import wilson_interval
@@ -35,6 +34,7 @@ from report.trace import (
     reliability,
     trace_of_run,
 )
+from runtime.metrics_file import METRICS_FILE
 from tests import refusals
 from tests.arc_set import write_arc
 from tests.refusals import cases, check

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from checkpointing.files import STARTS_FILE
-from checkpointing.rows import MetricsFile, cut_back_rows, last_wandb_step, read_rows
 from config.files import config_to_yaml
-from parallel.number_format import instruction_set
+from distributed.number_format import instruction_set
+from runtime.metrics_file import MetricsFile, cut_back_rows, last_wandb_step, read_rows
 from tests.tiny import tiny_arch, tiny_config
 from tests.waiting import PATIENCE
 from training import code

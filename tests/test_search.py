@@ -15,10 +15,10 @@ from optuna.trial import TrialState
 from config.compose import compose_overrides
 from config.files import load_defaults
 from config.programs import SearchConfig
-from config.reading import read_yaml
 from config.schema import PretrainConfig, validate_config
-from parallel.number_format import Choice
+from distributed.number_format import Choice
 from report.study import write_page
+from runtime.reading import read_yaml
 from search import search
 from tests.ranks import REPOSITORY, start_program
 from tests.refusals import cases, check

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 from checkpointing.files import own_part
 from checkpointing.tensors import find_files, load_into_, load_joined, save_section
+from distributed.collectives import Ranks
+from distributed.shards import Shard, Span, Tensors, as_shard, shard_of_own, shard_of_rows, tensor_of
 from optimizers.puzzle_table import rows_of_rank
-from parallel.collectives import Ranks
-from parallel.shards import Shard, Span, Tensors, as_shard, shard_of_own, shard_of_rows, tensor_of
 
 _PART = "ema_weights"
 _WHOLE = {

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel import shared_memory
-from parallel.collectives import all_ranks, barrier
-from parallel.process_group import rank, world_size
-from parallel.shared_memory import SharedTensors, open_shared_tensors
+from distributed import shared_memory
+from distributed.collectives import all_ranks, barrier
+from distributed.process_group import rank, world_size
+from distributed.shared_memory import SharedTensors, open_shared_tensors
 from tests.ranks import call_each, run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is shared on Linux alone")

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.process_group import rank
-from parallel.signals import SIGNALS, Interruption, stop_signals
+from distributed.process_group import rank
+from distributed.signals import SIGNALS, Interruption, stop_signals
 from tests.ranks import REPOSITORY, complete_program, run_ranks, send_signal
 from tests.tiny import OVERRIDES, logged_rows
 
@@ -67,7 +67,7 @@ def test_once_all_stop_or_this_rank_fails_a_late_signal_ends_nothing(ends_by_err
 def test_a_step_without_end_is_ended_but_a_save_or_an_evaluation_only_by_two_signals(
     is_paused, count, status
 ):
-    lines = ["import os, signal, time", "from parallel import signals", "signals._GRACE_SECONDS = 0.1"]
+    lines = ["import os, signal, time", "from distributed import signals", "signals._GRACE_SECONDS = 0.1"]
     lines += [f"with signals.Interruption(lambda: {is_paused}):"]
     lines += [" os.kill(os.getpid(), signal.SIGTERM); time.sleep(0.1)"] * count
     command = [sys.executable, "-c", "\n".join([*lines, " time.sleep(3)"])]

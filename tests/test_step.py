@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from distributed.process_group import rank
 from optimizers.learning_rate import learning_rates
-from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step, replicated_tensors
 from tests.float64 import TOLERANCE, assert_close, in_float64, relative_difference
 from tests.ranks import run_ranks

@@ -14,13 +14,13 @@ from checkpointing.tensors import find_files, save_section
 from config.compose import compose_overrides
 from config.files import config_to_yaml, load_defaults
 from config.programs import SearchConfig
-from config.reading import read_arrays, read_lines, read_text
 from config.schema import PretrainConfig, validate_config
-from config.writing import write_text
 from dataset.description import DatasetInfo, read_names
 from dataset.format import usual_metadata
-from parallel import log
+from distributed import log
 from report.page import write_report
+from runtime.reading import read_arrays, read_lines, read_text
+from runtime.writing import write_text
 from share.card import _build_command, _plain
 from tests.ranks import REPOSITORY
 from training.run_folder import is_in_use, lock_folder, record_start, write_status

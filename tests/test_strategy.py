@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from distributed.process_group import rank
 from models.hrm import HRM
-from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step, replicated_tensors
 from tests.float64 import TOLERANCE, assert_close, in_float64
 from tests.ranks import call_each, complete_program, run_ranks, send_signal

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel.process_group import rank
+from distributed.process_group import rank
 from tests.ranks import complete_program, run_program, run_ranks
 from tests.tiny import OVERRIDES, run_of, tiny_config
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from checkpointing.tensors import load_joined
+from distributed.collectives import ALONE, all_ranks
+from distributed.flat import FlatParameters
+from distributed.shards import tensor_of
 from models.blocks import block_weights
 from models.compilation import COMPILER_OPTIONS
 from optimizers.adam_atan2 import AdamATan2
-from parallel.collectives import ALONE, all_ranks
-from parallel.flat import FlatParameters
-from parallel.shards import tensor_of
 from tests.checkpoints import assert_equal, begin_training, do_step, open_checkpoints
 from tests.ranks import call_each, run_ranks
 from tests.tiny import random_batch, tiny_arch, tiny_config, tiny_model

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from checkpointing.rows import read_rows
 from report import dashboard
+from runtime.metrics_file import read_rows
 from tests.ranks import REPOSITORY, Finished, run_program
 from tests.tiny import OVERRIDES
 from tests.wandb_server import ReceivedRun, WandbServer

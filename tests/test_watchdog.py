@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from parallel import log
-from parallel import watchdog as watchdog_module
-from parallel.collectives import barrier
-from parallel.failure_record import FailureRecord
-from parallel.process_group import process_group, rank, rendezvous_store
-from parallel.watchdog import EXIT_HANG, Watchdog
+from distributed import log
+from distributed import watchdog as watchdog_module
+from distributed.collectives import barrier
+from distributed.failure_record import FailureRecord
+from distributed.process_group import process_group, rank, rendezvous_store
+from distributed.watchdog import EXIT_HANG, Watchdog
 from tests.ranks import _in_environment, _server
 from tests.waiting import read, wait_for
 
@@ -132,7 +132,7 @@ def _train(culprit: int, watchdog: Watchdog, *, mishap: Callable[[], None]) -> N
 
 
 _WAITING = (
-    r"in step 3, tests/test_watchdog.py:\d+ \(_train\) > parallel/collectives.py:\d+ \(all_reduce_sum_\)"
+    r"in step 3, tests/test_watchdog.py:\d+ \(_train\) > distributed/collectives.py:\d+ \(all_reduce_sum_\)"
 )
 
 

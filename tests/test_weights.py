@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from config.architecture import architectures
+from distributed.collectives import all_ranks
+from distributed.flat import FlatParameters
 from models.blocks import block_weights
 from optimizers.muon import Muon, orthogonalize
 from optimizers.weights import AdamW, Weights, build_weights
-from parallel.collectives import all_ranks
-from parallel.flat import FlatParameters
 from tests.float64 import assert_close
 from tests.tiny import tiny_config, tiny_model
 

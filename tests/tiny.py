@@ -16,13 +16,13 @@ from config.files import load_defaults
 from config.schema import PretrainConfig, validate_config
 from dataset.format import IGNORE_LABEL_ID, Metadata, load_metadata
 from dataset.loader import Batch
+from distributed.launch import Program
+from distributed.watchdog import Watchdog
 from models import HaltingModel, build_model
 from models.carry import Carry, StepOutput
 from models.network import Network
 from models.objective import Sums
 from models.random import SlotRng
-from parallel.launch import Program
-from parallel.watchdog import Watchdog
 from tests.ranks import NUM_THREADS
 
 # For the command line; the same model as `tiny_arch`, but for q_target and exploration.

@@ -14,9 +14,9 @@ from config.schema import PretrainConfig
 from dataset.format import Metadata
 from dataset.loader import load_batch
 from dataset.sets import PuzzleSet
+from distributed import log
+from distributed.progress import Progress
 from models import HaltingModel
-from parallel import log
-from parallel.progress import Progress
 from training.clock import StepClock
 from training.state import build_first_state
 from training.step import train_step

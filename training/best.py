@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from checkpointing.rows import BEST_STEP, SELECTED_BY
+from checkpointing.best import BEST_STEP, SELECTED_BY
 from config.schema import PretrainConfig
+from distributed import log
 from evaluation.results import metrics_by_set
-from parallel import log
 
 _PASSES = ("eval", "eval_raw", "validation")
 

@@ -32,15 +32,15 @@ from checkpointing.files import (
     verify_checkpoint,
 )
 from checkpointing.initial import copy_weights_
-from checkpointing.rows import cut_back_rows
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
-from config.writing import write_text
-from parallel import log
-from parallel.collectives import broadcast_object
-from parallel.errors import collective_errors, lost_connection
-from parallel.launch import check_folder_is_shared
-from parallel.process_group import is_main, world_size
+from distributed import log
+from distributed.collectives import broadcast_object
+from distributed.errors import collective_errors, lost_connection
+from distributed.launch import check_folder_is_shared
+from distributed.process_group import is_main, world_size
+from runtime.metrics_file import cut_back_rows
+from runtime.writing import write_text
 from training.best import BestStep
 from training.run_folder import open_run_folder, writing_errors
 from training.state import TrainState

@@ -12,10 +12,10 @@ from statistics import median
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from config.writing import write_text
-from parallel import log
-from parallel.collectives import all_ranks
-from parallel.process_group import is_main
+from distributed import log
+from distributed.collectives import all_ranks
+from distributed.process_group import is_main
+from runtime.writing import write_text
 
 WAITS = ("data_wait", "sync")  # within a step: waiting for the batch, and for the other ranks
 # A rank is a straggler if a step computes for more than 1.5 times the median of the other ranks, and for at

@@ -4,7 +4,7 @@ import functools
 import os
 import subprocess
 
-from parallel.launch import NOT_RUN, REPOSITORY
+from distributed.launch import NOT_RUN, REPOSITORY
 
 CHANGES = "+changes"  # suffix of the commit where there are uncommitted changes
 _MOST_BYTES = 2**20  # of a recorded diff

@@ -2,13 +2,13 @@
 
 from torch import nn
 
+from distributed.mesh import Mesh
+from distributed.pipeline import keep_stage
+from distributed.tensor import Cut, Plan, cut_tensors
 from models.blocks import levels_of
 from models.layers import Attention, Convolution, SwiGLU
 from models.network import Network
 from models.urm import ConvSwiGLU
-from parallel.mesh import Mesh
-from parallel.pipeline import keep_stage
-from parallel.tensor import Cut, Plan, cut_tensors
 
 
 def plan_of(layer: nn.Module) -> Plan | None:

@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from config.reading import read_bytes
 from config.schema import PretrainConfig, StageConfig
 from dataset.description import DatasetInfo, read_info, with_candidates
 from dataset.format import MANIFEST, Dataset, load_metadata
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.mixture import check_same_tokens, fingerprint_of, open_datasets
 from dataset.plan import Stage, TrainPlan, held_out_groups
+from distributed import log
+from distributed.collectives import Ranks, broadcast_object
+from distributed.errors import collective_errors
+from distributed.launch import check_same_data
+from distributed.process_group import is_main, local_rank
 from evaluation.evaluators import Evaluators
-from parallel import log
-from parallel.collectives import Ranks, broadcast_object
-from parallel.errors import collective_errors
-from parallel.launch import check_same_data
-from parallel.process_group import is_main, local_rank
+from runtime.reading import read_bytes
 from training.schedule import Schedule
 
 

@@ -6,13 +6,13 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from checkpointing.rows import read_rows
 from config.schema import PretrainConfig
+from distributed.errors import collective_errors
+from distributed.process_group import is_main
+from distributed.signals import Interruption
 from evaluation.passes import evaluate_split
 from evaluation.results import metrics_by_set, write_outputs
-from parallel.errors import collective_errors
-from parallel.process_group import is_main
-from parallel.signals import Interruption
+from runtime.metrics_file import read_rows
 from training.data import RunData
 from training.run_folder import disk_errors_warn
 from training.state import TrainState

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointing.rows import MetricsFile
-from config.reading import printable
 from config.schema import PretrainConfig
+from distributed import log
+from distributed.process_group import is_main
+from distributed.progress import Progress
 from evaluation.results import is_share, metrics_by_set
-from parallel import log
-from parallel.process_group import is_main
-from parallel.progress import Progress
+from runtime.metrics_file import MetricsFile
+from runtime.reading import printable
 
 _WANDB_MODES = {"run": "online", "dryrun": "offline"}  # names in older versions of the client
 _WANDB_MODES |= {mode: mode for mode in ("online", "offline", "shared", "disabled")}

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from distributed.errors import abort_all
 from models.network import Network
 from models.objective import divide
-from parallel.errors import abort_all
 
 
 def training_metrics(

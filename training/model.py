@@ -7,17 +7,17 @@ import torch
 
 from config.schema import PretrainConfig
 from dataset.format import Metadata
+from distributed.collectives import all_ranks
+from distributed.errors import collective_errors
+from distributed.mesh import Mesh
+from distributed.pipeline import Ring, pipe_levels
+from distributed.tensor import Cut
 from evaluation.compilation import compiles_on_all_ranks
 from models import HaltingModel, build_model, recompute_blocks
 from models.blocks import block_weights, levels_of
 from models.compilation import COMPILER_OPTIONS, compile_blocks
 from models.flops import StepCounter
 from models.puzzle_embedding import PuzzleEmbedding
-from parallel.collectives import all_ranks
-from parallel.errors import collective_errors
-from parallel.mesh import Mesh
-from parallel.pipeline import Ring, pipe_levels
-from parallel.tensor import Cut
 from training.cut import cut
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from config.schema import PretrainConfig
+from distributed import log
+from distributed.collectives import broadcast_object
+from distributed.launch import Program
+from distributed.process_group import is_main, world_size
 from optimizers.learning_rate import peak_learning_rates
-from parallel import log
-from parallel.collectives import broadcast_object
-from parallel.launch import Program
-from parallel.process_group import is_main, world_size
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock, gather_timing, traced_steps
 from training.data import RunData

@@ -1,6 +1,6 @@
 """The config of a run: composed from a command line, named, with a number format, compared with a stored one.
 
-Only rank 0 calls these functions. The other ranks receive the config (`parallel.launch`).
+Only rank 0 calls these functions. The other ranks receive the config (`distributed.launch`).
 """
 
 import os
@@ -19,17 +19,17 @@ from checkpointing.pretrained import ARCH_WORD, find_checkpoint
 from config.compose import chosen_experiment, compose_config, compose_values
 from config.files import fill_defaults, flatten, format_of
 from config.messages import check_data_folders
-from config.reading import read_yaml
 from config.schema import PretrainConfig, keys_that_may_change, validate_config
-from parallel import log
-from parallel.number_format import Choice, choose_format
-from parallel.process_group import (
+from distributed import log
+from distributed.number_format import Choice, choose_format
+from distributed.process_group import (
     agent_serves_store,
     choose_device,
     may_restart,
     value_of_launch,
     world_size,
 )
+from runtime.reading import read_yaml
 from training import dry_run
 from training.layout import check_layout
 
@@ -169,7 +169,7 @@ def find_format(config: PretrainConfig) -> Choice:
 
     - the format that the run began with, if the run folder contains one, or else the one of `resume=PATH`
     - float32 if the weights of `init_from` were trained in float32
-    - the choice of `parallel.number_format.choose_format` for this machine
+    - the choice of `distributed.number_format.choose_format` for this machine
     """
     if config.arch.forward_dtype != "auto":
         return Choice(config.arch.forward_dtype, f"{FORMAT_KEY} is given")

@@ -3,7 +3,7 @@
 Only rank 0 writes here.
 """
 
-from parallel.environment import num_cores
+from runtime.environment import num_cores
 
 import contextlib
 import errno
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 from checkpointing.files import STARTS_FILE, newest_checkpoint
-from config.reading import read_json
 from config.schema import PretrainConfig
-from config.writing import open_to_append, write_json, write_text
-from parallel import log
-from parallel.process_group import is_main, local_world_size, world_size
-from parallel.processor import describe_processor
+from distributed import log
+from distributed.process_group import is_main, local_world_size, world_size
+from distributed.processor import describe_processor
+from runtime.reading import read_json
+from runtime.writing import open_to_append, write_json, write_text
 from training.code import code_diff, git_commit
 from training.run_config import describe_changes, read_stored_config
 

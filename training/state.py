@@ -15,6 +15,11 @@ from torch import Tensor
 from checkpointing.tensors import load_into_
 from config.schema import PretrainConfig
 from dataset.format import Metadata
+from distributed.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference, gather_objects
+from distributed.errors import abort_all, collective_errors
+from distributed.mesh import Mesh
+from distributed.process_group import num_nodes
+from distributed.shards import Shard, Tensors, shard_of_rows, slots_of, tensor_of
 from models import HaltingModel
 from models.blocks import block_weights
 from models.carry import Carry
@@ -22,11 +27,6 @@ from models.objective import sum_names
 from optimizers.average import Average, build_average
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_flats, build_weights
-from parallel.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference, gather_objects
-from parallel.errors import abort_all, collective_errors
-from parallel.mesh import Mesh
-from parallel.process_group import num_nodes
-from parallel.shards import Shard, Tensors, shard_of_rows, slots_of, tensor_of
 from training.layout import build_mesh
 from training.model import build_own_model
 from training.strategy import Strategy, build_strategy

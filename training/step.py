@@ -6,13 +6,13 @@ Between steps, `state.carry` holds the puzzle and the latent state of each of th
 The table lists the modes of a step, and the file that contains each mode.
 
 mode                      key                                    file
-data parallel, flat       sync=flat (auto: GPUs, several nodes)  parallel/sync.py: FlatSync
-data parallel, DDP        sync=ddp                               parallel/sync.py: DDPSync
-data parallel, shared     sync=auto (CPUs of one Linux node)     parallel/sync.py: SharedMemorySync
-sharded optimizer         data_parallel_shard_degree             parallel/flat.py
+data parallel, flat       sync=flat (auto: GPUs, several nodes)  distributed/sync.py: FlatSync
+data parallel, DDP        sync=ddp                               distributed/sync.py: DDPSync
+data parallel, shared     sync=auto (CPUs of one Linux node)     distributed/sync.py: SharedMemorySync
+sharded optimizer         data_parallel_shard_degree             distributed/flat.py
 local steps               local_steps                            training/strategy.py: LocalSteps
-pipeline                  pipeline_parallel_degree               parallel/pipeline.py
-tensor parallel           tensor_parallel_degree                 parallel/tensor.py
+pipeline                  pipeline_parallel_degree               distributed/pipeline.py
+tensor parallel           tensor_parallel_degree                 distributed/tensor.py
 sharded puzzle table      puzzle_emb_sharding=rows               optimizers/puzzle_table.py
 only puzzle embeddings    train_only=puzzle_embeddings           training/model.py
 targets of q_continue     arch.q_target                          models/objective.py

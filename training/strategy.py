@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from config.schema import PretrainConfig
+from distributed.shards import Tensors, shard_of_own
+from distributed.sync import GradientSync, build_gradient_sync
 from optimizers.puzzle_table import PuzzleTable
 from optimizers.weights import Weights
-from parallel.shards import Tensors, shard_of_own
-from parallel.sync import GradientSync, build_gradient_sync
 
 
 class StepResult(NamedTuple):

@@ -18,13 +18,14 @@ from typing import Any
 
 import wandb
 
+from checkpointing.best import BEST_STEP
 from checkpointing.files import step_of
-from checkpointing.rows import BEST_STEP, last_wandb_step, read_rows
-from config.reading import read_text
 from config.schema import PretrainConfig
-from config.writing import open_to_append, write_text
-from parallel import log
-from parallel.launch import REPOSITORY, code_files
+from distributed import log
+from distributed.launch import REPOSITORY, code_files
+from runtime.metrics_file import last_wandb_step, read_rows
+from runtime.reading import read_text
+from runtime.writing import open_to_append, write_text
 from training.best import goal_of
 from training.code import git_commit
 from training.run_folder import REPORT_FILE, WANDB_ID_FILE

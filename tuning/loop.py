@@ -13,10 +13,10 @@ from optuna.trial import TrialState
 from config.programs import SearchConfig
 from config.schema import PretrainConfig
 from config.texts import quoted
-from parallel import log
-from parallel.launch import REPOSITORY
-from parallel.progress import Progress
-from parallel.signals import stop_signals
+from distributed import log
+from distributed.launch import REPOSITORY
+from distributed.progress import Progress
+from distributed.signals import stop_signals
 from tuning.study import Study, folder_of
 from tuning.trial import Trial, share_of_cores
 

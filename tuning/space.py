@@ -26,7 +26,7 @@ from config.compose import compose_overrides, parse_overrides, split_command_lin
 from config.files import FOLDER
 from config.programs import SearchConfig
 from config.schema import PretrainConfig
-from config.writing import to_yaml
+from runtime.writing import to_yaml
 from training.run_config import name_arch
 
 _GIVEN_BY_SEARCH = {

@@ -15,9 +15,9 @@ from pathlib import Path
 import optuna
 
 from checkpointing.files import newest_checkpoint, step_of
-from checkpointing.rows import METRICS_FILE, read_rows
-from config.writing import open_to_append
-from parallel.child import start_child, why_it_failed
+from distributed.child import start_child, why_it_failed
+from runtime.metrics_file import METRICS_FILE, read_rows
+from runtime.writing import open_to_append
 from training.best import Selection
 from training.run_folder import has_ended, is_in_use
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from dataset.build.command_line import OneLineParser, integer
 from dataset.build.writing import check_output_folder
+from runtime.command_line import OneLineParser, integer
 
 BUILDERS = {
     "arc": "dataset.kinds.arc.build",

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from dataset.build import BUILDERS, build_dataset
-from dataset.build.command_line import one_line_errors
+from runtime.command_line import one_line_errors
 
 
 def main(arguments: Sequence[str]) -> None:

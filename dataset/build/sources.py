@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from config.reading import printable, read_lines
-from dataset.build.command_line import integer
 from dataset.format import SPLITS
-from dataset.hub import download, is_address, parse_address
+from runtime.command_line import integer
+from runtime.hub import download, is_address, parse_address
+from runtime.reading import printable, read_lines
 
 _CHUNK_ROWS = 1 << 15
 _ENDINGS = (".csv", ".tsv", ".txt", ".sdm", ".sdk", ".ss")

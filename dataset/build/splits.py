@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from config.reading import sha256_of
-from dataset.build.command_line import recorded, warn
 from dataset.build.sources import choose_puzzle_files, find_source_files
 from dataset.build.writing import write_dataset
 from dataset.format import BLANK, Split, one_set_split
 from dataset.randomness import random_bits, random_orders
 from dataset.sets import PuzzleSet
+from runtime.command_line import recorded, warn
+from runtime.reading import sha256_of
 
 # Streams of random bits. A new use takes a new number, since a changed number would change the datasets;
 # builders have the numbers 4 to 99 for themselves.

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from config.reading import sha256_of
-from config.writing import flush, write_json
 from dataset.format import (
     IDENTIFIERS,
     MANIFEST,
@@ -30,6 +28,8 @@ from dataset.format import (
     read_builder,
 )
 from dataset.sets import fields_of
+from runtime.reading import sha256_of
+from runtime.writing import flush, write_json
 
 _LOCK = "lock"
 

@@ -16,9 +16,9 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 import dataset.kinds
-from config.writing import write_json
 from dataset.format import IGNORE_LABEL_ID, Metadata, Split
 from dataset.sets import PuzzleSet
+from runtime.writing import write_json
 
 FAINT = "2"  # the ANSI code of cells that a reader may ignore
 SUBMISSION_FILE, TASKS_FILE = "submission.json", "tasks.json"

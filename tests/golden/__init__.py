@@ -23,13 +23,13 @@ import yaml
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
 from config.published import PUBLISHED
 from dataset.loader import Batch
+from distributed.collectives import all_ranks
+from distributed.flat import FlatParameters
+from distributed.sync import build_gradient_sync
 from models import HaltingModel
 from models.carry import Carry, Prediction, StepOutput
 from optimizers.puzzle_table import build_table
 from optimizers.weights import build_weights
-from parallel.collectives import all_ranks
-from parallel.flat import FlatParameters
-from parallel.sync import build_gradient_sync
 
 GOLDEN = Path(os.environ.get("GOLDEN_DIR", Path(__file__).parent))
 _TRM = "recursive_reasoning.trm@TinyRecursiveReasoningModel_ACTV1"

@@ -8,14 +8,14 @@ import torch
 
 from dataset.format import usual_metadata
 from dataset.loader import Batch
+from distributed.collectives import all_ranks
+from distributed.flat import FlatParameters
 from models import HaltingModel, build_model
 from models.carry import Carry, State
 from models.lattice import leaves, move
 from models.ldt import LDTPrediction
 from models.search import NO_GUESS
 from optimizers.weights import build_weights
-from parallel.collectives import all_ranks
-from parallel.flat import FlatParameters
 from tests.golden import GOLDEN, Differences, expected
 from tests.tiny import tiny_arch
 

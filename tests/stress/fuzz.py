@@ -11,7 +11,7 @@ than 2 GB of memory.
 Each mutation is read in a process of its own, and is a function of its number. Status 1 where one is bad.
 """
 
-from parallel.environment import num_cores
+from runtime.environment import num_cores
 
 import json
 import multiprocessing
@@ -32,8 +32,8 @@ from typing import NamedTuple, NoReturn
 import torch
 
 from benchmarks.harness import positive, run_main, table
-from config.reading import printable
-from dataset.build.command_line import OneLineParser
+from runtime.command_line import OneLineParser
+from runtime.reading import printable
 from tests.stress.mutations import MARKER, VICTIM
 from tests.stress.targets import Target, make_targets
 
@@ -122,7 +122,7 @@ def _read_and_exit(target: Target, copy: Path, said: Path) -> NoReturn:
     try:
         found = f"read\n{target.read(copy)}"
     except ValueError as error:
-        found = f"refused\n{printable(str(error))}"  # as `parallel.log` shows it
+        found = f"refused\n{printable(str(error))}"  # as `distributed.log` shows it
     except SystemExit as end:  # of a program with --options
         found = f"refused\n{end.code}" if isinstance(end.code, str) else "bad: ended\n"
     except MemoryError:

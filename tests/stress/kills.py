@@ -41,7 +41,7 @@ from benchmarks.harness import (
 from benchmarks.worlds import TINY
 from checkpointing.files import checkpoints_in, step_of
 from dataset.build import build_dataset
-from dataset.build.command_line import OneLineParser
+from runtime.command_line import OneLineParser
 from tests.stress.processes import Memory, find_parents, kill_all_with, rank_of
 
 _LONGEST_WAIT_SECONDS = 3.0  # from a new step to the next kill

@@ -19,7 +19,6 @@ from benchmarks.harness import run_program
 from checkpointing.files import MANIFEST_FILE, SHARED_CONFIG_FILE, manifest_text
 from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
 from config.programs import SearchConfig
-from config.reading import printable, read_yaml, sha256_of
 from config.schema import PretrainConfig
 from dataset.build import build_dataset
 from dataset.description import read_info, read_names
@@ -28,6 +27,7 @@ from dataset.loader import read_rows
 from dataset.show import main as show
 from report.page import write_report
 from report.run import read_run
+from runtime.reading import printable, read_yaml, sha256_of
 from share.push import main as push
 from solve import load
 from tests.arc_source import make_tasks, write_kaggle, write_source

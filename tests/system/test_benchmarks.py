@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from parallel.number_format import instruction_set
+from distributed.number_format import instruction_set
 from tests.ranks import REPOSITORY, complete_program
 from tests.test_benchmarks import KEYS
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from benchmarks.layouts import computed, counting, kept
+from distributed.process_group import rank
 from models import build_model, layers
 from models.blocks import block_weights
-from parallel.process_group import rank
 from tests.checkpoints import begin_training, do_step
 from tests.ranks import run_ranks
 from tests.test_layouts import ARCHS, LAYOUTS

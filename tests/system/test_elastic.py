@@ -28,7 +28,7 @@ _WORDS = (
 _PROGRAM = """
 import runpy, sys, time
 sys.path.insert(0, {repository!r})
-import parallel.environment
+import runtime.environment
 import training.step
 from tests.float64 import float64
 

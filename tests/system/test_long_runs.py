@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 
 import evaluate
 import pretrain
-from config.reading import read_yaml
-from parallel.watchdog import EXIT_HANG
+from distributed.watchdog import EXIT_HANG
 from records import __main__ as records
 from records import comparison, seeds
 from records.rungs import RUNGS, Rung
+from runtime.reading import read_yaml
 from tests.ranks import REPOSITORY, complete_program, start_program
 from tests.test_ldt import assert_learns_searches_and_solves
 from tests.test_pretrain import assert_resumed_is_bit_equal

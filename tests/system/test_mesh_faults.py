@@ -4,7 +4,7 @@ import os
 import re
 import signal
 
-from parallel.watchdog import EXIT_HANG
+from distributed.watchdog import EXIT_HANG
 from tests.test_recovery import Launch
 
 _WORDS = ("pipeline_parallel_degree=2", "arch.H_layers=2", "arch.L_layers=2", "arch.q_target=exact")

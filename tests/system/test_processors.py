@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.number_format import instruction_set
+from distributed.number_format import instruction_set
 from tests.ranks import REPOSITORY
 
 _AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}

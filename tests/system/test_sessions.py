@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from config.reading import read_json
+from runtime.reading import read_json
 from tests.ranks import REPOSITORY
 from tests.stress.processes import kill_all_with
 from tests.tiny import OVERRIDES

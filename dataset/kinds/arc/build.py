@@ -17,7 +17,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from dataset.augmentations import NUM_DIHEDRAL
-from dataset.build.command_line import integer, recorded, refuse_options, warn
 from dataset.build.splits import check_count
 from dataset.build.writing import write_dataset
 from dataset.format import BLANK, one_set_split
@@ -41,6 +40,7 @@ from dataset.kinds.arc.variants import (
     variant_name,
 )
 from dataset.sets import PuzzleSet
+from runtime.command_line import integer, recorded, refuse_options, warn
 
 _NUM_AUG = 1000
 _EVALUATED = "evaluation"  # the subset, where none is named

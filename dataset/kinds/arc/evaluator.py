@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from config.reading import read_json
-from config.writing import write_json
 from dataset.augmentations import DIHEDRAL_INVERSES, dihedral
 from dataset.description import read_every_name
 from dataset.format import IDENTIFIERS, Metadata, open_split
@@ -28,6 +26,8 @@ from dataset.kinds.arc.tasks import COLOR_0, TEST_PUZZLES, VOCAB_SIZE, grid_byte
 from dataset.kinds.arc.variants import IDENTITY, parse_variant_name
 from dataset.kinds.kind import SUBMISSION_FILE, Answers
 from dataset.sets import PuzzleSet
+from runtime.reading import read_json
+from runtime.writing import write_json
 
 PASSES = (1, 2, 5, 10, 100, 1000)  # the K of pass@K
 

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from config.reading import parse_json, read_json
 from dataset.augmentations import FIRST_SYMBOL
 from dataset.build.sources import check_source
 from dataset.description import lay_out, size_of
 from dataset.format import BLANK
+from runtime.reading import parse_json, read_json
 
 SIZE = 30  # rows and columns of the largest grid, and of the field that a grid is laid into unless asked
 NUM_COLORS = 10

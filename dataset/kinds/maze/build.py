@@ -17,9 +17,9 @@ import numpy as np
 
 from dataset.augmentations import NUM_DIHEDRAL
 from dataset.build import sources
-from dataset.build.command_line import integer, refuse_options, warn
 from dataset.build.splits import GENERATE, build_puzzles, draw_distinct
 from dataset.kinds.maze import TOKEN_OF, rules, to_cells
+from runtime.command_line import integer, refuse_options, warn
 
 _SIZE = 30
 _MAX_BATCHES = 1000  # in a row without a new maze, before giving up: about 10 seconds

@@ -18,9 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from config.reading import printable, sha256_of
 from dataset.augmentations import FIRST_SYMBOL, NUM_DIHEDRAL
-from dataset.build.command_line import integer, matching, recorded, refuse_options, warn
 from dataset.build.sources import MATERIALIZE, find_source_files
 from dataset.build.splits import check_count, make_split
 from dataset.build.writing import write_dataset
@@ -28,6 +26,8 @@ from dataset.description import Vocabulary
 from dataset.format import BLANK, SPLITS, Split
 from dataset.kinds.pairs.files import Pair, choose_files, read_pairs
 from dataset.randomness import random_below, random_bits, random_orders
+from runtime.command_line import integer, matching, recorded, refuse_options, warn
+from runtime.reading import printable, sha256_of
 
 _HOLD_OUT, _AUGMENT = 0, 1  # streams of random bits; other numbers give other datasets
 _TEST_FRACTION, _NUM_AUG = 0.1, 100

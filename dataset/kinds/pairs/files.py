@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config.reading import MissingFileError, open_regular, parse_json, printable, read_json, read_lines
 from dataset.build.sources import read_columns
 from dataset.description import size_of
 from dataset.format import SPLITS
+from runtime.reading import MissingFileError, open_regular, parse_json, printable, read_json, read_lines
 
 Cells = tuple[tuple[str, ...], ...]
 

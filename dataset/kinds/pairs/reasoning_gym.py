@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from dataset.build.command_line import integer, matching, number
 from dataset.kinds.pairs.build import add_layout_options, check_options, write_pairs
 from dataset.kinds.pairs.files import Pair, parse_pair
 from dataset.kinds.sudoku.rules import BOXES, count_solutions
 from dataset.randomness import random_bits
+from runtime.command_line import integer, matching, number
 
 __all__ = ["add_options", "build", "check_options"]
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from config.reading import read_lines
 from dataset.build import sources
-from dataset.build.command_line import integer, matching, number, refuse_options
 from dataset.build.splits import GENERATE, build_puzzles, check_count, draw_distinct
 from dataset.kinds.sudoku import rules
 from dataset.kinds.sudoku.texts import EMPTY_CELLS, SYMBOLS, in_symbols, is_grid_of, read_grids
 from dataset.randomness import random_bits
+from runtime.command_line import integer, matching, number, refuse_options
+from runtime.reading import read_lines
 
 _AUGMENT, _EASIER = 4, 5  # streams of random bits; `build.splits` has the numbers below
 _MAX_REPEATS = 20_000  # generated puzzles in a row that are not new, before giving up

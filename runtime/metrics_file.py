@@ -1,4 +1,4 @@
-"""The rows of a run's log, metrics.jsonl: written, read, cut back on resume; and the best step in them."""
+"""The log of a run's metrics, metrics.jsonl: how rows are written, read, and removed on resume."""
 
 import contextlib
 import errno
@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from config.reading import MissingFileError, parse_json, read_lines, read_text
-from config.writing import open_to_append, write_text
+from runtime.reading import MissingFileError, parse_json, read_lines, read_text
+from runtime.writing import open_to_append, write_text
 
 METRICS_FILE = "metrics.jsonl"
-BEST_STEP, SELECTED_BY = "best/step", "best/selected_by"  # in a row; and best/<metric>
 _WANDB_STEP_FILE = "wandb_step"
 
 
@@ -42,11 +41,12 @@ def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict
         for line in read_lines(run_folder / name):
             with contextlib.suppress(ValueError):
                 values = parse_json(line, where="the line")
-                if isinstance(values, dict) and _is_step(values.get("step")):
+                if isinstance(values, dict) and is_step(values.get("step")):
                     yield values, line.rstrip()
 
 
-def _is_step(value: Any) -> bool:
+def is_step(value: Any) -> bool:
+    """Returns whether a value of a log is a step."""
     return type(value) is int and 0 <= value < 2**53
 
 
@@ -69,22 +69,3 @@ def last_wandb_step(run_folder: Path) -> int:
     """Returns the last step that W&B got before rows were dropped from the log; 0 if none were."""
     path = run_folder / _WANDB_STEP_FILE
     return int(read_text(path)) if path.exists() else 0
-
-
-def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
-    """Returns the best checkpoint by a run's log, and the puzzles that chose it, "validation" or "test".
-
-    Raises ValueError if there is none.
-    """
-    rows = [values for values, _ in read_rows(run_folder) if _is_step(values.get(BEST_STEP))]
-    if not rows:
-        raise ValueError(
-            f"{run_folder / METRICS_FILE} names no best checkpoint: a run with keep_best has one after its "
-            "first evaluation"
-        )
-    folder = run_folder / f"step_{rows[-1][BEST_STEP]}"
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder}, the best of its run, is not there: checkpoint_every_eval and keep_best keep it"
-        )
-    return folder, "validation" if rows[-1].get(SELECTED_BY) == "validation" else "test"

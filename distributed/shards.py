@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel.collectives import Ranks
+from distributed.collectives import Ranks
 
 
 class Span(NamedTuple):

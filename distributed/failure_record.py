@@ -4,9 +4,9 @@ import contextlib
 import time
 from pathlib import Path
 
-from config.reading import read_json
-from config.writing import write_json
-from parallel import log
+from distributed import log
+from runtime.reading import read_json
+from runtime.writing import write_json
 
 
 class FailureRecord:

@@ -1,4 +1,4 @@
-"""Messages of a run on the console and in a log file of each rank: `from parallel import log`.
+"""Messages of a run on the console and in a log file of each rank: `from distributed import log`.
 
     function           console                                    file <run>/logs/rank_<r>.log
     info               stdout of rank 0                           of every rank
@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from config.reading import printable
-from config.writing import Patient, open_to_append, write_json
-from parallel.process_group import is_main, rank, world_size
+from distributed.process_group import is_main, rank, world_size
+from runtime.reading import printable
+from runtime.writing import Patient, open_to_append, write_json
 
 _MAX_NAMED = 8  # ranks in one sentence
 

@@ -1,6 +1,6 @@
 """Rank, device, key-value store and process group of this process. Without torchrun, there is one rank."""
 
-from parallel.environment import num_cores
+from runtime.environment import num_cores
 
 import contextlib
 import functools

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.collectives import Ranks
+from distributed.collectives import Ranks
 
 
 class Ring:

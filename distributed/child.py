@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from parallel.launch import REPOSITORY
+from distributed.launch import REPOSITORY
 
 _PROGRESS_SECONDS = 10  # between two lines of progress
 _ERROR = re.compile(r"(?:[\w .-]+: )?error(?: \(rank \d+(?: \(.*?\))?\))?: (.*)")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from parallel.number_format import instruction_set
+from distributed.number_format import instruction_set
 
 
 def describe_processor() -> str:

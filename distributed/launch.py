@@ -3,7 +3,7 @@
 Only rank 0 reads the command line. Checks that all nodes have the same code, run folder and dataset are here.
 """
 
-from parallel.environment import num_cores
+from runtime.environment import num_cores
 
 import contextlib
 import ctypes
@@ -22,11 +22,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from parallel import log
-from parallel.collectives import broadcast_object, gather_objects
-from parallel.errors import EXIT_FAILURE, collective_errors, connection_errors, local_errors
-from parallel.number_format import Choice, choose_format
-from parallel.process_group import (
+from distributed import log
+from distributed.collectives import broadcast_object, gather_objects
+from distributed.errors import EXIT_FAILURE, collective_errors, connection_errors, local_errors
+from distributed.number_format import Choice, choose_format
+from distributed.process_group import (
     agent_serves_store,
     check_launcher,
     choose_backend,
@@ -45,7 +45,7 @@ from parallel.process_group import (
     use_deterministic_algorithms,
     world_size,
 )
-from parallel.watchdog import Watchdog
+from distributed.watchdog import Watchdog
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOT_RUN = {"tests", "benchmarks", "records", "launch"}
@@ -122,9 +122,9 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
 def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
     """Waits until all ranks have started; rank 0 warns of nodes that differ from its own.
 
-    It warns of other code, of another torch, and of hosts where the rule of `parallel.number_format` chooses
-    another number format than on rank 0. All ranks call it, before the process group exists. If a rank does
-    not start within the timeout, an error names this rank, and all others end with status 1.
+    It warns of other code, of another torch, and of hosts on which the rule of `distributed.number_format`
+    chooses another number format than on rank 0. All ranks call it, before the process group exists. If a
+    rank does not start within the timeout, an error names this rank, and all others end with status 1.
 
     device: Value of the key `device`. A device that is missing on this machine is not an error here.
     """

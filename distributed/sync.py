@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel.collectives import has_group
-from parallel.flat import FlatParameters
+from distributed.collectives import has_group
+from distributed.flat import FlatParameters
 
 _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 

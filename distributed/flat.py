@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from parallel.collectives import ALONE, Ranks
-from parallel.shards import Shard, Span, Tensors, tensor_of
-from parallel.shared_memory import SharedTensors, open_shared_tensors
-from parallel.tensor import Cut
+from distributed.collectives import ALONE, Ranks
+from distributed.shards import Shard, Span, Tensors, tensor_of
+from distributed.shared_memory import SharedTensors, open_shared_tensors
+from distributed.tensor import Cut
 
 _ALIGNMENT = 16  # elements: every parameter starts at a multiple, for vectorised kernels
 # Elements: shares start at a multiple. Kernels round differently behind the last full vector of a range, so

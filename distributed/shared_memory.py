@@ -10,8 +10,8 @@ import secrets
 import torch
 from torch import Tensor
 
-from parallel.collectives import Ranks
-from parallel.process_group import all_gather_objects, num_nodes
+from distributed.collectives import Ranks
+from distributed.process_group import all_gather_objects, num_nodes
 
 _CHUNK = 2**16  # elements to add up at a time: their sum is still in the cache when it is copied
 _ALIGNMENT = 1024  # elements: a rank's slice begins at a multiple

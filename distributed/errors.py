@@ -13,8 +13,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from parallel import log
-from parallel.process_group import all_gather_objects, is_elastic, is_main, num_nodes, rank
+from distributed import log
+from distributed.process_group import all_gather_objects, is_elastic, is_main, num_nodes, rank
 
 EXIT_FAILURE = 1
 

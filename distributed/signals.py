@@ -21,9 +21,9 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from parallel import log
-from parallel.collectives import all_ranks, barrier
-from parallel.process_group import is_elastic, local_rank, num_nodes, world_size
+from distributed import log
+from distributed.collectives import all_ranks, barrier
+from distributed.process_group import is_elastic, local_rank, num_nodes, world_size
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 EXIT_STUCK = 125  # exit status of a rank that was asked to stop, but did not come to the end of a step

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from config.reading import printable
-from config.writing import Patient, open_closed_streams
+from runtime.reading import printable
+from runtime.writing import Patient, open_closed_streams
 
 
 @contextlib.contextmanager

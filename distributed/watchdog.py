@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch.distributed import Store
 
-from parallel import log
-from parallel.backstop import Backstop, is_stopped
-from parallel.errors import restart_advice
-from parallel.failure_record import FailureRecord
-from parallel.process_group import (
+from distributed import log
+from distributed.backstop import Backstop, is_stopped
+from distributed.errors import restart_advice
+from distributed.failure_record import FailureRecord
+from distributed.process_group import (
     agent_serves_store,
     connect_store,
     is_main,
@@ -78,7 +78,7 @@ class Watchdog:
 
     Time in which this process was stopped (SIGSTOP) does not count. If only torchrun is stopped, which serves
     the store, the ranks of its node continue. A process in which no Python thread can run for longer than
-    the limit is killed (`parallel.backstop`).
+    the limit is killed (`distributed.backstop`).
     """
 
     def __init__(self, *, init_timeout_seconds: float, step_timeout_seconds: float):
@@ -343,17 +343,17 @@ def _warn_of_clock(number: int, written_at: float, most_seconds: float) -> None:
 
 
 def _location(thread: int) -> str:
-    """Returns the line of our code that a thread executes; if in `parallel`, also the line that calls it."""
+    """Returns the line of our code that a thread executes; for `distributed`, also the line that calls it."""
     frame = sys._current_frames().get(thread)
     lines: list[str] = []
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_REPOSITORY) and "site-packages" not in path:
             path = path.removeprefix(_REPOSITORY)
-            is_parallel = path.startswith("parallel" + os.sep)
-            if not lines or not is_parallel:
+            is_distributed = path.startswith("distributed" + os.sep)
+            if not lines or not is_distributed:
                 lines.insert(0, f"{path}:{frame.f_lineno} ({frame.f_code.co_name})")
-            if not is_parallel:
+            if not is_distributed:
                 break
         frame = frame.f_back
     return " > ".join(lines) or "outside our code"

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from parallel.collectives import Ranks
-from parallel.shards import Span, Spans
+from distributed.collectives import Ranks
+from distributed.shards import Span, Spans
 
 
 class _Copy(torch.autograd.Function):

@@ -9,8 +9,8 @@ from collections.abc import Collection
 
 import torch.distributed as dist
 
-from parallel.collectives import ALONE, Ranks, all_ranks
-from parallel.process_group import rank, world_size
+from distributed.collectives import ALONE, Ranks, all_ranks
+from distributed.process_group import rank, world_size
 
 AXES = {
     "pipeline": "stage",
@@ -59,7 +59,7 @@ class Mesh:
 
     data: ranks with different slots. replicas: ranks with the same part of the blocks, which sum its
     gradients. sharers: ranks of `replicas` that divide the update. pipeline, homes: the ranks of one
-    pipeline, in two groups (`parallel.pipeline.Ring` says why). tensor: ranks with the same slots, which
+    pipeline, in two groups (`distributed.pipeline.Ring` says why). tensor: ranks with the same slots, which
     divide the weights of blocks. holders: ranks that together hold every weight of the blocks once.
     """
 

@@ -51,7 +51,7 @@ def write_json(path: Path, value: Any, *, indent: int | None = 1) -> None:
 
 
 def to_yaml(value: Any, **options: Any) -> str:
-    """Returns a value as YAML: keys in their order, and no aliases, which `config.reading` refuses."""
+    """Returns a value as YAML: keys in their order, and no aliases, which `runtime.reading` refuses."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options)
 
 

@@ -9,7 +9,7 @@ step takes 49 ms with either, and 80 ms with PASSIVE.
 import os
 from pathlib import Path
 
-from config.writing import open_closed_streams
+from runtime.writing import open_closed_streams
 
 open_closed_streams()
 
