@@ -36,7 +36,7 @@ from checkpointing.files import (
 from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS, translate_weights
 from checkpointing.sizes import sizes_in
 from checkpointing.tensors import find_files, load_joined
-from config.architecture import Architecture, Strict
+from config.architecture import Architecture, Strict, architectures
 from config.files import fill_defaults
 from config.published import translate_config
 from config.schema import Paths, StageConfig, all_data_paths, validate_config
@@ -240,6 +240,12 @@ def _read_shared(path: Path) -> Checkpoint:
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """Returns the fields of `Checkpoint` that a run's config has. path: of the config, for messages."""
     config = fill_defaults(config)
+    arch, named = config.get("arch"), config.get("plugins")
+    if named and isinstance(arch, dict) and arch.get("name") not in architectures():
+        raise ValueError(
+            f"{path}: the model {arch.get('name')!r} is of a plugin. If you trust the plugin, add "
+            f"plugins={named}."
+        )
     values = {key: config.get(key) for key in _Recorded.model_fields}
     recorded = validate_config(_Recorded, values, where=str(path))
     data_paths = all_data_paths(recorded.data_path, recorded.curriculum)

@@ -8,10 +8,12 @@ The meaning and the default of each key are in config/arch/*.yaml.
 import math
 import typing
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field, NonNegativeInt
+
+from runtime import plugins
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 StandardDeviation = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -427,21 +429,28 @@ class LDTConfig(ArchConfig):
             yield "hint_prob and wrong_hint_prob are shares of the same boards: they add up to 1 at most"
 
 
-Architecture = Annotated[
-    HRMConfig
-    | TRMConfig
-    | TRMSingleZConfig
-    | InfiLoopConfig
-    | URMConfig
-    | FPRMConfig
-    | SERRMConfig
-    | TransformerConfig
-    | LDTConfig,
-    Field(discriminator="name"),
-]
+_BUILT_IN = (
+    *(HRMConfig, TRMConfig, TRMSingleZConfig, InfiLoopConfig, URMConfig, FPRMConfig, SERRMConfig),
+    *(TransformerConfig, LDTConfig),
+)
 
 
 def architectures() -> dict[str, type[ArchConfig]]:
-    """Returns {name: config class} for every value of `arch.name`."""
-    schemas = typing.get_args(typing.get_args(Architecture)[0])
+    """Returns {name: config class} for every value of `arch.name`, with those of imported plugins."""
+    schemas = [*_BUILT_IN, *plugins.defined("Config")]
     return {typing.get_args(schema.model_fields["name"].annotation)[0]: schema for schema in schemas}
+
+
+def _choose_class(values: Any) -> Any:
+    """Validates the section `arch` by the class of the model that `name` names."""
+    if not isinstance(values, dict):
+        return values
+    if "name" not in values:
+        raise ValueError("key 'arch.name' is missing")
+    name, known = values["name"], architectures()
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(f"arch.name={name!r} should be one of {', '.join(map(repr, known))}")
+    return known[name].model_validate(values)
+
+
+Architecture = Annotated[pydantic.SerializeAsAny[ArchConfig], pydantic.BeforeValidator(_choose_class)]

@@ -26,6 +26,7 @@ from config.messages import SEVERAL_RUNS, explain_composition, help_text
 from config.published import KEYS, OVERRIDES
 from config.schema import Config, validate_config
 from config.texts import expand_home, quote_value, quoted, text_keys
+from runtime.plugins import load_plugins
 from runtime.writing import Patient
 
 # The hint for each of Hydra's own keys, by the beginning of the key.
@@ -196,6 +197,8 @@ def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
         values = OmegaConf.to_container(composed, resolve=True)
         for key in values.keys() & text_keys(schema) - set(schema.VERBATIM):
             values[key] = expand_home(key, values[key])
+        if isinstance(values.get("plugins"), list):
+            load_plugins([str(path) for path in values["plugins"]])
     return values
 
 

@@ -38,7 +38,8 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
     if isinstance(arch, dict) and arch.get("name") in architectures():
         arch = rename_old_keys(arch)
         values = values | {"arch": arch}
-        defaults["arch"] = load_defaults(f"arch/{arch['name']}")
+        if (FOLDER / "arch" / f"{arch['name']}.yaml").is_file():  # not so for the model of a plugin
+            defaults["arch"] = load_defaults(f"arch/{arch['name']}")
     filled = _merge(defaults, values)
     if arch and isinstance(arch, dict) and filled["arch"].get("forward_dtype", "auto") == "auto":
         filled["arch"] = filled["arch"] | {"forward_dtype": _FORMER_FORMAT}

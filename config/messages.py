@@ -12,7 +12,7 @@ from typing import Any
 
 import pydantic
 
-from config.architecture import architectures
+from config.architecture import ArchConfig, architectures
 from config.files import FOLDER
 from config.published import HINTS
 from config.texts import quoted
@@ -53,15 +53,11 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
     key = _key(schema, error)
     if error["type"] == "extra_forbidden":
         return explain_unknown_key(schema, key)
-    if error["type"] == "union_tag_invalid":
-        return f"{key}.name={error['ctx']['tag']!r} should be one of {error['ctx']['expected_tags']}"
-    if error["type"] == "union_tag_not_found":
-        return f"key '{key}.name' is missing"
     if error["type"] == "missing":
         return f"key {key!r} is missing"
     if error["type"] == "value_error":  # from `mistakes`, with keys in the message
         message = error["msg"].removeprefix("Value error, ")
-        return f"{key}: {message}" if key else message
+        return f"{key}: {message}" if key and f"{key}." not in message else message
     if error["type"] == "string_pattern_mismatch":
         expected = "start with a letter or digit and go on with those and _ . + -"
     else:
@@ -130,7 +126,9 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
     annotations: dict[str, list[Any]] = {}
     for model in models:
         for name, field in model.model_fields.items():
-            annotations.setdefault(name, []).extend(typing.get_args(field.annotation) or [field.annotation])
+            members = typing.get_args(field.annotation) or [field.annotation]
+            members = architectures().values() if members == [ArchConfig] else members
+            annotations.setdefault(name, []).extend(members)
     keys = []
     for name, members in annotations.items():
         is_model = [isinstance(each, type) and issubclass(each, pydantic.BaseModel) for each in members]

@@ -22,6 +22,7 @@ from config.schema import (
     MachineConfig,
     Name,
     Paths,
+    Plugins,
     PretrainConfig,
     Rate,
     SavedOutput,
@@ -47,6 +48,7 @@ Different = Annotated[Several[Value], AfterValidator(_are_different)]
 class _TrainedConfig(Strict):
     """The keys that evaluate.py and solve.py share: data, weights, and how the model reasons."""
 
+    plugins: Plugins
     data_path: Paths | None
     raw: bool
     halting: Literal["max", "act"]
@@ -120,6 +122,7 @@ class PageConfig(Strict):
 
     checkpoint: Paths | None
     output: Text | None
+    plugins: Plugins
     data_path: Paths | None
     raw: bool
     halt_max_steps: Count | None

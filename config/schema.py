@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from config.architecture import Architecture, Fraction, Strict
 from config.messages import explain_mistakes
+from runtime import plugins
 
 Value = TypeVar("Value")
 # Marks a key that may change when a run is resumed: schedule and order of the data stay the same. The folder
@@ -31,6 +32,7 @@ Several = Annotated[
     BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value]),
 ]
 Paths = Several[Text]
+Plugins = MayChange[list[Text]]  # Python files that `runtime.plugins` imports
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]  # of a folder
 
 
@@ -47,6 +49,14 @@ _OF_DENSE_WEIGHTS = _OF_GRADIENTS | {
 SavedOutput = Literal[
     "preds", "logits", "q_halt_logits", "q_continue_logits", "inputs", "labels", "puzzle_identifiers"
 ]
+
+
+_OPTIMIZERS = ("adam_atan2", "adamw", "muon")
+
+
+def find_optimizer(name: str) -> Any:
+    """Returns the optimizer class of an imported plugin; None if no plugin has one of this name."""
+    return next((each for each in plugins.defined("OPTIMIZER") if each.name == name), None)
 
 
 def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str]:
@@ -119,6 +129,7 @@ class PretrainConfig(MachineConfig):
     YAML: ClassVar[str] = "pretrain"
 
     arch: Architecture
+    plugins: Plugins
     data_path: MayChange[Paths]
     test_data_path: MayChange[Paths | None]
     global_batch_size: PositiveInt
@@ -130,7 +141,8 @@ class PretrainConfig(MachineConfig):
     max_steps: MayChange[PositiveInt | None]
     validation_fraction: Annotated[float, Field(ge=0, lt=1)]
     curriculum: list[StageConfig]
-    optimizer: Literal["adam_atan2", "adamw", "muon"]
+    optimizer: Text
+    optimizer_options: dict[str, Any]
     lr: Rate
     lr_min_ratio: Fraction
     lr_warmup_steps: NonNegativeInt
@@ -182,6 +194,7 @@ class PretrainConfig(MachineConfig):
     wandb_log_puzzles: MayChange[Annotated[int, Field(ge=0, le=64)]]
 
     def mistakes(self) -> Iterator[str]:
+        yield from self._optimizer_mistakes()
         if self.train_steps is None:
             yield from _interval_mistakes(self.epochs, self.eval_interval)
             if self.eval_steps is not None:
@@ -212,6 +225,20 @@ class PretrainConfig(MachineConfig):
         if self.pipeline_parallel_degree * self.tensor_parallel_degree > 1:
             yield from self._mesh_mistakes()
         yield from self._curriculum_mistakes()
+
+    def _optimizer_mistakes(self) -> Iterator[str]:
+        optimizer = find_optimizer(self.optimizer)
+        if optimizer is None:
+            if self.optimizer not in _OPTIMIZERS:
+                known = ", ".join((*_OPTIMIZERS, *(each.name for each in plugins.defined("OPTIMIZER"))))
+                yield f"optimizer={self.optimizer!r} should be one of {known}"
+            if self.optimizer_options:
+                yield f"optimizer_options has no effect with optimizer={self.optimizer}. Remove it."
+        else:
+            try:
+                optimizer.check_options(self.optimizer_options)
+            except (TypeError, ValueError) as error:
+                yield f"optimizer_options={self.optimizer_options}: {error}"
 
     def _local_steps_mistakes(self) -> Iterator[str]:
         if self.local_steps == 1:

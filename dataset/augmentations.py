@@ -2,14 +2,18 @@
 
 A dataset may hold every variant of its puzzles, as the public tools write it. Or it holds the originals once
 and, for each puzzle, the few bytes of a transform; then variants are made on reading, a whole batch at a
-time. `AUGMENTATIONS` has the four families under their names in `dataset.json`.
+time. `AUGMENTATIONS` has the families under their names in `dataset.json`. The package or the plugin of a
+kind may add a family of its own, under the name of the kind.
 
 Invariant: a transform is a bijection on grids, the same for the input and the label of an example.
 """
 
 import functools
+import importlib
 import math
+import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -213,3 +217,14 @@ AUGMENTATIONS: dict[str, Augmentation] = {
         may_permute=True,
     ),
 }
+
+
+def find_augmentation(name: str | None) -> Augmentation | None:
+    """Returns the family of a name. Imports the kind of this name, if only the kind can add the family."""
+    if name is not None and name not in AUGMENTATIONS and name in _names_of_kinds():
+        importlib.import_module(f"dataset.kinds.{name}")
+    return AUGMENTATIONS.get(name)
+
+
+def _names_of_kinds() -> set[str]:
+    return {each.name for each in pkgutil.iter_modules([str(Path(__file__).with_name("kinds"))])}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pydantic
 
-from dataset.augmentations import AUGMENTATIONS, END, FIRST_SYMBOL, PAD
+from dataset.augmentations import END, FIRST_SYMBOL, PAD, find_augmentation
 from dataset.format import IDENTIFIERS, Dataset, Metadata, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
 from dataset.sets import rows_of
@@ -83,7 +83,7 @@ def with_candidates(data: Dataset) -> Dataset:
             counted = labels != metadata.ignore_label_id
             found.update(np.unique(inputs[counted].astype(np.int64) * metadata.vocab_size + labels[counted]))
     kind = read_info(data.folders, metadata).kind
-    family = AUGMENTATIONS.get(kind.augmentation) if kind else None
+    family = find_augmentation(kind.augmentation) if kind else None
     may = {name: family is not None and getattr(family, name) for name in ("may_turn", "may_permute")}
     metadata = dataclasses.replace(metadata, candidates=tuple(map(int, sorted(found))), **may)
     train = dataclasses.replace(data.splits["train"], metadata=metadata)

@@ -19,7 +19,7 @@ import numpy as np
 import pydantic
 from pydantic import Field
 
-from dataset.augmentations import AUGMENTATIONS, FIRST_SYMBOL
+from dataset.augmentations import AUGMENTATIONS, FIRST_SYMBOL, find_augmentation
 from dataset.sets import FIELDS, PuzzleSet, fields_of
 from runtime.reading import MissingFileError, open_regular, read_json
 
@@ -73,8 +73,9 @@ class Metadata:
                 yield f"{id_field} is {number}, but {size_field} is {size}"
         if len(set(self.sets)) < len(self.sets):
             yield "sets: a name is there twice"
-        if self.augmentation not in (None, *AUGMENTATIONS):
-            yield f"augmentation is none of {', '.join(AUGMENTATIONS)}"
+        if self.augmentation is not None and find_augmentation(self.augmentation) is None:
+            known = ", ".join(AUGMENTATIONS)
+            yield f"augmentation={self.augmentation!r} is neither one of {known} nor of an imported plugin"
         side = math.isqrt(self.seq_len)
         if self.augmentation in ("square", "sudoku") and side**2 != self.seq_len:
             yield f"augmentation {self.augmentation} is of squares, but seq_len is {self.seq_len}"
@@ -243,7 +244,7 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
     paths = {field: array_path(folder, split, name, field) for field in fields_of(metadata.augmentation)}
     arrays = {field: _open_array(path) for field, path in paths.items()}
     inputs, labels, identifiers, puzzle_indices, group_indices = (arrays[field] for field in FIELDS)
-    family = AUGMENTATIONS.get(metadata.augmentation)
+    family = find_augmentation(metadata.augmentation)
     num_bytes = 0 if family is None else family.num_bytes(metadata.seq_len, metadata.vocab_size)
 
     def expect(condition: bool, field: str, problem: str) -> None:
@@ -310,7 +311,7 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
     has_labels = split != "train"
     for name, puzzle_set in data.sets.items():
         if puzzle_set.augmentation is not None:
-            is_valid = AUGMENTATIONS[puzzle_set.augmentation].is_valid
+            is_valid = find_augmentation(puzzle_set.augmentation).is_valid
             for start, chunk in _chunks(puzzle_set.transforms):
                 if not (valid := is_valid(chunk, data.metadata.seq_len)).all():
                     path = array_path(folder, split, name, "transforms")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from dataset.augmentations import AUGMENTATIONS
+from dataset.augmentations import find_augmentation
 
 FIELDS = ("inputs", "labels", "puzzle_identifiers", "puzzle_indices", "group_indices")
 _CHUNK_ROWS = 1 << 14
@@ -21,7 +21,7 @@ def fields_of(augmentation: str | None) -> tuple[str, ...]:
     """Returns the names of a set's arrays; without augmentation, the same as in the public tools."""
     if augmentation is None:
         return FIELDS
-    moves = AUGMENTATIONS[augmentation].has_translations
+    moves = find_augmentation(augmentation).has_translations
     return (*FIELDS, "transforms", "translations") if moves else (*FIELDS, "transforms")
 
 
@@ -64,7 +64,7 @@ class PuzzleSet:
         originals = self._first_original[puzzles] + rows - self.puzzle_indices[puzzles]
         transforms = self.transforms[puzzles]
         translations = None if self.translations is None else self.translations[rows]
-        apply = AUGMENTATIONS[self.augmentation].apply
+        apply = find_augmentation(self.augmentation).apply
         inputs, labels = self.inputs[originals], self.labels[originals]
         return apply(inputs, transforms, translations), apply(labels, transforms, translations)
 

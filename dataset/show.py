@@ -16,7 +16,7 @@ from dataset.description import read_info, read_names
 from dataset.drawing import draw, side_by_side
 from dataset.format import IGNORE_LABEL_ID, SPLITS, open_split
 from dataset.sets import PuzzleSet
-from runtime.command_line import OneLineParser, integer, one_line_errors
+from runtime.command_line import OneLineParser, add_plugin_option, integer, one_line_errors
 from runtime.reading import printable, read_arrays, read_json
 
 _NEEDED = ("inputs", "labels", "preds")
@@ -74,6 +74,7 @@ def show(options: argparse.Namespace) -> None:
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser("dataset.show", description=__doc__.partition("\n")[0])
+    add_plugin_option(parser)
     parser.add_argument("data", type=Path, metavar="DATA", help="folder of a dataset")
     parser.add_argument("--split", choices=SPLITS, help="default train, and test with --outputs")
     parser.add_argument("--set", default="all", help="which set of the split (default all)")

@@ -46,6 +46,7 @@ from distributed.process_group import (
     world_size,
 )
 from distributed.watchdog import Watchdog
+from runtime.plugins import load_plugins, plugin_files
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 NOT_RUN = {"tests", "benchmarks", "records", "launch"}
@@ -77,7 +78,9 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
     log.capture_library_warnings()
     with local_errors():
         check_launcher()
-        config = schema.model_validate_json(_broadcast_config(compose))
+        text = _broadcast_config(compose)
+        load_plugins(json.loads(text).get("plugins", []))
+        config = schema.model_validate_json(text)
     wait_for_all_ranks(config.device, timeout_seconds=config.init_timeout_seconds)
     with local_errors():
         device = choose_device(config.device)
@@ -174,6 +177,7 @@ def code_files() -> list[Path]:
 def _code() -> dict[str, str]:
     """Returns {path of a code file: hash}, and one more key with torch's version, to compare nodes."""
     names = {path.relative_to(REPOSITORY).as_posix(): path for path in code_files()}
+    names |= dict(plugin_files())
     hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in names.items()}
     return {f"torch {torch.__version__}": ""} | hashes
 

@@ -13,11 +13,12 @@ config/arch/<name>.yaml has every key of a model, with its default and its meani
 
 import importlib
 
-from config.architecture import Architecture
+from config.architecture import Architecture, architectures
 from dataset.format import Metadata
 from models.blocks import Level
 from models.halting import HaltingModel
 from models.network import Network
+from runtime.plugins import plugin_of
 
 
 def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
@@ -26,8 +27,9 @@ def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
 
 
 def network_class(name: str) -> type[Network]:
-    """Returns `NETWORK` of models/<name>.py."""
-    return importlib.import_module(f"models.{name}").NETWORK
+    """Returns `NETWORK` of models/<name>.py, or of the plugin with the model of this name."""
+    plugin = plugin_of("Config", architectures()[name])
+    return (plugin or importlib.import_module(f"models.{name}")).NETWORK
 
 
 def recompute_blocks(model: HaltingModel) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from config.schema import PretrainConfig
+from config.schema import PretrainConfig, find_optimizer
 from distributed.collectives import ALONE, Ranks
 from distributed.flat import FlatParameters, Scalars
 from distributed.mesh import Mesh
@@ -186,12 +186,12 @@ def build_weights(
     """Builds the optimizers for the weights that this rank updates.
 
     Muon is for the matrices of blocks; AdamATan2 then updates the rest. Optimizers must create all of `state`
-    at the start, because a checkpoint loads into these tensors.
+    at the start, because a checkpoint loads into these tensors. The optimizer of a plugin gets shards of
+    weights, float32 [n], so that it must update each element by itself.
 
     shapes: of all weights of the model, by name; None: all are in `flats`. holders: ranks that together hold
     all weights. tensor: ranks that divide matrices. compiler_options: of AdamATan2; None: not compiled.
     """
-    assert config.optimizer in ("adamw", "adam_atan2", "muon")
     groups = [group for flat in flats for group in _groups_of(config, flat, tensor, compiler_options)]
     here = {name: tuple(each.shape) for flat in flats for name, each in flat.parameters.items()}
     return Weights(flats, tuple(groups), shapes=shapes or here, holders=holders)
@@ -204,7 +204,10 @@ def _groups_of(
         names = [name for name in flat.parameters if (name in flat.undecayed) == is_undecayed]
         names = tuple(name for name in names if name not in flat.unsplit)
         adam = {"lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "weight_decay": weight_decay}
-        if names and config.optimizer == "adamw":
+        if names and (own := find_optimizer(config.optimizer)) is not None:
+            options = {"lr": config.lr, "weight_decay": weight_decay, **config.optimizer_options}
+            yield ParameterGroup(names, own([tensor_of(flat.owned[name]) for name in names], **options), flat)
+        elif names and config.optimizer == "adamw":
             yield ParameterGroup(names, AdamW([tensor_of(flat.owned[n]) for n in names], **adam), flat)
         elif names:
             rule = AdamATan2(flat, names, compiler_options=compiler_options, **adam)

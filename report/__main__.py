@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.command_line import OneLineParser, integer, one_line_errors, warn
+from runtime.command_line import OneLineParser, add_plugin_option, integer, one_line_errors, warn
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser("report", description=__doc__.partition("\n")[0])
+    add_plugin_option(parser)
     runs = "run folder, such as checkpoints/demo; several are compared"
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs)
     output = "the page (default report.html in the run folder; comparison.html here for several runs)"

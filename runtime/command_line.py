@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+from runtime.plugins import load_plugins
 from runtime.reading import printable
 from runtime.writing import Patient, open_closed_streams
 
@@ -31,11 +32,34 @@ def warn(program: str, text: str) -> None:
 class OneLineParser(argparse.ArgumentParser):
     """A parser of a module's options that raises ValueError, one line without the usage, for a mistake."""
 
-    def __init__(self, module: str, *, description: str):
-        super().__init__(prog=f"python -m {module}", description=description, allow_abbrev=False)
+    def __init__(self, module: str, *, description: str, add_help: bool = True):
+        super().__init__(
+            prog=f"python -m {module}", description=description, allow_abbrev=False, add_help=add_help
+        )
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (--help lists the options)")
+
+
+class _ImportPlugin(argparse.Action):
+    """Imports the plugin that an option names, at once. The options contain no trace of it."""
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
+        load_plugins([value])
+
+
+def add_plugin_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option --plugin FILE, which may be repeated."""
+    text = "Python file that adds a model or a kind of puzzle (docs/extend.md); may be repeated"
+    hidden = {"default": argparse.SUPPRESS, "dest": argparse.SUPPRESS}
+    parser.add_argument("--plugin", action=_ImportPlugin, metavar="FILE", help=text, **hidden)
+
+
+def import_plugins(arguments: Sequence[str]) -> None:
+    """Imports the plugins among the arguments, before the parser of all arguments exists."""
+    parser = OneLineParser("", description="", add_help=False)
+    add_plugin_option(parser)
+    parser.parse_known_args(arguments)
 
 
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:

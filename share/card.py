@@ -10,7 +10,7 @@ from typing import Any
 from checkpointing.files import STARTS_FILE
 from checkpointing.pretrained import Checkpoint
 from config.files import changed_words, load_defaults, word
-from dataset.build import BUILDERS
+from dataset.build import builders
 from dataset.format import read_builder
 from evaluation.questions import find_info
 from evaluation.results import (
@@ -156,7 +156,7 @@ def _find_kind(checkpoint: Checkpoint) -> str | None:
 def _build_command(folder: Path, *, name: str) -> str | None:
     """Returns the command that builds a dataset into folder `name`, from its manifest; None: unknown."""
     builder = read_builder(folder)
-    if builder is None or builder["name"] not in BUILDERS:
+    if builder is None or builder["name"] not in builders():
         return None
     text = json.dumps(builder["arguments"], ensure_ascii=False)
     are_options = all(re.fullmatch("[a-z][a-z_]*", name) for name in builder["arguments"])

@@ -20,7 +20,7 @@ from dataset.mixture import open_datasets
 from dataset.sets import ConcatenatedSet, PuzzleSet
 from evaluation.passes import evaluate_split
 from models.search import Search
-from runtime.command_line import OneLineParser, integer, one_line_errors
+from runtime.command_line import OneLineParser, add_plugin_option, integer, one_line_errors
 from share.push import write_files
 
 _DTYPES = (torch.float8_e4m3fn, torch.float16)  # tried in this order, before float32
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser("share keep", description=__doc__.partition("\n")[0])
+    add_plugin_option(parser)
     run = "a run folder (its newest step), <run folder>/best (its best one), or one step_<N> in it"
     parser.add_argument("run", metavar="RUN", help=run)
     parser.add_argument("name", metavar="NAME", help="checkpoint=NAME finds it then")

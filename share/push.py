@@ -25,7 +25,7 @@ from config.files import fill_defaults
 from config.schema import PretrainConfig, keys_that_may_change
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import DatasetInfo
-from runtime.command_line import OneLineParser, one_line_errors, warn
+from runtime.command_line import OneLineParser, add_plugin_option, one_line_errors, warn
 from runtime.hub import Address, client_errors, import_client, parse_address
 from runtime.reading import read_yaml
 from runtime.writing import write_json, write_text
@@ -64,6 +64,7 @@ def push(options: argparse.Namespace) -> None:
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser("share push", description=__doc__)
+    add_plugin_option(parser)
     run = "a run folder (its newest step), <run folder>/best (its best one), or one step_<N> in it"
     parser.add_argument("run", metavar="RUN", help=run)
     parser.add_argument("repo", metavar="OWNER/NAME", help="the repository; made if it is not there")

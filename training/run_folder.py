@@ -27,7 +27,8 @@ from config.schema import PretrainConfig
 from distributed import log
 from distributed.process_group import is_main, local_world_size, world_size
 from distributed.processor import describe_processor
-from runtime.reading import read_json
+from runtime.plugins import plugin_files
+from runtime.reading import read_json, sha256_of
 from runtime.writing import open_to_append, write_json, write_text
 from training.code import code_diff, git_commit
 from training.run_config import describe_changes, read_stored_config
@@ -153,6 +154,8 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
         "torch": torch.__version__,
         **described,
     }
+    if plugins := {name: sha256_of(path) for name, path in plugin_files()}:
+        start["plugins"] = plugins
     if diff := code_diff():
         start["changes"] = f"changes_{hashlib.sha256(diff.encode()).hexdigest()[:12]}.diff"
         with disk_errors_warn(folder / start["changes"]) as path:

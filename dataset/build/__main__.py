@@ -1,15 +1,15 @@
-"""Builds a dataset: python -m dataset.build NAME OPTIONS, with a name of `BUILDERS`."""
+"""Builds a dataset: python -m dataset.build NAME OPTIONS, with a name of `builders`."""
 
 import sys
 from collections.abc import Sequence
 
-from dataset.build import BUILDERS, build_dataset
+from dataset.build import build_dataset
 from runtime.command_line import one_line_errors
 
 
 def main(arguments: Sequence[str]) -> None:
     kind, *words = arguments or [""]
-    with one_line_errors(f"build {kind}" if kind in BUILDERS else "build"):
+    with one_line_errors(f"build {kind}" if kind.isidentifier() else "build"):
         build_dataset(kind, words)
 
 

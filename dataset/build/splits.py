@@ -30,6 +30,7 @@ from dataset.format import BLANK, Split, one_set_split
 from dataset.randomness import random_bits, random_orders
 from dataset.sets import PuzzleSet
 from runtime.command_line import recorded, warn
+from runtime.plugins import load_plugins, plugin_paths
 from runtime.reading import sha256_of
 
 # Streams of random bits. A new use takes a new number, since a changed number would change the datasets;
@@ -199,7 +200,7 @@ def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Seque
         index += 1
     num_processes = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = concurrent.futures.ProcessPoolExecutor(
-        num_processes, multiprocessing.get_context("spawn"), initializer=_follow_parent
+        num_processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(plugin_paths(),)
     )
     try:
         pending: deque[Iterator] = deque()
@@ -215,8 +216,9 @@ def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Seque
         pool.shutdown(cancel_futures=True)
 
 
-def _follow_parent() -> None:
-    """Leaves Ctrl-C to the parent process, and ends this process once the parent has ended in any way."""
+def _start(plugins: list[str]) -> None:
+    """Imports the plugins, leaves Ctrl-C to the parent process, and ends this process once the parent ended."""
+    load_plugins(plugins)
 
     def watch() -> None:
         multiprocessing.parent_process().join()

@@ -1,8 +1,9 @@
 """The interface of a kind of puzzle: how puzzles are read, checked, drawn and generated.
 
-A new kind is a module or package in this folder that defines `KIND`; nothing else lists it. Puzzles without
-rules of their own, for which accuracy is enough and variants are written out, need no kind. Nothing here
-imports torch.
+A new kind is a package in this folder, or a plugin, that defines `KIND`. No other file lists it. Its builder
+is the module `build` in the package (dataset/build/__init__.py has the interface). A family of transforms
+of its own is added to `AUGMENTATIONS` under the name of the kind. Puzzles without rules, for which accuracy
+is enough, and variants that are written out, need no kind. Nothing here imports torch.
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ import numpy as np
 import dataset.kinds
 from dataset.format import IGNORE_LABEL_ID, Metadata, Split
 from dataset.sets import PuzzleSet
+from runtime.plugins import defined
 from runtime.writing import write_json
 
 FAINT = "2"  # the ANSI code of cells that a reader may ignore
@@ -309,13 +311,15 @@ class Kind:
 
 
 def kind_names() -> list[str]:
-    """Lists the kinds in this folder, without importing them."""
-    return [each.name for each in pkgutil.iter_modules(dataset.kinds.__path__) if each.name != "kind"]
+    """Lists the kinds in this folder, without importing them, and those of imported plugins."""
+    here = [each.name for each in pkgutil.iter_modules(dataset.kinds.__path__) if each.name != "kind"]
+    return here + [kind.name for kind in defined("KIND") if kind.name not in here]
 
 
 def find_kind(name: str) -> Kind:
-    """Imports a kind, one of `kind_names`."""
-    return importlib.import_module(f"dataset.kinds.{name}").KIND
+    """Returns a kind, one of `kind_names`. Imports it, unless it is of a plugin."""
+    of_plugins = {kind.name: kind for kind in defined("KIND")}
+    return of_plugins.get(name) or importlib.import_module(f"dataset.kinds.{name}").KIND
 
 
 def kinds_of(metadata: Metadata) -> list[Kind]:

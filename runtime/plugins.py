@@ -1,0 +1,85 @@
+"""Plugins: Python files of the user that add a model, a kind of puzzle or an optimizer.
+
+The key `plugins` and the option --plugin name the files. A program imports no other file: if a checkpoint, a
+dataset or a repository on the Hub names a plugin, the program only shows the name. docs/extend.md has
+examples.
+"""
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_PARTS = ("NETWORK", "KIND", "OPTIMIZER")
+_loaded: dict[Path, ModuleType] = {}
+
+
+def load_plugins(paths: Sequence[str]) -> None:
+    """Imports each plugin as the module plugin_<name>, unless this process has imported it before.
+
+    paths: Python files, or folders with an __init__.py. Raises ValueError, one line, if a path is not a
+    plugin, or if its code fails.
+    """
+    for text in paths:
+        path = Path(text).resolve()
+        if path not in _loaded:
+            _loaded[path] = _import(text, path)
+
+
+def _import(text: str, path: Path) -> ModuleType:
+    file = path / "__init__.py" if path.is_dir() else path
+    name = f"plugin_{path.stem}"
+    if not file.is_file() or file.suffix != ".py" or not name.isidentifier():
+        what = "a Python file, or a folder with an __init__.py, whose name is an identifier"
+        raise ValueError(f"plugin {text} is not {what}. Check the path.")
+    if name in sys.modules:
+        raise ValueError(f"plugin {text}: another plugin is called {path.stem} too. Rename one of them.")
+    folders = [str(path)] if path.is_dir() else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ValueError(f"plugin {text}{_line_of(error, file)}: {type(error).__name__}: {error}") from error
+    if not any(part in vars(module) for part in _PARTS):
+        raise ValueError(f"plugin {text} defines none of {', '.join(_PARTS)} (docs/extend.md).")
+    if ("NETWORK" in vars(module)) != ("Config" in vars(module)):
+        raise ValueError(f"plugin {text}: a model needs both NETWORK and Config (docs/extend.md).")
+    return module
+
+
+def _line_of(error: Exception, file: Path) -> str:
+    """Returns the last line of the plugin itself that an error passed through, as a text."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f", line {error.lineno}"
+    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(file)]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def plugin_paths() -> list[str]:
+    """Returns the paths of the imported plugins, with which another process can import them."""
+    return list(map(str, _loaded))
+
+
+def defined(part: str) -> list[Any]:
+    """Returns what the imported plugins define under a name, such as KIND, in the order of the imports."""
+    return [vars(module)[part] for module in _loaded.values() if part in vars(module)]
+
+
+def plugin_of(part: str, value: Any) -> ModuleType | None:
+    """Returns the plugin that defines `value` under the name `part`; None if no plugin does."""
+    found = (module for module in _loaded.values() if vars(module).get(part) is value)
+    return next(found, None)
+
+
+def plugin_files() -> Iterator[tuple[str, Path]]:
+    """Yields (name, path) of every Python file of the imported plugins. Names contain no absolute path."""
+    for path, module in _loaded.items():
+        files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        for file in files:
+            yield f"{module.__name__}/{file.relative_to(path.parent).as_posix()}", file
