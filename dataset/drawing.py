@@ -43,6 +43,12 @@ def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
     return np.array(texts, np.str_).reshape(tokens.shape)
 
 
+def regions_of(style: Style, num_cells: int) -> list[int] | None:
+    """Returns the number of each cell's region, row by row; None for a grid without regions."""
+    regions = style.regions.get(num_cells)
+    return None if regions is None else list(regions)
+
+
 def page_style(style: Style, metadata: Metadata) -> dict[str, Any]:
     """Returns what grid.js needs to draw grids on a page, as JSON values; a blank token has the symbol ""."""
     tokens = range(metadata.vocab_size)
@@ -51,7 +57,7 @@ def page_style(style: Style, metadata: Metadata) -> dict[str, Any]:
         "vocab_size": metadata.vocab_size,
         "symbols": ["" if is_blank[token] else style.symbol(token) for token in tokens],
         "colors": [style.colors.get(token) for token in tokens],
-        "box": style.boxes.get(metadata.seq_len),
+        "regions": regions_of(style, metadata.seq_len),
         "first_of_field": style.first_of_field,
     }
 
@@ -199,20 +205,34 @@ class SvgGrid:
             for color, width in (("#fff", 3.5), ("#000", 1.5))  # seen on every colour
         )
 
-    def lines(self, box: tuple[int, int] | None) -> Iterator[str]:
-        """Yields the SVG of lines between cells, heavy between boxes (rows, columns), and of the frame."""
+    def lines(self, regions: Sequence[int] | None) -> Iterator[str]:
+        """Yields the SVG of lines between cells, heavy between regions, and of the frame.
+
+        regions: The number of each cell's region, row by row. If None, the grid is one region.
+        """
+        numbers = np.zeros((self.rows, self.columns), int)
+        if regions is not None:
+            numbers = np.reshape(regions, numbers.shape)
         thin, heavy = [], []
-        of_box = box or (self.rows, self.columns)
         for row in range(1, self.rows):
-            x, y = self.corner(row, 0)
-            (thin if row % of_box[0] else heavy).append(f"M{x:.4g} {y:.4g}h{self.columns * self.size:.4g}")
+            for first, end, is_border in _runs(numbers[row] != numbers[row - 1]):
+                x, y = self.corner(row, first)
+                (heavy if is_border else thin).append(f"M{x:.4g} {y:.4g}h{(end - first) * self.size:.4g}")
         for column in range(1, self.columns):
-            x, y = self.corner(0, column)
-            (thin if column % of_box[1] else heavy).append(f"M{x:.4g} {y:.4g}v{self.rows * self.size:.4g}")
+            for first, end, is_border in _runs(numbers[:, column] != numbers[:, column - 1]):
+                x, y = self.corner(first, column)
+                (heavy if is_border else thin).append(f"M{x:.4g} {y:.4g}v{(end - first) * self.size:.4g}")
         yield f'<path d="{"".join(thin)}" stroke="var(--line)" fill="none"/>'
         if heavy:
             yield f'<path d="{"".join(heavy)}" stroke="var(--box)" stroke-width="1.6" fill="none"/>'
         yield f'<rect {self.frame} rx="6" stroke="var(--box)" stroke-width="1.6" fill="none"/>'
+
+
+def _runs(values: np.ndarray) -> Iterator[tuple[int, int, bool]]:
+    """Yields (first, end, value) of each run of equal values. values: bool [n]."""
+    ends = [*(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    for first, end in itertools.pairwise([0, *ends]):
+        yield first, end, bool(values[first])
 
 
 def svg_file(content: str, *, width: float, height: float, title: str, style: str = "") -> str:

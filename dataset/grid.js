@@ -44,11 +44,18 @@ function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wro
     if (token >= 0 && !(isField && !look.symbols[token])) path += `M${x} ${y}h1v1h-1z`;
   });
   add(svg, "path", { class: "lines", d: path, "stroke-width": fine / 2.5 });
-  if (look.box) {
-    let boxes = "";
-    for (let x = 0; x <= columns; x += look.box[1]) boxes += `M${x} 0V${rows}`;
-    for (let y = 0; y <= rows; y += look.box[0]) boxes += `M0 ${y}H${columns}`;
-    add(svg, "path", { class: "box", d: boxes, "stroke-width": fine / 1.5, "stroke-linecap": "square" });
+  if (look.regions) {
+    const region = look.regions, outside = (x, y) => x < 0 || y < 0 || x >= columns || y >= rows;
+    const differs = (cell, x, y) => outside(x, y) || region[y * columns + x] !== region[cell];
+    let borders = "";
+    cells.forEach((token, cell) => {
+      const { x, y } = corner(cell);
+      if (differs(cell, x - 1, y)) borders += `M${x} ${y}v1`;
+      if (differs(cell, x, y - 1)) borders += `M${x} ${y}h1`;
+      if (x === columns - 1) borders += `M${x + 1} ${y}v1`;
+      if (y === rows - 1) borders += `M${x} ${y + 1}h1`;
+    });
+    add(svg, "path", { class: "box", d: borders, "stroke-width": fine / 1.5, "stroke-linecap": "square" });
   }
   if (guess === ANEW) add(svg, "rect", { class: "anew", width: columns, height: rows, "stroke-width": fine });
   const side = Math.ceil(Math.sqrt(look.symbols.filter(Boolean).length)); // of a cell's own grid of candidates

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
-from dataset.drawing import SVG_STYLE, TINT, Paint, SvgGrid, paint_cell, svg_file
+from dataset.drawing import SVG_STYLE, TINT, Paint, SvgGrid, paint_cell, regions_of, svg_file
 from evaluation.solving import Answer, Step
 
 _PUZZLE_SECONDS, _STEP_SECONDS, _LAST_SECONDS, _FADE_SECONDS = 1.6, 1.0, 4.0, 0.25
@@ -52,7 +52,7 @@ def draw_animation(answer: Answer) -> str:
     environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True)
     content = environment.get_template("animation.svg.jinja").render(
         grid=SvgGrid(rows, columns, left, top, size),
-        box=answer.style.boxes.get(rows * columns),
+        regions=regions_of(answer.style, rows * columns),
         style=answer.style,
         valid=answer.valid,
         steps=steps,

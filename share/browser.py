@@ -188,6 +188,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
         "search": model.network.facts() if isinstance(model.network, Search) else None,
         "kind": info.kind.name if info.kind else None,
         "plural": info.kind.plural if info.kind else "puzzles",
+        "groups": info.kind.groups(metadata) if info.kind and info.kind.groups else None,
         "rows": rows,
         "columns": columns,
         **page_style(info.style, metadata),

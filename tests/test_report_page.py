@@ -68,7 +68,7 @@ def test_the_page_holds_what_the_model_thinks(reported, sudoku_folder):
     thoughts = record_trace(model, batch)
 
     assert sorted(puzzle["row"] for puzzle in content["puzzles"]) == list(range(100))
-    assert (content["steps"], content["box"]) == (4, [2, 2])
+    assert (content["steps"], content["regions"]) == (4, [0, 0, 1, 1] * 2 + [2, 2, 3, 3] * 2)
     assert content["symbols"] == ["", "", *"1234"]
     assert content["clues"] == [2, 3, 4, 5]
     for puzzle in content["puzzles"]:

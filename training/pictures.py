@@ -10,7 +10,7 @@ from html import escape
 
 import numpy as np
 
-from dataset.drawing import SVG_STYLE, SvgGrid, cells_of, paint_cell, svg_file
+from dataset.drawing import SVG_STYLE, SvgGrid, cells_of, paint_cell, regions_of, svg_file
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Style
 from dataset.loader import choose_rows, read_rows
@@ -95,7 +95,7 @@ def _draw_grid(
             yield grid.text(*cell, paint)
         if is_wrong[cell] and has_color:  # crossed out, because the colour shows the model's answer
             yield grid.cross(*cell)
-    yield from grid.lines(style.boxes.get(tokens.size))
+    yield from grid.lines(regions_of(style, tokens.size))
 
 
 def _in_words(label: np.ndarray, trace: Trace, number: int) -> str:

@@ -217,7 +217,7 @@ def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Seque
 
 
 def _start(plugins: list[str]) -> None:
-    """Imports the plugins, leaves Ctrl-C to the parent process, and ends this process once the parent ended."""
+    """Imports the plugins, leaves Ctrl-C to the parent process, and ends when the parent has ended."""
     load_plugins(plugins)
 
     def watch() -> None:

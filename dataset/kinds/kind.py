@@ -37,7 +37,8 @@ class Style:
     symbols         {token: text}; a token beyond the last one shows as its number
     ansi            {token: ANSI codes}
     colors          {token: #rrggbb}, the background of a cell on a page
-    boxes           {number of cells: (rows, columns) of a box}; a page has heavier lines between boxes
+    regions         {number of cells: the number of each cell's region, row by row}. Pictures and pages have
+                    heavier lines between regions, such as the boxes of a Sudoku
     gap             text between the cells of a row
     marks_new       whether a cell of the answer that differs from the puzzle is green
     first_of_field  for grids in a field (ARC): the lowest token of a cell; the token below ends the grid, and
@@ -48,7 +49,7 @@ class Style:
     symbols: Sequence[str] = ()
     ansi: Mapping[int, str] = dataclasses.field(default_factory=dict)
     colors: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    boxes: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    regions: Mapping[int, Sequence[int]] = dataclasses.field(default_factory=dict)
     gap: str = " "
     marks_new: bool = False
     first_of_field: int | None = None
@@ -290,6 +291,8 @@ class Kind:
     make_up          (metadata, count) -> new puzzles of the dataset's size: inputs and answers, tokens
                      [count, seq_len] each; None: cannot be generated
     names_symbols    whether its datasets define symbols of their own (`description.Vocabulary`)
+    groups           metadata -> groups of cells whose symbols must differ, if these are all of the rules. A
+                     page then checks answers. None: the rules are others, or unknown
     """
 
     name: str
@@ -300,6 +303,7 @@ class Kind:
     read_puzzles: Callable[[str], list[Puzzle]] | None = None
     make_up: Callable[[Metadata, int], Sequence[np.ndarray]] | None = None
     names_symbols: bool = False
+    groups: Callable[[Metadata], Sequence[Sequence[int]]] | None = None
     title: str = ""
     plural: str = "puzzles"
 

@@ -6,7 +6,7 @@
 // paints and draw(question, cell, token).
 
 export function kindOf(facts) {
-  const make = { sudoku: facts.box && sudoku, maze, arc }[facts.kind] || plain;
+  const make = facts.groups ? distinct : { maze, arc }[facts.kind] || plain;
   return make(facts);
 }
 
@@ -44,38 +44,31 @@ function arc() {
   return { ...plain({ vocab_size: 0, symbols: [] }), name: "ARC tasks", hint }; // shown only: nothing can be drawn
 }
 
-// Sudoku ----------------------------------------------------------------------------------------------------
-// Tokens: 1 is empty, 2 .. n + 1 are the digits.
+// Puzzles whose whole rule is that the symbols of some groups of cells differ, such as Sudoku. ----------------
+// facts.groups: lists of cells. A token with a symbol is a value; the first other one but padding is empty.
 
-const EMPTY = 1, DIGIT_1 = 2;
+function distinct({ rows, columns, groups, symbols, plural }) {
+  const cells = range(0, rows * columns), empty = symbols.findIndex((symbol, token) => token && !symbol);
+  const values = range(0, symbols.length).filter((token) => symbols[token]);
+  const peers = cells.map((cell) => new Set(groups.filter((group) => group.includes(cell)).flat()));
+  peers.forEach((others, cell) => others.delete(cell));
 
-function sudoku({ rows: size, box: [boxRows, boxColumns] }) {
-  const cells = range(0, size * size), digits = range(DIGIT_1, DIGIT_1 + size);
-  const unitsOf = (cell) => {
-    const row = Math.floor(cell / size), column = cell % size;
-    return [row, column, Math.floor(row / boxRows) * boxRows + Math.floor(column / boxColumns)];
-  };
-  const units = cells.map(unitsOf); // the numbers of the cell's row, column and box
-  const peers = cells.map((cell) => cells.filter(
-    (other) => other !== cell && units[cell].some((unit, axis) => units[other][axis] === unit),
-  ));
-
-  /** Returns the cells with a digit that occurs twice in a row, column or box. */
+  /** Returns the cells with a symbol that occurs twice in a group. */
   const conflicts = (grid) => cells.filter(
-    (cell) => grid[cell] >= DIGIT_1 && peers[cell].some((other) => grid[other] === grid[cell]),
+    (cell) => symbols[grid[cell]] && [...peers[cell]].some((other) => grid[other] === grid[cell]),
   );
 
   return {
-    name: `${size} × ${size} Sudoku`,
-    hint: "Choose a cell and type a digit, or paste a whole puzzle.",
-    tokens: [...digits, EMPTY],
-    blank: EMPTY,
-    isClue: (token) => token >= DIGIT_1,
+    name: `${rows} × ${columns} ${plural}`,
+    hint: "Choose a cell and type what goes into it, or paste a whole puzzle.",
+    tokens: [...values, empty],
+    blank: empty,
+    isClue: (token) => !!symbols[token],
     hasRules: true,
     problem: (question) => (conflicts(question).length ? "two clues contradict each other" : null),
     check(question, answer) {
-      const lost = cells.filter((cell) => question[cell] >= DIGIT_1 && answer[cell] !== question[cell]);
-      const wrong = [...new Set([...conflicts(answer), ...lost, ...cells.filter((cell) => answer[cell] < DIGIT_1)])];
+      const lost = cells.filter((cell) => symbols[question[cell]] && answer[cell] !== question[cell]);
+      const wrong = [...new Set([...conflicts(answer), ...lost, ...cells.filter((cell) => !symbols[answer[cell]])])];
       return { ok: !wrong.length, text: wrong.length ? `${count(wrong)} wrong` : "solved", cells: wrong };
     },
   };

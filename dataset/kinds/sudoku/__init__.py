@@ -122,13 +122,27 @@ def _make_up(metadata: Metadata, count: int) -> Sequence[np.ndarray]:
     return np.array(drawn, np.uint8).swapaxes(0, 1) + np.uint8(_EMPTY)
 
 
+def _groups(metadata: Metadata) -> list[list[int]] | None:
+    box = BOX_OF.get(metadata.seq_len)
+    return None if box is None else unit_cells(box).tolist()
+
+
+def _box_numbers(box: Box) -> list[int]:
+    size = box[0] * box[1]
+    rows, columns = np.divmod(np.arange(size**2), size)
+    return (rows // box[0] * box[0] + columns // box[1]).tolist()
+
+
+_REGIONS = {num_cells: _box_numbers(box) for num_cells, box in BOX_OF.items()}
+
 KIND = Kind(
     name="sudoku",
     mismatch=_mismatch,
     build_evaluator=_build_evaluator,
     plural="Sudoku",
     augmentation="sudoku",
-    style=Style(symbols=["_", ".", *SYMBOLS], ansi={0: FAINT, 1: FAINT}, boxes=BOX_OF, marks_new=True),
+    style=Style(symbols=["_", ".", *SYMBOLS], ansi={0: FAINT, 1: FAINT}, regions=_REGIONS, marks_new=True),
     read_puzzles=read_puzzles,
     make_up=_make_up,
+    groups=_groups,
 )
