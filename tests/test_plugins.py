@@ -1,0 +1,151 @@
+"""Plugins: what a file may add, what is refused, and runs with the examples of docs/extend.md."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpointing.pretrained import find_checkpoint
+from config.architecture import architectures
+from config.compose import compose_overrides
+from config.schema import PretrainConfig
+from dataset.kinds.kind import find_kind, kind_names
+from runtime import plugins
+from runtime.plugins import load_plugins, plugin_files
+from tests.own_files import write_plugins
+from tests.ranks import complete_program, run_program
+from tests.tiny import OVERRIDES, logged_rows
+
+_GRU = ("plugins=[mine/gru.py]", "--config-dir=mine", "arch=gru", "arch.hidden_size=32", "arch.num_heads=2")
+_OWN = tuple(
+    word for word in OVERRIDES if not word.startswith(("arch.H_layers", "arch.hidden", "arch.num_heads"))
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_loaded(monkeypatch):
+    """Forgets the plugins after each test."""
+    monkeypatch.setattr(plugins, "_loaded", {})
+    yield
+    for name in [name for name in sys.modules if name.startswith("plugin_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "plugin one.py is not a Python file"),
+        ({"one.py": "x = (\n"}, r"plugin one.py, line 1: SyntaxError: "),
+        (
+            {"one.py": "import torch\n\nx = torch.nothing\n"},
+            r"plugin one.py, line 3: AttributeError: .*nothing",
+        ),
+        ({"one.py": "KINDS = 1\n"}, "plugin one.py defines none of NETWORK, KIND, OPTIMIZER"),
+        ({"one.py": "NETWORK = 1\n"}, "plugin one.py: a model needs both NETWORK and Config"),
+        ({"one.py": "KIND = 1\n", "two/one.py": "KIND = 1\n"}, "another plugin is called one too"),
+    ],
+)
+def test_what_is_not_a_plugin(files, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    with pytest.raises(ValueError, match=f"^{message}") as caught:
+        load_plugins(list(files) or ["one.py"])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plugin_is_imported_once_and_needs_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/__init__.py").write_text("from plugin_mine.part import OPTIMIZER\n")
+    Path("mine/part.py").write_text("print('imported')\nOPTIMIZER = type('Own', (), {'name': 'own'})\n")
+    load_plugins(["mine", "./mine", str(tmp_path / "mine")])
+    load_plugins(["mine"])
+    assert [each.name for each in plugins.defined("OPTIMIZER")] == ["own"]
+    assert [name for name, _ in plugin_files()] == [
+        "plugin_mine/mine/__init__.py",
+        "plugin_mine/mine/part.py",
+    ]
+
+
+def test_the_keys_of_a_model_are_checked_like_ours(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_plugins(tmp_path).parent)
+    config = compose_overrides(PretrainConfig, _GRU)
+    assert (config.arch.name, config.arch.L_cycles, config.arch.title) == ("gru", 3, "GRU")
+    assert PretrainConfig.model_validate_json(config.model_dump_json()) == config
+    for word, message in (
+        ("arch.L_cycles=0", "arch.L_cycles=0 should be greater than 0"),
+        ("arch.H_cycles=2", "belongs to another arch"),
+        ("+arch.L_cycle=2", "unknown key 'arch.L_cycle', did you mean 'arch.L_cycles'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compose_overrides(PretrainConfig, [*_GRU, word])
+    with pytest.raises(ValueError, match=r"arch.name='gru' should be one of 'hrm', .*'ldt'$"):
+        monkeypatch.setattr(plugins, "_loaded", {})
+        compose_overrides(PretrainConfig, _GRU[1:])
+
+
+def test_the_options_of_an_optimizer_are_checked_by_its_class(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_plugins(tmp_path).parent)
+    words = ["plugins=[mine/lion.py]", "optimizer=lion"]
+    assert compose_overrides(PretrainConfig, [*words, "optimizer_options={beta2: 0.5}"]).optimizer == "lion"
+    for word, message in (
+        ("optimizer_options={beta3: 0.5}", "lion has no option beta3. Its options are"),
+        ("optimizer_options={beta1: 2.0}", r"beta1 and beta2 are in \[0, 1\)"),
+        ("optimizer=lino", "optimizer='lino' should be one of adam_atan2, adamw, muon, lion"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compose_overrides(PretrainConfig, [*words, word])
+    with pytest.raises(ValueError, match="optimizer_options has no effect with optimizer=muon"):
+        compose_overrides(PretrainConfig, ["optimizer=muon", "+optimizer_options={beta1: 0.5}"])
+
+
+def test_a_kind_of_a_plugin_is_a_kind(tmp_path, monkeypatch):
+    monkeypatch.chdir(write_plugins(tmp_path).parent)
+    assert "jigsaw" not in kind_names()
+    load_plugins(["mine/jigsaw.py"])
+    assert find_kind(kind_names()[-1]).groups(None)[8:] == [
+        [0, 1, 2, 4], [3, 6, 7, 11], [5, 8, 9, 12], [10, 13, 14, 15]
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_of_a_model_resumes_and_is_evaluated_with_its_plugin_only(tmp_path, sudoku_folder):
+    write_plugins(tmp_path)
+    words = (*_GRU, *_OWN, f"data_path={sudoku_folder}", "checkpoint_path=run")
+    complete_program("pretrain", *words, "max_steps=9", folder=tmp_path, world_size=2)
+    complete_program("pretrain", *words, folder=tmp_path, world_size=2)
+    run = tmp_path / "run"
+    assert logged_rows(run)[-1]["train/lm_loss"] < logged_rows(run)[0]["train/lm_loss"]
+    starts = [json.loads(line) for line in (run / "starts.jsonl").read_text().splitlines()]
+    assert [list(start["plugins"]) for start in starts] == [["plugin_gru/gru.py"]] * 2
+    refused = run_program("evaluate", "checkpoint=run", folder=tmp_path, world_size=1)
+    assert refused.statuses == [1]
+    assert refused.error_lines == [
+        "error: run/step_36/config.yaml: the model 'gru' is of a plugin. If you trust the plugin, add "
+        "plugins=['mine/gru.py']."
+    ]
+    complete_program("evaluate", "checkpoint=run", "plugins=[mine/gru.py]", folder=tmp_path)
+    with pytest.raises(ValueError, match="is of a plugin"):
+        find_checkpoint(run)
+    assert "gru" not in architectures()
+
+
+def test_lion_on_shards_is_lion_on_whole_tensors(tmp_path, monkeypatch):
+    """Its update is that of a loop in float64."""
+    monkeypatch.chdir(write_plugins(tmp_path).parent)
+    load_plugins(["mine/lion.py"])
+    (lion,) = plugins.defined("OPTIMIZER")
+    torch.manual_seed(0)
+    weight, gradients = torch.randn(7, requires_grad=True), torch.randn(3, 7)
+    expected, momentum = weight.detach().double(), torch.zeros(7, dtype=torch.float64)
+    rule = lion([weight], lr=0.1, weight_decay=0.5)
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        rule.step()
+        expected = expected * (1 - 0.05) - 0.1 * (0.9 * momentum + 0.1 * gradient.double()).sign()
+        momentum = 0.99 * momentum + 0.01 * gradient.double()
+    torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-5, atol=1e-6)
