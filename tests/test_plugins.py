@@ -83,8 +83,8 @@ def test_the_keys_of_a_model_are_checked_like_ours(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             compose_overrides(PretrainConfig, [*_GRU, word])
+    monkeypatch.setattr(plugins, "_loaded", {})
     with pytest.raises(ValueError, match=r"arch.name='gru' should be one of 'hrm', .*'ldt'$"):
-        monkeypatch.setattr(plugins, "_loaded", {})
         compose_overrides(PretrainConfig, _GRU[1:])
 
 
