@@ -45,7 +45,6 @@ _TICK_SECONDS = 0.5
 _SILENCE_TICKS = 5  # without a heartbeat for that long, the report calls a rank "not responding"
 _ANSWER_TICKS = 7  # from the alarm to the report: time for all ranks to write heartbeats
 _EXIT_TICKS = 3  # from the report to the exit: torchrun ends all ranks when the first one exits
-_CLOCK_SECONDS = 5.0  # difference of clocks that causes a warning
 _BACKSTOP_TICKS = 16  # from the timeout to the end of a process in which Python threads cannot run
 
 _REPOSITORY = str(Path(__file__).resolve().parent.parent) + os.sep
@@ -92,7 +91,6 @@ class Watchdog:
         self._heard: dict[int, tuple[_Heartbeat, float]] = {}
         self._answered_at, self._store_error = 0.0, ""
         self._waiting_since: float | None = None  # since when a call to the store has not returned
-        self._asked_at = 0.0  # when heartbeats were last read, of time.monotonic
         self._alarm = ""  # why all must end, read from the store
         # Written by the thread that watches the clock; in seconds in which this process was not stopped.
         self._now = self._progressed_at = 0.0
@@ -197,11 +195,8 @@ class Watchdog:
         # Sets the alarm if this rank has found a reason and none is set, and reads it; `get` might wait.
         self._alarm = self._ask(store.compare_set, "alarm", "", self._found).decode()
         ranks = range(world_size()) if is_main() or self._alarm else (0, rank())
-        asked_at, self._asked_at = self._asked_at, time.monotonic()
         for number, heartbeat in self._read_heartbeats(store, list(ranks)).items():
             if number not in self._heard or self._heard[number][0] != heartbeat:
-                if number in self._heard and is_main():
-                    _warn_of_clock(number, heartbeat.time, time.monotonic() - asked_at)
                 self._heard[number] = (heartbeat, self._now)
         if self._record and self._step is not None and not has_left:
             silence = self._now - min(since for _, since in self._heard.values())
@@ -328,18 +323,6 @@ def _write_flight_record() -> None:
 
 def _key(number: int) -> str:
     return f"heartbeat/{number}"
-
-
-def _warn_of_clock(number: int, written_at: float, most_seconds: float) -> None:
-    """Warns if the clock of rank `number` is over 5 s off; the heartbeat is at most `most_seconds` old."""
-    age = time.time() - written_at
-    difference = age if age < 0 else max(0.0, age - most_seconds)
-    if abs(difference) > _CLOCK_SECONDS:
-        where = "behind" if difference > 0 else "ahead of"
-        log.warning(
-            f"the clock of rank {number} is more than {_CLOCK_SECONDS:g} s {where} rank 0's: set the clocks "
-            "of all nodes (NTP): torchrun finds a lost node by them, and recovery_seconds comes from them"
-        )
 
 
 def _location(thread: int) -> str:

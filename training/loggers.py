@@ -14,9 +14,6 @@ from evaluation.results import is_share, metrics_by_set
 from runtime.metrics_file import MetricsFile
 from runtime.reading import printable
 
-_WANDB_MODES = {"run": "online", "dryrun": "offline"}  # names in older versions of the client
-_WANDB_MODES |= {mode: mode for mode in ("online", "offline", "shared", "disabled")}
-
 # The metrics on the console, under the names that the report uses.
 _TRAINED = {"lm_loss": "loss", "exact_accuracy": "solved", "accuracy": "cells right"}
 _EVALUATED = {"exact_accuracy": "solved", "wrong": "wrong", "undecided": "undecided"}
@@ -24,15 +21,6 @@ _EVALUATED |= {"accuracy": "cells right", "lm_loss": "loss", "act_steps": "think
 _SPLITS = ("validation", "eval", "eval_raw", "test")
 _MOST = 4  # metrics on the progress bar
 _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
-
-
-def _tidy_wandb_mode() -> None:
-    """Replaces the variable WANDB_MODE by a mode that W&B's client knows, or drops a wrong one."""
-    if typed := os.environ.pop("WANDB_MODE", "").strip():
-        if mode := _WANDB_MODES.get(typed.lower()):
-            os.environ["WANDB_MODE"] = mode
-        else:
-            log.warning(f"WANDB_MODE={typed} is left out: it may be {', '.join(_WANDB_MODES)}")
 
 
 class Loggers:
@@ -52,7 +40,6 @@ class Loggers:
             self._all.append(MetricsFile(Path(config.checkpoint_path)))
         with log.warn_once(Console.name):
             self._all.append(Console(config, steps))
-        _tidy_wandb_mode()
         mode = config.wandb_mode if config.wandb_mode != "auto" else os.environ.get("WANDB_MODE")
         if mode != "disabled":
             with log.warn_once("W&B"):

@@ -41,8 +41,8 @@ _EVALUATED = ("eval/", "eval_raw/", "validation/")
 class WandbRun:
     """The logger that sends a run folder's rows to Weights & Biases (W&B).
 
-    W&B's client has a helper process. An unexpected answer of the server can end that process before all rows
-    are sent. Then this class restarts the client, once, without artifacts, and sends the rest.
+    W&B's client has a helper process. An unexpected answer of the server can end that process. Then this
+    class sends nothing more. The next start of the run sends the rows that the server lacks.
 
     run_info: values for W&B's config beside the run's config.
     """
@@ -52,7 +52,7 @@ class WandbRun:
     def __init__(self, config: PretrainConfig, *, run_info: dict[str, Any], tags: Sequence[str]):
         self._config, self._folder = config, Path(config.checkpoint_path)
         self._run_info, self._tags = {**run_info, "git_commit": git_commit()}, list(tags)
-        self._extras: _Extras | None = None
+        self._has_ended = False  # the client
         self._defined: set[str] = set()
         self._best: dict[str, float] = {}  # best value so far of every evaluated metric, by name
         self._best_step: int | None = None  # of the metric keep_best, if this start has found it
@@ -114,27 +114,24 @@ class WandbRun:
             if not self._run.offline:
                 self._send(row["step"], metrics)
 
-    def _restart(self, error: Exception) -> None:
-        """Restarts the client after an error; raises the error if the client was restarted before."""
-        if self._extras is None:
-            raise error
-        self._extras = None
+    def _end_early(self, error: Exception) -> None:
+        """Ends the client after an error, with a warning."""
+        self._has_ended = True
+        reason = f"{type(error).__name__}; {self._folder / _CLIENT_LOG} may say why"
         log.warning(
-            f"W&B's client has ended ({type(error).__name__}; {self._folder / _CLIENT_LOG} may say why): it "
-            "is started again, without artifacts and pictures"
+            f"W&B's client has ended ({reason}). Training continues. The next start of the run sends the "
+            "missing rows to W&B."
         )
         _end_client()
-        self._defined.clear()
-        self._run = self._start("offline" if self._run.offline else "online")
-        self._catch_up()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        if self._has_ended:
+            return
         try:
             self._send(step, metrics)
+            self._record_best(metrics)
         except Exception as error:
-            self._restart(error)
-            self._send(step, metrics)
-        self._record_best(metrics)
+            self._end_early(error)
         if metrics.get(BEST_STEP) == step:
             self._best_step = step
 
@@ -158,7 +155,7 @@ class WandbRun:
 
     @property
     def takes_pictures(self) -> bool:
-        return self._extras is not None
+        return not self._has_ended
 
     def log_puzzles(self, step: int, draw: Callable[[], str]) -> None:
         """Logs the HTML pictures that `draw` returns for a step; to be called before `log` of that step."""
@@ -169,26 +166,21 @@ class WandbRun:
         """Sends a saved checkpoint as an artifact, if `wandb_log_checkpoints` asks for it."""
         is_best = step_of(folder) == self._best_step
         asked = self._config.wandb_log_checkpoints
-        if self._extras is not None and (asked == "all" or (asked == "best" and is_best)):
+        if not self._has_ended and (asked == "all" or (asked == "best" and is_best)):
             aliases = ["latest", "best"] if is_best else ["latest"]
             self._extras.submit(f"W&B's copy of {folder}", lambda: self._log_folder(folder, aliases))
 
     def close(self, *, has_failed: bool) -> None:
         """Sends what is not sent yet (artifacts: 60 s at most), and ends the run at W&B."""
-        if self._extras is not None:
-            self._extras.close(seconds=_ARTIFACT_SECONDS)
+        if self._has_ended:
+            return
+        self._extras.close(seconds=_ARTIFACT_SECONDS)
         report = self._folder / REPORT_FILE
         if report.is_file():
             with log.warn_once("W&B's copy of the report"):
                 self._run.save(str(report), base_path=str(self._folder), policy="now", glob=False)
         try:
-            try:
-                self._run.finish(exit_code=int(has_failed))
-            except TimeoutError:
-                raise
-            except Exception as error:
-                self._restart(error)
-                self._run.finish(exit_code=int(has_failed))
+            self._run.finish(exit_code=int(has_failed))
         except Exception as error:
             log.warning(f"W&B has not taken everything ({type(error).__name__}); {self._how_to_send()}")
             _end_client()

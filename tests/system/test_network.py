@@ -125,19 +125,16 @@ def test_what_nodes_must_share_is_asked_for_at_the_start(what, machines, tmp_pat
     assert not list(run.glob(".start_*"))
 
 
-def test_a_node_with_a_full_disk_another_clock_and_other_code(machines, tmp_path, sudoku_folder):
+def test_a_node_with_a_full_disk_and_other_code(machines, tmp_path, sudoku_folder):
     """All go on; each is told, and the end says that nothing newer than the last checkpoint is saved."""
     run, words = tmp_path / "run", (*_RUN, f"data_path={sudoku_folder}", "checkpoint_interval=7")
     words = ("pretrain.py", *words, f"checkpoint_path={run}", "epochs=1000", "global_batch_size=8")
     assert _torchrun(machines, tmp_path, (*words, "max_steps=7"))[0] == [0, 0]
 
-    (tmp_path / "sitecustomize.py").write_text(
-        "import time\nright = time.time\ntime.time = lambda: right() + 3600\n"
-    )
     code = tmp_path / "trm.py"
     code.write_text((REPOSITORY / "models" / "trm.py").read_text() + "# more\n")
     last = f'ulimit -f 4; mount --bind {code} {REPOSITORY}/models/trm.py; exec "$@"'
-    environment = {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {"PYTHONDONTWRITEBYTECODE": "1"}
     statuses, (first, _) = _torchrun(
         machines, tmp_path, (*words, "max_steps=150"), last=("bash", "-c", last, "-"), **environment
     )
@@ -146,7 +143,6 @@ def test_a_node_with_a_full_disk_another_clock_and_other_code(machines, tmp_path
     assert (
         "rank 1 on node1: other code than rank 0 in models/trm.py: bring all nodes to one commit" in warnings
     )
-    assert "the clock of rank 1 is more than 5 s ahead of rank 0's: set the clocks of all nodes" in warnings
     assert f"THE CHECKPOINT {run}/step_14 COULD NOT BE SAVED" in first
     assert "rank 1: " in first.partition("COULD NOT BE SAVED")[2].partition("\n")[0]
     (line,) = _told(first, "error")
