@@ -142,7 +142,7 @@ class PretrainConfig(MachineConfig):
     validation_fraction: Annotated[float, Field(ge=0, lt=1)]
     curriculum: list[StageConfig]
     optimizer: Text
-    optimizer_options: dict[str, Any]
+    optimizer_options: dict[str, Any] | None
     lr: Rate
     lr_min_ratio: Fraction
     lr_warmup_steps: NonNegativeInt
@@ -236,7 +236,7 @@ class PretrainConfig(MachineConfig):
                 yield f"optimizer_options has no effect with optimizer={self.optimizer}. Remove it."
         else:
             try:
-                optimizer.check_options(self.optimizer_options)
+                optimizer.check_options(self.optimizer_options or {})
             except (TypeError, ValueError) as error:
                 yield f"optimizer_options={self.optimizer_options}: {error}"
 

@@ -205,7 +205,7 @@ def _groups_of(
         names = tuple(name for name in names if name not in flat.unsplit)
         adam = {"lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "weight_decay": weight_decay}
         if names and (own := find_optimizer(config.optimizer)) is not None:
-            options = {"lr": config.lr, "weight_decay": weight_decay, **config.optimizer_options}
+            options = {"lr": config.lr, "weight_decay": weight_decay, **(config.optimizer_options or {})}
             yield ParameterGroup(names, own([tensor_of(flat.owned[name]) for name in names], **options), flat)
         elif names and config.optimizer == "adamw":
             yield ParameterGroup(names, AdamW([tensor_of(flat.owned[n]) for n in names], **adam), flat)

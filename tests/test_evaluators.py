@@ -9,7 +9,7 @@ from tests.ranks import REPOSITORY
 
 def test_a_new_kind_is_one_file(tmp_path):
     """In a copy of the tree with one more module in dataset/kinds."""
-    for package in ("config", "dataset"):
+    for package in ("dataset", "runtime"):
         shutil.copytree(REPOSITORY / package, tmp_path / package)
     (tmp_path / "dataset" / "kinds" / "colours.py").write_text(_NEW_KIND)
     run = subprocess.run(

@@ -44,7 +44,10 @@ def nothing_loaded(monkeypatch):
         ),
         ({"one.py": "KINDS = 1\n"}, "plugin one.py defines none of NETWORK, KIND, OPTIMIZER"),
         ({"one.py": "NETWORK = 1\n"}, "plugin one.py: a model needs both NETWORK and Config"),
-        ({"one.py": "KIND = 1\n", "two/one.py": "KIND = 1\n"}, "another plugin is called one too"),
+        (
+            {"one.py": "KIND = 1\n", "two/one.py": "KIND = 1\n"},
+            "plugin two/one.py: another plugin is called one too",
+        ),
     ],
 )
 def test_what_is_not_a_plugin(files, message, tmp_path, monkeypatch):

@@ -143,7 +143,7 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
     assert listed == {"name": "run", "title": "Sudoku 4 × 4 · run", "kind": "sudoku", "rows": 4, "columns": 4}
 
     facts = json.loads((output / "run" / "page.json").read_text())
-    expected = {"kind": "sudoku", "box": [2, 2], "steps": 6}
+    expected = {"kind": "sudoku", "regions": [0, 0, 1, 1] * 2 + [2, 2, 3, 3] * 2, "steps": 6}
     assert {name: facts[name] for name in expected} == expected
     assert facts["state"] == {"z_H": [17, 32], "z_L": [17, 32]}
     test = open_dataset(sudoku_folder, splits=("test",), read_everything=False).splits["test"].sets["all"]
@@ -186,10 +186,11 @@ def test_looks_say_what_a_cell_shows():
     looks = {name: find_kind(name).style for name in kind_names()}
     sudoku = page_style(looks["sudoku"], SimpleNamespace(vocab_size=8, seq_len=36, pad_id=0))
     assert sudoku["symbols"] == ["", "", "1", "2", "3", "4", "5", "6"]
-    assert (sudoku["box"], sudoku["first_of_field"]) == ((2, 3), None)
+    assert sudoku["regions"] == [*([0] * 3 + [1] * 3) * 2, *([2] * 3 + [3] * 3) * 2, *([4] * 3 + [5] * 3) * 2]
+    assert sudoku["first_of_field"] is None
     arc = page_style(looks["arc"], SimpleNamespace(vocab_size=12, seq_len=900, pad_id=0))
     assert arc["colors"][:3] == [None, None, "#000000"]
-    assert (arc["box"], arc["first_of_field"]) == (None, 2)
+    assert (arc["regions"], arc["first_of_field"]) == (None, 2)
 
 
 def _put_npm(folder: Path, script: str) -> None:

@@ -130,7 +130,7 @@ def _groups(metadata: Metadata) -> list[list[int]] | None:
 def _box_numbers(box: Box) -> list[int]:
     size = box[0] * box[1]
     rows, columns = np.divmod(np.arange(size**2), size)
-    return (rows // box[0] * box[0] + columns // box[1]).tolist()
+    return (rows // box[0] * (size // box[1]) + columns // box[1]).tolist()
 
 
 _REGIONS = {num_cells: _box_numbers(box) for num_cells, box in BOX_OF.items()}
