@@ -131,6 +131,7 @@ CASES = {
 _HAS_NOT = {  # keys of `OVERRIDES` that an architecture does not have
     "arch=serrm": ("arch.H_layers", "arch.num_heads"),
     "arch=urm": ("arch.H_layers",),
+    "arch=infiloop": ("arch.H_layers",),
     "arch=fprm": ("arch.H_layers",),
     "arch=transformer": ("arch.H_layers", "arch.L_layers", "arch.halt_max_steps"),
 }
