@@ -21,9 +21,9 @@ from distributed.mesh import Mesh, sizes_of
 from distributed.pipeline import Ring, circulate
 from distributed.process_group import world_size
 from distributed.shards import tensor_of
-from models import build_model
 from training.dry_run import Needs, Sent
 from training.layout import layout_of
+from training.model import count_steps
 from training.state import TrainState
 
 _WORDS = ("arch.q_target=exact", "arch.forward_dtype=bfloat16", "ema=0.999", "sync=flat")
@@ -89,6 +89,7 @@ def kept(state: TrainState) -> dict[str, int]:
         "averages": map(tensor_of, state.average.tensors().values()),
         "puzzle rows": map(tensor_of, state.table.rows().values()),
         "averages of rows": map(tensor_of, state.table.average.tensors().values()),
+        "carry": list(state.carry.tensors().values()),
     }
     counted = {part: _covered(tensors) for part, tensors in parts.items()}
     updated = map(tensor_of, state.weights.owned.values())
@@ -97,10 +98,9 @@ def kept(state: TrainState) -> dict[str, int]:
 
 def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, float], dict[str, Sent]]:
     """Returns what a rank keeps and sends by the formulas of `Needs`, for the current number of ranks."""
-    with torch.device("meta"):
-        model = build_model(config.arch, metadata)
-    needs = Needs(config, model.network, layout_of(config, world_size()))
-    return needs.memory(), needs.sent(model.reasoning, seq_len=metadata.seq_len)
+    counter = count_steps(config, metadata)
+    needs = Needs(config, counter, layout_of(config, world_size()))
+    return needs.memory(), needs.sent(counter.model.reasoning)
 
 
 def _covered(tensors: Iterable[Tensor]) -> int:

@@ -48,8 +48,9 @@ class Reasoning:
     @classmethod
     def of_arch(cls, arch: Any, *, max_steps: int, halting: Literal["max", "act"]) -> Reasoning:
         """Takes over the keys of an architecture's config that this class has; others keep their defaults."""
-        own = {each.name for each in dataclasses.fields(cls)} & type(arch).model_fields.keys()
-        return cls(max_steps, halting, **{name: getattr(arch, name) for name in own})
+        names = {field.name for field in dataclasses.fields(cls)}
+        keys = {key: value for key, value in arch.model_dump().items() if key in names}
+        return cls(max_steps, halting, **keys)
 
     @property
     def is_noisy(self) -> bool:

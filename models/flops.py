@@ -50,6 +50,11 @@ class StepCounter:
             more *= self.count(reasoning).flops
         return flops + more
 
+    def carry_bytes(self) -> int:
+        """Returns the bytes that a slot keeps between training steps: its state and its puzzle."""
+        carry = self.model.blank_carry(1, seq_len=self._seq_len, device=torch.device("meta"))
+        return sum(tensor.nbytes for tensor in carry.tensors().values())
+
     def _count(self, reasoning: Reasoning, *, trains: bool) -> Step:
         # Without dropout, which has no products, but takes thousands of small operations.
         network, device = self.model.network.eval(), torch.device("meta")

@@ -33,6 +33,7 @@ _PARTS = ("weights", "ema_weights", "ema_state", "optimizer", "carry")
 ARCHS = {
     "hrm": {"H_layers": 2, "L_layers": 2, "q_target": "exact"},
     "trm": {"L_layers": 2},
+    "infiloop": {"L_layers": 2},
     "urm": {"L_layers": 2},
     "serrm": {"L_layers": 2, "num_heads_t": 2},
     "transformer": {"num_layers": 2},

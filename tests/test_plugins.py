@@ -128,7 +128,7 @@ def test_a_run_of_a_model_resumes_and_is_evaluated_with_its_plugin_only(tmp_path
     refused = run_program("evaluate", "checkpoint=run", folder=tmp_path, world_size=1)
     assert refused.statuses == [1]
     assert refused.error_lines == [
-        "error: run/step_36/config.yaml: the model 'gru' is of a plugin. If you trust the plugin, add "
+        "error: run/step_32/config.yaml: the model 'gru' is of a plugin. If you trust the plugin, add "
         "plugins=['mine/gru.py']."
     ]
     complete_program("evaluate", "checkpoint=run", "plugins=[mine/gru.py]", folder=tmp_path)

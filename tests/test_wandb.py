@@ -248,17 +248,3 @@ def test_a_server_that_is_gone_costs_nothing(tmp_path, sudoku_folder):
         assert synced.returncode == 0, synced.stderr
         (run,) = server.runs.values()
         _assert_has_all_rows(run.history, tmp_path / "run")
-
-
-@pytest.mark.slow
-def test_a_client_that_breaks_twice_ends_nothing(tmp_path, sudoku_folder):
-    """Without an answer to CreateRunFiles it ends at every file; the next start makes up for it."""
-    with WandbServer(unanswered=["CreateRunFiles"]) as server:
-        finished = _train(tmp_path, sudoku_folder, "max_steps=16", server=server)
-        assert finished.statuses == [0], finished.stderr
-        assert "Traceback" not in finished.stderr
-        assert "`wandb sync --include-online run/wandb/*run-*`" in _unexpected(finished)[-1]
-        server.unanswered.clear()
-        assert _train(tmp_path, sudoku_folder, server=server).statuses == [0]
-        (run,) = server.runs.values()
-        _assert_has_all_rows(run.history, tmp_path / "run")

@@ -63,7 +63,10 @@ class Needs:
         self._row, self._rows = (0, 0) if table is None else (table.weights.shape[1], len(table.weights))
 
     def memory(self) -> dict[str, float]:
-        """Returns {kind: bytes} that a process keeps between steps, without the gaps of flat buffers."""
+        """Returns the bytes that a process keeps between steps, by kind.
+
+        The alignment gaps of flat buffers are not counted.
+        """
         config, blocks, rest = self._config, self._blocks, self._rest
         in_one_flat = self._is_plain and not self._is_mixed
         updated = blocks / self._shares + rest / (self._shares if in_one_flat else 1)
@@ -80,6 +83,7 @@ class Needs:
             "local steps": 4 * (blocks + rest) * (config.local_steps > 1) * (1 + bool(config.outer_momentum)),
             "puzzle rows": 4 * self._row * rows,
             "averages of rows": 4 * (self._row + 1) * self._rows / self._data * bool(config.ema),
+            "carry": self.slots * self._counter.carry_bytes(),
         }
         return {part: num_bytes for part, num_bytes in memory.items() if num_bytes}
 
