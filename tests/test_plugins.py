@@ -111,7 +111,7 @@ def test_a_kind_of_a_plugin_is_a_kind(tmp_path, monkeypatch):
     assert "jigsaw" not in kind_names()
     load_plugins(["mine/jigsaw.py"])
     assert find_kind(kind_names()[-1]).groups(None)[8:] == [
-        [0, 1, 2, 4], [3, 6, 7, 11], [5, 8, 9, 12], [10, 13, 14, 15]
+        [0, 4, 5, 8], [1, 2, 3, 6], [7, 10, 11, 15], [9, 12, 13, 14]
     ]  # fmt: skip
 
 
