@@ -84,6 +84,7 @@ class Contender:
             self._batches = itertools.cycle(ours.batches)
             self._step = self._published_step
         self._model, self.turns = ours.state.model, {"step": self._step}
+        self._counter = count_steps(ours.config, ours.metadata)
 
     def _our_step(self) -> None:
         result = self._trainer.step()
@@ -109,8 +110,7 @@ class Contender:
 
     def count_operations(self) -> float:
         """Returns the operations of the matrix products in a training step."""
-        counter = count_steps(self._trainer.config, self._trainer.metadata)
-        return self._options.batch * counter.flops(self._model.reasoning, trains=True)
+        return self._options.batch * self._counter.flops(self._model.reasoning, trains=True)
 
     def product_rate(self) -> float:
         """Returns operations a second of the faster of two matrix products, one model-sized, one square.

@@ -1,21 +1,12 @@
-"""What real ranks keep and send is what the formulas of a dry run say; none has the whole model in a mesh."""
-
-import gc
-import math
+"""What real ranks keep and send is what the formulas of a dry run say."""
 
 import pytest
-import torch
-from torch import nn
 
 from benchmarks.layouts import computed, counting, kept
-from distributed.process_group import rank
-from models import build_model, layers
-from models.blocks import block_weights
 from tests.checkpoints import begin_training, do_step
 from tests.ranks import run_ranks
 from tests.test_layouts import ARCHS, LAYOUTS
 from tests.tiny import FACTS, random_batch, tiny_arch, tiny_config
-from training.state import build_first_state
 
 _ROWS, _PARTS = {"puzzle_emb_sharding": "rows"}, {"gradient_accumulation_steps": 2}
 _AGAIN = {"activation_checkpointing": "block"}
@@ -70,28 +61,3 @@ def test_ranks_keep_and_send_what_the_formulas_say(size):
             else:
                 assert formula.bytes <= most <= 1.1 * formula.bytes, f"{run}: {what}"
         assert {*formulas} == {*sents[0]} - {"metrics"}, run
-
-
-def _most_drawn(layout: str) -> tuple[int, int, int]:
-    """Returns how many weights this rank has at once while it draws the model; all of blocks; all others."""
-    arch = tiny_arch("trm", L_layers=4)
-    network = build_model(arch, FACTS).network.to("meta")
-    blocks = sum(network.get_parameter(name).numel() for name in block_weights(network))
-    draw, most = layers.truncated_normal, [0]
-
-    def counted(*shape: int, std: float) -> torch.Tensor:
-        alive = [each for each in gc.get_objects() if isinstance(each, nn.Parameter) and not each.is_meta]
-        most.append(sum(each.numel() for each in alive) + math.prod(shape))
-        return draw(*shape, std=std)
-
-    layers.truncated_normal = counted
-    config = tiny_config(arch=arch.model_dump(), seed=rank(), **LAYOUTS[layout][1])
-    build_first_state(config, FACTS, device=torch.device("cpu")).check_replicas()
-    return max(most), blocks, sum(each.numel() for each in network.parameters()) - blocks
-
-
-@pytest.mark.parametrize("layout", ["dp2 x pp2", "tp2"])
-def test_no_rank_has_all_blocks_while_it_draws_them(layout):
-    """Half of four blocks, and the one that it draws; and replicas are equal, whatever each has drawn."""
-    for most, blocks, rest in run_ranks(_most_drawn, LAYOUTS[layout][0], layout):
-        assert blocks / 2 < most <= rest + blocks * 3 / 4
