@@ -1,8 +1,8 @@
 """Selection: which of several samples answers a puzzle, how often this is right, and what it costs.
 
 No selection rule uses labels. Each rule picks the sample that minimizes one number, for example the number of
-steps. Ties go to the larger q_halt, then to the lower index. A search has no first tie rule. Sums are of
-integers, so the number of ranks and the batch size do not change them.
+steps. Ties go to the larger q_halt, then to the lower index. In a search, they go to the
+lower index. Sums are of integers, so the number of ranks and the batch size do not change them.
 """
 
 from __future__ import annotations
