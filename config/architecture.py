@@ -18,7 +18,7 @@ from runtime import plugins
 Fraction = Annotated[float, Field(ge=0, le=1)]
 StandardDeviation = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Damping = Annotated[float, Field(gt=0, le=1)]
-# Sizes that decide memory and time have upper bounds, as a config may come from a stranger.
+# Sizes that determine memory and time have upper bounds, because a config may come from an untrusted file.
 _Width = Annotated[int, Field(ge=0, le=2**20)]
 _AtLeastOne = Annotated[_Width, Field(ge=1)]
 _Repeats = Annotated[int, Field(ge=1, le=1000)]  # number of layers or cycles
@@ -60,7 +60,7 @@ class LossConfig(Strict):
 class ArchConfig(Strict):
     """The base class of every model's config: the keys that all models have, and facts for other packages.
 
-    title: the model's short name in papers. paper: its full name, and the arXiv number.
+    title: Short name of the model in papers. paper: Full name of the model, and the arXiv number.
     """
 
     title: ClassVar[str] = ""
@@ -69,7 +69,7 @@ class ArchConfig(Strict):
     has_q_continue: ClassVar[bool] = False  # True: the model has the output q_continue_logits
     finds_candidates: ClassVar[bool] = False  # True: the model needs `Metadata.candidates`, found in the data
     confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
-    no_mesh: ClassVar[str] = ""  # why neither pipeline nor tensor parallelism is possible; empty: they are
+    no_mesh: ClassVar[str] = ""  # why pipeline and tensor parallelism are impossible; empty: possible
     reads_any_length: ClassVar[bool] = False  # True: the weights fit puzzles with another number of cells
     eval_changes: ClassVar[dict[str, int]] = {}  # cycles of an evaluation that differ from those of training
 
@@ -326,7 +326,7 @@ class FPRMConfig(TokenConfig):
 
 
 class TransformerConfig(TokenConfig):
-    """The config of the baseline without recurrence: a slot halts after one pass, which no key changes."""
+    """The config of the baseline without recurrence. A slot always halts after one forward pass."""
 
     title: ClassVar[str] = "Transformer"
     halt_max_steps: ClassVar[int] = 1
@@ -342,8 +342,8 @@ class TransformerConfig(TokenConfig):
 class SERRMConfig(ArchConfig):
     """The config of the Symbol-Equivariant Recurrent Reasoning Model (SE-RRM).
 
-    The model has no Q head: in training a slot halts at random, with halt_exploration_prob in each step.
-    puzzle_emb_ndim is a switch: any value but 0 gives puzzle embeddings, of a size that the model sets.
+    The model has no Q head. In training, a slot halts at random, with halt_exploration_prob in each step.
+    If puzzle_emb_ndim is not 0, there are puzzle embeddings. The model determines their size.
     """
 
     no_ACT_continue: ClassVar[bool] = True
@@ -383,7 +383,7 @@ class SERRMConfig(ArchConfig):
         multiple = {"rope": 2, "rope2d": 4}.get(self.pos_encodings, 1)
         if self.head_dim % multiple:
             yield (
-                f"head_dim {self.head_dim} is no multiple of {multiple}, as pos_encodings="
+                f"head_dim {self.head_dim} is not a multiple of {multiple}, as pos_encodings="
                 f"{self.pos_encodings} needs"
             )
 
@@ -424,7 +424,7 @@ class LDTConfig(ArchConfig):
     def mistakes(self) -> Iterator[str]:
         multiple = self.num_heads * (4 if self.pos_encodings == "rope" else 1)
         if self.hidden_size % multiple:
-            yield f"hidden_size {self.hidden_size} is no multiple of {multiple}, as num_heads needs"
+            yield f"hidden_size {self.hidden_size} is not a multiple of {multiple}, as num_heads needs"
         if self.hint_prob + self.wrong_hint_prob > 1:
             yield "hint_prob and wrong_hint_prob are shares of the same boards: they add up to 1 at most"
 

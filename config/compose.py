@@ -1,6 +1,6 @@
-"""Composes the config from a program's command line, by Hydra, and checks it by the schema.
+"""Composes the config from a program's command line with Hydra, and checks it with the schema.
 
-In a run rank 0 alone composes, and broadcasts the config.
+In a run, only rank 0 composes the config, and broadcasts it.
 """
 
 import argparse

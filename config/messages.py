@@ -250,16 +250,17 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
 def _keys_of(
     path: Path, *, prefix: str = "", only: Sequence[str] | None = None, is_brief: bool = False
 ) -> Iterator[str]:
-    """Yields help lines for the keys of a file, or `only` some, under their headings, after `prefix`.
+    """Yields help lines for keys of a file, under their headings.
 
-    is_brief: cuts comments at `; `.
+    only: Keys to show. If None, all. prefix: Text before each key. is_brief: Whether to show only the first
+    sentence of each comment.
     """
     for heading, entries in itertools.groupby(_entries(path), key=lambda entry: entry[3]):
         chosen = [entry for entry in entries if only is None or entry[0] in only]
         if heading and chosen:
             yield from ("", heading)
         for key, value, comment, _ in chosen:
-            yield from _row(f"{prefix}{key}={value}", comment.partition("; ")[0] if is_brief else comment)
+            yield from _row(f"{prefix}{key}={value}", re.split(r"[;.] ", comment)[0] if is_brief else comment)
 
 
 def _row(left: str, right: str) -> list[str]:

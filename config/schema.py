@@ -36,7 +36,8 @@ Plugins = MayChange[list[Text]]  # Python files that `runtime.plugins` imports
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]  # of a folder
 
 
-# The values that a key may have where ranks sum no gradients, or where no dense weight is trained.
+# Required values if gradients are not summed over ranks (local_steps > 1), or if no dense weight is trained
+# (train_only=puzzle_embeddings). The keys would have no effect, so any other value is an error.
 _OF_GRADIENTS = {"sync": ("auto",), "data_parallel_shard_degree": ("auto", 1)}
 _OF_DENSE_WEIGHTS = _OF_GRADIENTS | {
     "optimizer": ("adam_atan2", "adamw"),
@@ -60,15 +61,15 @@ def find_optimizer(name: str) -> Any:
 
 
 def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str]:
-    """Yields a message with valid values where `eval_interval` does not divide `epochs`."""
+    """Yields a message with valid values if `eval_interval` does not divide `epochs`."""
     if epochs is not None and interval is not None and epochs % interval:
         lower = next(each for each in range(min(interval, epochs), 0, -1) if epochs % each == 0)
         upper = next((each for each in range(interval, epochs + 1) if epochs % each == 0), lower)
         intervals = " or ".join(map(str, sorted({lower, upper})))
         longer = -(-epochs // interval) * interval
         yield (
-            f"eval_interval {interval} does not divide epochs {epochs}: give eval_interval={intervals}, or "
-            f"epochs={longer}"
+            f"eval_interval {interval} does not divide epochs {epochs}. Set eval_interval={intervals}, or "
+            f"epochs={longer}."
         )
 
 
@@ -88,13 +89,13 @@ class MachineConfig(Strict):
     def _is_not_mpi(cls, value: Any) -> Any:
         if value == "mpi":
             raise ValueError(
-                "mpi is in no published build of torch: use backend=auto, and start with torchrun"
+                "no published build of torch has mpi. Set backend=auto, and start with torchrun."
             )
         return value
 
 
 class StageConfig(Strict):
-    """A stage of a curriculum, before the main training or a `share` of it, with cycles of its own."""
+    """A stage of a curriculum: before the main training, or a `share` of it. It may set other cycles."""
 
     data_path: Paths | None = None
     epochs: PositiveInt | None = None
@@ -215,7 +216,7 @@ class PretrainConfig(MachineConfig):
                 "give arch.add_tokens=4, or arch.puzzle_emb_ndim=1"
             )
         if self.raw and self.ema is None:
-            yield "raw=true needs ema: without averages eval/ is of the weights; drop raw"
+            yield "raw=true needs ema: without averages, eval/ is of the weights themselves. Remove raw."
         for split, key in (("validation/", "validation_fraction"), ("eval_raw/", "raw")):
             if (self.keep_best or "").startswith(split) and not getattr(self, key):
                 yield f"keep_best={self.keep_best} needs {key}: without it no evaluation has this metric"
@@ -272,14 +273,14 @@ class PretrainConfig(MachineConfig):
         if values.get("dropout"):
             yield f"{key} needs arch.dropout=0: its random numbers stay where the slots are"
         if self.sync == "ddp":
-            yield f"{key} is not for sync=ddp: drop one of them"
+            yield f"{key} does not work with sync=ddp. Remove one of them."
         if self.local_steps > 1:
-            yield f"{key} is not for local_steps above 1: drop one of them"
+            yield f"{key} does not work with local_steps above 1. Remove one of them."
 
     def _nothing_for(self, keys: dict[str, tuple], *, of: str) -> Iterator[str]:
         for key, neutral in keys.items():
             if (value := getattr(self, key)) not in neutral:
-                yield f"{of} leaves nothing for {key}={value}: drop it"
+                yield f"{key}={value} has no effect with {of}. Remove it."
 
     def _curriculum_mistakes(self) -> Iterator[str]:
         shares = [stage.share for stage in self.curriculum if stage.share is not None]

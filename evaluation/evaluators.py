@@ -15,7 +15,7 @@ from distributed.errors import collective_errors
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:
     """Builds the evaluator of the kind `name` for the test split of the dataset in `folder`.
 
-    ValueError, one line, where there is no such kind or the dataset is of another.
+    ValueError, one line: the kind does not exist, or the dataset has another kind.
     """
     if name not in (kinds := kind_names()):
         raise ValueError(f"evaluators: {name!r} is no kind of puzzle: choose from {', '.join(kinds)}")
@@ -84,7 +84,8 @@ class Evaluators:
         for name in self._data.splits["test"].sets if "rules" in selects else ():
             if self.rules_of(name) is None:
                 raise ValueError(
-                    f"select=rules: none of the evaluators tells valid answers to the set {name!r}"
+                    f"select=rules: no evaluator can check the answers of set {name!r}. Add one with "
+                    "rules, such as evaluators=[sudoku], or choose another select."
                 )
 
     def gather_metrics(self, ranks: Ranks | None = None) -> dict[str, dict[str, float]]:

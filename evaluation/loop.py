@@ -1,7 +1,7 @@
-"""Final answers of an evaluation: after all thinking steps, or after the step where the network halts.
+"""Final answers of an evaluation: after all thinking steps, or after the step in which a slot halts.
 
-Where a puzzle may halt early, another one takes over its slot: the number of network calls then depends on
-the mean of the puzzles' steps, not on the maximum. Invariant: other puzzles do not change an answer.
+If puzzles may halt early, the next puzzle takes the slot of a halted one. The number of network calls then
+depends on the mean number of steps, not on the maximum. Invariant: other puzzles do not change an answer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +89,8 @@ def answer_batches(
         return
 
     # Later batches refill the slots; at the end the batch becomes smaller, and runs without compiled blocks.
-    # All ranks of a pipeline go on while one has work, with padding in idle slots.
+    # All ranks of a pipeline must make the same calls. While one rank has work, the others run with padding
+    # in idle slots.
     running, waiting = None, None  # the carry of slots at work; real rows that wait for a slot
     num_slots, has_more, device = 0, True, next(model.parameters()).device
     while True:

@@ -150,7 +150,8 @@ def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo
     if sizes["seq_len"] is None or "vocab_size" not in sizes:
         where = ", ".join(map(str, paths))
         raise ValueError(
-            f"{where} is not there, and {checkpoint} does not say what its puzzles are: give data_path"
+            f"unknown kind of puzzle: {checkpoint} does not describe its dataset, and {where} does not "
+            "exist. Set data_path."
         )
     info = DatasetInfo(usual_metadata(**sizes))
     if len(fitting := kinds_of(info.metadata)) > 1:

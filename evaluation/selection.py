@@ -1,8 +1,8 @@
 """Selection: which of several samples answers a puzzle, how often this is right, and what it costs.
 
-No way to select sees a label. Each way takes the sample with the smallest value of some number, such as its
-steps; of equal samples the one with the largest q_halt, then the first. Sums are of integers: neither the
-number of ranks nor the batch size changes a figure.
+No selection rule uses labels. Each rule picks the sample that minimizes one number, for example the number of
+steps. Ties go to the larger q_halt, then to the lower index. In a search, they go to the
+lower index. Sums are of integers, so the number of ranks and the batch size do not change them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataset.format import IGNORE_LABEL_ID
 from evaluation.evaluators import Rules
 from models.carry import StepOutput
 
-ORACLE = "any"  # no way to select, but the upper bound of all: right where any sample is
+ORACLE = "any"  # not a rule, but the upper bound of all rules: right if any sample is right
 # Which answer of a sample a way to select uses: the last one (after all steps, or where the sample halted),
 # the answer where the Q head halts first, or the answer with the largest q_halt.
 AnswerAt = Literal["end", "halt", "peak"]
@@ -72,9 +72,9 @@ class Samples(NamedTuple):
 def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarray:
     """Chooses the sample that answers each puzzle: int64 [puzzles].
 
-    samples: with the answers of the step that `ANSWER_AT` names for `by`. Where no sample halted, or no
-    answer is valid, the choice is by `q_head`. is_search: whether the network answers only where it halts;
-    then the first of equal samples is chosen, and -1 where no sample has halted.
+    If no sample has halted (first_to_halt), or no answer is valid (rules), the rule is `q_head`.
+    samples: Samples with their answers at the step that `ANSWER_AT` names for `by`. is_search: Whether only
+    samples that halt have an answer. Then ties go to the lower index, and -1 means that no sample has halted.
     """
     values = {
         "first_to_halt": lambda: np.where(samples.has_halted, samples.steps, np.inf),

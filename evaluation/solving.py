@@ -99,7 +99,9 @@ def answer_puzzle(
     evaluation mode. ValueError where the config does not go with the model or the puzzle.
     """
     if config.select == "rules" and puzzle.rules is None:
-        raise ValueError("select=rules: the rules of this puzzle cannot tell a valid answer: drop it")
+        raise ValueError(
+            "select=rules needs a puzzle with rules, such as a Sudoku or a maze. Choose another select."
+        )
     config = config.model_copy(update={"noise": _noise(model, config)})
     max_steps = config.steps or model.eval_reasoning(config.halting).max_steps
     reasoning = reasoning_of_samples(model, config, max_steps=max_steps, num_samples=config.samples)

@@ -1,9 +1,9 @@
-"""Test-time compute: runs every puzzle as several samples, for more thinking steps; one sample answers.
+"""Test-time compute: runs every puzzle as several samples, for more thinking steps. One sample answers.
 
-A slot works on an attempt: a puzzle and the number of its sample. All attempts run the largest number of
-steps. On the way the answers at every setting are kept: a 64-step result continues the 16-step one, and 8
-samples include the first 4. So all settings together cost what the largest one costs. Invariant: an attempt
-depends on the seed, its puzzle and its sample alone, and so does the choice of the answer.
+A slot works on an attempt: one sample of a puzzle. All attempts run the largest number of steps. On the way,
+`run_settings` stores the answers of every setting: a 64-step result continues the 16-step one, and 8 samples
+include the first 4. So all settings together cost as much as the largest one. Invariant: an attempt depends
+only on the seed, its puzzle and its sample.
 """
 
 import dataclasses
@@ -28,9 +28,9 @@ _RESIDUAL_STEPS = 3  # the residual of EqR: the mean change over so many last st
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
-    """Returns the reasoning of an evaluation, and its settings; None if the config asks for plain runs.
+    """Returns the settings of thinking steps, and the `Settings`: None if each puzzle has one plain run.
 
-    ValueError where an option does not go with the model.
+    ValueError: an option does not fit the model.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)
@@ -44,7 +44,7 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns the model's reasoning, as the arguments change it. ValueError for options that it lacks."""
+    """Returns the settings of thinking steps. ValueError if an option does not fit the model."""
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
     searches = ("decision_cell", "decision_value", "eval_conflict_threshold")
@@ -53,15 +53,18 @@ def reasoning_of_samples(
     known = of_search if isinstance(network, Search) else noises if keeps_state(network) else {}
     if refused := [name for name in named if name not in known]:
         what = "search" if refused[0] in of_search else "keep a state between steps"
-        raise ValueError(f"{refused[0]} is for models that {what}, this one does not: drop it")
+        raise ValueError(f"{refused[0]} is for models that {what}. This one does not. Remove it.")
     named["step_noise"] = named.pop("noise", 0.0)
     selects = {config.select} if isinstance(config.select, str) else set(config.select)
     if isinstance(network, Search) and (extra := selects - {"q_head", "first_to_halt"}):
-        raise ValueError(f"select={min(extra)}: this model's first run to halt is its answer: drop it")
+        raise ValueError(f"select={min(extra)}: in a search, the first sample to halt answers. Remove it.")
     reasoning = dataclasses.replace(model.eval_reasoning(config.halting), max_steps=max_steps, **named)
     if num_samples > 1 and not needs_draws(network, reasoning):
-        cure = "add noise=0.3, say, or init_noise=1" if keeps_state(network) else "drop samples"
-        raise ValueError(f"samples={num_samples} would all be the same run: {cure}")
+        hint = "Set noise=0.3 or init_noise=1." if keeps_state(network) else "Remove samples."
+        raise ValueError(
+            f"samples={num_samples}: all samples would be identical, because nothing in this evaluation is "
+            f"random. {hint}"
+        )
     return reasoning
 
 

@@ -1,14 +1,14 @@
 """Models: networks, halting, losses. One training step calls, in this order (training/step.py):
 
-network.sample_randomness     random numbers of the step that the host draws (models/halting.py: exploration)
+network.sample_randomness     samples random numbers on the host (models/halting.py: exploration)
 HaltingModel.refill           starts halted slots on new puzzles (models/halting.py)
-HaltingModel.forward          network.forward, one thinking step (models/trm.py, models/hrm.py, ...),
-                              then HaltingModel.halts, which slots halt (models/halting.py)
-objective.losses              the loss and the metrics (models/objective.py)
+HaltingModel.forward          calls network.forward, one thinking step (models/trm.py, models/hrm.py, ...),
+                              then HaltingModel.halts, which says which slots halt (models/halting.py)
+objective.losses              computes the loss and the metrics (models/objective.py; LDT: models/ldt.py)
 
-A network is built from models/network.py (reads the puzzle, gives the answer), models/blocks.py and
-models/layers.py. models/carry.py has the types: State, Reasoning, Prediction, Carry, StepOutput.
-config/arch/<name>.yaml has every key of a model, with its default and its meaning.
+Networks are built from models/network.py (embedding of the puzzle, answer), models/blocks.py and
+models/layers.py. models/carry.py defines the types State, Reasoning, Prediction, Carry and StepOutput.
+config/arch/<name>.yaml lists every key of a model, with its default and its meaning.
 """
 
 import importlib
@@ -35,7 +35,7 @@ def network_class(name: str) -> type[Network]:
 def recompute_blocks(model: HaltingModel) -> None:
     """Makes the backward pass recompute the activations of every block from the block's input.
 
-    Needs less memory and more time, and gives the same gradients (arXiv 1604.06174).
+    This needs less memory and more time. The gradients are the same (arXiv 1604.06174).
     """
     for module in model.modules():
         if isinstance(module, Level):

@@ -18,9 +18,9 @@ class Block(nn.Module):
         h = rms(h + self_attn(h))
         h = rms(h + mlp(h))
 
-    Two keys change how positions are mixed. With arch.conv, a convolution over the grid of cells replaces
-    the attention or is added to it. With arch.mlp_t, a SwiGLU over the axis of positions replaces it, with
-    the norm over the same axis (TRM, arXiv 2510.04871, section 4.5).
+    Two keys change how positions are mixed. With arch.conv, a convolution over the grid of cells replaces the
+    attention (instead), or its result is added (beside). With arch.mlp_t, a SwiGLU over the axis of positions
+    replaces the attention, and the norm after it is over the same axis (arXiv 2510.04871, section 4.5).
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] = SwiGLU) -> Block:
-    """Builds a block that mixes positions as the architecture says. ValueError: no grid for a convolution."""
+    """Builds a block of an architecture. ValueError: arch.conv is set, but the puzzles are not grids."""
     width, mixing = arch.hidden_size, {}
     if arch.mlp_t:
         length = arch.num_puzzle_positions + metadata.seq_len
@@ -70,7 +70,8 @@ def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] =
 class Level(nn.Module):
     """A stack of blocks. level(z, injection) is blocks(z + injection).
 
-    recomputes_blocks: Whether the backward pass recomputes the activations of each block.
+    Attributes:
+        recomputes_blocks: Whether the backward pass recomputes the activations of each block.
     """
 
     def __init__(self, blocks: Iterable[nn.Module]):
@@ -79,7 +80,7 @@ class Level(nn.Module):
         self.recomputes_blocks = False
 
     def forward(self, z: Tensor, injection: Tensor | int, *context: Any) -> Tensor:
-        """Returns the new state, in the shape of z. context: Further arguments of every block."""
+        """Returns the new state, in the shape of z. context: Other arguments of every block."""
         return self.run_blocks(z + injection, *context)
 
     def run_blocks(self, h: Tensor, *context: Any) -> Tensor:
@@ -98,13 +99,13 @@ def levels_of(network: nn.Module) -> dict[str, Level]:
 
 
 def block_weights(network: nn.Module) -> frozenset[str]:
-    """Returns the names of the weights inside blocks; these are only used in the forward dtype."""
+    """Returns the names of the weights inside blocks. All uses of them are in the forward dtype."""
     levels = tuple(f"{name}.layers." for name in levels_of(network))
     return frozenset(name for name, _ in network.named_parameters() if name.startswith(levels))
 
 
 def cast_blocks_(network: nn.Module) -> None:
-    """Casts the weights inside blocks to the forward dtype, to save later casts. Not for training."""
+    """Casts the weights inside blocks to the forward dtype, so that no call casts them. Not for training."""
     for name in block_weights(network):
         weight = network.get_parameter(name)
         weight.data = weight.data.to(network.dtype)

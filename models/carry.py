@@ -1,4 +1,8 @@
-"""The types that all models share: carry of the slots, settings of a thinking step, prediction."""
+"""The types that all models share: the carry of the slots, the settings and the result of a thinking step.
+
+A slot is one position of the batch, and works on one puzzle at a time. `HaltingModel.forward` turns the
+`Carry` of all slots into a `StepOutput`: the carry for the next thinking step, and a `Prediction`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ from torch import Tensor
 
 from dataset.loader import Batch
 
-# Tensors by name, [batch, ...] each; z_X are [batch, ..., hidden] in the forward dtype.
+# The state of a network between thinking steps: {name: tensor of [batch, ...]}. A network may have any names.
+# Latent states have names z_X, such as z_H, and are [batch, ..., hidden] in the forward dtype.
 State = dict[str, Tensor]
 
 
@@ -18,17 +23,21 @@ State = dict[str, Tensor]
 class Reasoning:
     """The settings of thinking steps: number of steps and cycles, noise, and how a search guesses.
 
-    max_steps     number of thinking steps after which a slot halts in any case
-    halting       "max": no slot halts before; "act": slots may halt before (`models.halting`)
-    H_cycles, L_cycles, loops  in a thinking step; 0 if the model has none
-    init_noise    standard deviation of the initial state; 0: X_init, without noise
-    state_noise   standard deviation of noise on the result of every call of a level
-    step_noise    standard deviation of noise on the state before every thinking step
-    damping       fraction of a state that a call of a level replaces
-    progress      fraction of the run's training steps that are done, from 0 to 1, for scheduled settings
-    decision_cell, decision_value  of a search: guess at a random open cell ("uniform") or at one with the
-                  "fewest" candidates; a value that is "drawn", or the most likely one
-    eval_conflict_threshold  of a search: a board with a higher probability of a contradiction is reset
+    Attributes:
+        max_steps: Number of thinking steps after which a slot halts in any case.
+        halting: "max": No slot halts before max_steps. "act": Slots may halt before (`models.halting`).
+        H_cycles: Number of H cycles in a thinking step. 0 if the model has none.
+        L_cycles: Number of L cycles in an H cycle. 0 if the model has none.
+        loops: Number of loops in a thinking step of LDT. 0 for other models.
+        init_noise: Standard deviation of a random initial state. 0: The initial state is fixed.
+        state_noise: Standard deviation of the noise on the result of every call of a level.
+        step_noise: Standard deviation of the noise on the state before every thinking step.
+        damping: Fraction of the state that a call of a level replaces. 1: All of it.
+        progress: Fraction of the run's training steps that are done, in [0, 1]. LDT uses it in training.
+        decision_cell: Cell in which a search guesses. "uniform": any open cell. "fewest": one with the
+            fewest candidates.
+        decision_value: Value that a search guesses. "drawn": sampled. "best": the most likely one.
+        eval_conflict_threshold: A search resets a board if the probability of a contradiction is higher.
     """
 
     max_steps: int
@@ -47,22 +56,24 @@ class Reasoning:
 
     @classmethod
     def of_arch(cls, arch: Any, *, max_steps: int, halting: Literal["max", "act"]) -> Reasoning:
-        """Takes over the keys of an architecture's config that this class has; others keep their defaults."""
+        """Returns the settings of an architecture: its keys that this class has, and defaults otherwise."""
         names = {field.name for field in dataclasses.fields(cls)}
         keys = {key: value for key, value in arch.model_dump().items() if key in names}
         return cls(max_steps, halting, **keys)
 
     @property
     def is_noisy(self) -> bool:
-        """Returns whether the initial state or a thinking step has noise."""
+        """Whether the initial state or a thinking step has noise."""
         return any((self.init_noise, self.step_noise, self.state_noise))
 
 
 class Prediction(NamedTuple):
-    """The output of a thinking step; a network may use a class of its own with more fields.
+    """The output of a thinking step. A network may use another class that has more fields.
 
-    logits: [batch, seq_len, vocab] in the forward dtype. q_halt: float32 [batch], logit of "the answer is
-    right". q_continue: float32 [batch], value of another step; None if the network has none.
+    Attributes:
+        logits: Logits of the token in each cell, [batch, seq_len, vocab] in the forward dtype.
+        q_halt: Logit of "the answer is right", float32 [batch].
+        q_continue: Logit of the value of another thinking step, float32 [batch]. None if there is none.
     """
 
     logits: Tensor
@@ -71,10 +82,15 @@ class Prediction(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """The memory of the slots between steps.
+    """What the slots remember between thinking steps.
 
-    state: of the network. steps: number of thinking steps on the present puzzle, int32 [batch]. halted: bool
-    [batch]. data: the puzzles. If slots hold several boards (puzzles), every tensor is [batch, boards, ...].
+    If a slot holds several puzzles (LDT's boards_per_slot), every tensor is [batch, boards, ...].
+
+    Attributes:
+        state: State of the network.
+        steps: Number of thinking steps on the present puzzle, int32 [batch].
+        halted: Whether the slot has halted, bool [batch]. `HaltingModel.refill` then starts a new puzzle.
+        data: The puzzles, with their labels.
     """
 
     state: State
@@ -83,13 +99,13 @@ class Carry(NamedTuple):
     data: Batch
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns every tensor by its name: z_H, z_L, steps, halted, data.inputs, ..., each [batch, ...]."""
+        """Returns every tensor by its name, such as z_H, steps, halted, data.inputs: each [batch, ...]."""
         data = {f"data.{name}": tensor for name, tensor in self.data._asdict().items()}
         return {**self.state, "steps": self.steps, "halted": self.halted, **data}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Carry:
-        """Makes a carry from the result of `tensors`. Names that no field explains belong to the state."""
+        """Returns the carry of such tensors. Other names than steps, halted and data.X are the state."""
         state = dict(tensors)
         return cls(
             steps=state.pop("steps"),
@@ -99,18 +115,24 @@ class Carry(NamedTuple):
         )
 
     def select(self, slots: slice | Tensor) -> Carry:
-        """Returns the carry of some slots. slots: slice or int64 [n]."""
+        """Returns the carry of some slots. slots: Slice, or indices int64 [n]."""
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
 
     def boards(self, picked: Tensor | None) -> Carry:
-        """Returns a carry with one board of each slot. picked: int64 [batch]; None: slots have one board."""
+        """Returns the carry of one board of each slot.
+
+        picked: Index of the board in each slot, int64 [batch]. If None, slots have only one board.
+        """
         if picked is None:
             return self
         slots = torch.arange(len(picked), device=picked.device)
         return Carry.from_tensors({name: tensor[slots, picked] for name, tensor in self.tensors().items()})
 
     def with_boards_(self, picked: Tensor | None, boards: Carry) -> Carry:
-        """Puts `boards` back as number `picked`, int64 [batch], of each slot; None: as the only board."""
+        """Returns this carry with `boards` in the place of the picked boards. May change tensors in place.
+
+        picked: As in `boards`.
+        """
         if picked is None:
             return boards
         slots, tensors = torch.arange(len(picked), device=picked.device), self.tensors()
@@ -128,13 +150,13 @@ class Carry(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """The result of one thinking step: the new carry, and the prediction."""
+    """The result of one thinking step: the new carry and the prediction."""
 
     carry: Carry
     prediction: Prediction
 
     def select(self, slots: slice | Tensor) -> StepOutput:
-        """Returns the result of some slots. slots: slice or int64 [n]."""
+        """Returns the result of some slots. slots: Slice, or indices int64 [n]."""
         return StepOutput(self.carry.select(slots), select_columns(self.prediction, slots))
 
     @staticmethod
@@ -146,10 +168,10 @@ class StepOutput(NamedTuple):
 
 
 def select_columns(prediction: Prediction, slots: slice | Tensor) -> Prediction:
-    """Returns a prediction of some slots: every field at `slots`, a slice or int64 [n]."""
+    """Returns the prediction of some slots. slots: Slice, or indices int64 [n]."""
     return type(prediction)(*(None if column is None else column[slots] for column in prediction))
 
 
 def where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Selects row by row: the row of `new` where `mask`, bool [batch], is true, else the row of `old`."""
+    """Returns the rows of `new` where `mask` is True, and the rows of `old` elsewhere. mask: bool [batch]."""
     return torch.where(mask.view(-1, *[1] * (new.ndim - 1)), new, old)

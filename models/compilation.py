@@ -1,4 +1,4 @@
-"""Compiles the blocks of a model by `torch.compile`, and decides whether that pays off."""
+"""Compiles the blocks of a model with `torch.compile`, and decides whether this saves time."""
 
 import contextlib
 import subprocess
@@ -9,31 +9,31 @@ from torch import nn
 
 from models.blocks import Level
 
-# Number of steps after which shorter steps have made up for the time of compiling. Measured on two CPU cores:
-# compiling takes 20 to 30 s, or 96 s beside other load (counted here, as the load may end afterwards), and
-# steps of 0.15 s or more become 10 to 20 % shorter. The number for CUDA is a guess.
+# Number of steps after which compiling has saved more time than it took. Measured on two CPU cores: compiling
+# takes 20 to 30 s, or 96 s under other load. The longer time counts here, because the load may end later.
+# Steps of 0.15 s or more become 10 to 20 % shorter. The number for CUDA is a guess.
 _SECONDS_TO_COMPILE, _SECONDS_OF_STEP, _SAVED_SHARE = 96, 0.15, 0.15
 _STEPS_TO_PAY = {"cpu": _SECONDS_TO_COMPILE / (_SECONDS_OF_STEP * _SAVED_SHARE), "cuda": 500}
 _MOST_SECONDS = 300  # for the trial of the compiler
-# The same for everything compiled: torch compiles its headers, in 6 s, for each set of flags.
+# Use the same options for everything: torch compiles its headers, in 6 s, for each set of options.
 COMPILER_OPTIONS = {
     "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add, as on GPUs
-    # Skips a test of 7 to 10 s whether the compiler knows AVX2 and AVX512, which all do today. torch still
-    # tests later instruction sets, such as AMX, in 1 s.
+    # Skip a test of 7 to 10 s: whether the compiler supports AVX2 and AVX512. All compilers do today. torch
+    # still tests later instruction sets, such as AMX, in 1 s.
     "cpp.vec_isa_ok": True,
 }
 
 
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Returns whether to compile. choice: True, False, or "auto": if compiling saves time over `num_steps`.
+    """Returns whether to compile.
 
-    num_steps: of the whole run, all starts of the run together.
+    choice: True, False, or "auto" (compile if this saves time). num_steps: Steps of the run, in all launches.
     """
     return num_steps >= _STEPS_TO_PAY.get(device.type, float("inf")) if choice == "auto" else bool(choice)
 
 
 def find_compiler_failure(device: torch.device) -> str | None:
-    """Tries to compile a small function in another process; returns the first error, or None."""
+    """Compiles a small function in another process. Returns the first error, or None if it succeeds."""
     options = f"dynamic=False, options={COMPILER_OPTIONS}"
     code = f"import torch; torch.compile(lambda x: x * 2 + 1, {options})(torch.ones(8, device='{device}'))"
     command = [sys.executable, "-c", code]
@@ -42,22 +42,23 @@ def find_compiler_failure(device: torch.device) -> str | None:
             command, capture_output=True, text=True, errors="replace", timeout=_MOST_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return f"the compiler takes more than {_MOST_SECONDS} s for a small function"
+        return f"the compiler needs more than {_MOST_SECONDS} s for a small function"
     if not found.returncode:
         return None
-    output = found.stderr.rpartition("\nOutput:\n")[2]  # of the compiler; if it was not called, of Python
+    # The output of the compiler, or of Python if the compiler was not called.
+    output = found.stderr.rpartition("\nOutput:\n")[2]
     lines = [line for line in output.splitlines() if line.strip()]
     errors = (line for line in lines if "error" in line.lower() and not line.startswith(" "))
     return next(errors, lines[0] if lines else f"exit status {found.returncode}")
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Makes torch compile every block at the first call, in place; names of modules and weights stay.
+    """Makes torch compile every block at its first call, in place. No name of a module or weight changes.
 
-    Blocks of equal code share graphs: one without gradient, and one for each set of inputs that need it.
-    Compiling whole levels would make steps 1 to 3 % shorter, but take longer with more blocks. Each batch
-    size is compiled separately, because a graph for dynamic sizes would replace the first graph after a
-    second size: a resumed run would then not be equal to the bit.
+    Blocks with the same code share their graphs: one graph without gradient, and one for each combination of
+    inputs with gradient. Compiling levels instead would make steps 1 to 3 % shorter, but compiling would take
+    longer with more blocks. Each batch size has its own graphs. With dynamic sizes, torch would replace the
+    first graph after a second size, and a resumed run would not be bit-identical.
     """
     for module in model.modules():
         if isinstance(module, Level):
@@ -66,5 +67,8 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def eager_blocks(*, is_rare: bool = True) -> contextlib.AbstractContextManager:
-    """Returns a context in which compiled blocks run uncompiled, if the batch size `is_rare`."""
+    """Returns a context in which compiled blocks run uncompiled. With is_rare=False, it changes nothing.
+
+    Use it for batch sizes that occur rarely, because each size is compiled separately.
+    """
     return torch.compiler.set_stance("force_eager") if is_rare else contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""Counts the floating-point operations of a thinking step, by running it on the meta device.
+"""Counts the floating-point operations (FLOPs) of a thinking step. The step runs on the meta device.
 
-Counted are, as in torch's FlopCounterMode, multiplications and additions of matrix products and convolutions,
-but no elementwise operations, no optimizer, and no recomputation by `activation_checkpointing`.
+As in torch's FlopCounterMode, the multiplications and additions of matrix products and convolutions count.
+Elementwise operations, the optimizer and the recomputation of `activation_checkpointing` do not count.
 """
 
 import collections
@@ -20,9 +20,11 @@ from models.random import SlotRng
 
 
 class Step(NamedTuple):
-    """What a thinking step of one slot takes.
+    """The cost of a thinking step of one slot.
 
-    flops: the operations. calls: (level, number of its calls, those with gradient, elements of its state).
+    Attributes:
+        flops: Number of floating-point operations.
+        calls: For each level: (level, number of calls, number of calls with gradient, elements of its input).
     """
 
     flops: float
@@ -30,21 +32,24 @@ class Step(NamedTuple):
 
 
 class StepCounter:
-    """Counts what thinking steps take, each kind of step once. model: whole, on the meta device."""
+    """Counts the cost of thinking steps, and caches it. model: Model with all weights, on the meta device."""
 
     def __init__(self, model: HaltingModel, *, seq_len: int):
-        self.model, self._seq_len = model.to("meta"), seq_len  # some buffers come from NumPy, on the CPU
+        self.model, self._seq_len = model.to("meta"), seq_len  # buffers from NumPy were on the CPU
         self._counted: dict[tuple[Reasoning, bool], Step] = {}
 
     def count(self, reasoning: Reasoning, *, trains: bool = False) -> Step:
-        """Counts the operations of a thinking step of one slot. trains: with the backward pass."""
+        """Returns the cost of a thinking step of one slot. trains: Whether to count the backward pass."""
         reasoning = dataclasses.replace(reasoning, progress=0.0)
         if (reasoning, trains) not in self._counted:
             self._counted[reasoning, trains] = self._count(reasoning, trains=trains)
         return self._counted[reasoning, trains]
 
     def flops(self, reasoning: Reasoning, *, trains: bool = False) -> float:
-        """Returns the operations, with those of further forward passes for the targets of a training step."""
+        """Returns the FLOPs of a thinking step of one slot.
+
+        With `trains`, adds the backward pass and the forward passes for targets of q_continue.
+        """
         flops, more = self.count(reasoning, trains=trains).flops, 0.0
         if trains and (more := self.model.network.objective.more_calls(reasoning)):
             more *= self.count(reasoning).flops
@@ -56,10 +61,10 @@ class StepCounter:
         return sum(tensor.nbytes for tensor in carry.tensors().values())
 
     def _count(self, reasoning: Reasoning, *, trains: bool) -> Step:
-        # Without dropout, which has no products, but takes thousands of small operations.
+        # Run without dropout. It has no matrix products, but thousands of small operations.
         network, device = self.model.network.eval(), torch.device("meta")
         if network.puzzle_emb is not None:
-            network.puzzle_emb.train(trains)  # its rows then need a gradient
+            network.puzzle_emb.train(trains)  # in training mode, its rows have a gradient
         tokens = torch.zeros(1, self._seq_len, dtype=torch.int32, device=device)
         rows = torch.zeros(1, dtype=torch.int64, device=device)
         arrays = network.sample_randomness(seed=0, step=0, batch_size=1, reasoning=reasoning)
@@ -67,7 +72,7 @@ class StepCounter:
         rng = SlotRng.of_training(0, step=0, slots=range(1), device=device, **arrays)
         batch = Batch(tokens, tokens, rows.int(), rows)
         state = network.start(batch, reasoning, None, rows == 0)
-        # Blocks of a level are counted once for each kind of call, and here only noted.
+        # Here, only record the calls of a level. The blocks are counted below, once for each kind of call.
         levels, noted = levels_of(network), collections.defaultdict(list)
 
         def note(name: str, h: torch.Tensor, *context: Any) -> torch.Tensor:
@@ -117,7 +122,7 @@ def _counter() -> FlopCounterMode:
 def _count_convolution_backward(
     out: list[int], x: list[int], weight: list[int], *arguments: object, out_shape: list, **_: object
 ) -> int:
-    """Counts a convolution's gradients. FlopCounterMode takes grouped weights' for those of all pairs."""
+    """Counts the gradients of a convolution. FlopCounterMode is wrong for the weights of grouped ones."""
     transposed, mask = arguments[4], arguments[-1]
     return sum(mask[:2]) * conv_flop_count(x, weight, out, transposed=transposed)
 

@@ -1,4 +1,7 @@
-"""The fixed-point reasoning model (FPRM, arXiv 2606.18206): one state, updated until it hardly changes."""
+"""The Fixed-Point Reasoning Model (FPRM, arXiv 2606.18206): updates one state until it hardly changes.
+
+The loss is that of models/objective.py. The Q head is trained, but the residual decides about halting.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from models.noise import perturb
 from models.random import SlotRng
 
 _KERNELS = {"conv1d": 4, "conv2d": 3}
-_LEAST_STEP = 1e-3  # a slot with a smaller step size halts
+_LEAST_STEP = 1e-3  # a slot with a smaller step size wants to halt
 
 
 class ScaledBlock(nn.Module):
-    """A pre-norm block with scaled branches: y = a y + b attn(rms(y)); y = a y + b mlp(rms(y))."""
+    """A pre-norm block with scaled branches: y = a y + b attn(rms(y)), then y = a y + b mlp(rms(y))."""
 
     def __init__(self, arch: FPRMConfig):
         super().__init__()
@@ -34,10 +37,13 @@ class ScaledBlock(nn.Module):
 
 
 class FixedPointLevel(Level):
-    """A level of FPRM: y = depthwise convolution of y over the cells, then scaled blocks on a2 y + b2 e.
+    """The level f of FPRM: f(y) = blocks(a2 conv(y) + b2 e), with `ScaledBlock`s that have a = a1, b = b1.
 
-    a1 (scale in the blocks) and a2, [hidden] in (0, 1), are learned; b1 and b2 are computed from a1 and a2,
-    so that the size of y stays about the same. The kernel has 3 x 3 cells of a grid, or a cell and 3 before.
+    conv is a depthwise convolution over the cells. Its kernel has 3 x 3 cells of the grid (conv2d), or a cell
+    and the 3 cells before it (conv1d). With norm_placement=output, an RMS norm follows the blocks.
+
+    a1 and a2, [hidden] in (0, 1), are learned. b1 and b2 are computed from a1 and a2, so that the size of y
+    stays about the same.
     """
 
     def __init__(self, arch: FPRMConfig, metadata: Metadata):
@@ -73,12 +79,31 @@ class FixedPointLevel(Level):
 
 
 class FPRM(TokenNetwork):
-    """The network of FPRM. Its state y, called z_H, is [batch, positions, hidden]: puzzle, then cells.
+    """The network of FPRM. A slot keeps the state z_H (y in the paper), a step size w, and a residual r.
 
-    A thinking step calls the level f on y L_cycles times, and replaces y by y + w (f(y) - y) each time. All
-    calls carry gradient. Each slot keeps the step size w and a residual r, the largest relative difference of
-    f(y) and y at any position. w shrinks when r is above a threshold and has had no new minimum (`best`) for
-    some calls; `patience` counts these calls down. A slot starts from 0, or from noise (init_noise).
+    A thinking step, with the embedded puzzle e and the level f:
+
+        L_cycles times:
+            z = f(z_H)
+            z_H = z_H + w (z - z_H)
+            r = max over positions of (max |z_H before - z| / max |z|), max over features
+            w = decay * w  if r has had no new minimum for `decay_patience` calls, and r >= fp_thresh
+        logits = lm_head(z_H at the cells)
+        q_halt, q_continue = q_head(z_H at position 0)
+
+    By default (config/arch/fprm.yaml), a thinking step has 6 calls of a level of 2 blocks in training, and 1
+    call in evaluation. All calls of a thinking step have gradient. The new state is detached.
+
+    The state of a slot (`initial_state` makes it):
+
+        z_H        [batch, positions, hidden]  initially noise (init_noise), or 0 without; forward dtype.
+                                               Positions: puzzle embedding, then the cells
+        step_size  float32 [batch]             w, initially 1
+        residual   float32 [batch]             r of the last call
+        best       float32 [batch]             smallest r so far
+        patience   float32 [batch]             calls without a new minimum that are left before w shrinks
+
+    A slot wants to halt if r < fp_thresh or w < 0.001 (`wants_to_halt`), instead of q_halt > 0.
     """
 
     undecayed = ("L_level.alpha_1_param", "L_level.alpha_2_param")
@@ -119,7 +144,7 @@ class FPRM(TokenNetwork):
         return (state["residual"] < self.arch.fp_thresh) | (state["step_size"] < _LEAST_STEP)
 
     def _judge(self, state: State, y: Tensor, z: Tensor) -> State:
-        """Returns step size, patience, best and residual of each slot, after a call turned y into z."""
+        """Returns step_size, patience, best and residual of each slot after a call. y: Input. z: Result."""
         change, size = (each.float().abs().amax(-1) for each in (y - z, z))
         residual = (change / (size + 1e-8)).amax(-1)
         full = torch.full_like(state["patience"], self.arch.decay_patience)

@@ -13,7 +13,7 @@ slot halts, its answer counts, and the next step starts it on another puzzle (`H
     evaluation, halting=act   arch.eval_halt_max_steps   if the Q head wants to (FPRM: if the residual is
                                                          small, SE-RRM: if all cells have p > 1/2)
     evaluation, LDT           arch.eval_halt_max_steps   if the board is solved, whatever `halting` is
-    trace of an answer        arch.eval_halt_max_steps   never, LDT neither
+    trace of an answer        arch.eval_halt_max_steps   never, also in LDT
 
 max. steps   If arch.eval_halt_max_steps is null, arch.halt_max_steps counts. `evaluate.py halt_max_steps=N`
              and `solve.py steps=N` set another number.
@@ -25,7 +25,7 @@ exploration  In every training step, a slot samples, with probability arch.halt_
              from 2 to the largest number of steps. If the slot has made fewer steps, it cannot halt in this
              step. The next step samples again. Nothing is remembered.
 
-`SlotRng` gives each slot random numbers of its own. So results do not depend on the number of processes.
+`SlotRng` gives each slot its own random numbers. So results do not depend on the number of processes.
 """
 
 from __future__ import annotations

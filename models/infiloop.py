@@ -1,4 +1,4 @@
-"""TRM with InfiLoop's gate (arXiv 2610.11570): states are weighted means of all results of the level."""
+"""TRM with InfiLoop's gate (arXiv 2610.11570): a state is a weighted mean of all results of the level."""
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,13 @@ _FIRST_DECAY = 0.55  # initial b, the best one in the paper's experiments
 class Gate(nn.Module):
     """InfiLoop's update of a state: a weighted mean of the results of all calls so far.
 
-    A slot starts from z_0, and calls of the level return z_1, z_2, ...; the state after call t is N_t / D_t:
-    N_t = b N_{t-1} + exp(s_t) z_t and D_t = b D_{t-1} + exp(s_t), with s_t = q . rms(z_t), N_0 = exp(s_0) z_0
-    and D_0 = exp(s_0). q, [width], and b in (0, 1) are learned. The network keeps log D, float32 [batch,
-    positions], instead of D, because exp(s) may overflow; -inf: the slot has just started.
+    A slot starts from z_0. The calls of the level return z_1, z_2, and so on. The state after call t is
+
+        N_t / D_t  with  N_t = b N_{t-1} + exp(s_t) z_t,  N_0 = exp(s_0) z_0
+                         D_t = b D_{t-1} + exp(s_t),      D_0 = exp(s_0),     s_t = q . rms(z_t)
+
+    q, [width], and b in (0, 1) are learned. A slot keeps log D, float32 [batch, positions], instead of D,
+    because exp(s) may overflow. log D is -inf if the slot has just started.
     """
 
     def __init__(self, width: int, *, eps: float):
@@ -32,22 +35,22 @@ class Gate(nn.Module):
         self.eps = eps
 
     def score(self, z: Tensor) -> Tensor:
-        """Returns q . rms(z), the logarithm of a state's weight in the mean: float32 [batch, positions]."""
+        """Returns q . rms(z), the logarithm of the weight of z in the mean: float32 [batch, positions]."""
         return rms_norm(z.float(), eps=self.eps) @ self.q
 
     def start(self, z: Tensor, log_D: Tensor) -> Tensor:
-        """Returns log D at the start of a thinking step: log D_0 for slots that have just started."""
+        """Returns log D at the start of a thinking step: log D_0 = s_0 in slots that have just started."""
         return torch.where(log_D.isinf(), self.score(z), log_D)
 
     def forward(self, z: Tensor, new: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the weighted mean of state z and result `new`, and log D for the next call."""
+        """Returns the new state and log D after it. z: State before the call. new: Result of the call."""
         score, faded = self.score(new), log_D + F.logsigmoid(self.beta_logit)
         weight = torch.sigmoid(score - faded).to(z.dtype)[..., None]
         return torch.lerp(z, new, weight), torch.logaddexp(faded, score)
 
 
 class InfiLoop(TokenNetwork):
-    """The network of TRM with a gate for each state. A slot keeps z_H and z_L, and log_D_H and log_D_L.
+    """The network of TRM with a gate for each state. A slot keeps z_H, z_L, log_D_H and log_D_L.
 
     A thinking step, with the embedded puzzle e and the level L, a stack of `L_layers` blocks:
 
@@ -55,7 +58,8 @@ class InfiLoop(TokenNetwork):
             L_cycles times:  z_L, log_D_L = gate_L(z_L, L(z_L + z_H + e), log_D_L)
             once:            z_H, log_D_H = gate_H(z_H, L(z_H + z_L), log_D_H)
 
-    Shapes, heads and gradient are those of `models.trm.TRM`. log_D_X are float32 [batch, positions].
+    Shapes, heads and gradient are those of `models.trm.TRM`. log_D_H and log_D_L are float32 [batch,
+    positions].
     """
 
     undecayed = ("gate_H.q", "gate_H.beta_logit", "gate_L.q", "gate_L.beta_logit")

@@ -1,14 +1,25 @@
-"""The boards of the lattice deduction transformer (LDT, arXiv 2605.08605), and the moves on them.
+"""The boards of the Lattice Deduction Transformer (LDT, arXiv 2605.08605), and the moves on them.
 
-A board is a set of candidate values for each cell. A move strikes out candidates, and then guesses the value
-of one open cell: it pins the cell, that is, leaves one candidate there. A board is sound while every cell has
-the solution's value as a candidate. The state has
+A board is a set of candidate values for each cell. A cell is open if it has several candidates. A board is
+sound if every cell has the value of the solution among its candidates. Otherwise it has lost the solution.
 
-- alive: uint8 [batch, cells, values], 1 for a present candidate
-- entered: `alive` at the start of the board
-- target: the solution, one-hot as `alive`; all 0 if the board was not sound at the start
-- outcome: uint8 [batch], of the last move: SOLVED, CONTRADICTORY, or 0 for an open board
-- guess: int16 [batch], the cell that the last move pinned, or NO_GUESS
+`move` makes one move of each board. `LDT.forward` calls it once in every thinking step.
+
+1. It strikes out candidates with a low `keep` probability (`kills`).
+2. It calls a board contradictory if a cell has no candidate, or if the `conflict` probability is high. It
+   calls another board solved if every cell has one candidate.
+3. On any other board it guesses: it samples an open cell and a value, and strikes out the cell's other
+   candidates. This pins the cell.
+
+The state of a slot (`LDT.start` makes it):
+
+    alive    uint8 [batch, cells, values]  1 for each candidate of the board
+    entered  uint8 [batch, cells, values]  `alive` at the start. A search resets a board to it
+    target   uint8 [batch, cells, values]  the solution, one-hot; 0 if the board was not sound at its start
+    outcome  uint8 [batch]                 SOLVED or CONTRADICTORY after the last move, else 0
+    guess    int16 [batch]                 the cell that the last move pinned, or NO_GUESS
+
+In training, the losses and the rule that boards leave (`leaves`) use `target`. An evaluation does not.
 """
 
 from __future__ import annotations
@@ -29,10 +40,11 @@ SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move
 
 
 class Outputs(NamedTuple):
-    """The outputs of a forward pass over boards: float32 logits after each loop.
+    """The outputs of a forward pass on boards: float32 logits after each loop.
 
-    keep: [batch, loops, cells, values], of a candidate being right. digit: [batch, loops, cells, values], of
-    each value of a cell. conflict: [batch, loops], of the board having no solution any more.
+    keep: "This value is right", of each cell and value, [batch, loops, cells, values]. A sigmoid follows.
+    digit: The value of each cell, [batch, loops, cells, values]. A softmax over the values follows.
+    conflict: "The board has lost the solution", [batch, loops]. A sigmoid follows.
     """
 
     keep: Tensor
@@ -40,7 +52,7 @@ class Outputs(NamedTuple):
     conflict: Tensor
 
     def last(self) -> Outputs:
-        """Returns the outputs after the last loop, detached, without the axis of loops."""
+        """Returns the outputs of the last loop, detached, without the axis of loops."""
         return Outputs(*(each[:, -1].detach() for each in self))
 
 
@@ -53,10 +65,12 @@ def move(
     *,
     in_search: bool = False,
 ) -> State:
-    """Strikes out candidates; then pins one cell of each board that is neither solved nor contradictory.
+    """Strikes out candidates. Then pins one cell of each board that is neither solved nor contradictory.
 
-    last: outputs of the last loop. in_search: whether this is an evaluation. In training, a share of the
-    pins, which falls to 0 along the run, takes the value of the target.
+    Returns the new state. In evaluation, the caller resets contradictory boards. In training, a
+    fraction of the pins takes the value of the solution. It falls from true_pin_prob linearly to 0.
+
+    last: Outputs of the last loop. in_search: Whether this is an evaluation.
     """
     alive = state["alive"].bool() & ~kills(state, last.keep, arch)
     number = alive.sum(-1)
@@ -86,22 +100,29 @@ def move(
 
 
 def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
-    """Returns which candidates a move strikes out, by the logits `keep`: bool [batch, cells, values]."""
+    """Returns which candidates a move strikes out: bool [batch, cells, values].
+
+    A cell that had one candidate at the start of the board never loses it. keep: Logits of the last loop.
+    """
     is_given = state["entered"].sum(-1, keepdim=True) == 1
     return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & ~is_given
 
 
 def leaves(state: State) -> Tensor:
-    """Returns which boards leave their slot in training, besides those that are too old: bool [batch].
+    """Returns which boards leave their slot in training before halt_max_steps moves: bool [batch].
 
-    These boards look solved (perhaps wrongly), or are rightly called contradictory.
+    They look solved, rightly or wrongly, or they are rightly called contradictory. A board that is wrongly
+    called contradictory stays. state: After the move.
     """
     outcome = state["outcome"]
     return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & is_bad(state))
 
 
 def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) -> Sums:
-    """Returns sums for metrics: of struck-out candidates on sound boards, and of boards that leave."""
+    """Returns metric sums of the candidates struck out on sound boards, and of the boards that leave.
+
+    before, after: Input and output of the thinking step. keep: Logits of the last loop.
+    """
     sound, left, state = ~is_bad(before.state), after.halted, after.state
     killed = kills(before.state, keep, arch) & sound[:, None, None]
     solved = left & (state["outcome"] == SOLVED)
@@ -112,15 +133,18 @@ def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) ->
 
 
 def holds(alive: Tensor, solution: Tensor) -> Tensor:
-    """Returns which boards are sound for this solution, one-hot as `alive`: uint8 [batch]."""
+    """Returns 1 for each board that is sound: uint8 [batch]. solution: One-hot, in the shape of `alive`."""
     return ((alive & solution).sum(-1) == 1).all(-1).to(torch.uint8)
 
 
 def is_bad(state: State) -> Tensor:
-    """Returns which boards are not sound: bool [batch]."""
+    """Returns which boards have lost the solution, or never had it: bool [batch]."""
     return holds(state["alive"], state["target"]) == 0
 
 
 def digit_cells(state: State) -> Tensor:
-    """Returns the cells of the digit loss, open at the start and on sound boards: bool [batch, cells]."""
+    """Returns the cells of the digit loss: bool [batch, cells]. They were open at the start of the board.
+
+    Boards that have lost the solution have no such cells.
+    """
     return (state["entered"].sum(-1) != 1) & ~is_bad(state)[:, None]

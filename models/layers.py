@@ -1,7 +1,7 @@
 """The layers of blocks: projections, norms, attention, convolution, dropout, SwiGLU.
 
-Layers cast weights to the dtype of the activations when used (there is no autocast). Weights in blocks may
-have this dtype already (`models.blocks.block_weights`). Parameters have the names of the published
+A layer casts its weights to the dtype of the activations in each call. There is no autocast. Weights in
+blocks may have this dtype already (`models.blocks.block_weights`). Parameters have the names of the published
 checkpoints.
 """
 
@@ -24,7 +24,7 @@ _SHORT_LENGTH = 256
 
 
 def truncated_normal(*shape: int, std: float) -> Tensor:
-    """Returns normal float32 values of torch's global generator, cut at 2 sigma; std: after the cut."""
+    """Returns normal float32 numbers, cut at 2 sigma. std: Standard deviation after the cut."""
     if std == 0:
         return torch.zeros(shape)
     sigma = std / STD_AFTER_CUT
@@ -44,7 +44,7 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """An embedding table, which returns rows in `dtype`. std: of the initial values."""
+    """An embedding table. Calls return rows in `dtype`. std: Standard deviation of the initial values."""
 
     def __init__(self, num_embeddings: int, size: int, *, std: float, dtype: torch.dtype):
         super().__init__()
@@ -62,12 +62,12 @@ def rms_norm(x: Tensor, *, eps: float) -> Tensor:
 
 
 def rotary_table(angles: Tensor) -> Tensor:
-    """Returns cos and sin of angles, float32 [2, *angles.shape]: the argument `rotary` of blocks."""
+    """Returns cos and sin of the angles, float32 [2, *angles.shape]: the argument `rotary` of blocks."""
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotary_angles(positions: Tensor, dim: int, *, base: float) -> Tensor:
-    """Returns the angles p * base^(-2i / dim), float32 [length, dim / 2]. positions: all p, [length]."""
+    """Returns the angles p * base^(-2i / dim): float32 [length, dim / 2]. positions: The p, [length]."""
     frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     return torch.outer(positions.to(torch.float32), frequencies)
 
@@ -82,21 +82,23 @@ def grid_angles(num_cells: int, num_columns: int, head_dim: int, *, base: float)
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies rotary positions to x, [batch * n, length, heads, head_dim], computed in float32.
 
-    x1, x2 are the halves of a head; the result is x1 cos - x2 sin and x2 cos + x1 sin. cos, sin:
-    [length, head_dim / 2], or [batch, length, heads, head_dim / 2], each example's for n rows of x.
+    x1 and x2 are the halves of a head. The result is x1 cos - x2 sin and x2 cos + x1 sin.
+    cos, sin: [length, head_dim / 2], or [batch, length, heads, head_dim / 2]. In the second case, those of an
+    example are for n consecutive rows of x.
     """
     rows = x if cos.ndim == 2 else x.unflatten(0, (len(cos), -1))
     x1, x2 = rows.float().chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     turned = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-    # Casts each half separately, to avoid a float32 copy of both together.
+    # Cast each half separately, to avoid a float32 copy of both.
     return torch.cat([half.to(x.dtype) for half in turned], dim=-1).view(x.shape)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates like `rotate`, by complex numbers, if x has the order x1[0], x2[0], x1[1], x2[1], ...
+    """Applies rotary positions as `rotate` does, with complex numbers.
 
-    Saves 6 % of a forward and backward pass on a CPU. torch.compile does not support complex numbers.
+    The order of features in x is x1[0], x2[0], x1[1], x2[1], and so on. This saves 6 % of a forward and
+    backward pass on a CPU. torch.compile does not support complex numbers.
     """
     turns = torch.complex(cos, sin).repeat(1, x.shape[-2])
     pairs = torch.view_as_complex(x.float().flatten(-2).unflatten(-1, (-1, 2)))
@@ -104,7 +106,7 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def order_pairs(weight: Tensor, num_heads: int) -> Tensor:
-    """Reorders the rows of q and k in a fused weight of q, k and v, for `rotate_pairs`."""
+    """Returns a fused weight of q, k and v with the rows of q and k in the order for `rotate_pairs`."""
     width, hidden = len(weight) // 3, weight.shape[1]
     qk, v = weight.split((2 * width, width))
     qk = qk.view(2 * num_heads, 2, -1, hidden).transpose(1, 2)
@@ -115,9 +117,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: Dropout | None = None) -
     """Returns softmax(q k^T / sqrt(head_dim)) v on [batch, heads, length, head_dim].
 
     Uses torch's fused kernel except in two cases. With dropout, the kernel would use torch's random numbers.
-    For short sequences on a CPU, plain products are faster: the kernel's backward pass in bfloat16 takes 11
-    times as long for 17 positions, 6 times as long for 81, equally long for 900. In float32 without gradient,
-    the kernel takes 0.4 to 0.5 times as long for 82 and 97 positions (AVX2).
+    For short sequences on a CPU, plain products are faster, except in float32 without gradient.
+
+    Measured (AVX2), time of the kernel over time of plain products: in the backward pass in bfloat16, 11 for
+    17 positions, 6 for 81, and 1 for 900. In float32 without gradient, 0.4 to 0.5 for 82 and 97 positions.
     """
     if dropout is None and (_is_long(q) or _is_faster_fused(q)):
         return F.scaled_dot_product_attention(q, k, v)
@@ -136,10 +139,11 @@ def _is_faster_fused(q: Tensor) -> bool:
 
 
 class Dropout(NamedTuple):
-    """A dropout (arXiv 1207.0580) with the same zeros for any number of micro-batches and ranks.
+    """A dropout (arXiv 1207.0580). The zeros do not depend on the number of micro-batches and ranks.
 
-    keys: int64 [batch], random keys of the slots (`models.random`). stream: number of this dropout in the
-    network, for different zeros. probability: of a zero; other values are divided by 1 - probability.
+    keys: Random keys of the slots, int64 [batch] (`models.random`). stream: Index of this dropout in the
+    network. It gives each dropout different zeros. probability: Probability of a zero. Other values are
+    divided by 1 - probability.
     """
 
     keys: Tensor
@@ -147,17 +151,17 @@ class Dropout(NamedTuple):
     probability: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns x with zeros. x: [batch * n, ...], in which n consecutive rows belong to a slot."""
+        """Returns x with zeros. x: [batch * n, ...]. n consecutive rows belong to one slot."""
         bits = random_bits(self.keys, x.numel() // max(len(self.keys), 1), stream=self.stream)
         kept = (bits >= round(self.probability * 2**32)).view(x.shape)
         return x * kept.to(x.dtype) * (1 / (1 - self.probability))
 
 
 class Attention(nn.Module):
-    """A multi-head self-attention, not causal, with rotary positions if `forward` gets a table.
+    """A multi-head self-attention, not causal. If `forward` gets a table, it has rotary positions.
 
-    head_dim: None: hidden_size / num_heads. bias: whether output, q, k and v have biases; k has none without
-    rotary positions (has_rotary), because it would have no effect.
+    head_dim: Width of a head. If None, hidden_size / num_heads. bias: Whether q, k, v and the output have
+    biases. has_rotary: If False, k has no bias, because it would have no effect without rotary positions.
     """
 
     def __init__(
@@ -200,13 +204,13 @@ class Attention(nn.Module):
 
 
 class Convolution(Linear):
-    """A 3x3 convolution over the grid of cells, from all features to all, with zero padding.
+    """A 3x3 convolution over the grid of cells, with all input features for each output feature.
 
-    Repeated calls carry information far: with more calls the same weights solve larger mazes (Schwarzschild
-    et al., arXiv 2106.04537; Bansal et al., arXiv 2202.05826).
+    The padding is zero. Each call moves information by one cell, so with more calls the same weights solve
+    larger mazes (Schwarzschild et al., arXiv 2106.04537; Bansal et al., arXiv 2202.05826).
 
-    num_columns: of the grid; positions fill it row by row. num_before: number of positions before the grid.
-    weight: [hidden, hidden * 9], for each input feature a 3x3 kernel, row by row.
+    num_columns: Columns of the grid. The positions fill it row by row. num_before: Number of positions before
+    the grid. weight: [hidden, hidden * 9]: for each pair of features a 3x3 kernel, row by row.
     """
 
     def __init__(self, hidden_size: int, *, num_columns: int, num_before: int = 0):
@@ -214,8 +218,8 @@ class Convolution(Linear):
         self.num_columns, self.num_before = num_columns, num_before
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the convolution of x, [batch, positions, hidden]; positions before the grid become 0."""
-        # The permuted tensors are in torch's channels_last memory format: conv2d needs no copies.
+        """Returns the convolution of x, [batch, positions, hidden]. Positions before the grid become 0."""
+        # The permuted tensors have torch's channels_last memory format, so conv2d does not copy them.
         cells = x[:, self.num_before :].unflatten(1, (-1, self.num_columns)).permute(0, 3, 1, 2)
         weight = self.weight.to(x.dtype).unflatten(1, (-1, _KERNEL, _KERNEL))
         mixed = F.conv2d(cells, weight, padding=_KERNEL // 2).permute(0, 2, 3, 1).flatten(1, 2)
@@ -223,7 +227,7 @@ class Convolution(Linear):
 
 
 class SwiGLU(nn.Module):
-    """A gated MLP, down(silu(gate) * up), without biases (arXiv 2002.05202)."""
+    """A gated MLP without biases, down(silu(gate) * up) (arXiv 2002.05202)."""
 
     def __init__(self, width: int, *, expansion: float):
         super().__init__()
@@ -241,9 +245,9 @@ def inner_width(width: int, expansion: float) -> int:
 
 
 def gated(x: Tensor, gate_up: Linear) -> Tensor:
-    """Returns silu(gate) * up, [..., inner]. gate_up: the projection of x to [gate, up]."""
+    """Returns silu(gate) * up, [..., inner]. gate_up: Projection of x to [gate, up]."""
     gate, up = (F.linear(x, half) for half in gate_up.weight.to(x.dtype).chunk(2))
-    # In place: saves memory in calls without gradient.
+    # Multiply in place. This saves memory in calls without gradient.
     return F.silu(gate).mul_(up)
 
 

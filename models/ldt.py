@@ -1,9 +1,24 @@
-"""The lattice deduction transformer (LDT, arXiv 2605.08605), which strikes out candidates, and guesses.
+"""The Lattice Deduction Transformer (LDT, arXiv 2605.08605): strikes out candidates, and guesses.
 
-A board is a set of candidate values for each cell. A forward pass predicts which candidates to keep, the
-value of each cell, and whether the board has a contradiction. A move (`models.lattice`) changes the board by
-these. In training, the boards of a slot continue from the model's own moves, made by the training step's pass
-(the paper's code: by a second one, after the update); an evaluation is a search by the same moves.
+A board is a puzzle on which the model works: a set of candidate values for each cell. A thinking step is one
+forward pass and one move (`LDT.forward`):
+
+1. `LDT.look` runs the network on the board. It predicts which candidates are right, the value of each cell,
+   and whether the board has a contradiction, that is, has lost the solution.
+2. `models.lattice.move` strikes out unlikely candidates. If the board is then neither solved nor
+   contradictory, it guesses the value of one open cell.
+
+The new board is the state of the next thinking step. It has no gradient.
+
+Training    `BoardObjective.losses` compares the predictions for the board before the move with the solution.
+            A board leaves its slot if it looks solved, if it is rightly called contradictory, or after
+            halt_max_steps moves (`HaltingModel.halts`, `models.lattice.leaves`). Then the slot starts a new
+            puzzle (`LDT.start`).
+Evaluation  A search. A contradictory board is reset to its start, and the search makes other random guesses.
+            It ends if the board looks solved. After eval_halt_max_steps moves the puzzle is undecided.
+
+There is no Q head, and `models.objective.Objective` is not used. In the paper's code, a second pass after the
+update of the weights moves the boards. Here, the training step's own pass does.
 """
 
 from __future__ import annotations
@@ -37,11 +52,15 @@ from models.objective import Divisors, Metrics, Sums, correct_sequences
 from models.random import SlotRng
 from models.search import ANEW, NO_GUESS, Board, Search
 
-_HALF_TURNS = (0, 1, 4, 5)  # those of a grid's eight symmetries that map rows to rows
+_HALF_TURNS = (0, 1, 4, 5)  # the symmetries of a grid that map rows to rows (`_turned_cells`)
 
 
 class LDTPrediction(NamedTuple):
-    """A `Prediction` with the fields of `Outputs`."""
+    """The `Prediction` of LDT, with the fields of `models.lattice.Outputs`.
+
+    logits: The answer of the moved board, [batch, seq_len, vocab] in the forward dtype. q_halt: 5 if the
+    moved board is solved, else -5, float32 [batch]. keep, digit, conflict: For the board before the move.
+    """
 
     logits: Tensor
     q_halt: Tensor
@@ -52,13 +71,15 @@ class LDTPrediction(NamedTuple):
 
 
 class BoardObjective:
-    """The objective of LDT, three losses of its outputs. Its members are those of `Objective`."""
+    """The objective of LDT: three losses. It has the members of `models.objective.Objective`."""
 
     metrics: ClassVar[Metrics] = {
         "count": None,
         **dict.fromkeys(("exact_accuracy", "wrong", "undecided", "steps"), "count"),
     }
-    # Shares of called boards and of moves; "kills" counts struck-out candidates on boards with the solution.
+    # bad: Boards that have lost the solution. alarms: Boards that the network calls contradictory. sound: All
+    # boards that are not bad. kills: Candidates that the step strikes out, per sound board. left: Boards that
+    # leave their slot. solved: Boards that leave because they look solved.
     training_metrics: ClassVar[Metrics] = {
         **{"keep_loss": "slots", "digit_loss": "digit_cells", "conflict_loss": "slots"},
         **{"bad": "slots", "conflict_recall": "bad", "conflict_precision": "alarms"},
@@ -82,10 +103,17 @@ class BoardObjective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> tuple[Tensor, Sums]:
-        """Returns the sum of three losses, each a mean over the loops, and the sums of the metrics.
+        """Returns the loss, summed over slots, and the metric sums. Arguments: As in `Objective.losses`.
 
-        keep: weighted binary cross-entropy of all candidates. digit: cross-entropy of cells that are not
-        given, on boards that still have the target. conflict: binary cross-entropy of "the target is lost".
+            loss = keep_loss + digit_weight * digit_loss + conflict_weight * conflict_loss
+
+        Each loss is a mean over the loops. The targets are of the board before the move.
+
+        keep_loss      Binary cross-entropy of `keep` against "a candidate, and right", the mean over cells
+                       and values. Right candidates have the weight keep_weight, others kill_weight.
+        digit_loss     Cross-entropy of `digit`, the mean over the cells of `digit_cells` in the global batch.
+                       These are the cells without a given value, on boards that have the solution.
+        conflict_loss  Binary cross-entropy of `conflict` against "the board has lost the solution".
         """
         arch, state, slots = self.arch, before.state, divisors["slots"]
         _, _, _, keep, digit, conflict = output.prediction
@@ -133,7 +161,7 @@ class BoardObjective:
 class PreNormBlock(nn.Module):
     """A pre-norm transformer block: h += attn(norm(h)); h += down(gelu(up(norm(h)))), all with biases.
 
-    number: of this block in the level, to give each block its own random numbers of dropout.
+    number: Index of this block in the level. It gives each block different random numbers for dropout.
     """
 
     def __init__(self, width: int, *, num_heads: int, expansion: float, has_rotary: bool, number: int):
@@ -145,7 +173,7 @@ class PreNormBlock(nn.Module):
         self.number = number
 
     def forward(self, h: Tensor, rotary: Tensor | None, dropout: Dropout | None) -> Tensor:
-        """Returns the new h. dropout: for the weights of attention, and for the output of both branches."""
+        """Returns the new h. dropout: Dropout of the attention weights and of the output of both branches."""
         weights, first, second = (
             dropout and dropout._replace(stream=3 * self.number + use) for use in range(3)
         )
@@ -158,9 +186,23 @@ class PreNormBlock(nn.Module):
 class LDT(Search):
     """The network of LDT, with its moves. `models.lattice` describes the state of a slot.
 
-    values: int64 [values], the tokens in labels of the training data. candidates: uint8 [vocab, vocab], 1
-    where a cell with this input token (row) may have this label (column). symmetries: uint8 [2], whether
-    grids may be turned, and whether values may be permuted.
+    The forward pass of `look`, with a board of [batch, cells, values]:
+
+        h = h0 = input_proj(board)
+        loops times:
+            x = [h + h0, cls]                       [batch, cells + 1, hidden]
+            u = blocks(x + positions)
+            h = layer_norm(x + u) at the cells      [batch, cells, hidden]
+            keep, digit = keep_head(h), digit_head(h)
+            conflict = conflict_head(u at the last position)
+
+    All loops have gradient. A thinking step then moves the board by the outputs of the last loop.
+
+    Attributes:
+        values: Tokens that occur in labels of the training data, int64 [values].
+        candidates: uint8 [vocab, vocab], 1 if a cell with input token i may have label j.
+        symmetries: uint8 [2]: whether grids may be turned, and whether values may be permuted.
+        turned_cells: Source cell of each cell in each symmetry of the grid, int64 [symmetries, cells].
     """
 
     objective_class = BoardObjective
@@ -170,7 +212,8 @@ class LDT(Search):
         super().__init__(arch)
         self.boards_per_slot = arch.boards_per_slot
         width, vocab_size, num_cells = arch.hidden_size, metadata.vocab_size, metadata.seq_len
-        # Without facts about training data, as for an estimate of sizes, any input may have any label.
+        # If the metadata do not say which labels an input may have, any input may have any label. Example: an
+        # estimate of memory without a dataset.
         candidates = np.zeros((vocab_size, vocab_size), np.uint8)
         candidates.flat[list(metadata.candidates or range(vocab_size**2))] = 1
         values = np.flatnonzero(candidates.any(axis=0))
@@ -181,7 +224,7 @@ class LDT(Search):
         self.may_permute = may[1]
         num_columns = columns_of(metadata, needed_by="arch=ldt")
         grid = np.arange(num_cells).reshape(-1, num_columns)
-        # Only puzzles with boxes (Sudoku) may have their values permuted.
+        # If values may be permuted, the puzzle is a Sudoku, and its grid has boxes.
         self.register_buffer(
             "turned_cells", _turned_cells(grid, may_turn=may[0], has_boxes=may[1]), persistent=False
         )
@@ -193,7 +236,7 @@ class LDT(Search):
         else:
             head_dim = width // arch.num_heads
             angles = grid_angles(num_cells, num_columns, head_dim, base=arch.rope_theta)
-            angles = F.pad(angles, (0, 0, 0, 1))  # angle 0 for the extra token behind the cells
+            angles = F.pad(angles, (0, 0, 0, 1))  # angle 0 for the cls token after the cells
             rotary = rotary_table(angles)
         self.register_buffer("rotary", rotary, persistent=False)
         self.cls_embed, self.cls_pos = (nn.Parameter(0.02 * torch.randn(1, 1, width)) for _ in range(2))
@@ -206,7 +249,7 @@ class LDT(Search):
         self._draw_weights_()
 
     def _draw_weights_(self) -> None:
-        """Initializes the matrices as PyTorch does by default, because the paper's code does so."""
+        """Initializes the matrices with PyTorch's default distributions, as the paper's code does."""
         for name, module in self.named_modules():
             if isinstance(module, Linear):
                 rows, columns = module.weight.shape
@@ -224,10 +267,13 @@ class LDT(Search):
         may = {"may_turn": may_turn, "may_permute": may_permute}
         return dataclasses.replace(metadata, candidates=candidates, **may)
 
-    # Start of boards.
+    # Boards.
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-        """Returns new boards, with the candidates that the inputs leave; in training some get hints."""
+        """Returns new boards. A cell has the candidates that its input token allows.
+
+        In training, some boards get hints (`_with_hints`).
+        """
         entered = self.candidates[data.inputs.long()][..., self.values]
         solution = (data.labels[..., None] == self.values).to(torch.uint8)
         if self.training and rng is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
@@ -243,7 +289,12 @@ class LDT(Search):
         return Board(candidates.bool(), torch.where(state["outcome"] == CONTRADICTORY, ANEW, state["guess"]))
 
     def _with_hints(self, entered: Tensor, solution: Tensor, rng: SlotRng) -> Tensor:
-        """Returns `entered` with some open cells filled in at random: by `solution`, or partly wrongly."""
+        """Returns `entered` with hints: some open cells of some boards have only one candidate.
+
+        With probability hint_prob, all hints of a board are right, for 0 to 100 % of the open cells. With
+        probability wrong_hint_prob, 10 to 100 % of the open cells get hints, and 1 to 30 % of the hints are
+        wrong, at least one. entered, solution: uint8 [batch, cells, values].
+        """
         is_open = entered.sum(-1) > 1
         num_open = is_open.sum(-1)
         kind, share, part = rng.uniform((3,), use="hints").unbind(1)
@@ -259,7 +310,7 @@ class LDT(Search):
         hint = torch.where((rank < num_wrong[:, None])[..., None], wrong, solution)
         return torch.where((is_open & (rank < number[:, None]))[..., None], hint, entered)
 
-    # Halting: `leaves` says which boards leave their slots in training.
+    # Halting.
 
     def wants_to_halt(self, state: State, prediction: LDTPrediction, rng: SlotRng | None = None) -> Tensor:
         return leaves(state) if self.training else prediction.q_halt > 0
@@ -283,9 +334,9 @@ class LDT(Search):
         reasoning: Reasoning,
         rng: SlotRng | None = None,
     ) -> tuple[State, LDTPrediction]:
-        """Runs the network on the boards, and moves them.
+        """Runs one thinking step: the network on the boards, then one move.
 
-        In evaluation (a search), contradictory boards are reset, and solved boards stay as they are.
+        In evaluation (a search), a contradictory board is reset, and a solved board does not change.
         """
         dropout = self.arch.dropout if self.training else 0.0
         outputs = self.look(state["alive"], rng, loops=reasoning.loops, dropout=dropout)
@@ -298,17 +349,17 @@ class LDT(Search):
         return moved, LDTPrediction(self._logits(moved["alive"], inputs), q_halt, None, *outputs)
 
     def _logits(self, alive: Tensor, inputs: Tensor) -> Tensor:
-        """Returns logits of the answer: a cell's only candidate is the likeliest token, else the input is."""
+        """Returns logits of the answer. A cell with one candidate gets this value, else its input token."""
         logits = alive.new_zeros(*alive.shape[:2], len(self.candidates), dtype=self.dtype)
         logits[..., self.values] = 8 * alive.to(self.dtype)
         is_open = (alive.sum(-1, keepdim=True) != 1).to(self.dtype)
         return logits.scatter_add(-1, inputs.long()[..., None], 9 * is_open)
 
     def look(self, alive: Tensor, rng: SlotRng | None, *, loops: int, dropout: float = 0.0) -> Outputs:
-        """Runs all loops on the boards; returns the outputs of each loop.
+        """Runs all loops on the boards. Returns the outputs of each loop.
 
-        With `rng`, each board is transformed by a random symmetry, and the outputs are transformed back.
-        alive: uint8 [batch, cells, values].
+        If `rng` is given, the network sees each board under a random symmetry. The outputs are transformed
+        back. alive: Candidates of the boards, uint8 [batch, cells, values].
         """
         num_boards, num_cells, num_values = alive.shape
         x, index = alive, None
@@ -339,7 +390,7 @@ class LDT(Search):
         return Outputs(keep, digit, conflict[..., 0])
 
     def _draw_symmetry(self, rng: SlotRng) -> Tensor:
-        """Draws a symmetry for each board: the index that each entry is read from, int64 [batch, entries]."""
+        """Samples a symmetry of each board: int64 [batch, cells * values], the source of each entry."""
         number = rng.integers((), below=len(self.turned_cells), use="look symmetry")
         values = torch.arange(len(self.values), device=number.device).expand(len(number), -1)
         if self.may_permute:
@@ -348,7 +399,10 @@ class LDT(Search):
         return (cells[:, :, None] * len(self.values) + values[:, None]).flatten(1)
 
     def _positions(self, num_cells: int) -> Tensor:
-        """Returns the learned positions of the cells and of the last token, which predicts contradictions."""
+        """Returns the position embeddings of the cells and of cls: [1, cells + 1, hidden].
+
+        With rotary positions, the embeddings of the cells are 0.
+        """
         if self.row_embed is None:
             return F.pad(self.cls_pos, (0, 0, num_cells, 0))
         table = (self.row_embed[:, None] + self.col_embed).flatten(0, 1)
@@ -364,11 +418,11 @@ class LDT(Search):
 
 
 def _turned_cells(grid: np.ndarray, *, may_turn: bool, has_boxes: bool) -> Tensor:
-    """Returns for each allowed symmetry of a grid, and each cell, its source cell: int64 [symmetries, cells].
+    """Returns the source cell of each cell in each allowed symmetry of a grid: int64 [symmetries, cells].
 
-    Symmetry 2 k + f is k quarter turns to the left, then a left-right reflection if f = 1. A grid that is no
-    square, or has boxes that are no squares, has just the four symmetries that map rows to rows.
-    grid: numbers of the cells, [rows, columns]. may_turn: whether more than the identity is allowed.
+    Symmetry 2 k + f is k quarter turns to the left, then a left-right reflection if f = 1. If the grid or its
+    boxes are not square, only the four symmetries that map rows to rows are allowed.
+    grid: Indices of the cells, [rows, columns]. may_turn: If False, only the identity is allowed.
     """
     rows, columns = grid.shape
     is_square = rows == columns and (not has_boxes or np.isclose(rows**0.5 % 1, 0))

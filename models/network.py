@@ -87,7 +87,8 @@ class Network(nn.Module):
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
         """Returns which slots would halt if they were free to: bool [batch]. By default the Q head decides.
 
-        `HaltingModel.halts` is the rule around this wish. state: After the step. rng: In training only.
+        `HaltingModel.halts` calls it, and decides. state: After the step. rng: Random numbers of the step. If
+        None, no slot is chosen at random (SE-RRM).
         """
         return q_head_wants_to_halt(prediction, self.arch)
 
@@ -98,14 +99,18 @@ class Network(nn.Module):
         return sample_exploration(self.arch, seed=seed, step=step, batch_size=batch_size, reasoning=reasoning)
 
     def pick_boards(self, rng: SlotRng) -> Tensor | None:
-        """Returns the board of each slot that a training step works on: int64 [batch]. None: the only one."""
+        """Returns the puzzle of each slot on which a training step works: indices, int64 [batch].
+
+        None if slots hold one puzzle. Only LDT (boards_per_slot) holds several.
+        """
         return None
 
 
 class TokenNetwork(Network):
-    """The base of networks with one vector for each cell: reads tokens and puzzle embedding, answers tokens.
+    """The base of networks with one vector for each cell: `embed` reads a puzzle, `answer` gives the answer.
 
-    `__init__` builds what `embed` needs. A subclass builds the rest, `lm_head` and `q_head` among it.
+    `__init__` builds the modules that `embed` needs. A subclass builds all others, and must have the heads
+    `lm_head` and `q_head` for `answer`.
     """
 
     def __init__(self, arch: TokenConfig, metadata: Metadata):

@@ -1,11 +1,12 @@
-"""Damping and noise. They can improve answers at test time (EqR, PTRM).
+"""Damping and noise of a network's state. They can improve answers at test time (docs/test_time.md).
 
-All are off by default, except init_noise of FPRM.
+The names are those of `Reasoning`. All are off by default, except init_noise of FPRM.
 
-init_noise   a slot starts from noise instead of X_init (`with_initial_noise`)
-step_noise   noise is added to the state before every thinking step (`with_step_noise`)
-state_noise  noise is added to the result of every call of a level (`perturbed`)
-damping      a call of a level changes the state only in part (`perturbed`)
+init_noise   The initial state of a slot is noise. `Network.start` calls `with_initial_noise`.
+step_noise   Noise is added to the state before every thinking step. `HaltingModel.forward` calls
+             `with_step_noise`.
+state_noise  Noise is added to the result of every call of a level. Networks call `perturbed` or `perturb`.
+damping      A call of a level moves the state only a part of the way to its result, in the same functions.
 """
 
 import itertools
@@ -22,10 +23,10 @@ from models.random import SlotRng
 def perturbed(
     level: nn.Module, reasoning: Reasoning, rng: SlotRng | None, *context: Any, name: str = "L"
 ) -> Callable[[Tensor, Tensor | int], Tensor]:
-    """Returns a function (z, injection) that calls the level, and adds damping and noise to its result.
+    """Returns a function (z, injection) that calls the level, with damping and noise.
 
-    Without damping and noise, the function is only the call: level(z, injection, *context). name: Name of
-    the level, which gives the levels of a network different random numbers.
+    It calls level(z, injection, *context), then `perturb`. Without damping and noise, it only calls the
+    level. name: Name of the level. It gives the levels of a network different random numbers.
     """
 
     def call(z: Tensor, injection: Tensor | int) -> Tensor:
@@ -33,7 +34,7 @@ def perturbed(
 
     if reasoning.damping == 1 and not reasoning.state_noise:
         return call
-    numbers = itertools.count()  # different random numbers for each call in a thinking step
+    numbers = itertools.count()  # gives each call in a thinking step different random numbers
 
     def perturbed_call(z: Tensor, injection: Tensor | int) -> Tensor:
         return perturb(z, call(z, injection), reasoning, rng, use=f"{name} {next(numbers)}")
@@ -42,16 +43,20 @@ def perturbed(
 
 
 def perturb(z: Tensor, new: Tensor, reasoning: Reasoning, rng: SlotRng | None, *, use: str) -> Tensor:
-    """Returns z + damping * (new - z), plus noise of standard deviation state_noise."""
+    """Returns z + damping * (new - z), plus normal noise of standard deviation state_noise.
+
+    z: State before a call of a level. new: Result of the call. use: Purpose of the random numbers.
+    """
     if reasoning.damping != 1:
         new = torch.lerp(z, new, reasoning.damping)
     return _plus_noise(new, reasoning.state_noise, rng, use=use)
 
 
 def with_initial_noise(state: State, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-    """Returns initial states. With init_noise, each z_X of the slots in `fresh`, bool [batch], is noise.
+    """Returns the initial states. With init_noise, every z_X of the slots that start is noise.
 
-    The noise is normal with standard deviation init_noise, cut at 2 sigma.
+    The noise is normal, cut at 2 sigma, with standard deviation init_noise after the cut. fresh: The slots
+    that start, bool [batch].
     """
     if not reasoning.init_noise or rng is None:
         return state
@@ -64,7 +69,7 @@ def with_initial_noise(state: State, reasoning: Reasoning, rng: SlotRng | None, 
 
 
 def with_step_noise(state: State, reasoning: Reasoning, rng: SlotRng | None) -> State:
-    """Returns a state plus step_noise: on z_L, as in PTRM, or on every z_X if there is no z_L."""
+    """Returns the state with step_noise added to z_L (PTRM), or to every z_X if there is no z_L."""
     assert rng is not None or not reasoning.is_noisy, "noise without random numbers"
     if not reasoning.step_noise:
         return state

@@ -63,14 +63,15 @@ class Objective:
         "q_halt_loss": "slots",
         "q_continue_loss": "slots",
     }
-    # Over slots with a label in the first step of a puzzle; unlike the others, independent of halting.
+    # The mean over slots with a label in their first thinking step. Unlike the others, it does not depend on
+    # halting.
     training_metrics: ClassVar[Metrics] = {"exact_accuracy_after_step_1": "first_step_count"}
 
     def __init__(self, arch: ArchConfig):
         self.arch, self.loss = arch, arch.loss
 
     def divisors(self, carry: Carry) -> Sums:
-        """Returns further divisors of losses on this rank. They must be known before the forward pass."""
+        """Returns other divisors of the losses than "slots", on this rank. The forward pass comes later."""
         return {}
 
     def losses(
@@ -187,7 +188,8 @@ class Objective:
     ) -> Tensor:
         """Returns sigmoid(max(q_halt, q_continue)) after one more call: [batch].
 
-        After the last step, uses q_halt alone (arXiv 2407.04811). The call has the same noise as this step.
+        After the last step, q_halt replaces the maximum (arXiv 2407.04811). The call uses the random numbers
+        of this step again.
         """
         data = carry.data
         _, following = network(
@@ -197,7 +199,7 @@ class Objective:
         return torch.sigmoid(torch.where(carry.steps >= reasoning.max_steps, following.q_halt, best))
 
     def more_calls(self, reasoning: Reasoning) -> float:
-        """Returns the mean number of further forward passes that a training step needs for its targets."""
+        """Returns the mean number of additional forward passes of a training step, for its targets."""
         if self.arch.no_ACT_continue or reasoning.max_steps == 1:
             return 0
         return 1 if self.arch.q_target == "exact" else 1 / reasoning.max_steps
@@ -243,7 +245,7 @@ CROSS_ENTROPIES = {
 def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the fraction of right cells, float32 [batch], and whether all cells are right, bool [batch].
 
-    Only cells with a label count. A slot without any has 0 and False.
+    Only cells with a label count. A slot without labels has 0 and False.
     """
     counted = labels != IGNORE_LABEL_ID
     num_counted = counted.sum(-1)
@@ -262,9 +264,10 @@ def sum_names(metrics: Metrics) -> tuple[str, ...]:
 
 
 def divide(sums: dict[str, float], metrics: Metrics, *, slots: float) -> dict[str, float]:
-    """Returns {metric: value}, from sums over all ranks and steps; metrics that are plain sums come last.
+    """Returns {metric: value}. Metrics that are sums without divisor come last.
 
-    slots: the divisor "slots". Leaves out a metric with divisor 0, and a plain sum that is 0.
+    Leaves out a metric if its divisor is 0, and a sum without divisor if it is 0. sums: Sums over all ranks
+    and steps. slots: Value of the divisor "slots".
     """
     divisors = {**sums, "slots": slots}
     means = {name: by for name, by in metrics.items() if by is not None and divisors.get(by) and name in sums}

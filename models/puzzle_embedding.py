@@ -27,7 +27,10 @@ class PuzzleEmbedding(nn.Module):
         self._fetched: tuple[Tensor, Tensor] | None = None
 
     def read_from(self, identifiers: Tensor, rows: Tensor) -> None:
-        """Makes later calls read fetched rows [n, ndim] only. identifiers: of the rows, int64 [n], rising."""
+        """Makes later calls read only these fetched rows [n, ndim].
+
+        identifiers: Puzzle identifiers of the rows, int64 [n], ascending.
+        """
         self._fetched = identifiers, rows
 
     def forward(self, identifiers: Tensor) -> Tensor:
@@ -50,7 +53,10 @@ class PuzzleEmbedding(nn.Module):
         return rows[positions]
 
     def pop_gradients(self) -> tuple[Tensor, Tensor]:
-        """Returns (identifiers [n], with repeats; gradients [n, ndim]) of all calls since the last pop."""
+        """Returns the identifiers [n] and gradients [n, ndim] of all calls since the last pop.
+
+        An identifier may occur several times.
+        """
         used = [(identifiers, rows.grad) for identifiers, rows in self._used if rows.grad is not None]
         self._used.clear()
         if not used:

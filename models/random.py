@@ -1,11 +1,11 @@
-"""Random numbers on the device, each a pure function of a seed, a step, a slot and a use.
+"""Random numbers on the device. Each is a pure function of the seed, the step, the slot and a purpose.
 
-The generator is Philox4x32-10 (Salmon et al. 2011, doi 10.1145/2063384.2063405), as in numpy and on GPUs, but
-with a counter for every slot. Invariant: the numbers of a slot do not depend on the batch size or on the
-number of processes, and a checkpoint needs no generator state.
+The random numbers of a slot therefore do not depend on the batch size or on the number of processes, and a
+checkpoint contains no generator state. The generator is Philox4x32-10 (Salmon et al. 2011, doi
+10.1145/2063384.2063405), as in numpy and on GPUs, but each slot has its own counter.
 
-A use is a text that names the purpose, such as "picked board" (`SlotRng`). Dropout takes integer keys
-instead: it runs inside compiled blocks, and torch would compile a graph for every text.
+The purpose is a text, the argument `use` of `SlotRng`, such as "picked board". Dropout uses integer keys
+instead (`random_bits`). It runs inside compiled blocks, and torch would compile a graph for every text.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _NUM_ROUNDS = 10
 _MASK = 0xFFFFFFFF
-# Numbers of independent streams from the seed of a run.
+# Indices of independent streams from the seed of a run.
 _EXPLORATION_STREAM, _KEYS_STREAM = 1, 2
 
-CUT = 2.0  # truncated normal numbers are within so many sigma
-# The share of a normal distribution within the cut, and the standard deviation there, in sigma.
+CUT = 2.0  # truncated normal numbers are in [-CUT, CUT], in units of sigma
+# The fraction of a normal distribution within the cut, and the standard deviation of that part, in sigma.
 _SHARE = math.erf(CUT / math.sqrt(2))
 STD_AFTER_CUT = math.sqrt(1 - 2 * CUT * math.exp(-(CUT**2) / 2) / math.sqrt(2 * math.pi) / _SHARE)
 
 
 def sample_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
-    """Returns `count` numbers in [0, 1) for the global batch of a training step: float64, on the host."""
+    """Returns `count` numbers in [0, 1) for the global batch of a training step: float64 array."""
     generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
 
 def sample_keys(*, seed: int, step: int, batch_size: int) -> np.ndarray:
-    """Returns a random key for each slot of the global batch of a training step: int64 [batch_size], < 2**62.
+    """Returns a random key for each slot of the global batch of a training step: int64 [batch_size].
 
-    A slot that needs several keys adds small numbers to its key.
+    Keys are below 2**62. A slot that needs several keys adds small numbers to its key.
     """
     generator = np.random.Philox(key=_KEYS_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(batch_size) >> np.uint64(2)).astype(np.int64)
 
 
 def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
-    """Returns uniform integers from 0 to 2**32 - 1 for each key: int64 [len(keys), count].
+    """Returns `count` uniform integers from 0 to 2**32 - 1 for each key: int64 [n, count].
 
-    keys: int64 [n], not negative. stream: each number gives other results for the same keys. A smaller count
-    gives the beginning of the result for a larger one.
+    keys: int64 [n], not negative. stream: Index of independent numbers for the same keys. The result for a
+    smaller `count` is the beginning of the result for a larger one.
     """
     blocks = torch.arange(-(-count // 4), device=keys.device)
     zeros = torch.zeros_like(blocks)
@@ -60,9 +60,10 @@ def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) -> tuple[Tensor, ...]:
-    """Returns four tensors of random numbers below 2**32, int64, the result of Philox4x32-10.
+    """Returns the output of Philox4x32-10: four int64 tensors of random numbers below 2**32.
 
-    counter, key: four and two numbers below 2**32, which broadcast. Products may overflow into the sign bit.
+    counter: Four tensors of integers below 2**32. key: Two such tensors or integers. All of them broadcast.
+    Products may overflow into the sign bit.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -79,10 +80,13 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) 
 class SlotRng:
     """The source of random numbers for one thinking step of some slots.
 
-    Every method that draws has an argument `use`, a name: numbers of different uses are independent, and the
-    same use gives the same numbers again. key: 64 bits, from the seed. counters: int64 [batch, 2], below
-    2**32 each, different for every step and slot. arrays: {name: [batch, ...]}, the rows of these slots in
-    what `Network.sample_randomness` has sampled.
+    Every sampling method has an argument `use`, the name of a purpose. Different names give independent
+    numbers. The same name gives the same numbers again.
+
+    Attributes:
+        key: 64 bits, from the seed.
+        counters: int64 [batch, 2], below 2**32 each, different for every step and slot.
+        arrays: The rows of these slots in the result of `Network.sample_randomness`, {name: [batch, ...]}.
     """
 
     key: int
@@ -93,7 +97,7 @@ class SlotRng:
     def of_training(
         cls, seed: int, *, step: int, slots: range, device: torch.device, **arrays: Tensor
     ) -> SlotRng:
-        """Returns the random numbers of a step. slots: Their numbers in the global batch.
+        """Returns the random numbers of a training step. slots: Indices of the slots in the global batch.
 
         arrays: Rows of these slots from `Network.sample_randomness`.
         """
@@ -102,20 +106,20 @@ class SlotRng:
 
     @classmethod
     def of_evaluation(cls, seed: int, *, rows: Tensor, samples: Tensor, steps: Tensor) -> SlotRng:
-        """Returns the draws of an evaluation, independent of training with the same seed.
+        """Returns the random numbers of a thinking step in evaluation, independent of those of training.
 
-        rows: int64 [batch], the row of each slot's example. samples: int64 [batch], number of the sample,
-        from 0. steps: int32 [batch], number of the thinking step, from 1.
+        rows: Index of each slot's example in the test set, int64 [batch]. samples: Index of the sample, from
+        0, int64 [batch]. steps: Number of the thinking step, from 1, int32 [batch].
         """
         return cls(seed | 1 << 63, torch.stack([rows & _MASK, samples << 16 | steps.long()], dim=1))
 
     def __getitem__(self, slots: slice | Tensor) -> SlotRng:
-        """Returns the draws of some slots. slots: slice or int64 [n]."""
+        """Returns the random numbers of some slots. slots: Slice, or indices int64 [n]."""
         arrays = {name: array[slots] for name, array in self.arrays.items()}
         return SlotRng(self.key, self.counters[slots], arrays)
 
     def normal(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns standard normal numbers, float32 [batch, *shape]; their absolute values are at most 5.2."""
+        """Returns standard normal numbers: float32 [batch, *shape], in [-5.2, 5.2]."""
         return math.sqrt(2) * torch.erfinv(self._symmetric(shape, use))
 
     def truncated_normal(self, shape: Sequence[int], *, use: str) -> Tensor:
@@ -127,7 +131,7 @@ class SlotRng:
         return (self._symmetric(shape, use) + 1) / 2
 
     def integers(self, shape: Sequence[int], *, below: int, use: str) -> Tensor:
-        """Returns uniform integers from 0 to below - 1, below <= 2**23: int64 [batch, *shape]."""
+        """Returns uniform integers from 0 to below - 1: int64 [batch, *shape]. below: At most 2**23."""
         return ((2 * self._bits(shape, use) + 1) * below) >> 24
 
     def _symmetric(self, shape: Sequence[int], use: str) -> Tensor:

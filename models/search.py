@@ -1,4 +1,8 @@
-"""The interface of a network whose evaluation is a search."""
+"""The interface of networks that search in evaluation. LDT (models/ldt.py) is one.
+
+`evaluation.loop` runs a search as it runs other networks: it calls `HaltingModel` until the slot halts. A
+slot halts if the search has found an answer (`wants_to_halt`), or after the largest number of steps.
+"""
 
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,8 +16,9 @@ from models.network import Network
 class Board(NamedTuple):
     """The state of a search on each puzzle, for display.
 
-    candidates: bool [batch, seq_len, vocab], the tokens that are still possible in a cell. guess: int16
-    [batch], the cell at which the last step guessed a value; NO_GUESS; or ANEW if it reset the board.
+    candidates: Tokens that are still possible in each cell, bool [batch, seq_len, vocab].
+    guess: Cell in which the last step guessed a value, int16 [batch]. NO_GUESS: it did not guess. ANEW: it
+    reset the board.
     """
 
     candidates: Tensor
@@ -24,11 +29,12 @@ NO_GUESS, ANEW = -1, -2
 
 
 class Search(Network):
-    """The base of networks that search: a try at a puzzle ends when the network wants to halt.
+    """The base of networks that search in evaluation.
 
-    The first such try answers the puzzle; without one the puzzle is undecided. Every step needs `SlotRng`.
+    If the search finds no answer within the largest number of steps, the puzzle is undecided. With several
+    samples, the sample that halts first gives the answer. Every thinking step needs a `SlotRng`.
 
-    of_data  names of stored tensors that are facts of the training data, not learned
+    of_data: Names of the stored tensors that describe the training data, and are not learned.
     """
 
     is_search: ClassVar[bool] = True
@@ -36,13 +42,16 @@ class Search(Network):
 
     @staticmethod
     def complete(metadata: Metadata, weights: State) -> Metadata:
-        """Returns the metadata with facts about the training data that are stored in the weights."""
+        """Returns the metadata, with the facts about the training data that `weights` contains.
+
+        weights: State dict of a trained network.
+        """
         raise NotImplementedError
 
     def board(self, state: State) -> Board:
-        """Returns the candidates of each cell, for display."""
+        """Returns the candidates of each cell and the last guess, for display."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """Returns constants as JSON values, by which a web page runs the search itself."""
+        """Returns the constants, as JSON values, with which a web page runs the search (share/browser.py)."""
         raise NotImplementedError

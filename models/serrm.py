@@ -1,8 +1,11 @@
 """The Symbol-Equivariant Recurrent Reasoning Model (SE-RRM, arXiv 2603.02193).
 
-The state has a vector for every symbol (token) in every cell. All ordinary symbols share weights, so that
-relabelling a puzzle relabels the answer, and the weights fit other grid sizes and numbers of symbols. Tokens
-0 and 1 (padding, and the empty cell or the end of a grid) have separate weights.
+The state has a vector for every symbol (token) in every cell. All ordinary symbols share their weights. So
+if the symbols of a puzzle are permuted, the answer has the same permutation. The weights also fit other
+numbers of symbols and, without learned positions, other sizes of the grid. Tokens 0 and 1 (padding, and the
+empty cell or the end of a grid) have separate weights.
+
+The loss is that of models/objective.py. There is no Q head, so `q_halt_loss` has no gradient.
 """
 
 import math
@@ -35,10 +38,13 @@ _NUM_SPECIAL = 2
 
 
 class AxialBlock(nn.Module):
-    """A post-norm block on [batch, symbols, positions, hidden], with attention along positions, then symbols.
+    """A post-norm block on h, [batch, symbols, positions, hidden].
 
-    h = rms(h + attn(h)); h = rms(h + attn_t(h)); h = rms(h + mlp(h)). number: of this block in the level, to
-    give each block its own random numbers of dropout.
+        h = rms(h + attn(h))    attention over the positions, for each symbol
+        h = rms(h + attn_t(h))  attention over the symbols, at each position
+        h = rms(h + mlp(h))
+
+    number: Index of this block in the level. It gives each block different random numbers for dropout.
     """
 
     def __init__(self, arch: SERRMConfig, *, number: int):
@@ -49,7 +55,7 @@ class AxialBlock(nn.Module):
         self.eps, self.dropout, self.number = arch.rms_norm_eps, arch.dropout, number
 
     def forward(self, h: Tensor, rotary: Tensor | None, keys: Tensor | None) -> Tensor:
-        """Returns the new h. keys: int64 [batch], random keys for dropout; None: no dropout."""
+        """Returns the new h. keys: Random keys of the slots, int64 [batch]. If None, there is no dropout."""
         along_cells, along_symbols = (
             None if keys is None else Dropout(keys, 2 * self.number + axis, self.dropout) for axis in (0, 1)
         )
@@ -61,11 +67,23 @@ class AxialBlock(nn.Module):
 
 
 class SERRM(Network):
-    """The network of SE-RRM. Its state z_H is [batch, symbols, seq_len + add_tokens, hidden].
+    """The network of SE-RRM. A slot keeps one state between thinking steps, z_H.
 
-    A thinking step, with a level L of axial blocks and the embedded puzzle e: z_H = L(z_H + e),
-    H_cycles x L_cycles times. The last `gradient_cycles` H cycles carry gradient; 0: only the last call does.
-    No Q head: q_halt is the logit of the least certain cell's probability.
+    A thinking step, with the embedded puzzle e and the level L, a stack of `L_layers` axial blocks:
+
+        H_cycles x L_cycles times:  z_H = L(z_H + e)
+        logits = lm_head(z_H at the cells)
+        q_halt = log(p / (1 - p)) of the least certain cell, with p of its most likely symbol
+
+    By default (config/arch/serrm.yaml), a thinking step has 3 x 6 calls of a level of 2 blocks. e and z_H are
+    [batch, symbols, positions, hidden] in the forward dtype. The positions are the cells (seq_len), then
+    `add_tokens` learned positions.
+
+    The calls of the last `gradient_cycles` H cycles (by default 1) have gradient. If it is 0, only the last
+    call does. q_halt and the new state have no gradient.
+
+    Halting (`wants_to_halt`): in training a random slot, with probability halt_exploration_prob, and in
+    evaluation a slot if all cells have p > 1/2.
     """
 
     def __init__(self, arch: SERRMConfig, metadata: Metadata):
@@ -88,7 +106,8 @@ class SERRM(Network):
             self.add_tokens_special = draw(_NUM_SPECIAL, self.num_added)
         if self.num_added:
             self.add_tokens = draw(1 if self.is_equivariant else self.num_symbols, self.num_added)
-        self.register_buffer("H_init", truncated_normal(width, std=1).to(self.dtype))  # never trained
+        # The state of a slot that starts: a random vector, equal at all symbols and positions, never trained.
+        self.register_buffer("H_init", truncated_normal(width, std=1).to(self.dtype))
         self.L_level = Level(AxialBlock(arch, number=number) for number in range(arch.L_layers))
         self.lm_head = (
             Linear(width, 1) if self.is_equivariant else Linear(self.num_symbols * width, self.num_symbols)
@@ -130,7 +149,7 @@ class SERRM(Network):
         return {"z_H": z_H.detach()}, Prediction(logits, q_halt, None)
 
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
-        """Returns random slots in training; in evaluation those whose least certain cell has p > 1/2."""
+        """Returns the slots that `sample_randomness` chose in training, and q_halt > 0 in evaluation."""
         if not self.training:
             return prediction.q_halt > 0
         never = torch.zeros_like(prediction.q_halt, dtype=torch.bool)
@@ -139,7 +158,7 @@ class SERRM(Network):
     def sample_randomness(
         self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
     ) -> dict[str, np.ndarray]:
-        """Samples `stops`, bool [batch_size] (slots that halt), and dropout `keys`, int64 [batch_size]."""
+        """Samples `stops` (slots that halt), bool [batch_size], and `keys` of dropout, int64 [batch_size]."""
         arrays = {}
         if self.arch.halt_exploration_prob and reasoning.max_steps > 1:
             uniform = sample_uniform(seed=seed, step=step, count=batch_size)
@@ -149,11 +168,12 @@ class SERRM(Network):
         return arrays
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """Returns e, [batch, symbols, positions, hidden].
+        """Returns the embedded puzzle e, [batch, symbols, positions, hidden].
 
-        For the symbol in a cell, e is sqrt(symbols) * (vector of the symbol); for other symbols 0. Positions
-        and puzzle embedding are added to all: hidden_size entries of the embedding to all symbols, and each
-        remaining entry to all features of one symbol.
+        In each cell, the symbol of this cell has sqrt(symbols) * (vector of the symbol), and all others have
+        0. The embeddings of the position (if learned) and of the puzzle are added. The puzzle embedding has
+        hidden_size + symbols numbers. The first hidden_size are added to every symbol and cell. Each of the
+        rest is added to all features of one symbol. `add_tokens` learned positions follow the cells.
         """
         if self.is_equivariant:
             symbols = self._of_symbols(self.embed_special_tokens, self.embed_symbol_tokens)
@@ -175,12 +195,12 @@ class SERRM(Network):
         return e
 
     def _of_symbols(self, special: Tensor, ordinary: Tensor) -> Tensor:
-        """Returns a vector for each symbol: `special` for symbols 0 and 1, `ordinary` for all others."""
+        """Returns the vectors of all symbols: `special` for symbols 0 and 1, `ordinary` for all others."""
         return torch.cat((special, ordinary.expand(-1, self.num_symbols - _NUM_SPECIAL, -1, -1)), dim=1)
 
 
 def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
-    """Returns rotary angles, [seq_len, head_dim / 2]. ValueError for rope2d if the puzzles are no grids."""
+    """Returns rotary angles, [seq_len, head_dim / 2]. ValueError: rope2d, but the puzzles are not grids."""
     if arch.pos_encodings == "rope":
         return rotary_angles(torch.arange(metadata.seq_len), arch.head_dim, base=arch.rope_theta)
     num_columns = columns_of(metadata, needed_by="arch.pos_encodings=rope2d")
@@ -188,7 +208,7 @@ def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
 
 
 def _least_confidence(logits: Tensor) -> Tensor:
-    """Returns log(p / (1 - p)) of the least certain cell, p of its best symbol: [batch], used as q_halt."""
+    """Returns q_halt, [batch]: log(p / (1 - p)) of the least certain cell, p of its most likely symbol."""
     largest, best = logits.max(dim=-1, keepdim=True)
     others = logits.scatter(-1, best, -torch.inf).logsumexp(dim=-1)
     return (largest.squeeze(-1) - others).amin(dim=-1)

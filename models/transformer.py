@@ -1,4 +1,4 @@
-"""The baseline of the papers: a plain transformer of the same blocks, which answers in one pass."""
+"""The baseline of the papers: a transformer of the same blocks that answers in one pass."""
 
 from torch import Tensor
 
@@ -12,7 +12,10 @@ from models.random import SlotRng
 
 
 class Transformer(TokenNetwork):
-    """The baseline network: a stack of blocks, without a state. H_init and L_init exist, but are not used."""
+    """The baseline network: a stack of `num_layers` blocks. It has no state and only one thinking step.
+
+    H_init and L_init are not used.
+    """
 
     def __init__(self, arch: TransformerConfig, metadata: Metadata):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary

@@ -16,7 +16,8 @@ from models.random import SlotRng
 class ConvSwiGLU(nn.Module):
     """A SwiGLU with a depthwise convolution over the positions: down(silu(conv(silu(gate) * up))).
 
-    conv turns u into v[p] = w0 u[p - 1] + w1 u[p] + bias, u[-1] = 0, over puzzle embedding and cells.
+    conv(u)[p] = w0 u[p - 1] + w1 u[p] + bias, with u[-1] = 0. The positions p are those of the puzzle
+    embedding, then the cells.
     """
 
     def __init__(self, width: int, *, expansion: float):

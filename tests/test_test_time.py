@@ -283,7 +283,7 @@ def test_set_up():
 
 
 def test_what_means_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"^samples=8 would all be the same run: add noise=0.3"):
+    with pytest.raises(ValueError, match=r"^samples=8: all samples would be identical, .* Set noise=0.3"):
         set_up(tiny_model(), _config(samples=[1, 8]))
     with pytest.raises(ValueError, match="^noise is for models that keep a state between steps"):
         set_up(tiny_model("transformer"), _config(noise=0.3))
