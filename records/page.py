@@ -16,7 +16,7 @@ from report.page import duration
 BEGIN, END = "<!-- records: python -m records --table -->", "<!-- end of records -->"
 
 # records/README.md has all rungs.
-_README_RUNGS = ("demo", "sudoku_extreme_search", "maze_15x15", "maze_30x30", "arc_mini")
+_README_RUNGS = ("demo", "sudoku_extreme_search", "maze_15x15")
 _CURVES_OF, _PICTURE = "sudoku_9x9_medium", "docs/curve.svg"  # shown in README.md
 _COLUMNS = ("rung", "puzzles", "goal", "accuracy", "lowest", "p", "seconds", "processor-hours", "PF")
 _COLUMNS += ("thinking longer", "machine", "made by")

@@ -19,7 +19,8 @@ from tests.ranks import REPOSITORY
 
 _MADE = ("checkpoints/", "data/", "outputs/", "mine/")  # by commands, or by the reader
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-_OTHERS = [REPOSITORY / name for name in ("CONTRIBUTING.md", "benchmarks/RESULTS.md", "records/README.md")]
+_OTHERS = [REPOSITORY / name for name in ("CONTRIBUTING.md", "benchmarks/RESULTS.md")]
+_OTHERS += sorted((REPOSITORY / "records").glob("*.md"))
 _SCHEMAS = {
     "pretrain.py": PretrainConfig,
     "evaluate.py": EvaluateConfig,
@@ -78,11 +79,11 @@ def test_no_command_stands_in_two_pages():
     assert not [command for command, count in pages.items() if count > 1]
 
 
-def test_commands_fit_on_a_screen_and_there_are_twenty_pages_at_most():
+def test_commands_fit_on_a_screen_and_there_are_22_pages_at_most():
     texts = [re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL) for path in PAGES]
     lines = [line for text in texts for line in text.splitlines() if line.startswith("    ")]
     assert not [line for line in lines if len(line) > 110]
-    assert len(PAGES) <= 1 + 20
+    assert len(PAGES) <= 1 + 22
 
 
 def test_the_cache_of_uv_is_where_it_can_be_written(tmp_path):
