@@ -34,7 +34,7 @@ class Ranks:
     group: dist.ProcessGroup | None = None
 
     @property
-    def talks(self) -> bool:
+    def is_distributed(self) -> bool:
         """Returns whether collectives send messages: among several members, with an open process group."""
         return self.size > 1 and has_group()
 
@@ -43,7 +43,7 @@ class Ranks:
 
     def broadcast_(self, tensors: list[Tensor], *, source: int = 0) -> None:
         """Overwrites the tensors with those of member `source`, in one message for each dtype."""
-        if not self.talks:
+        if not self.is_distributed:
             return
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -53,19 +53,19 @@ class Ranks:
                 tensor.detach().copy_(piece.view_as(tensor))
 
     def all_reduce_sum_(self, tensor: Tensor) -> Tensor:
-        if self.talks:
+        if self.is_distributed:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def reduce_sum_(self, tensor: Tensor) -> Tensor:
         """Sums the tensor in place on member 0; on other members its values are undefined afterwards."""
-        if self.talks:
+        if self.is_distributed:
             dist.reduce(tensor, group_dst=0, group=self.group)
         return tensor
 
     def all_gather_counts(self, *counts: int, device: torch.device) -> list[list[int]]:
         """Returns for each of `counts` the list of all members' values."""
-        if not self.talks:
+        if not self.is_distributed:
             return [[count] for count in counts]
         own = torch.tensor(counts, device=device)
         parts = [torch.empty_like(own) for _ in range(self.size)]
@@ -77,7 +77,7 @@ class Ranks:
 
         counts: every n_r, if all members know them already; None: an extra message gathers them.
         """
-        if not self.talks:
+        if not self.is_distributed:
             return rows
         if counts is None:
             (counts,) = self.all_gather_counts(len(rows), device=rows.device)
@@ -96,7 +96,7 @@ class Ranks:
 
         counts: every n_r. Sends one message; numbers must fit into as many bits as an element of `rows`.
         """
-        if not self.talks:
+        if not self.is_distributed:
             return numbers, rows
         integer = _INTEGERS[rows.element_size()]
         own = torch.cat([numbers[:, None].to(integer), rows.view(integer)], dim=1)
@@ -108,7 +108,7 @@ class Ranks:
 
         Returns the rows that arrive here, received[r] from each member r, in the order of members.
         """
-        if not self.talks:
+        if not self.is_distributed:
             return rows
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows, received, sent, group=self.group)
@@ -116,7 +116,7 @@ class Ranks:
 
     def gather(self, tensor: Tensor, *, goal: int) -> list[Tensor] | None:
         """Returns on member `goal` the tensors of all members, of equal shape; None on other members."""
-        if not self.talks:
+        if not self.is_distributed:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.size)] if self.index == goal else None
         dist.gather(tensor.contiguous(), gathered, group_dst=goal, group=self.group)
@@ -127,7 +127,7 @@ class Ranks:
 
         tensors: on `source` one for each member; None elsewhere.
         """
-        if not self.talks:
+        if not self.is_distributed:
             return tensors[0]
         own = torch.empty_like(like)
         dist.scatter(own, tensors, group_src=source, group=self.group)
@@ -139,7 +139,7 @@ class Ranks:
         ranges: one for each member, disjoint. Sends one message if the ranges are consecutive and of equal
         length (the last may be shorter, if `whole` has room behind them); otherwise one for each range.
         """
-        if not self.talks:
+        if not self.is_distributed:
             return
         length = ranges[0].stop - ranges[0].start
         are_alike = all(
@@ -209,7 +209,7 @@ def barrier() -> None:
 def gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any] | None:
     """Returns on member 0 the list of all members' values, by pickle; None on others. ranks: None: all."""
     ranks = ranks or all_ranks()
-    if not ranks.talks:
+    if not ranks.is_distributed:
         return [value]
     gathered = [None] * ranks.size if ranks.index == 0 else None
     dist.gather_object(value, gathered, group_dst=0, group=ranks.group)

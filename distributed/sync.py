@@ -152,7 +152,7 @@ class FlatSync(GradientSync):
 
     def _start(self, *, until: int) -> None:
         for bucket in self._buckets[self._num_started : until]:
-            if self.flat.ranks.talks:
+            if self.flat.ranks.is_distributed:
                 if bucket.wire is not bucket.gradients:
                     bucket.wire.copy_(bucket.gradients)
                 group = self.flat.ranks.group
