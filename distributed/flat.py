@@ -47,7 +47,7 @@ class Scalars:
         return dict(zip(self._names, values, strict=True))
 
 
-class Pieces:
+class ShardBuffers:
     """Memory for some ranges of a flat buffer, such as the moments of what this rank updates.
 
     ranges: rising and disjoint. buffers: one for each range, [length of the range].
@@ -149,7 +149,7 @@ class FlatParameters:
         if self.is_mixed:
             self.masters = self.zeros(self._kept)
         else:
-            self.masters = Pieces([slice(0, self.size)], [self.weights])
+            self.masters = ShardBuffers([slice(0, self.size)], [self.weights])
         self.owned = self._take_over()
 
     def _take_over(self) -> Tensors:
@@ -223,11 +223,13 @@ class FlatParameters:
             if own.stop <= len(buffer)
         }
 
-    def shards(self, pieces: Pieces, share: slice, names: Collection[str] | None = None) -> Tensors:
-        """Returns {name: tensor or shard} of the parameters, or of `names`, in the memory `pieces`.
+    def shards(
+        self, shard_buffers: ShardBuffers, share: slice, names: Collection[str] | None = None
+    ) -> Tensors:
+        """Returns {name: tensor or shard} of the parameters, or of `names`, in the memory `shard_buffers`.
 
-        pieces: memory for the ranges `around(share)`. Of a spread parameter, `pieces` has only the part in
-        the range `share`, perhaps nothing; any other parameter is whole.
+        shard_buffers: memory for the ranges `around(share)`. Of a spread parameter, `shard_buffers` has only
+        the part in the range `share`, perhaps nothing; any other parameter is whole.
         """
         shards: Tensors = {}
         # All ranks must decide alike whether tensors are whole: the share of one may happen to be everything.
@@ -236,13 +238,13 @@ class FlatParameters:
             part, begin = self._part(name, share), self._ranges[name].start
             shape, length = tuple(self.parameters[name].shape), part.stop - part.start
             if name not in self._spread or is_whole:
-                shards[name] = pieces.at(part).view(shape)
+                shards[name] = shard_buffers.at(part).view(shape)
                 continue
             spans = (Span(part.start - begin, length),) if length else ()
             if cut := self.cuts.get(name):
                 spans, shape = cut.spans(slice(part.start - begin, part.stop - begin)), cut.shape
             is_copy = share is self.share and self.ranks.index >= len(self._shares)
-            tensor = pieces.at(part) if length else self.message[:0]
+            tensor = shard_buffers.at(part) if length else self.message[:0]
             shards[name] = Shard(tensor, spans, shape, is_copy=is_copy)
         return shards
 
@@ -271,9 +273,9 @@ class FlatParameters:
                 merged.append(each)
         return merged
 
-    def zeros(self, ranges: Sequence[slice]) -> Pieces:
+    def zeros(self, ranges: Sequence[slice]) -> ShardBuffers:
         """Returns zeros for these ranges, in the gradients' dtype."""
-        return Pieces(ranges, [self.message.new_zeros(each.stop - each.start) for each in ranges])
+        return ShardBuffers(ranges, [self.message.new_zeros(each.stop - each.start) for each in ranges])
 
     def kept_of(self, names: Collection[str]) -> list[slice]:
         """Returns the ranges of these parameters, as far as this rank updates them."""
@@ -301,17 +303,17 @@ class FlatParameters:
         number = self.ranks.size // len(shares)
         return [_cut_evenly(share, number)[copy] for copy in range(number) for share in shares]
 
-    def all_gather_views(self, pieces: Pieces, shares: Sequence[slice]) -> dict[str, Tensor]:
+    def all_gather_views(self, shard_buffers: ShardBuffers, shares: Sequence[slice]) -> dict[str, Tensor]:
         """Returns {name: whole tensor} of values that ranks hold in shares, to put them in place of weights.
 
-        All ranks call it. shares: one for each rank. pieces: this rank's values, in the ranges
+        All ranks call it. shares: one for each rank. shard_buffers: this rank's values, in the ranges
         `around(share)`.
         """
         whole, own = torch.zeros_like(self._padded), shares[self.ranks.index]
         if own.start < own.stop:
-            whole[own] = pieces.at(own)
+            whole[own] = shard_buffers.at(own)
         self.ranks.all_gather_ranges_(whole, shares)
-        rest = self.shards(pieces, own, self.parameters.keys() - self._spread)
+        rest = self.shards(shard_buffers, own, self.parameters.keys() - self._spread)
         return self.views(whole) | rest
 
     def _cut(self) -> list[slice]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.flat import FlatParameters, Pieces
+from distributed.flat import FlatParameters, ShardBuffers
 from distributed.shards import tensor_of
 
 _MOMENTS = ("first_moment", "second_moment")
@@ -97,9 +97,9 @@ class AdamATan2(torch.optim.Optimizer):
             {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "step": 0},
         )
         self._flat, kept = flat, flat.kept_of(names)
-        self._moments: dict[str, Pieces] = {moment: flat.zeros(kept) for moment in _MOMENTS}
-        for moment, pieces in self._moments.items():
-            for name, kept in flat.shards(pieces, flat.share, names).items():
+        self._moments: dict[str, ShardBuffers] = {moment: flat.zeros(kept) for moment in _MOMENTS}
+        for moment, shard_buffers in self._moments.items():
+            for name, kept in flat.shards(shard_buffers, flat.share, names).items():
                 self.state[parts[name]][moment] = tensor_of(kept)
         self._kernel = None
         if compiler_options is not None:

@@ -77,16 +77,16 @@ class DenseAverage(Average):
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (averages, weights) of each range that this rank keeps."""
-        for flat, pieces in zip(self._flats, self._averages, strict=True):
-            for each, averages in zip(pieces.ranges, pieces.buffers, strict=True):
+        for flat, shard_buffers in zip(self._flats, self._averages, strict=True):
+            for each, averages in zip(shard_buffers.ranges, shard_buffers.buffers, strict=True):
                 yield averages, flat.masters.at(each)
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
         parameters, averages = {}, {}
-        for flat, pieces, shares in zip(self._flats, self._averages, self._shares, strict=True):
+        for flat, shard_buffers, shares in zip(self._flats, self._averages, self._shares, strict=True):
             parameters |= flat.parameters
-            averages |= flat.all_gather_views(pieces, shares)
+            averages |= flat.all_gather_views(shard_buffers, shares)
         raw = {name: parameter.data for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
@@ -98,8 +98,8 @@ class DenseAverage(Average):
 
     def values(self, *, step: int = 0) -> Tensors:
         values: Tensors = {}
-        for flat, pieces, own in zip(self._flats, self._averages, self._own, strict=True):
-            values |= flat.shards(pieces, own)
+        for flat, shard_buffers, own in zip(self._flats, self._averages, self._own, strict=True):
+            values |= flat.shards(shard_buffers, own)
         return values
 
     def tensors(self) -> Tensors:
