@@ -73,14 +73,14 @@ class FlatParameters:
 
     Sharers divide the update (ZeRO-1, arXiv 1910.02054): each updates its range, `share`, and an all-gather
     follows. In mixed precision (arXiv 1710.03740) the forward pass reads the parameters `spread` in
-    `compute_dtype`, and float32 masters exist only for the share; all other parameters stay float32, and
-    every rank updates all of them.
+    `compute_dtype`, and float32 master weights exist only for the share; all other parameters stay float32,
+    and every rank updates all of them.
 
-    parameters: by name, in order. weights: [size], the memory of the parameters that sharers divide. masters:
-    the values that this rank updates; without mixed precision a view of `weights`. gradients: [size], the
-    memory of every `grad`, initially 0; [0] where the parameters need none. message: the memory of
-    `gradients`, and behind them of `scalars`. messages_of_ranks, weights_of_ranks: `message` and `weights` of
-    all ranks in shared memory, or None. owned: {name: tensor or shard that this rank updates}.
+    parameters: by name, in order. weights: [size], the memory of the parameters that sharers divide.
+    master_weights: the values that this rank updates; without mixed precision a view of `weights`. gradients:
+    [size], the memory of every `grad`, initially 0; [0] where the parameters need none. message: the memory
+    of `gradients`, and behind them of `scalars`. messages_of_ranks, weights_of_ranks: `message` and `weights`
+    of all ranks in shared memory, or None. owned: {name: tensor or shard that this rank updates}.
 
     named_parameters: all of one dtype and on one device. ranks: those that sum the gradients. sharers: of
     these ranks; None: all where they share memory, otherwise none: every rank updates everything.
@@ -147,24 +147,26 @@ class FlatParameters:
         self._spread = {*spread} & self._ranges.keys() if self.is_mixed else {*self._ranges}
         self._kept = self.around(self.share)  # the ranges that this rank updates
         if self.is_mixed:
-            self.masters = self.zeros(self._kept)
+            self.master_weights = self.zeros(self._kept)
         else:
-            self.masters = ShardBuffers([slice(0, self.size)], [self.weights])
+            self.master_weights = ShardBuffers([slice(0, self.size)], [self.weights])
         self.owned = self._take_over()
 
     def _take_over(self) -> Tensors:
         """Moves the parameters into the buffers; returns {name: tensor or shard that this rank updates}."""
         for name, parameter in self.parameters.items():
             value, start = parameter.detach(), self._ranges[name].start
-            for each, master in zip(self.masters.ranges, self.masters.buffers, strict=True):
+            for each, master in zip(self.master_weights.ranges, self.master_weights.buffers, strict=True):
                 begin, end = max(start, each.start), min(start + value.numel(), each.stop)
                 if begin < end:
                     master[begin - each.start : end - each.start] = value.flatten()[
                         begin - start : end - start
                     ]
-            memory = self.weights[start:] if name in self._spread else self.masters.at(self._ranges[name])
+            memory = (
+                self.weights[start:] if name in self._spread else self.master_weights.at(self._ranges[name])
+            )
             parameter.data = memory[: value.numel()].view(value.shape).copy_(value)
-        owned = self.shards(self.masters, self.share)
+        owned = self.shards(self.master_weights, self.share)
         for name, part in owned.items():
             parameter, tensor = self.parameters[name], tensor_of(part)
             if self.is_mixed and name in self._spread:
@@ -284,12 +286,12 @@ class FlatParameters:
         return [each for each in common if each.start < each.stop]
 
     def gather_(self) -> None:
-        """Copies the updated masters into `weights`, and all-gathers the shares. All ranks call it.
+        """Copies the updated master weights into `weights`, and all-gathers the shares. All ranks call it.
 
         To be called after every update, before the next forward pass.
         """
         if self.is_mixed and self.share.start < self.share.stop:
-            self.weights[self.share] = self.masters.at(self.share)
+            self.weights[self.share] = self.master_weights.at(self.share)
         if self.sharers.size == 1:
             return
         if self.weights_of_ranks is not None:

@@ -121,7 +121,7 @@ class AdamATan2(torch.optim.Optimizer):
             factors = _as_tensors(factors, self._flat.weights.device)
         first, second = self._moments.values()
         for own, *moments in zip(first.ranges, first.buffers, second.buffers, strict=True):
-            tensors = (self._flat.masters.at(own), self._flat.gradients[own], *moments)
+            tensors = (self._flat.master_weights.at(own), self._flat.gradients[own], *moments)
             if self._kernel is None:
                 _adam_atan2_in_chunks_(*tensors, **factors, beta1=beta1, beta2=beta2)
             else:

@@ -79,7 +79,7 @@ class DenseAverage(Average):
         """Yields (averages, weights) of each range that this rank keeps."""
         for flat, shard_buffers in zip(self._flats, self._averages, strict=True):
             for each, averages in zip(shard_buffers.ranges, shard_buffers.buffers, strict=True):
-                yield averages, flat.masters.at(each)
+                yield averages, flat.master_weights.at(each)
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:

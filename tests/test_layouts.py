@@ -189,7 +189,7 @@ def test_a_layout_with_other_options_is_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_a_layout_that_is_resumed_in_itself_has_the_same_bits(tmp_path):
-    """In bfloat16, with float32 masters. Every layout, with other models: system/test_all_layouts.py."""
+    """In bfloat16, with float32 master weights. Every layout, other models: system/test_all_layouts.py."""
     layouts = ("fsdp2 x pp2", "tp2 x pp2", "fsdp2 x tp2")
     options = {"arch": {"forward_dtype": "bfloat16"}}
     assert_bits_of_resumed(tmp_path, {layout: ("trm", layout, options) for layout in layouts}, 4)
@@ -270,7 +270,7 @@ def test_the_first_carry_of_a_pipeline_has_the_bits_of_one_process():
 
 
 def _drift(layouts: list[str]) -> list[tuple[str, list[int], int] | None]:
-    """Compares all that ranks hold, before and after rank 3 has changed its float32 masters."""
+    """Compares all that ranks hold, before and after rank 3 has changed its float32 master weights."""
     found = []
     for layout in layouts:
         state = begin_training(build_config("trm", layout, {"arch": {"forward_dtype": "bfloat16"}}))
