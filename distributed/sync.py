@@ -77,12 +77,12 @@ class GradientSync:
 class _Bucket:
     """A range of the gradients that one message sums over ranks.
 
-    wire: the memory that is sent: that of `gradients`, or a copy in another dtype. missing: number of
+    send_buffer: the memory that is sent: that of `gradients`, or a copy in another dtype. missing: number of
     parameters whose gradient this backward pass has not completed yet.
     """
 
     gradients: Tensor
-    wire: Tensor
+    send_buffer: Tensor
     num_parameters: int = 0
     missing: int = 0
     work: dist.Work | None = None
@@ -107,8 +107,8 @@ class FlatSync(GradientSync):
         ends: list[int] = []
         for each in flat.buckets(bucket_size_mb * 2**20):
             gradients = flat.message[each]
-            wire = gradients if sync_dtype == gradients.dtype else gradients.to(sync_dtype)
-            self._buckets.append(_Bucket(gradients, wire))
+            send_buffer = gradients if sync_dtype == gradients.dtype else gradients.to(sync_dtype)
+            self._buckets.append(_Bucket(gradients, send_buffer))
             ends.append(each.stop)
         self._views = flat.attach_gradients()
         for name, view in self._views.items():
@@ -135,8 +135,8 @@ class FlatSync(GradientSync):
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-                if bucket.wire is not bucket.gradients:
-                    bucket.gradients.copy_(bucket.wire)
+                if bucket.send_buffer is not bucket.gradients:
+                    bucket.gradients.copy_(bucket.send_buffer)
             bucket.missing, bucket.work = bucket.num_parameters, None
         self._num_started = 0
         return self.flat.scalars.pop()
@@ -153,10 +153,10 @@ class FlatSync(GradientSync):
     def _start(self, *, until: int) -> None:
         for bucket in self._buckets[self._num_started : until]:
             if self.flat.ranks.is_distributed:
-                if bucket.wire is not bucket.gradients:
-                    bucket.wire.copy_(bucket.gradients)
+                if bucket.send_buffer is not bucket.gradients:
+                    bucket.send_buffer.copy_(bucket.gradients)
                 group = self.flat.ranks.group
-                bucket.work = dist.all_reduce(bucket.wire, group=group, async_op=True)
+                bucket.work = dist.all_reduce(bucket.send_buffer, group=group, async_op=True)
             self.flat.scalars.is_closed |= bucket is self._buckets[-1]
         self._num_started = max(self._num_started, until)
 
