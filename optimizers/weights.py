@@ -53,8 +53,8 @@ class Weights:
     flats: flat buffers, one for all weights, or in a mesh two: weights outside of blocks, and blocks of this
     rank. groups: one for each optimizer and weight decay. owned: {name: tensor or shard that this rank
     updates}, with the gradient as `grad`. scalars: numbers sent with the gradients of flats[0]. shapes: of
-    all weights of the model, by name. holders: ranks that together hold every block once. elsewhere: names of
-    weights that are on other pipeline stages only.
+    all weights of the model, by name. holders: ranks that together hold every block once. remote_names: names
+    of weights that are on other pipeline stages only.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Weights:
         self.num_parameters = sum(map(math.prod, shapes.values()))
         nothing = flats[0].message[:0]
         self._absent = {n: Shard(nothing, (), shape) for n, shape in shapes.items() if n not in self.owned}
-        self.elsewhere = tuple(self._absent)
+        self.remote_names = tuple(self._absent)
 
     def clip_(self, limit: float | None) -> Tensor:
         """Clips the norm of all gradients to `limit`; returns the norm before clipping. All ranks call it.
