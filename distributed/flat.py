@@ -18,9 +18,9 @@ from distributed.shared_memory import SharedTensors, open_shared_tensors
 from distributed.tensor import Cut
 
 _ALIGNMENT = 16  # elements: every parameter starts at a multiple, for vectorised kernels
-# Elements: shares start at a multiple. Kernels round differently behind the last full vector of a range, so
+# Elements: shards start at a multiple. Kernels round differently behind the last full vector of a range, so
 # that a cut elsewhere would change results.
-_SHARE_ALIGNMENT = 1024
+_SHARD_ALIGNMENT = 1024
 _FIRST_BUCKET_BYTES = 2**20  # small, so that the first message is sent early
 
 
@@ -71,9 +71,9 @@ class FlatParameters:
     parameters without weight decay come last, from a multiple of 1024 on. Every parameter starts at a
     multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
 
-    Sharers divide the update (ZeRO-1, arXiv 1910.02054): each updates its range, `share`, and an all-gather
+    Sharers divide the update (ZeRO-1, arXiv 1910.02054): each updates its range, `shard`, and an all-gather
     follows. In mixed precision (arXiv 1710.03740) the forward pass reads the parameters `spread` in
-    `compute_dtype`, and float32 master weights exist only for the share; all other parameters stay float32,
+    `compute_dtype`, and float32 master weights exist only for the shard; all other parameters stay float32,
     and every rank updates all of them.
 
     parameters: by name, in order. weights: [size], the memory of the parameters that sharers divide.
@@ -116,7 +116,7 @@ class FlatParameters:
         self._ranges, self.size = {}, 0
         for name, parameter in self.parameters.items():
             if name in undecayed and not self._ranges.keys() & undecayed:
-                edge = math.lcm(_SHARE_ALIGNMENT, ranks.size)
+                edge = math.lcm(_SHARD_ALIGNMENT, ranks.size)
                 self.size = -(-self.size // edge) * edge
             length = -(-parameter.numel() // self._alignment) * self._alignment
             self._ranges[name] = slice(self.size, self.size + length)
@@ -132,7 +132,7 @@ class FlatParameters:
 
         dtype = compute_dtype or first.dtype
         self.messages_of_ranks, self.message = zeros(num_gradients + num_behind, first.dtype)
-        length = -(-self.size // (_SHARE_ALIGNMENT * ranks.size)) * _SHARE_ALIGNMENT * ranks.size
+        length = -(-self.size // (_SHARD_ALIGNMENT * ranks.size)) * _SHARD_ALIGNMENT * ranks.size
         self.weights_of_ranks, self._padded = zeros(length, dtype)
         self.weights = self._padded[: self.size]
         self.gradients, behind_gradients = self.message[:num_gradients], self.message[num_gradients:]
@@ -142,10 +142,10 @@ class FlatParameters:
         if sharers is None:
             sharers = ALONE if self.weights_of_ranks is None else ranks
         self.sharers, self.is_mixed = sharers, dtype != first.dtype
-        self._shares = self._cut()  # of all sharers; the last ones may be short or empty
-        self.share = self._shares[sharers.index]
+        self._shards = self._cut()  # of all sharers; the last ones may be short or empty
+        self.shard = self._shards[sharers.index]
         self._spread = {*spread} & self._ranges.keys() if self.is_mixed else {*self._ranges}
-        self._kept = self.around(self.share)  # the ranges that this rank updates
+        self._kept = self.around(self.shard)  # the ranges that this rank updates
         if self.is_mixed:
             self.master_weights = self.zeros(self._kept)
         else:
@@ -166,7 +166,7 @@ class FlatParameters:
                 self.weights[start:] if name in self._spread else self.master_weights.at(self._ranges[name])
             )
             parameter.data = memory[: value.numel()].view(value.shape).copy_(value)
-        owned = self.shards(self.master_weights, self.share)
+        owned = self.shards(self.master_weights, self.shard)
         for name, part in owned.items():
             parameter, tensor = self.parameters[name], tensor_of(part)
             if self.is_mixed and name in self._spread:
@@ -179,7 +179,7 @@ class FlatParameters:
                     tensor = tensor.view(parameter.shape[0] if part.spans else 0, *parameter.shape[1:])
                 owned[name] = part._replace(tensor=tensor)
             if len(self.gradients):
-                tensor.grad = self.gradients[self._part(name, self.share)].view_as(tensor)
+                tensor.grad = self.gradients[self._part(name, self.shard)].view_as(tensor)
         return owned
 
     def attach_gradients(self) -> dict[str, Tensor]:
@@ -226,18 +226,18 @@ class FlatParameters:
         }
 
     def shards(
-        self, shard_buffers: ShardBuffers, share: slice, names: Collection[str] | None = None
+        self, shard_buffers: ShardBuffers, shard: slice, names: Collection[str] | None = None
     ) -> Tensors:
         """Returns {name: tensor or shard} of the parameters, or of `names`, in the memory `shard_buffers`.
 
-        shard_buffers: memory for the ranges `around(share)`. Of a spread parameter, `shard_buffers` has only
-        the part in the range `share`, perhaps nothing; any other parameter is whole.
+        shard_buffers: memory for the ranges `around(shard)`. Of a spread parameter, `shard_buffers` has only
+        the part in the range `shard`, perhaps nothing; any other parameter is whole.
         """
         shards: Tensors = {}
-        # All ranks must decide alike whether tensors are whole: the share of one may happen to be everything.
-        is_whole = (self.sharers if share is self.share else self.ranks).size == 1 and not self.is_part
+        # All ranks must decide alike whether tensors are whole: the shard of one may happen to be everything.
+        is_whole = (self.sharers if shard is self.shard else self.ranks).size == 1 and not self.is_part
         for name in self.parameters if names is None else names:
-            part, begin = self._part(name, share), self._ranges[name].start
+            part, begin = self._part(name, shard), self._ranges[name].start
             shape, length = tuple(self.parameters[name].shape), part.stop - part.start
             if name not in self._spread or is_whole:
                 shards[name] = shard_buffers.at(part).view(shape)
@@ -245,30 +245,30 @@ class FlatParameters:
             spans = (Span(part.start - begin, length),) if length else ()
             if cut := self.cuts.get(name):
                 spans, shape = cut.spans(slice(part.start - begin, part.stop - begin)), cut.shape
-            is_copy = share is self.share and self.ranks.index >= len(self._shares)
+            is_copy = shard is self.shard and self.ranks.index >= len(self._shards)
             tensor = shard_buffers.at(part) if length else self.message[:0]
             shards[name] = Shard(tensor, spans, shape, is_copy=is_copy)
         return shards
 
-    def _part(self, name: str, share: slice) -> slice:
-        """Returns the range of a parameter, without the gap behind; if spread, only its part in `share`."""
+    def _part(self, name: str, shard: slice) -> slice:
+        """Returns the range of a parameter, without the gap behind; if spread, only its part in `shard`."""
         begin = self._ranges[name].start
         end = begin + self.parameters[name].numel()
         if name not in self._spread:
             return slice(begin, end)
-        return slice(*(min(max(each, begin), end) for each in (share.start, share.stop)))
+        return slice(*(min(max(each, begin), end) for each in (shard.start, shard.stop)))
 
-    def around(self, share: slice) -> list[slice]:
-        """Returns rising ranges, as few as possible, with `share` and all parameters that are not spread.
+    def around(self, shard: slice) -> list[slice]:
+        """Returns rising ranges, as few as possible, with `shard` and all parameters that are not spread.
 
         The ranges begin and end at multiples of 1024, because kernels round by the position within a range.
         """
-        rest, unit = self.ranges(self.parameters.keys() - self._spread), _SHARE_ALIGNMENT
+        rest, unit = self.ranges(self.parameters.keys() - self._spread), _SHARD_ALIGNMENT
         rest = [
             slice(each.start // unit * unit, min(-(-each.stop // unit) * unit, self.size)) for each in rest
         ]
         merged: list[slice] = []
-        for each in sorted([share, *rest], key=lambda each: each.start):
+        for each in sorted([shard, *rest], key=lambda each: each.start):
             if merged and each.start <= merged[-1].stop:
                 merged[-1] = slice(merged[-1].start, max(each.stop, merged[-1].stop))
             elif each.start < each.stop:
@@ -286,35 +286,35 @@ class FlatParameters:
         return [each for each in common if each.start < each.stop]
 
     def gather_(self) -> None:
-        """Copies the updated master weights into `weights`, and all-gathers the shares. All ranks call it.
+        """Copies the updated master weights into `weights`, and all-gathers the shards. All ranks call it.
 
         To be called after every update, before the next forward pass.
         """
-        if self.is_mixed and self.share.start < self.share.stop:
-            self.weights[self.share] = self.master_weights.at(self.share)
+        if self.is_mixed and self.shard.start < self.shard.stop:
+            self.weights[self.shard] = self.master_weights.at(self.shard)
         if self.sharers.size == 1:
             return
         if self.weights_of_ranks is not None:
-            self.weights_of_ranks.all_gather_(self.share)
+            self.weights_of_ranks.all_gather_(self.shard)
         else:
-            self.sharers.all_gather_ranges_(self._padded, self._shares)
+            self.sharers.all_gather_ranges_(self._padded, self._shards)
 
-    def average_shares(self) -> list[slice]:
+    def average_shards(self) -> list[slice]:
         """Returns the range of weights that each rank averages: disjoint, and updated by the same rank."""
-        shares = self._shares if self.is_mixed else [slice(0, self.size)]
-        number = self.ranks.size // len(shares)
-        return [_cut_evenly(share, number)[copy] for copy in range(number) for share in shares]
+        shards = self._shards if self.is_mixed else [slice(0, self.size)]
+        number = self.ranks.size // len(shards)
+        return [_cut_evenly(shard, number)[copy] for copy in range(number) for shard in shards]
 
-    def all_gather_views(self, shard_buffers: ShardBuffers, shares: Sequence[slice]) -> dict[str, Tensor]:
-        """Returns {name: whole tensor} of values that ranks hold in shares, to put them in place of weights.
+    def all_gather_views(self, shard_buffers: ShardBuffers, shards: Sequence[slice]) -> dict[str, Tensor]:
+        """Returns {name: whole tensor} of values that ranks hold in shards, to put them in place of weights.
 
-        All ranks call it. shares: one for each rank. shard_buffers: this rank's values, in the ranges
-        `around(share)`.
+        All ranks call it. shards: one for each rank. shard_buffers: this rank's values, in the ranges
+        `around(shard)`.
         """
-        whole, own = torch.zeros_like(self._padded), shares[self.ranks.index]
+        whole, own = torch.zeros_like(self._padded), shards[self.ranks.index]
         if own.start < own.stop:
             whole[own] = shard_buffers.at(own)
-        self.ranks.all_gather_ranges_(whole, shares)
+        self.ranks.all_gather_ranges_(whole, shards)
         rest = self.shards(shard_buffers, own, self.parameters.keys() - self._spread)
         return self.views(whole) | rest
 
@@ -362,6 +362,6 @@ class FlatParameters:
 
 def _cut_evenly(whole: slice, number: int) -> list[slice]:
     """Cuts a range into `number` ranges of one length, a multiple of 1024; the last may be short or empty."""
-    length = -(-(whole.stop - whole.start) // (_SHARE_ALIGNMENT * number)) * _SHARE_ALIGNMENT
+    length = -(-(whole.stop - whole.start) // (_SHARD_ALIGNMENT * number)) * _SHARD_ALIGNMENT
     ends = [min(whole.start + each * length, whole.stop) for each in range(number + 1)]
     return [slice(*pair) for pair in itertools.pairwise(ends)]

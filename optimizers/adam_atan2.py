@@ -99,7 +99,7 @@ class AdamATan2(torch.optim.Optimizer):
         self._flat, kept = flat, flat.kept_of(names)
         self._moments: dict[str, ShardBuffers] = {moment: flat.zeros(kept) for moment in _MOMENTS}
         for moment, shard_buffers in self._moments.items():
-            for name, kept in flat.shards(shard_buffers, flat.share, names).items():
+            for name, kept in flat.shards(shard_buffers, flat.shard, names).items():
                 self.state[parts[name]][moment] = tensor_of(kept)
         self._kernel = None
         if compiler_options is not None:

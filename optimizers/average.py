@@ -56,8 +56,8 @@ class DenseAverage(Average):
 
     def __init__(self, *flats: FlatParameters, rate: float, corrects_bias: bool = False):
         self._flats, self._rate, self._corrects_bias = flats, rate, corrects_bias
-        self._shares = [flat.average_shares() for flat in flats]
-        self._own = [shares[flat.ranks.index] for flat, shares in zip(flats, self._shares, strict=True)]
+        self._shards = [flat.average_shards() for flat in flats]
+        self._own = [shards[flat.ranks.index] for flat, shards in zip(flats, self._shards, strict=True)]
         self._averages = [flat.zeros(flat.around(own)) for flat, own in zip(flats, self._own, strict=True)]
         self.reset_to_weights()
 
@@ -84,9 +84,9 @@ class DenseAverage(Average):
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
         parameters, averages = {}, {}
-        for flat, shard_buffers, shares in zip(self._flats, self._averages, self._shares, strict=True):
+        for flat, shard_buffers, shards in zip(self._flats, self._averages, self._shards, strict=True):
             parameters |= flat.parameters
-            averages |= flat.all_gather_views(shard_buffers, shares)
+            averages |= flat.all_gather_views(shard_buffers, shards)
         raw = {name: parameter.data for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
