@@ -72,7 +72,7 @@ class FlatParameters:
     multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
 
     Sharers divide the update (ZeRO-1, arXiv 1910.02054): each updates its range, `shard`, and an all-gather
-    follows. In mixed precision (arXiv 1710.03740) the forward pass reads the parameters `spread` in
+    follows. In mixed precision (arXiv 1710.03740) the forward pass reads the parameters `sharded` in
     `compute_dtype`, and float32 master weights exist only for the shard; all other parameters stay float32,
     and every rank updates all of them.
 
@@ -99,7 +99,7 @@ class FlatParameters:
         in_shared_memory: bool = False,
         undecayed: Collection[str] = (),
         unsplit: Collection[str] = (),
-        spread: Collection[str] = (),
+        sharded: Collection[str] = (),
         compute_dtype: torch.dtype | None = None,
         is_part: bool = False,
         cuts: Mapping[str, Cut] | None = None,
@@ -144,7 +144,7 @@ class FlatParameters:
         self.sharers, self.is_mixed = sharers, dtype != first.dtype
         self._shards = self._cut()  # of all sharers; the last ones may be short or empty
         self.shard = self._shards[sharers.index]
-        self._spread = {*spread} & self._ranges.keys() if self.is_mixed else {*self._ranges}
+        self._sharded = {*sharded} & self._ranges.keys() if self.is_mixed else {*self._ranges}
         self._kept = self.around(self.shard)  # the ranges that this rank updates
         if self.is_mixed:
             self.master_weights = self.zeros(self._kept)
@@ -163,13 +163,13 @@ class FlatParameters:
                         begin - start : end - start
                     ]
             memory = (
-                self.weights[start:] if name in self._spread else self.master_weights.at(self._ranges[name])
+                self.weights[start:] if name in self._sharded else self.master_weights.at(self._ranges[name])
             )
             parameter.data = memory[: value.numel()].view(value.shape).copy_(value)
         owned = self.shards(self.master_weights, self.shard)
         for name, part in owned.items():
             parameter, tensor = self.parameters[name], tensor_of(part)
-            if self.is_mixed and name in self._spread:
+            if self.is_mixed and name in self._sharded:
                 parameter.grad_dtype = self.message.dtype
             elif isinstance(part, Tensor):
                 owned[name] = parameter
@@ -215,7 +215,7 @@ class FlatParameters:
     @property
     def _cast(self) -> set[str]:
         """Returns the names of parameters whose dtype is not that of the gradients."""
-        return self._spread if self.is_mixed else set()
+        return self._sharded if self.is_mixed else set()
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """Returns {name: view of `buffer` in the parameter's shape}; {} for an empty buffer."""
@@ -230,7 +230,7 @@ class FlatParameters:
     ) -> Tensors:
         """Returns {name: tensor or shard} of the parameters, or of `names`, in the memory `shard_buffers`.
 
-        shard_buffers: memory for the ranges `around(shard)`. Of a spread parameter, `shard_buffers` has only
+        shard_buffers: memory for the ranges `around(shard)`. Of a sharded parameter, `shard_buffers` has only
         the part in the range `shard`, perhaps nothing; any other parameter is whole.
         """
         shards: Tensors = {}
@@ -239,7 +239,7 @@ class FlatParameters:
         for name in self.parameters if names is None else names:
             part, begin = self._part(name, shard), self._ranges[name].start
             shape, length = tuple(self.parameters[name].shape), part.stop - part.start
-            if name not in self._spread or is_whole:
+            if name not in self._sharded or is_whole:
                 shards[name] = shard_buffers.at(part).view(shape)
                 continue
             spans = (Span(part.start - begin, length),) if length else ()
@@ -251,19 +251,19 @@ class FlatParameters:
         return shards
 
     def _part(self, name: str, shard: slice) -> slice:
-        """Returns the range of a parameter, without the gap behind; if spread, only its part in `shard`."""
+        """Returns the range of a parameter, without the gap behind; if sharded, only its part in `shard`."""
         begin = self._ranges[name].start
         end = begin + self.parameters[name].numel()
-        if name not in self._spread:
+        if name not in self._sharded:
             return slice(begin, end)
         return slice(*(min(max(each, begin), end) for each in (shard.start, shard.stop)))
 
     def around(self, shard: slice) -> list[slice]:
-        """Returns rising ranges, as few as possible, with `shard` and all parameters that are not spread.
+        """Returns rising ranges, as few as possible, with `shard` and all parameters that are not sharded.
 
         The ranges begin and end at multiples of 1024, because kernels round by the position within a range.
         """
-        rest, unit = self.ranges(self.parameters.keys() - self._spread), _SHARD_ALIGNMENT
+        rest, unit = self.ranges(self.parameters.keys() - self._sharded), _SHARD_ALIGNMENT
         rest = [
             slice(each.start // unit * unit, min(-(-each.stop // unit) * unit, self.size)) for each in rest
         ]
@@ -315,7 +315,7 @@ class FlatParameters:
         if own.start < own.stop:
             whole[own] = shard_buffers.at(own)
         self.ranks.all_gather_ranges_(whole, shards)
-        rest = self.shards(shard_buffers, own, self.parameters.keys() - self._spread)
+        rest = self.shards(shard_buffers, own, self.parameters.keys() - self._sharded)
         return self.views(whole) | rest
 
     def _cut(self) -> list[slice]:

@@ -337,7 +337,7 @@ def build_table(
     if embedding is None:
         return PuzzleTable()
     decay = config.puzzle_emb_weight_decay
-    if _is_spread(config, ranks):
+    if _is_sharded(config, ranks):
         table = RowsByOwner(embedding, num_rows, ranks, weight_decay=decay)
     else:
         members = (Ranks(index, ranks.size) for index in range(ranks.size))
@@ -350,8 +350,8 @@ def build_table(
 
 def num_local_rows(config: PretrainConfig, num_rows: int, ranks: Ranks) -> int:
     """Returns the number of rows that the puzzle embedding of this rank must have."""
-    return len(rows_of_rank(num_rows, ranks.index, ranks.size)) if _is_spread(config, ranks) else num_rows
+    return len(rows_of_rank(num_rows, ranks.index, ranks.size)) if _is_sharded(config, ranks) else num_rows
 
 
-def _is_spread(config: PretrainConfig, ranks: Ranks) -> bool:
+def _is_sharded(config: PretrainConfig, ranks: Ranks) -> bool:
     return config.puzzle_emb_sharding == "rows" and ranks.size > 1

@@ -152,7 +152,7 @@ def build_flats(
     of_blocks = {
         "sharers": mesh.sharers,
         "unsplit": matrices if config.optimizer == "muon" else (),
-        "spread": blocks,
+        "sharded": blocks,
         # DistributedDataParallel needs gradients in the dtype of the parameters.
         "compute_dtype": None if config.sync == "ddp" else network.dtype,
         "undecayed": network.undecayed,
