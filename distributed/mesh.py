@@ -58,7 +58,7 @@ class Mesh:
     """The process groups of this rank along the axes of the mesh. All ranks build a mesh together.
 
     data: ranks with different slots. replicas: ranks with the same part of the blocks, which sum its
-    gradients. sharers: ranks of `replicas` that divide the update. pipeline, homes: the ranks of one
+    gradients. sharers: ranks of `replicas` that divide the update. pipeline, owners: the ranks of one
     pipeline, in two groups (`distributed.pipeline.Ring` says why). tensor: ranks with the same slots, which
     divide the weights of blocks. holders: ranks that together hold every weight of the blocks once.
     """
@@ -69,7 +69,7 @@ class Mesh:
         self.data = self._along(("pipeline", "replicate", "shard"))
         self.replicas = self._along(("replicate", "shard"))
         self.sharers = self._along(("shard",))
-        self.pipeline, self.homes = self._along(("pipeline",)), self._along(("pipeline",))
+        self.pipeline, self.owners = self._along(("pipeline",)), self._along(("pipeline",))
         self.tensor = self._along(("tensor",))
         self.holders = self._along(("pipeline", "tensor"))
 

@@ -241,7 +241,7 @@ def test_a_run_begins_with_whole_weights_that_rank_0_alone_has(tmp_path):
 def _lose_the_last_stage() -> None:
     """Ends rank 1 in a step; asserts that rank 0 knows what an error this is."""
     state, config = begin("trm", "pp2", {})
-    assert state.mesh.pipeline.group is not state.mesh.homes.group, "or NCCL waits forever: test_pipeline"
+    assert state.mesh.pipeline.group is not state.mesh.owners.group, "or NCCL waits forever: test_pipeline"
     do_step(state, config, random_batch(_SLOTS))
     if rank() == 1:
         state.model.network.L_level.run_blocks = lambda *_: os._exit(0)
