@@ -117,7 +117,7 @@ class _Ring:
 
     def __init__(self, device: torch.device):
         mesh = Mesh(sizes_of(world_size(), pipeline=world_size()))
-        self._ring, self._own = Ring(mesh.pipeline, mesh.homes), torch.ones(1024, 1024, device=device)
+        self._ring, self._own = Ring(mesh.pipeline, mesh.owners), torch.ones(1024, 1024, device=device)
 
     def run(self) -> float:
         """Sends a tensor through all ranks 5 times; each rank adds 1 each time. Returns an entry."""

@@ -57,7 +57,7 @@ class _Updates:
     """All contenders, with the same weights and gradients; each updates a copy of its own."""
 
     def __init__(self, device: torch.device, options: argparse.Namespace):
-        # In float32 our update moves the parameters; in bfloat16 masters, which a gather casts later.
+        # In float32 our update moves the parameters; in bfloat16 master weights, which a gather casts later.
         words = (*(TINY if options.quick else ()), f"ema={_EMA_RATE}", "lr_warmup_steps=1", "lr=1e-3")
         words += ("arch.forward_dtype=float32",)
         trainers = [Trainer(device, *words, puzzles=1, compiles=compiles) for compiles in (True, False)]

@@ -86,14 +86,14 @@ def load_into_(
     section: str,
     *,
     is_optional: bool = False,
-    elsewhere: tuple[str, ...] = (),
+    remote_names: tuple[str, ...] = (),
     casts: Collection[str] = (),
 ) -> bool:
     """Overwrites this rank's tensors and shards with a saved section; any number of ranks may have saved it.
 
     Returns False if files are missing, as they may if `is_optional`. Reads only tensors that have elements
     for this rank. Where each rank saved its own tensor (`is_by_rank`), another number of ranks loads their
-    mean. elsewhere: ends of names that may be missing in `targets`, because only other ranks hold them.
+    mean. remote_names: ends of names that may be missing in `targets`, because only other ranks hold them.
     casts: names of tensors that may be stored in another floating-point dtype, and are cast.
     Raises ValueError if names, shapes or dtypes differ, or files are missing.
     """
@@ -101,7 +101,7 @@ def load_into_(
         return not targets
     absent, num_read = set(targets), Counter()
     for stored in _stored(folder, section):
-        if stored.key not in targets and stored.key.endswith(elsewhere):
+        if stored.key not in targets and stored.key.endswith(remote_names):
             continue
         if stored.key not in targets:
             raise _does_not_fit(folder, stored.key, stored=stored.shape, own=None)

@@ -1,7 +1,7 @@
-"""Ends a process whose Python threads cannot run, because native code keeps the interpreter's lock.
+"""Kills a process if none of its Python threads can run, because native code holds the interpreter's lock.
 
-A helper process, `python backstop.py PID`, waits for messages of the watched process. If none arrives in
-time, the helper makes the watched process print the stacks of its threads, and kills it. Time in which the
+A helper process, `python backstop.py PID`, waits for messages of the watched process. If no message arrives
+in time, the helper makes the watched process print the stacks of its threads, and kills it. Time in which the
 helper or the watched process was stopped (SIGSTOP, a suspended job) does not count. The timer of faulthandler
 would count it.
 """
@@ -17,15 +17,17 @@ import time
 from pathlib import Path
 
 _TICK_SECONDS = 0.5
-_PRINT_SECONDS = 2.0  # for the stacks, before the kill
-_DUMP_SIGNAL = signal.SIGQUIT  # which Python leaves to its default, and Ctrl-\ sends
+_PRINT_SECONDS = 2.0  # time to print the stacks before the kill
+_DUMP_SIGNAL = signal.SIGQUIT  # Python does not use this signal; Ctrl-\ sends it
 
 
 class Backstop:
-    """A helper process that ends this process if `renew` is not called in time."""
+    """A helper process that kills this process if `renew` is not called in time."""
 
     def __init__(self) -> None:
-        faulthandler.register(_DUMP_SIGNAL, all_threads=True)  # its handler needs no interpreter's lock
+        faulthandler.register(
+            _DUMP_SIGNAL, all_threads=True
+        )  # the handler does not need the interpreter's lock
         command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
         self._helper = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
         os.set_blocking(self._helper.stdin.fileno(), False)
@@ -44,14 +46,14 @@ class Backstop:
 
 
 def is_stopped(process: int) -> bool:
-    """Returns whether a process is stopped by a signal or a debugger; False without /proc."""
+    """Returns whether a process is stopped by a signal or a debugger. Returns False without /proc."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     return False
 
 
 def _watch(process: int) -> None:
-    """Waits until the watched process, the parent, ends, closes the pipe, or does not renew in time."""
+    """Watches the parent process until it ends or closes the pipe. Kills it if it does not renew in time."""
     limit, waited, last = float("inf"), 0.0, time.monotonic()
     while os.getppid() == process:
         is_readable = select.select([0], [], [], _TICK_SECONDS)[0]
@@ -63,7 +65,7 @@ def _watch(process: int) -> None:
                 return
             limit, waited = float(lines[-1]), 0.0
         elif not is_stopped(process):
-            waited += min(passed, 2 * _TICK_SECONDS)  # more: this helper was stopped meanwhile
+            waited += min(passed, 2 * _TICK_SECONDS)  # if more time has passed, this helper was stopped
         if waited > limit:
             os.kill(process, _DUMP_SIGNAL)
             time.sleep(_PRINT_SECONDS)
@@ -79,5 +81,5 @@ def _watch(process: int) -> None:
 if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # the watched process decides when it ends
-    with contextlib.suppress(ProcessLookupError):  # it has just ended
+    with contextlib.suppress(ProcessLookupError):  # the process has just ended
         _watch(int(sys.argv[1]))

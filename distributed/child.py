@@ -1,4 +1,4 @@
-"""Runs a program of this repository as a child process, which is asked to stop when its parent ends."""
+"""Runs a program of this repository as a child process. The child receives a signal if its parent dies."""
 
 import io
 import os
@@ -14,7 +14,7 @@ from distributed.launch import REPOSITORY
 
 _PROGRESS_SECONDS = 10  # between two lines of progress
 _ERROR = re.compile(r"(?:[\w .-]+: )?error(?: \(rank \d+(?: \(.*?\))?\))?: (.*)")
-# Linux's PR_SET_PDEATHSIG: when the parent dies, in whatever way, the child receives a signal.
+# The child receives a signal when the parent dies, for any reason (PR_SET_PDEATHSIG, Linux only).
 _LEASH = """import ctypes, os, signal, sys
 for ignored_by_python in (signal.SIGPIPE, signal.SIGXFSZ):
     signal.signal(ignored_by_python, signal.SIG_DFL)
@@ -34,8 +34,11 @@ def start_child(
 ) -> subprocess.Popen[bytes]:
     """Starts a command, with stdout and stderr in `output`.
 
-    A signal of the terminal, such as Ctrl-C, does not reach the child. On Linux it gets `stop_signal` when
-    this process dies, and runs on `cores`; None: on those of this process. folder: in which it runs.
+    A signal of the terminal, such as Ctrl-C, does not reach the child. On Linux, the child receives
+    `stop_signal` when this process dies.
+
+    cores: CPU cores of the child (Linux only). If None, those of this process. folder: Working directory of
+    the child.
     """
     if sys.platform == "linux":
         cores = ",".join(map(str, cores or os.sched_getaffinity(0)))
@@ -52,20 +55,22 @@ def start_child(
 
 
 def why_it_failed(said: str, status: int) -> str:
-    """Returns the text of the first error in a program's output, else exit status and last line."""
+    """Returns the first error in a program's output. Without one, returns exit status and last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip("=- ")]
     errors = [found[1] for found in map(_ERROR.match, lines) if found]
-    return errors[0] if errors else f"ended with status {status}: {(lines or ['it said nothing'])[-1]}"
+    return errors[0] if errors else f"ended with status {status}: {(lines or ['no output'])[-1]}"
 
 
 def run_child(program: str, words: Sequence[str], *, processes: int = 1) -> None:
     """Runs a program such as pretrain.py to its end, and prints the program's output on stdout.
 
-    processes: more than 1 are started by torchrun. An exception during the wait, such as Ctrl-C, asks the
-    program to stop and save; then the exception is raised again. ValueError if the program fails.
+    If this function is interrupted by an exception, such as Ctrl-C, it asks the program to save and stop,
+    waits for its end, and raises the exception again. Raises ValueError if the program fails.
+
+    processes: Number of processes. If more than 1, torchrun starts them.
     """
     if processes < 1:
-        raise ValueError(f"processes={processes}: give 1 or more")
+        raise ValueError(f"processes={processes} is less than 1. Set processes to 1 or more.")
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
     command = [sys.executable, *torchrun, str(REPOSITORY / program), *words]
     said, environment = [], {"PROGRESS_SECONDS": str(_PROGRESS_SECONDS)}

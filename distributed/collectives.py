@@ -1,7 +1,7 @@
-"""Collectives among ranks, metric sums over ranks, and the check that ranks hold equal tensors.
+"""Collectives, metric sums over ranks, and the check that ranks hold equal tensors.
 
-Without a process group everything works as for one rank. All ranks must call each collective, in the same
-order, with tensors of equal dtype and (except in `..._rows`) equal shape.
+Without a process group, everything works as for one rank. All ranks must call each collective, in the same
+order, with tensors of equal dtype and shape. In functions named `..._rows`, the number of rows may differ.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distributed.process_group import rank, world_size
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
 def has_group() -> bool:
@@ -23,10 +23,12 @@ def has_group() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """A group of ranks that this rank is a member of, with the collectives among the members.
+    """A group of ranks that includes this rank, with collectives among its members.
 
-    index: of this rank among the members, from 0. size: number of members; a group of 1 sends nothing. group:
-    of torch.distributed; None: the default group of all ranks.
+    Attributes:
+        index: Rank of this process within the group.
+        size: Number of ranks. If 1, no method communicates.
+        group: Process group of torch.distributed. If None, the default group.
     """
 
     index: int = 0
@@ -34,16 +36,16 @@ class Ranks:
     group: dist.ProcessGroup | None = None
 
     @property
-    def talks(self) -> bool:
-        """Returns whether collectives send messages: among several members, with an open process group."""
+    def is_distributed(self) -> bool:
+        """Whether collectives communicate: there are several ranks, and torch.distributed is initialized."""
         return self.size > 1 and has_group()
 
     def barrier(self) -> None:
         self.all_reduce_sum_(torch.zeros(1))
 
     def broadcast_(self, tensors: list[Tensor], *, source: int = 0) -> None:
-        """Overwrites the tensors with those of member `source`, in one message for each dtype."""
-        if not self.talks:
+        """Overwrites the tensors with those of rank `source` of the group, in one message per dtype."""
+        if not self.is_distributed:
             return
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -53,19 +55,19 @@ class Ranks:
                 tensor.detach().copy_(piece.view_as(tensor))
 
     def all_reduce_sum_(self, tensor: Tensor) -> Tensor:
-        if self.talks:
+        if self.is_distributed:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def reduce_sum_(self, tensor: Tensor) -> Tensor:
-        """Sums the tensor in place on member 0; on other members its values are undefined afterwards."""
-        if self.talks:
+        """Sums the tensor in place on rank 0 of the group. On other ranks, its values become undefined."""
+        if self.is_distributed:
             dist.reduce(tensor, group_dst=0, group=self.group)
         return tensor
 
     def all_gather_counts(self, *counts: int, device: torch.device) -> list[list[int]]:
-        """Returns for each of `counts` the list of all members' values."""
-        if not self.talks:
+        """Returns, for each of `counts`, the list of its values on all ranks."""
+        if not self.is_distributed:
             return [[count] for count in counts]
         own = torch.tensor(counts, device=device)
         parts = [torch.empty_like(own) for _ in range(self.size)]
@@ -73,11 +75,11 @@ class Ranks:
         return torch.stack(parts, dim=1).tolist()
 
     def all_gather_rows(self, rows: Tensor, counts: list[int] | None = None) -> Tensor:
-        """Returns the rows [n_r, ...] of all members r, concatenated; n_r may differ, and may be 0.
+        """Returns the rows [n_r, ...] of all ranks r, concatenated. n_r may differ, and may be 0.
 
-        counts: every n_r, if all members know them already; None: an extra message gathers them.
+        counts: List of all n_r, if every rank already knows it. If None, an extra message gathers it.
         """
-        if not self.talks:
+        if not self.is_distributed:
             return rows
         if counts is None:
             (counts,) = self.all_gather_counts(len(rows), device=rows.device)
@@ -92,11 +94,13 @@ class Ranks:
     def all_gather_numbered_rows(
         self, numbers: Tensor, rows: Tensor, counts: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Returns the integers `numbers` [n_r] and the `rows` [n_r, k] of all members, both concatenated.
+        """Returns the integers `numbers` [n_r] and the `rows` [n_r, k] of all ranks r, both concatenated.
 
-        counts: every n_r. Sends one message; numbers must fit into as many bits as an element of `rows`.
+        Sends one message. Each number must fit into the bits of one element of `rows`.
+
+        counts: List of all n_r.
         """
-        if not self.talks:
+        if not self.is_distributed:
             return numbers, rows
         integer = _INTEGERS[rows.element_size()]
         own = torch.cat([numbers[:, None].to(integer), rows.view(integer)], dim=1)
@@ -104,42 +108,48 @@ class Ranks:
         return gathered[:, 0].to(numbers.dtype), gathered[:, 1:].view(rows.dtype)
 
     def all_to_all_rows(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
-        """Sends the first sent[0] of the rows [n, ...] to member 0, the next sent[1] to member 1, ...
+        """Sends the first sent[0] of the rows [n, ...] to rank 0, the next sent[1] rows to rank 1, and so on.
 
-        Returns the rows that arrive here, received[r] from each member r, in the order of members.
+        Returns the received rows in the order of their source ranks: received[r] rows from rank r.
         """
-        if not self.talks:
+        if not self.is_distributed:
             return rows
         arrived = rows.new_empty(sum(received), *rows.shape[1:])
         dist.all_to_all_single(arrived, rows, received, sent, group=self.group)
         return arrived
 
     def gather(self, tensor: Tensor, *, goal: int) -> list[Tensor] | None:
-        """Returns on member `goal` the tensors of all members, of equal shape; None on other members."""
-        if not self.talks:
+        """Returns the list of all ranks' tensors on rank `goal`, and None on other ranks.
+
+        All tensors must have equal shapes.
+        """
+        if not self.is_distributed:
             return [tensor]
         gathered = [torch.empty_like(tensor) for _ in range(self.size)] if self.index == goal else None
         dist.gather(tensor.contiguous(), gathered, group_dst=goal, group=self.group)
         return gathered
 
     def scatter(self, tensors: list[Tensor] | None, *, like: Tensor, source: int) -> Tensor:
-        """Returns on each member the tensor that `source` has for it, shaped as `like`.
+        """Sends tensor r of `tensors` on rank `source` to rank r. Returns the tensor for this rank.
 
-        tensors: on `source` one for each member; None elsewhere.
+        tensors: On rank `source`, one tensor for each rank. On other ranks, None. like: Tensor with the shape
+        of the result.
         """
-        if not self.talks:
+        if not self.is_distributed:
             return tensors[0]
         own = torch.empty_like(like)
         dist.scatter(own, tensors, group_src=source, group=self.group)
         return own
 
     def all_gather_ranges_(self, whole: Tensor, ranges: Sequence[slice]) -> None:
-        """Overwrites each range of `whole`, [n], with the values of the member that the range belongs to.
+        """Overwrites each range of `whole`, [n], with the values of the rank that the range belongs to.
 
-        ranges: one for each member, disjoint. Sends one message if the ranges are consecutive and of equal
-        length (the last may be shorter, if `whole` has room behind them); otherwise one for each range.
+        Sends one message if the ranges are consecutive and of equal length. The last range may be shorter if
+        `whole` has room behind it. Otherwise, sends one message for each range.
+
+        ranges: One range for each rank, disjoint.
         """
-        if not self.talks:
+        if not self.is_distributed:
             return
         length = ranges[0].stop - ranges[0].start
         are_alike = all(
@@ -147,7 +157,7 @@ class Ranks:
             for number, each in enumerate(ranges)
         )
         if are_alike and len(whole) >= length * self.size:
-            new_name = getattr(dist, "all_gather_single", None)  # of torch 2.13 or later
+            new_name = getattr(dist, "all_gather_single", None)  # in torch 2.13 or later
             whole, own = whole[: length * self.size], whole[self.index * length :][:length]
             (new_name or dist.all_gather_into_tensor)(whole, own, group=self.group)
             return
@@ -164,36 +174,36 @@ ALONE = Ranks()
 
 
 class AllToAllPlan:
-    """The exchange of table rows between each rank that reads them and the ranks that own them.
+    """The exchange of table rows between the ranks that read rows and the ranks that own them.
 
     Row `identifier` of the table is row `identifier // size` on its owner, rank `identifier % size`. All
-    ranks build a plan together, and call its methods together. On CUDA, building waits for the device.
+    ranks build a plan together, and call its methods together. On CUDA, building a plan waits for the device.
 
-    identifiers: int64 [n], the rows that this rank reads.
-    own_rows: int64 [m], this rank's row numbers of the rows that ranks read: first those that rank 0 reads.
+    identifiers: int64 [n], the rows that this rank reads. own_rows: int64 [m], row numbers on this rank of
+    the rows that the ranks read. The rows that rank 0 reads come first.
     """
 
     def __init__(self, identifiers: Tensor, ranks: Ranks):
         self.num_rows, self._ranks = len(identifiers), ranks
         owners = identifiers % ranks.size
         self._order = owners.argsort(stable=True)
-        self._num_read = torch.bincount(owners, minlength=ranks.size).tolist()  # of each owner
+        self._num_read = torch.bincount(owners, minlength=ranks.size).tolist()  # rows read from each owner
         by_rank = ranks.all_gather_counts(*self._num_read, device=identifiers.device)
-        self._num_lent = by_rank[ranks.index]  # to each rank
+        self._num_lent = by_rank[ranks.index]  # rows sent to each rank
         numbers = identifiers[self._order] // ranks.size
         self.own_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
 
     def fetch(self, own: Tensor) -> Tensor:
-        """Returns the rows that this rank reads, [n, ...], as `identifiers` numbers them, from their owners.
+        """Returns the rows of `identifiers`, [n, ...], from their owners.
 
-        own: all table rows that this rank owns.
+        own: All table rows that this rank owns.
         """
         lent = own[self.own_rows]
         arrived = self._ranks.all_to_all_rows(lent, sent=self._num_lent, received=self._num_read)
         return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
 
     def send(self, rows: Tensor) -> Tensor:
-        """Sends rows of this rank's `identifiers`, [n, ...], to the owners; returns those for `own_rows`."""
+        """Sends `rows` [n, ...] to the owners of `identifiers`. Returns the rows received for `own_rows`."""
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
 
@@ -207,9 +217,12 @@ def barrier() -> None:
 
 
 def gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any] | None:
-    """Returns on member 0 the list of all members' values, by pickle; None on others. ranks: None: all."""
+    """Returns on rank 0 of the group the list of all ranks' values (pickled), and None on other ranks.
+
+    ranks: Group that takes part. If None, all ranks.
+    """
     ranks = ranks or all_ranks()
-    if not ranks.talks:
+    if not ranks.is_distributed:
         return [value]
     gathered = [None] * ranks.size if ranks.index == 0 else None
     dist.gather_object(value, gathered, group_dst=0, group=ranks.group)
@@ -226,11 +239,12 @@ def broadcast_object(value: Any) -> Any:
 
 
 class RankSums:
-    """The running sums of named scalars on this rank, to be summed over ranks when they are logged.
+    """Running sums of named scalars on this rank. `reduce` adds them over ranks when they are logged.
 
     Adding never waits for the device. Sums are float64 (float32 on mps).
 
-    names: of the scalars that are summed. ranks: those that divide the batch. steps: calls of `add` so far.
+    names: Names of the scalars to sum. ranks: Ranks that divide the batch. steps: Number of calls of `add` so
+    far.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, ranks: Ranks):
@@ -241,9 +255,9 @@ class RankSums:
         self.steps = 0
 
     def add(self, scalars: dict[str, Tensor]) -> None:
-        """Adds the scalars of a step: the same names on every rank.
+        """Adds the scalars of a step. Every rank must pass the same names.
 
-        Ignores those that are not in `names`, as in an evaluation those of training alone.
+        Scalars that are not in `names` are ignored. Example: an evaluation ignores scalars of training.
         """
         zero = self._sums.new_zeros(())
         self._sums += torch.stack([scalars.get(name, zero).to(self._sums.dtype) for name in self._names])
@@ -251,9 +265,9 @@ class RankSums:
         self.steps += 1
 
     def reduce(self) -> dict[str, float]:
-        """Returns the sums over all ranks, on member 0 (elsewhere the values are undefined); keeps the sums.
+        """Returns the sums over all ranks on rank 0 of the group. On other ranks, the values are undefined.
 
-        All ranks call it. Names that were never added are left out.
+        All ranks call it. It does not reset the sums. Names that were never added are left out.
         """
         return self._by_name(self.ranks.reduce_sum_(self._sums.clone()))
 
@@ -263,11 +277,11 @@ class RankSums:
         self.steps = 0
 
     def own(self) -> dict[str, float]:
-        """Returns the sums of this rank alone."""
+        """Returns the sums of this rank only."""
         return self._by_name(self._sums)
 
     def fill_(self, sums: dict[str, float], *, steps: int) -> None:
-        """Restores the sums of this rank in a resumed run. sums: of all names added in `steps` steps."""
+        """Restores the sums of this rank in a resumed run. sums: Sum of each name added in `steps` steps."""
         self.steps, self._present = steps, sums.keys() & set(self._names)
         values = [sums.get(name, 0.0) for name in self._names]
         self._sums.copy_(torch.tensor(values, dtype=self._sums.dtype))
@@ -278,9 +292,9 @@ class RankSums:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns the sum of the tensor's elements, with their bits read as integers: int64 scalar, modulo 2^64.
+    """Returns the sum of the elements' bits, read as integers: int64 scalar, modulo 2^64.
 
-    Any single changed bit changes the sum.
+    If a single bit of the tensor changes, the sum changes.
     """
     bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
     return bits.sum(dtype=torch.int64)
@@ -290,11 +304,13 @@ Key = tuple[str, tuple]  # (name of a tensor, which part of the tensor)
 
 
 def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], int] | None:
-    """Compares tensors that should be equal on all ranks that hold them, by checksum.
+    """Compares, by checksum, tensors that should be equal on all ranks that hold them. All ranks call it.
 
-    tensors: a rank may lack keys that others have. Returns (name of the first tensor that differs, ranks that
-    differ from the first rank with that key, this first rank), or None where all are equal. All ranks call
-    it, and get the same answer.
+    Returns the same result on all ranks. If all tensors are equal, returns None. Otherwise, returns (name of
+    the first tensor that differs, ranks that differ, reference rank). The reference is the first rank with
+    that key.
+
+    tensors: A rank may lack keys that other ranks have.
     """
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
     gathered = gather_objects(dict(zip(tensors, sums, strict=True)))

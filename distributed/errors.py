@@ -1,6 +1,6 @@
-"""Ends all ranks together, with one message, when one of them fails.
+"""If one rank fails, ends all ranks together, with one message.
 
-Otherwise eight ranks would print eight tracebacks, or seven would wait forever for the one that failed.
+Otherwise eight ranks would print eight tracebacks, or seven ranks would wait forever for the failed one.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ EXIT_FAILURE = 1
 
 @contextlib.contextmanager
 def collective_errors() -> Iterator[None]:
-    """Ends all ranks with status 1 if the block has failed on any; otherwise all continue.
+    """Ends all ranks with status 1 if the block failed on any rank. Otherwise all ranks continue.
 
-    All ranks enter; the block itself must not communicate. Rank 0 prints the message of the lowest failing
-    rank in one line; for other exceptions than ValueError (bugs), the failing rank prints a traceback too.
+    All ranks enter. The block itself must not communicate. Rank 0 prints the message of the lowest failing
+    rank in one line. If the exception is not a ValueError (a bug), the failing rank also prints a traceback.
     """
     failure = None
     try:
@@ -42,18 +42,17 @@ def collective_errors() -> Iterator[None]:
 
 
 def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
-    """Ends all ranks with status 1; rank 0 prints the message, about `failed_rank`. All ranks call it."""
+    """Ends all ranks with status 1. Rank 0 prints the message, about `failed_rank`. All ranks call it."""
     if is_main():
         log.error(message, failed_rank=failed_rank)
-    all_gather_objects(
-        None
-    )  # nobody leaves before it is printed: torchrun ends all ranks when the first one goes
+    # Wait until the message is printed: torchrun ends all ranks as soon as one exits.
+    all_gather_objects(None)
     raise SystemExit(EXIT_FAILURE)
 
 
 @contextlib.contextmanager
 def local_errors() -> Iterator[None]:
-    """Ends this rank with one line for a ValueError; to be used before the process group exists."""
+    """Ends this rank with one line for a ValueError. Use it before the process group exists."""
     try:
         yield
     except ValueError as error:
@@ -63,10 +62,12 @@ def local_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]:
-    """Turns a lost connection to another rank into a one-line message and the end of this rank.
+    """Turns a lost connection to another rank into a one-line message, and ends this rank with status 1.
 
-    The traceback goes to this rank's log file. is_already_reported: returns whether the watchdog is about to
-    end all ranks; then the exception is only a consequence, and is raised again.
+    The traceback goes to this rank's log file.
+
+    is_already_reported: Function that returns whether the watchdog is about to end all ranks. If it returns
+    True, the exception is only a consequence, and is raised again.
     """
     try:
         yield
@@ -75,17 +76,21 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
         if reason is None or is_already_reported():
             raise
         log.exception(error, on_console=False)
-        gone = f"lost the connection to another rank ({reason}): its process or node is gone"
-        of_nccl = "NCCL_DEBUG=INFO prints why; " if isinstance(error, dist.DistBackendError) else ""
-        log.error(f"{gone}; {of_nccl}{restart_advice()}", failed_rank=rank())
+        what = f"lost the connection to another rank ({reason})"
+        cause = "Its process or node has terminated, or the network failed."
+        is_nccl = isinstance(error, dist.DistBackendError)
+        hint = "Set NCCL_DEBUG=INFO to print the cause. " if is_nccl else ""
+        log.error(f"{what}. {cause} {hint}{restart_advice()}.", failed_rank=rank())
         raise SystemExit(EXIT_FAILURE) from None
 
 
 @contextlib.contextmanager
 def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
-    """Turns an out-of-memory error into a one-line message with advice, and the end of this rank.
+    """Turns an out-of-memory error into a one-line message with advice, and ends this rank with status 1.
 
-    The traceback goes to this rank's log file. folder: for a snapshot of a CUDA device's memory.
+    The traceback goes to this rank's log file.
+
+    folder: Folder for a snapshot of a CUDA device's memory.
     """
     try:
         yield
@@ -99,17 +104,17 @@ def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
 
 
 def _lack_of_memory(error: BaseException) -> str | None:
-    """Returns a phrase if the error is a lack of memory, with the size that was asked for; None otherwise."""
+    """Returns a phrase with the requested size if the error is a lack of memory, otherwise None."""
     text = str(error)
     is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if not is_known and getattr(error, "errno", None) != errno.ENOMEM and "can't allocate memory" not in text:
         return None
     asked = re.search(r"[Tt]ri?e?d? to allocate ([\d.]+ \w+)", text)
-    return f"out of memory ({asked[1]} more are not there)" if asked else "out of memory"
+    return f"out of memory (tried to allocate {asked[1]})" if asked else "out of memory"
 
 
 def _write_snapshot(folder: Path | None) -> str:
-    """Writes a snapshot of a CUDA device's memory into a folder; returns words with its path, or ""."""
+    """Writes a snapshot of a CUDA device's memory into a folder. Returns a phrase with its path, or ""."""
     if folder is None or not torch.cuda.is_initialized():
         return ""
     path = folder / f"memory_{rank()}.pickle"
@@ -117,24 +122,24 @@ def _write_snapshot(folder: Path | None) -> str:
         torch.cuda.memory._dump_snapshot(str(path))
     except (OSError, RuntimeError):
         return ""
-    return f"; what fills it is in {path} (drop it on pytorch.org/memory_viz)"
+    return f"; memory snapshot: {path} (open it at pytorch.org/memory_viz)"
 
 
 def restart_advice() -> str:
-    """Returns a sentence of advice for the case that processes of other ranks have ended."""
-    advice = "with --max-restarts torchrun starts all ranks again"
+    """Returns advice for the case that processes of other ranks have ended, without the final full stop."""
+    advice = "With --max-restarts, torchrun restarts all ranks"
     if is_elastic():
-        return f"{advice}, on the nodes that are there"
+        return f"{advice} on the remaining nodes"
     if num_nodes() == 1:
         return advice
     return (
-        f"{advice}, but not where the node of --rdzv-endpoint is gone: then start the job again on all "
-        "nodes, as a scheduler does by itself (docs/many_machines.md)"
+        f"{advice}, unless the node of --rdzv-endpoint is lost. If it is lost, start the job again on all "
+        "nodes, or let a scheduler do it (docs/many_machines.md)"
     )
 
 
 def lost_connection(error: BaseException) -> str | None:
-    """Returns the reason if gloo, NCCL or the store has lost the connection to a rank; None otherwise."""
+    """Returns the reason if gloo, NCCL or the store lost the connection to a rank, otherwise None."""
     text = str(error)
     if "gloo/transport" in text:  # "[file:line] reason. Typical causes."
         text = text.partition("] ")[2].partition(". ")[0]

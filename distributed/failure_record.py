@@ -1,4 +1,4 @@
-"""The record of a run's last failure, from which the next start tells how long the recovery took."""
+"""The record of a run's last failure. The next launch computes the recovery time from it."""
 
 import contextlib
 import time
@@ -10,22 +10,22 @@ from runtime.writing import write_json
 
 
 class FailureRecord:
-    """A file by which a start of a run learns, on rank 0, whether and when the previous start has failed.
+    """A file from which rank 0 learns whether and when the previous launch of the run failed.
 
-    The file exists while steps run. A normal end removes the file; after an error or a kill the file stays,
-    with the time of the last sign of life. If the file cannot be written, the run continues.
+    The file exists while steps run. A normal end removes the file. After an error or a kill, the file
+    remains, with the time of the last heartbeat. If the file cannot be written, the run continues.
     """
 
     def __init__(self, path: Path):
         self._path = path
-        self._failure: tuple[float, int] | None = None  # of an earlier start: when, and at which step
+        self._failure: tuple[float, int] | None = None  # time and step of the failure of an earlier launch
         self._recovery_seconds: float | None = None
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # no file, or a damaged one
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # the file is missing or damaged
             record = read_json(path)
             self._failure = float(record["time"]), int(record["step"])
 
     def record_recovery(self, step: int) -> None:
-        """Prints, after a start's first step, how long ago an earlier start failed; removes the file."""
+        """Prints, after a launch's first step, how long ago an earlier launch failed. Removes the file."""
         if self._failure is None:
             return
         (failed_at, step_then), self._failure = self._failure, None
@@ -42,7 +42,7 @@ class FailureRecord:
         return {} if seconds is None else {"recovery_seconds": seconds}
 
     def write(self, step: int, *, silent_seconds: float) -> None:
-        """Writes the file atomically. silent_seconds: the age of the oldest among all ranks' heartbeats."""
+        """Writes the file atomically. silent_seconds: Age of the oldest of all ranks' latest heartbeats."""
         with contextlib.suppress(OSError):
             write_json(self._path, {"time": time.time() - silent_seconds, "step": step}, indent=None)
 

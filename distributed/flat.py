@@ -1,7 +1,7 @@
-"""The dense parameters in flat buffers, so that one message or one kernel processes many parameters at once.
+"""Flat buffers of the dense parameters, so that one message or kernel processes many parameters at once.
 
-`FlatParameters` decides the order. Weights, gradients, moments and averages have a buffer each, and a
-parameter has the same range in all of them.
+`FlatParameters` fixes the order of parameters. Weights, gradients, moments and averages have one buffer each,
+and a parameter has the same range in all of them.
 """
 
 import contextlib
@@ -17,47 +17,48 @@ from distributed.shards import Shard, Span, Tensors, tensor_of
 from distributed.shared_memory import SharedTensors, open_shared_tensors
 from distributed.tensor import Cut
 
-_ALIGNMENT = 16  # elements: every parameter starts at a multiple, for vectorised kernels
-# Elements: shares start at a multiple. Kernels round differently behind the last full vector of a range, so
-# that a cut elsewhere would change results.
-_SHARE_ALIGNMENT = 1024
-_FIRST_BUCKET_BYTES = 2**20  # small, so that the first message is sent early
+_ALIGNMENT = 16  # elements: every parameter starts at a multiple, for vectorized kernels
+# Alignment of shards, in elements. Kernels round differently after the last full vector of a range. With
+# another alignment, results would depend on the number of ranks.
+_SHARD_ALIGNMENT = 1024
+_FIRST_BUCKET_BYTES = 2**20  # a small bucket, so that the first message is sent early
 
 
 class Scalars:
-    """Named numbers of each rank, [names, ranks], that are sent to all ranks behind the gradients.
+    """Named numbers of each rank, [names, ranks], that are sent to all ranks together with the gradients.
 
-    Each rank adds to its own column only, so that the sum over ranks has the columns of all. is_closed:
-    whether adding is too late, because the message may be sent already.
+    Each rank adds only to its own column. The sum over ranks therefore contains the numbers of every rank.
+
+    is_closed: If True, it is too late to add, because the message may already be sent.
     """
 
     def __init__(self, names: Sequence[str], values: Tensor, ranks: Ranks):
         self._names, self.values, self._ranks, self.is_closed = tuple(names), values, ranks, False
 
     def add(self, **numbers: float | Tensor) -> None:
-        """Adds to the numbers of this rank. Messages may be bfloat16, which keeps 8 significant bits."""
-        assert not self.is_closed, f"{', '.join(numbers)}: the message that carries the scalars may have left"
+        """Adds to the numbers of this rank. With sync_dtype=bfloat16, only 8 significant bits are sent."""
+        assert not self.is_closed, f"{', '.join(numbers)}: too late, the scalars may already be sent"
         for name, number in numbers.items():
             self.values[self._names.index(name), self._ranks.index] += number
 
     def pop(self) -> dict[str, Tensor]:
-        """Returns {name: numbers of all ranks, [ranks]}, after the sum over ranks; resets them to 0."""
+        """Returns {name: numbers of all ranks, [ranks]} after the sum over ranks. Resets the numbers to 0."""
         values = self.values.clone()
         self.values.zero_()
         return dict(zip(self._names, values, strict=True))
 
 
-class Pieces:
-    """Memory for some ranges of a flat buffer, such as the moments of what this rank updates.
+class ShardBuffers:
+    """Memory for some ranges of a flat buffer. Example: the moments of the weights that this rank updates.
 
-    ranges: rising and disjoint. buffers: one for each range, [length of the range].
+    ranges: Rising and disjoint ranges. buffers: One tensor for each range, [length of the range].
     """
 
     def __init__(self, ranges: Sequence[slice], buffers: Sequence[Tensor]):
         self.ranges, self.buffers = tuple(ranges), tuple(buffers)
 
     def at(self, part: slice) -> Tensor:
-        """Returns the memory of `part`, which must lie within one of the ranges."""
+        """Returns the memory of the range `part`. It must lie within one of the ranges."""
         for each, buffer in zip(self.ranges, self.buffers, strict=True):
             if each.start <= part.start and part.stop <= each.stop:
                 return buffer[part.start - each.start : part.stop - each.start]
@@ -65,28 +66,38 @@ class Pieces:
 
 
 class FlatParameters:
-    """The flat buffers of some parameters: fixes the parameters' order, and owns weights and gradients.
+    """Flat buffers of some parameters. They fix the order of the parameters, and own weights and gradients.
 
-    The order is the reverse of registration, about that in which a backward pass completes gradients;
-    parameters without weight decay come last, from a multiple of 1024 on. Every parameter starts at a
-    multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
+    Parameters are in reverse order of registration, because a backward pass completes gradients in about this
+    order. Parameters without weight decay come last, and start at a multiple of 1024 elements. Every
+    parameter starts at a multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
 
-    Sharers divide the update (ZeRO-1, arXiv 1910.02054): each updates its range, `share`, and an all-gather
-    follows. In mixed precision (arXiv 1710.03740) the forward pass reads the parameters `spread` in
-    `compute_dtype`, and float32 masters exist only for the share; all other parameters stay float32, and
-    every rank updates all of them.
+    With ZeRO-1 (arXiv 1910.02054), the ranks of the sharding group (`sharers`) split the update. Each rank
+    updates its shard of the buffer, then an all-gather distributes the new weights. In mixed precision (arXiv
+    1710.03740), the forward pass reads the parameters of `sharded` in `compute_dtype`. Of these parameters, a
+    rank has float32 master weights only for its shard. All other parameters stay float32, and every rank
+    updates all of them. Without mixed precision, all parameters are sharded.
 
-    parameters: by name, in order. weights: [size], the memory of the parameters that sharers divide. masters:
-    the values that this rank updates; without mixed precision a view of `weights`. gradients: [size], the
-    memory of every `grad`, initially 0; [0] where the parameters need none. message: the memory of
-    `gradients`, and behind them of `scalars`. messages_of_ranks, weights_of_ranks: `message` and `weights` of
-    all ranks in shared memory, or None. owned: {name: tensor or shard that this rank updates}.
-
-    named_parameters: all of one dtype and on one device. ranks: those that sum the gradients. sharers: of
-    these ranks; None: all where they share memory, otherwise none: every rank updates everything.
-    undecayed: names of parameters without weight decay, perhaps of others too. unsplit: names of matrices
-    that one rank must update as a whole. is_part: whether other ranks have other parameters of the model
-    (pipeline or tensor parallel). cuts: {name: which part of the model's weight a parameter is}.
+    Attributes:
+        parameters: {name: parameter}, in the order of the buffers.
+        weights: [size], the memory of the sharded parameters.
+        shard: Range of the buffers that this rank updates.
+        master_weights: Values that this rank updates. Without mixed precision, a view of `weights`.
+        gradients: [size], the memory of every `grad`, initially 0. [0] if the parameters need no gradient.
+        message: The memory of `gradients`, followed by that of `scalars`.
+        messages_of_ranks, weights_of_ranks: `message` and `weights` of all ranks in shared memory, or None.
+        owned: {name: tensor or shard that this rank updates}.
+    Args:
+        named_parameters: Parameters of one dtype, on one device.
+        ranks: Group that sums the gradients.
+        sharers: Sharding group, a part of `ranks`. If None, all of `ranks` if they use shared memory.
+            Otherwise, every rank updates everything.
+        undecayed: Names of parameters without weight decay. May contain names of other parameters.
+        unsplit: Names of matrices that one rank must update as a whole.
+        sharded: Names of parameters to shard in mixed precision.
+        compute_dtype: Dtype of the sharded parameters in the forward pass. If None, that of the parameters.
+        is_part: Whether other ranks hold other parameters of the model (pipeline or tensor parallel).
+        cuts: {name: part of the model's weight that this parameter is} (tensor parallel).
     """
 
     def __init__(
@@ -99,7 +110,7 @@ class FlatParameters:
         in_shared_memory: bool = False,
         undecayed: Collection[str] = (),
         unsplit: Collection[str] = (),
-        spread: Collection[str] = (),
+        sharded: Collection[str] = (),
         compute_dtype: torch.dtype | None = None,
         is_part: bool = False,
         cuts: Mapping[str, Cut] | None = None,
@@ -116,7 +127,7 @@ class FlatParameters:
         self._ranges, self.size = {}, 0
         for name, parameter in self.parameters.items():
             if name in undecayed and not self._ranges.keys() & undecayed:
-                edge = math.lcm(_SHARE_ALIGNMENT, ranks.size)
+                edge = math.lcm(_SHARD_ALIGNMENT, ranks.size)
                 self.size = -(-self.size // edge) * edge
             length = -(-parameter.numel() // self._alignment) * self._alignment
             self._ranges[name] = slice(self.size, self.size + length)
@@ -132,7 +143,7 @@ class FlatParameters:
 
         dtype = compute_dtype or first.dtype
         self.messages_of_ranks, self.message = zeros(num_gradients + num_behind, first.dtype)
-        length = -(-self.size // (_SHARE_ALIGNMENT * ranks.size)) * _SHARE_ALIGNMENT * ranks.size
+        length = -(-self.size // (_SHARD_ALIGNMENT * ranks.size)) * _SHARD_ALIGNMENT * ranks.size
         self.weights_of_ranks, self._padded = zeros(length, dtype)
         self.weights = self._padded[: self.size]
         self.gradients, behind_gradients = self.message[:num_gradients], self.message[num_gradients:]
@@ -142,32 +153,34 @@ class FlatParameters:
         if sharers is None:
             sharers = ALONE if self.weights_of_ranks is None else ranks
         self.sharers, self.is_mixed = sharers, dtype != first.dtype
-        self._shares = self._cut()  # of all sharers; the last ones may be short or empty
-        self.share = self._shares[sharers.index]
-        self._spread = {*spread} & self._ranges.keys() if self.is_mixed else {*self._ranges}
-        self._kept = self.around(self.share)  # the ranges that this rank updates
+        self._shards = self._cut()  # one for each sharer; the last ones may be short or empty
+        self.shard = self._shards[sharers.index]
+        self._sharded = {*sharded} & self._ranges.keys() if self.is_mixed else {*self._ranges}
+        self._kept = self.around(self.shard)  # the ranges that this rank updates
         if self.is_mixed:
-            self.masters = self.zeros(self._kept)
+            self.master_weights = self.zeros(self._kept)
         else:
-            self.masters = Pieces([slice(0, self.size)], [self.weights])
+            self.master_weights = ShardBuffers([slice(0, self.size)], [self.weights])
         self.owned = self._take_over()
 
     def _take_over(self) -> Tensors:
-        """Moves the parameters into the buffers; returns {name: tensor or shard that this rank updates}."""
+        """Moves the parameters into the buffers. Returns {name: tensor or shard that this rank updates}."""
         for name, parameter in self.parameters.items():
             value, start = parameter.detach(), self._ranges[name].start
-            for each, master in zip(self.masters.ranges, self.masters.buffers, strict=True):
+            for each, master in zip(self.master_weights.ranges, self.master_weights.buffers, strict=True):
                 begin, end = max(start, each.start), min(start + value.numel(), each.stop)
                 if begin < end:
                     master[begin - each.start : end - each.start] = value.flatten()[
                         begin - start : end - start
                     ]
-            memory = self.weights[start:] if name in self._spread else self.masters.at(self._ranges[name])
+            memory = (
+                self.weights[start:] if name in self._sharded else self.master_weights.at(self._ranges[name])
+            )
             parameter.data = memory[: value.numel()].view(value.shape).copy_(value)
-        owned = self.shards(self.masters, self.share)
+        owned = self.shards(self.master_weights, self.shard)
         for name, part in owned.items():
             parameter, tensor = self.parameters[name], tensor_of(part)
-            if self.is_mixed and name in self._spread:
+            if self.is_mixed and name in self._sharded:
                 parameter.grad_dtype = self.message.dtype
             elif isinstance(part, Tensor):
                 owned[name] = parameter
@@ -177,13 +190,13 @@ class FlatParameters:
                     tensor = tensor.view(parameter.shape[0] if part.spans else 0, *parameter.shape[1:])
                 owned[name] = part._replace(tensor=tensor)
             if len(self.gradients):
-                tensor.grad = self.gradients[self._part(name, self.share)].view_as(tensor)
+                tensor.grad = self.gradients[self._part(name, self.shard)].view_as(tensor)
         return owned
 
     def attach_gradients(self) -> dict[str, Tensor]:
-        """Sets every parameter's `grad` to a view of `gradients`; returns these views by name.
+        """Sets every parameter's `grad` to a view of `gradients`, and returns these views by name.
 
-        Parameters in another dtype than the gradients have a `grad` only within `gradients_attached`.
+        A parameter of another dtype than the gradients has a `grad` only within `gradients_attached`.
         """
         views = self.views(self.gradients)
         for name in views.keys() - self._cast:
@@ -192,10 +205,12 @@ class FlatParameters:
 
     @contextlib.contextmanager
     def gradients_attached(self, views: dict[str, Tensor]) -> Iterator[None]:
-        """Sets `grad` of parameters in another dtype during the block, which runs a backward pass.
+        """During the block (a backward pass), sets `grad` of parameters of another dtype than the gradients.
 
-        Outside of the block these have no `grad`, because torch's compiler does not expect one of another
-        dtype. views: as `attach_gradients` returns them.
+        Outside of the block they have no `grad`, because torch's compiler does not expect a `grad` of another
+        dtype.
+
+        views: Result of `attach_gradients`.
         """
         cast = views.keys() & self._cast
         for name in cast:
@@ -212,112 +227,121 @@ class FlatParameters:
 
     @property
     def _cast(self) -> set[str]:
-        """Returns the names of parameters whose dtype is not that of the gradients."""
-        return self._spread if self.is_mixed else set()
+        """Names of the parameters of another dtype than the gradients."""
+        return self._sharded if self.is_mixed else set()
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Returns {name: view of `buffer` in the parameter's shape}; {} for an empty buffer."""
+        """Returns {name: view of `buffer` in the parameter's shape}. Returns {} for an empty buffer."""
         return {
             name: buffer[own.start :][: parameter.numel()].view(parameter.shape)
             for (name, parameter), own in zip(self.parameters.items(), self._ranges.values(), strict=True)
             if own.stop <= len(buffer)
         }
 
-    def shards(self, pieces: Pieces, share: slice, names: Collection[str] | None = None) -> Tensors:
-        """Returns {name: tensor or shard} of the parameters, or of `names`, in the memory `pieces`.
+    def shards(
+        self, shard_buffers: ShardBuffers, shard: slice, names: Collection[str] | None = None
+    ) -> Tensors:
+        """Returns {name: tensor or shard} of the parameters, or of `names`, as views of `shard_buffers`.
 
-        pieces: memory for the ranges `around(share)`. Of a spread parameter, `pieces` has only the part in
-        the range `share`, perhaps nothing; any other parameter is whole.
+        For a sharded parameter, the result has only the elements in the range `shard`, which may be none. For
+        any other parameter, it is the full tensor.
+
+        shard_buffers: Memory for the ranges `around(shard)`.
         """
         shards: Tensors = {}
-        # All ranks must decide alike whether tensors are whole: the share of one may happen to be everything.
-        is_whole = (self.sharers if share is self.share else self.ranks).size == 1 and not self.is_part
+        # All ranks must agree on which tensors are sharded. A rank cannot tell from its own shard: the
+        # shard may happen to cover the full tensor.
+        is_whole = (self.sharers if shard is self.shard else self.ranks).size == 1 and not self.is_part
         for name in self.parameters if names is None else names:
-            part, begin = self._part(name, share), self._ranges[name].start
+            part, begin = self._part(name, shard), self._ranges[name].start
             shape, length = tuple(self.parameters[name].shape), part.stop - part.start
-            if name not in self._spread or is_whole:
-                shards[name] = pieces.at(part).view(shape)
+            if name not in self._sharded or is_whole:
+                shards[name] = shard_buffers.at(part).view(shape)
                 continue
             spans = (Span(part.start - begin, length),) if length else ()
             if cut := self.cuts.get(name):
                 spans, shape = cut.spans(slice(part.start - begin, part.stop - begin)), cut.shape
-            is_copy = share is self.share and self.ranks.index >= len(self._shares)
-            tensor = pieces.at(part) if length else self.message[:0]
+            is_copy = shard is self.shard and self.ranks.index >= len(self._shards)
+            tensor = shard_buffers.at(part) if length else self.message[:0]
             shards[name] = Shard(tensor, spans, shape, is_copy=is_copy)
         return shards
 
-    def _part(self, name: str, share: slice) -> slice:
-        """Returns the range of a parameter, without the gap behind; if spread, only its part in `share`."""
+    def _part(self, name: str, shard: slice) -> slice:
+        """Returns a parameter's range, without the gap after it. If sharded, only the part within `shard`."""
         begin = self._ranges[name].start
         end = begin + self.parameters[name].numel()
-        if name not in self._spread:
+        if name not in self._sharded:
             return slice(begin, end)
-        return slice(*(min(max(each, begin), end) for each in (share.start, share.stop)))
+        return slice(*(min(max(each, begin), end) for each in (shard.start, shard.stop)))
 
-    def around(self, share: slice) -> list[slice]:
-        """Returns rising ranges, as few as possible, with `share` and all parameters that are not spread.
+    def around(self, shard: slice) -> list[slice]:
+        """Returns as few rising ranges as possible that contain `shard` and all unsharded parameters.
 
-        The ranges begin and end at multiples of 1024, because kernels round by the position within a range.
+        The ranges start and end at multiples of 1024, because kernels round by the position within a range.
         """
-        rest, unit = self.ranges(self.parameters.keys() - self._spread), _SHARE_ALIGNMENT
+        rest, unit = self.ranges(self.parameters.keys() - self._sharded), _SHARD_ALIGNMENT
         rest = [
             slice(each.start // unit * unit, min(-(-each.stop // unit) * unit, self.size)) for each in rest
         ]
         merged: list[slice] = []
-        for each in sorted([share, *rest], key=lambda each: each.start):
+        for each in sorted([shard, *rest], key=lambda each: each.start):
             if merged and each.start <= merged[-1].stop:
                 merged[-1] = slice(merged[-1].start, max(each.stop, merged[-1].stop))
             elif each.start < each.stop:
                 merged.append(each)
         return merged
 
-    def zeros(self, ranges: Sequence[slice]) -> Pieces:
-        """Returns zeros for these ranges, in the gradients' dtype."""
-        return Pieces(ranges, [self.message.new_zeros(each.stop - each.start) for each in ranges])
+    def zeros(self, ranges: Sequence[slice]) -> ShardBuffers:
+        """Returns buffers of zeros for these ranges, in the dtype of the gradients."""
+        return ShardBuffers(ranges, [self.message.new_zeros(each.stop - each.start) for each in ranges])
 
     def kept_of(self, names: Collection[str]) -> list[slice]:
-        """Returns the ranges of these parameters, as far as this rank updates them."""
+        """Returns the ranges of the elements of these parameters that this rank updates."""
         pairs = itertools.product(self.ranges(names), self._kept)
         common = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
         return [each for each in common if each.start < each.stop]
 
     def gather_(self) -> None:
-        """Copies the updated masters into `weights`, and all-gathers the shares. All ranks call it.
+        """Copies the updated master weights into `weights`, and all-gathers the shards. All ranks call it.
 
-        To be called after every update, before the next forward pass.
+        Call it after every update, before the next forward pass.
         """
-        if self.is_mixed and self.share.start < self.share.stop:
-            self.weights[self.share] = self.masters.at(self.share)
+        if self.is_mixed and self.shard.start < self.shard.stop:
+            self.weights[self.shard] = self.master_weights.at(self.shard)
         if self.sharers.size == 1:
             return
         if self.weights_of_ranks is not None:
-            self.weights_of_ranks.all_gather_(self.share)
+            self.weights_of_ranks.all_gather_(self.shard)
         else:
-            self.sharers.all_gather_ranges_(self._padded, self._shares)
+            self.sharers.all_gather_ranges_(self._padded, self._shards)
 
-    def average_shares(self) -> list[slice]:
-        """Returns the range of weights that each rank averages: disjoint, and updated by the same rank."""
-        shares = self._shares if self.is_mixed else [slice(0, self.size)]
-        number = self.ranks.size // len(shares)
-        return [_cut_evenly(share, number)[copy] for copy in range(number) for share in shares]
+    def average_shards(self) -> list[slice]:
+        """Returns, for each rank, the range of weights that it averages.
 
-    def all_gather_views(self, pieces: Pieces, shares: Sequence[slice]) -> dict[str, Tensor]:
-        """Returns {name: whole tensor} of values that ranks hold in shares, to put them in place of weights.
-
-        All ranks call it. shares: one for each rank. pieces: this rank's values, in the ranges
-        `around(share)`.
+        The ranges are disjoint, and each lies in the shard that its rank updates.
         """
-        whole, own = torch.zeros_like(self._padded), shares[self.ranks.index]
+        shards = self._shards if self.is_mixed else [slice(0, self.size)]
+        number = self.ranks.size // len(shards)
+        return [_cut_evenly(shard, number)[copy] for copy in range(number) for shard in shards]
+
+    def all_gather_views(self, shard_buffers: ShardBuffers, shards: Sequence[slice]) -> dict[str, Tensor]:
+        """Returns {name: full tensor} of values that ranks hold as shards. All ranks call it.
+
+        The result can replace the weights in the forward pass.
+
+        shard_buffers: This rank's values, in the ranges `around(shard)`. shards: Ranges of all ranks.
+        """
+        whole, own = torch.zeros_like(self._padded), shards[self.ranks.index]
         if own.start < own.stop:
-            whole[own] = pieces.at(own)
-        self.ranks.all_gather_ranges_(whole, shares)
-        rest = self.shards(pieces, own, self.parameters.keys() - self._spread)
+            whole[own] = shard_buffers.at(own)
+        self.ranks.all_gather_ranges_(whole, shards)
+        rest = self.shards(shard_buffers, own, self.parameters.keys() - self._sharded)
         return self.views(whole) | rest
 
     def _cut(self) -> list[slice]:
-        """Returns a range for each sharer, of about equal length, that cuts no matrix which must stay whole.
+        """Returns a range for each sharer, of about equal length. No range cuts a matrix of `unsplit`.
 
-        With such matrices (`unsplit`), a range also never cuts the parameters between two of them.
+        If there are such matrices, ranges start and end only at edges of such matrices.
         """
         if not self.unsplit or self.sharers.size == 1:
             return _cut_evenly(slice(0, self.size), self.sharers.size)
@@ -328,7 +352,7 @@ class FlatParameters:
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
-        """Returns these parameters' ranges in the buffers, gaps included; joins adjacent ones, if `joins`."""
+        """Returns these parameters' ranges in the buffers, with gaps. If `joins`, merges adjacent ranges."""
         ranges: list[slice] = []
         for name, own in self._ranges.items():
             if name not in names:
@@ -340,9 +364,9 @@ class FlatParameters:
         return ranges
 
     def buckets(self, num_bytes: float) -> list[slice]:
-        """Cuts `message` into ranges of about `num_bytes`, which are sent one by one in the backward pass.
+        """Splits `message` into ranges of about `num_bytes`. The backward pass sends them one by one.
 
-        The first is smaller, so that sending starts early; the last has the scalars too.
+        The first range is smaller, so that sending starts early. The last range also contains the scalars.
         """
         element_bytes = self.message.element_size()
         buckets: list[slice] = []
@@ -357,7 +381,10 @@ class FlatParameters:
 
 
 def _cut_evenly(whole: slice, number: int) -> list[slice]:
-    """Cuts a range into `number` ranges of one length, a multiple of 1024; the last may be short or empty."""
-    length = -(-(whole.stop - whole.start) // (_SHARE_ALIGNMENT * number)) * _SHARE_ALIGNMENT
+    """Splits a range into `number` ranges of equal length, a multiple of 1024.
+
+    The last ranges may be short or empty.
+    """
+    length = -(-(whole.stop - whole.start) // (_SHARD_ALIGNMENT * number)) * _SHARD_ALIGNMENT
     ends = [min(whole.start + each * length, whole.stop) for each in range(number + 1)]
     return [slice(*pair) for pair in itertools.pairwise(ends)]

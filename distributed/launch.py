@@ -1,6 +1,7 @@
 """Launches a program on all ranks: config, device, process group and watchdog.
 
-Only rank 0 reads the command line. Checks that all nodes have the same code, run folder and dataset are here.
+Only rank 0 reads the command line. This module also checks that all nodes have the same code, run folder and
+dataset.
 """
 
 from runtime.environment import num_cores
@@ -61,7 +62,7 @@ Config = TypeVar("Config")  # a pydantic model with the keys of the machine
 
 @dataclasses.dataclass(frozen=True)
 class Program(Generic[Config]):
-    """The config, device and watchdog of a launched program on this rank. All ranks have the same config."""
+    """Config, device and watchdog of a launched program on this rank. All ranks have the same config."""
 
     config: Config
     device: torch.device
@@ -70,10 +71,12 @@ class Program(Generic[Config]):
 
 @contextlib.contextmanager
 def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterator[Program[Config]]:
-    """Sets up a program on all ranks, and yields the `Program`; closes everything after the block.
+    """Sets up a program on all ranks, and yields the `Program`. Closes everything after the block.
 
-    All ranks enter. compose: called on rank 0, returns the config for all ranks, or None to end all ranks
-    with status 0 (after printing help). A ValueError of `compose` ends all ranks with status 1.
+    All ranks enter. A ValueError of `compose` ends all ranks with status 1.
+
+    compose: Function that returns the config. Only rank 0 calls it. If it returns None (after printing help),
+    all ranks end with status 0.
     """
     log.capture_library_warnings()
     with local_errors():
@@ -97,7 +100,7 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
 
 
 def _broadcast_config(compose: Callable[[], Any]) -> str:
-    """Calls `compose` on rank 0; returns the config as JSON on every rank. Needs no process group."""
+    """Calls `compose` on rank 0, and returns the config as JSON on every rank. Needs no process group."""
     if is_main():
         text, status = None, EXIT_FAILURE
         try:
@@ -108,7 +111,7 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
             status = 0
         except ValueError as error:
             log.error(error)
-        except SystemExit as error:  # the reason is printed already
+        except SystemExit as error:  # the reason has been printed
             status = error.code if isinstance(error.code, int) else EXIT_FAILURE
         finally:
             if world_size() > 1:
@@ -123,11 +126,12 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
 
 
 def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
-    """Waits until all ranks have started; rank 0 warns of nodes that differ from its own.
+    """Waits until all ranks have started. Rank 0 warns about nodes that differ from its own node.
 
-    It warns of other code, of another torch, and of hosts on which the rule of `distributed.number_format`
-    chooses another number format than on rank 0. All ranks call it, before the process group exists. If a
-    rank does not start within the timeout, an error names this rank, and all others end with status 1.
+    The warnings are about other code, another torch version, and hosts where the rule of
+    `distributed.number_format` chooses another number format than on rank 0. All ranks call it, before the
+    process group exists. If a rank does not start within the timeout, all other ranks end with status 1, and
+    an error names the missing rank.
 
     device: Value of the key `device`. A device that is missing on this machine is not an error here.
     """
@@ -145,8 +149,8 @@ def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
         missing = [number for number, key in enumerate(keys) if not store.check([key])]
         if missing:
             log.error(
-                f"{log.name_ranks(missing)} of {world_size()} did not start within {timeout_seconds:g} "
-                "seconds (init_timeout_seconds): are all nodes up, and was every node launched?"
+                f"{log.name_ranks(missing)} of {world_size()} did not start within {timeout_seconds:g} s "
+                "(init_timeout_seconds). Check that all nodes are up, and start the program on every node."
             )
         else:
             starts = [json.loads(value) for value in store.multi_get(keys)]
@@ -159,7 +163,10 @@ def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
         try:
             store.wait(["missing"], 2 * timeout)  # twice: rank 0 itself waits for one timeout
         except RuntimeError:
-            log.error(f"rank 0 did not answer within {2 * timeout_seconds:g} seconds", failed_rank=rank())
+            log.error(
+                f"rank 0 did not respond within {2 * timeout_seconds:g} s. Check rank 0's output.",
+                failed_rank=rank(),
+            )
             raise SystemExit(EXIT_FAILURE) from None
     if missing := json.loads(store.get("missing")):
         leave_store(set(range(world_size())) - set(missing))
@@ -187,13 +194,13 @@ def _warn_of_threads(threads: int) -> None:
     count = local_world_size()
     if is_main() and threads > 1 and threads * count > 2 * num_cores():
         log.warning(
-            f"{count} x {threads} threads for {num_cores()} cores, which only wait: leave out cpu_threads "
-            "and OMP_NUM_THREADS"
+            f"{count} processes x {threads} threads oversubscribe {num_cores()} cores. Unset cpu_threads and "
+            "OMP_NUM_THREADS."
         )
 
 
 def _warn_of_other_code(starts: list[dict]) -> None:
-    """Warns, once a host, of code that differs from rank 0's. starts: {"host", "code"} of each rank."""
+    """Warns, once per host, of code that differs from rank 0's. starts: {"host", "code"} of each rank."""
     first, ranks = starts[0]["code"], defaultdict(list)
     for number, start in enumerate(starts):
         code = start["code"]
@@ -203,8 +210,8 @@ def _warn_of_other_code(starts: list[dict]) -> None:
         if names:
             more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
             log.warning(
-                f"{log.name_ranks(numbers)} on {host}: other code than rank 0 in "
-                f"{', '.join(names[:_MAX_NAMED])}{more}: bring all nodes to one commit and one torch"
+                f"{log.name_ranks(numbers)} on {host}: code differs from rank 0 in "
+                f"{', '.join(names[:_MAX_NAMED])}{more}. Use the same commit and torch version on all nodes."
             )
 
 
@@ -237,37 +244,42 @@ def _warn_of_other_formats(starts: list[dict]) -> None:
 
 
 def _warn_of_restarts(hosts: list[str]) -> None:
-    """Warns if torchrun's options ask for restarts that would fail when a node is lost.
+    """Warns if torchrun's options request restarts that would fail after the loss of a node.
 
-    With torch 2.13, if rank 0's agent serves the workers' store, a node that comes back after a loss does not
-    find the others. hosts: the nodes on which the agent would serve the store.
+    With torch 2.13, if rank 0's agent serves the workers' store, a node that returns after a loss does not
+    find the other nodes.
+
+    hosts: Nodes on which the agent would serve the store.
     """
     has_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     if is_elastic() and not has_restarts:
-        log.warning("--nnodes MIN:MAX without --max-restarts: the first node that leaves ends all")
+        log.warning(
+            "--nnodes MIN:MAX without --max-restarts: the run ends as soon as one node leaves. Pass "
+            "--max-restarts to torchrun."
+        )
     if not hosts or not has_restarts or (num_nodes() == 1 and not is_elastic()):
         return
     log.warning(
-        f"--max-restarts would not survive the loss of a node: set {_OWN_STORE} for torchrun, and "
-        f"--rdzv-backend c10d, on {', '.join(hosts)}"
+        f"restarts would fail after the loss of a node. Set {_OWN_STORE}, and pass --rdzv-backend c10d to "
+        f"torchrun, on {', '.join(hosts)}."
     )
 
 
 def check_folder_is_shared(folder: Path) -> None:
-    """Ends all ranks with a message unless all see rank 0's run folder, to write there. All ranks call it."""
+    """Ends all ranks with a message unless every rank sees rank 0's run folder. All ranks call it."""
     if num_nodes() == 1:
         return
-    token = folder / f".start_{secrets.token_hex(8)}"  # a new name, which no node's cache has as missing
+    token = folder / f".start_{secrets.token_hex(8)}"  # a new name, so that no node has cached it as missing
     with collective_errors():
         if is_main():
             try:
                 token.touch()
             except OSError as error:
-                raise ValueError(f"{token} cannot be written ({error.strerror})") from None
+                raise ValueError(f"cannot write {token} ({error.strerror})") from None
     token = broadcast_object(token)
-    advice = "share it among all nodes, as by NFS or sshfs, at the same path (docs/many_machines.md)"
+    advice = "Share it among all nodes at the same path, for example by NFS (docs/many_machines.md)."
     try:
-        _check_all(token.exists(), f"rank 0's run folder {folder.absolute()} is not the one", advice)
+        _check_all(token.exists(), f"rank 0's run folder {folder.absolute()} is not visible", advice)
     finally:
         if is_main():
             token.unlink(missing_ok=True)
@@ -276,12 +288,12 @@ def check_folder_is_shared(folder: Path) -> None:
 def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
     """Ends all ranks with a message if nodes have different datasets. All ranks call it.
 
-    fingerprint: hash of the dataset; "" if another rank of the node has computed it. names: of the dataset
-    folders, for the message.
+    fingerprint: Hash of the dataset. "" if another rank of this node computed it. names: Dataset folders, for
+    the message.
     """
     is_same = fingerprint in ("", broadcast_object(fingerprint))
-    advice = "copy it to all nodes, or share the folder"
-    _check_all(is_same, f"rank 0's data in {', '.join(names)} is not that", advice)
+    advice = "Copy it to all nodes, or share the folder."
+    _check_all(is_same, f"rank 0's data in {', '.join(names)} differs from the data", advice)
 
 
 def _check_all(is_good: bool, what: str, advice: str) -> None:
@@ -290,13 +302,14 @@ def _check_all(is_good: bool, what: str, advice: str) -> None:
         bad = {number: host for number, (host, found) in enumerate(gathered or ()) if not found}
         if bad:
             hosts = ", ".join(dict.fromkeys(bad.values()))
-            raise ValueError(f"{what} of {log.name_ranks(list(bad))} on {hosts}: {advice}")
+            raise ValueError(f"{what} on {log.name_ranks(list(bad))} ({hosts}). {advice}")
 
 
 def keep_freed_memory(device: torch.device) -> None:
-    """Makes glibc keep freed memory blocks of up to 32 MiB for later tensors: saves 3 to 20 % of a step.
+    """Makes glibc reuse freed memory blocks of up to 32 MiB for later tensors.
 
-    Does nothing unless `device` is a CPU and the C library is glibc.
+    This saves 3 to 20 % of the time of a step. Does nothing unless `device` is a CPU and the C library is
+    glibc.
     """
     if device.type != "cpu" or platform.libc_ver()[0] != "glibc":
         return

@@ -1,4 +1,4 @@
-"""Messages of a run on the console and in a log file of each rank: `from distributed import log`.
+"""Messages of a run, on the console and in a log file of each rank: `from distributed import log`.
 
     function           console                                    file <run>/logs/rank_<r>.log
     info               stdout of rank 0                           of every rank
@@ -6,9 +6,9 @@
     warning            stderr of every rank, each text once       of every rank, each time
     error, exception   stderr of the calling rank                 of the calling rank
 
-Warnings and errors are one line on stderr, with the rank where there are several; the file adds time, rank
-and tracebacks. Warnings of libraries, by logging or by Python's `warnings`, appear like our own, but not
-output of C++ code.
+On stderr, each warning and error is one line, with the rank if there are several ranks. The file adds time,
+rank and tracebacks. Warnings of libraries (from logging or Python's `warnings`) are printed like ours. Output
+of C++ code is not.
 """
 
 import contextlib
@@ -65,11 +65,11 @@ class _Console(logging.Handler):
 
 
 class _RankFile(logging.StreamHandler):
-    """A handler that appends records to a file; a full disk causes one warning on the console."""
+    """A handler that appends records to a file. If the disk is full, it prints one warning on the console."""
 
     def __init__(self, path: Path):
-        # Unbuffered, each message in one write: so a forked process and faulthandler can write into the same
-        # file, and after a full disk nothing is left to write when the process ends.
+        # Write each message unbuffered, in one call. A forked process and faulthandler can then write to the
+        # same file. If the disk is full, nothing remains to be written when the process ends.
         raw, encoding = open_to_append(path), {"encoding": "utf-8", "errors": "backslashreplace"}
         super().__init__(io.TextIOWrapper(raw, write_through=True, **encoding))
         self.path = path
@@ -81,7 +81,7 @@ class _RankFile(logging.StreamHandler):
 
 
 class _Printable(logging.Formatter):
-    """A formatter that escapes control characters, which a terminal would execute."""
+    """A formatter that escapes control characters. A terminal would execute them."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -104,42 +104,45 @@ _logger.addHandler(_console)
 
 
 def info(message: str) -> None:
-    """Prints a message, of one line or several, on stdout of rank 0."""
+    """Prints a message of one or several lines on stdout of rank 0."""
     _logger.info(message)
 
 
 def warning(message: str) -> None:
-    """Prints a warning as one line on stderr, with the rank if there are several; each text only once."""
+    """Prints a warning as one line on stderr, with the rank if there are several.
+
+    Each text is printed only once.
+    """
     _logger.warning(message)
 
 
 @contextlib.contextmanager
 def warn_once(name: str) -> Iterator[None]:
-    """Turns an exception of the block into a warning, which the console shows once for each `name`."""
+    """Turns an exception of the block into a warning. The console shows one warning for each `name`."""
     try:
         yield
     except Exception as failure:
-        text = f"{name} fails, the run goes on without it ({type(failure).__name__}: {failure})"
+        text = f"{name} failed ({type(failure).__name__}: {failure}). The run continues without it."
         _logger.warning(text, extra={"once": f"{name} fails"})
 
 
 def note(message: str, *, colored: str | None = None) -> None:
     """Prints a message about the progress of the work on stderr of rank 0.
 
-    colored: the same text with ANSI codes, for a terminal; any other text in it must have passed `printable`.
+    colored: The same text with ANSI codes, for a terminal. All other text in it must have passed `printable`.
     """
     _logger.info(message, extra={"is_note": True, "colored": colored})
 
 
 def error(message: object, *, failed_rank: int = 0) -> None:
-    """Prints an error as one line on stderr. failed_rank: the rank that failed, named unless it is 0."""
+    """Prints an error as one line on stderr. failed_rank: Rank that failed, named unless it is 0."""
     where = f" ({name_ranks([failed_rank])})" if failed_rank else ""
     _logger.error(str(message), extra={"where": where})
     leave_last_words(f"error{where}: {message}")
 
 
 def exception(raised: BaseException, *, on_console: bool = True) -> None:
-    """Writes a traceback into the file of this rank, and with `on_console` to stderr."""
+    """Writes a traceback into the log file of this rank. If `on_console`, also prints it on stderr."""
     if on_console:
         sys.stderr.write(printable("".join(traceback.format_exception(raised))))
         leave_last_words(f"{type(raised).__name__}: {raised}")
@@ -149,10 +152,10 @@ def exception(raised: BaseException, *, on_console: bool = True) -> None:
 
 
 def leave_last_words(text: str) -> None:
-    """Writes why this process ends into torchrun's error file, unless it exists; torchrun prints the file.
+    """Writes why this process ends into torchrun's error file, unless the file exists.
 
-    torchrun shows the failure with the smallest time. It rounds the time of a process without a file down to
-    seconds, so this function rounds down too.
+    torchrun prints the file. It shows the failure with the smallest time. It rounds the time of a process
+    without a file down to seconds, so this function rounds down too.
     """
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
     if not path.exists():
@@ -182,9 +185,9 @@ def capture_library_warnings() -> None:
 
 
 def open_rank_file(folder: Path) -> None:
-    """Opens `folder`/logs/rank_<r>.log for messages of this rank and for an exception that ends the process.
+    """Opens `folder`/logs/rank_<r>.log for messages of this rank, and for an exception that ends the process.
 
-    Every rank calls it, once the folder is known. If the file cannot be written, there is only a warning.
+    Every rank calls it, as soon as the folder is known. If the file cannot be written, prints only a warning.
     """
     global _file
     path = folder / "logs" / f"rank_{rank()}.log"
@@ -203,17 +206,20 @@ def open_rank_file(folder: Path) -> None:
 
 
 def rank_file() -> TextIO | None:
-    """Returns the open log file of this rank, for writing without logging; None if no file is open."""
+    """Returns the open log file of this rank, to write without logging. None if no file is open."""
     return None if _file is None else _file.stream
 
 
 def rank_folder() -> Path | None:
-    """Returns the folder of this rank's log file; None if no file is open."""
+    """Returns the folder of this rank's log file. Returns None if no file is open."""
     return None if _file is None else _file.path.parent
 
 
 def locate_ranks(position: Callable[[int], str]) -> None:
-    """Makes `name_ranks` add the position in the mesh. position: returns a text for a rank's number."""
+    """Makes `name_ranks` add the position in the mesh.
+
+    position: Function that returns a text for a rank's number.
+    """
     global _position
     _position = position
 
@@ -227,7 +233,7 @@ def name_ranks(numbers: Sequence[int]) -> str:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    # In one write, after clearing a progress bar; there can be a bar only if tqdm is imported.
+    # Write in one call, after clearing a progress bar. There can be a bar only if tqdm is imported.
     tqdm, output = sys.modules.get("tqdm"), Patient(stream)
     with tqdm.tqdm.external_write_mode(stream, nolock=True) if tqdm else contextlib.nullcontext():
         output.write(f"{text}\n")
@@ -235,4 +241,4 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 def _describe_failure(path: Path | str, failure: BaseException | None) -> str:
-    return f"{path} cannot be written, the run goes on without it ({getattr(failure, 'strerror', failure)})"
+    return f"cannot write {path} ({getattr(failure, 'strerror', failure)}). The run continues without it."

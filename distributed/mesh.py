@@ -1,7 +1,8 @@
-"""The mesh of the ranks: the axes pipeline x replicate x shard x tensor, and the groups along these axes.
+"""The device mesh: axes pipeline x replicate x shard x tensor, and the process groups along them.
 
-Ranks divide the weights of the blocks; all other weights are on every rank. The tensor axis is the innermost:
-its neighbours have consecutive ranks, and so are on one node. Then come shards, replicas and stages.
+Ranks divide the weights of the blocks. All other weights are on every rank. Ranks that differ only along the
+tensor axis (the innermost) are consecutive, so they are on one node. The next axes are shard, replicate and
+pipeline.
 """
 
 import math
@@ -17,25 +18,28 @@ AXES = {
     "replicate": "replica",
     "shard": "shard",
     "tensor": "tensor",
-}  # and a rank's position
+}  # {axis: name of a rank's position along it}
 
 
 def sizes_of(
     world_size: int, *, pipeline: int = 1, shard: int | str = "auto", tensor: int = 1
 ) -> dict[str, int]:
-    """Returns {axis: number of ranks}; the axis "replicate" gets all ranks that the others leave.
+    """Returns {axis: number of ranks}. The axis "replicate" gets all ranks that the other axes leave.
 
-    shard: -1: all ranks that pipeline and tensor leave; "auto": 1. ValueError if sizes do not fit.
+    Raises ValueError if the sizes do not fit.
+
+    shard: If -1, all ranks that the axes pipeline and tensor leave. If "auto", 1.
     """
     left, rest = divmod(world_size, pipeline * tensor)
     if rest:
         degrees = {"pipeline_parallel_degree": pipeline, "tensor_parallel_degree": tensor}
         given = " x ".join(f"{key}={size}" for key, size in degrees.items() if size > 1)
-        raise ValueError(f"{given} does not divide the {world_size} processes: change one of them")
+        raise ValueError(f"{given} does not divide the {world_size} processes. Change one of them.")
     shard = {"auto": 1, -1: left}.get(shard, shard)
     if left % shard:
         raise ValueError(
-            f"data_parallel_shard_degree={shard} does not divide the {left} processes that are left for it"
+            f"data_parallel_shard_degree={shard} does not divide the {left} processes that pipeline and "
+            "tensor parallelism leave. Choose a divisor."
         )
     return dict(zip(AXES, (pipeline, left // shard, shard, tensor), strict=True))
 
@@ -55,12 +59,16 @@ def describe_position(number: int, sizes: dict[str, int]) -> str:
 
 
 class Mesh:
-    """The process groups of this rank along the axes of the mesh. All ranks build a mesh together.
+    """Process groups of this rank along the axes of the mesh. All ranks build a mesh together.
 
-    data: ranks with different slots. replicas: ranks with the same part of the blocks, which sum its
-    gradients. sharers: ranks of `replicas` that divide the update. pipeline, homes: the ranks of one
-    pipeline, in two groups (`distributed.pipeline.Ring` says why). tensor: ranks with the same slots, which
-    divide the weights of blocks. holders: ranks that together hold every weight of the blocks once.
+    Attributes:
+        sizes: {axis: number of ranks}.
+        data: Ranks with different slots.
+        replicas: Ranks that hold the same part of the blocks, and sum its gradients.
+        sharers: Sharding group, the ranks of `replicas` that divide the update.
+        pipeline, owners: Ranks of one pipeline, as two groups (`distributed.pipeline.Ring` explains why).
+        tensor: Ranks with the same slots. They divide the weights of blocks.
+        holders: Ranks that together hold every weight of the blocks once.
     """
 
     def __init__(self, sizes: dict[str, int]):
@@ -69,26 +77,26 @@ class Mesh:
         self.data = self._along(("pipeline", "replicate", "shard"))
         self.replicas = self._along(("replicate", "shard"))
         self.sharers = self._along(("shard",))
-        self.pipeline, self.homes = self._along(("pipeline",)), self._along(("pipeline",))
+        self.pipeline, self.owners = self._along(("pipeline",)), self._along(("pipeline",))
         self.tensor = self._along(("tensor",))
         self.holders = self._along(("pipeline", "tensor"))
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether the mesh has no pipeline or tensor parallelism: each rank holds whole weights."""
+        """Whether each rank holds full weights: the mesh has no pipeline or tensor parallelism."""
         return self.sizes["pipeline"] == self.sizes["tensor"] == 1
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
 
     def _along(self, axes: Collection[str]) -> Ranks:
-        """Returns the group of ranks with this rank's position on all axes but these."""
+        """Returns the group of ranks that differ from this rank only along `axes`."""
         lines: dict[tuple[int, ...], list[int]] = {}
         for number in range(world_size()):
             position = position_of(number, self.sizes)
             lines.setdefault(tuple(position[a] for a in AXES if a not in axes), []).append(number)
         own = ALONE
-        for members in lines.values():  # every rank makes every group, in one order
+        for members in lines.values():  # all ranks must create all groups, in the same order
             if len(members) == world_size() and axes != ("pipeline",):
                 return all_ranks()
             group = dist.new_group(members) if len(members) > 1 else None

@@ -1,9 +1,9 @@
-"""The rule for `forward_dtype=auto`: which number format a machine computes fast in.
+"""The rule for `forward_dtype=auto`: the number format in which a machine computes fast.
 
-Matrix products in bfloat16 are fast on processors with bfloat16 instructions. Other processors emulate them,
-which takes 20 to 80 times as long as float32 (measured with AVX2). The rule reads properties of the machine
-and measures nothing, so that the same command on the same machine always gives the same run.
-`python -m launch.check` measures both rates, and compares them with the rule.
+Matrix products in bfloat16 are fast on processors with bfloat16 instructions. Other processors emulate them.
+This takes 20 to 80 times as long as float32 (measured with AVX2). The rule reads properties of the machine
+and measures nothing, so that the same command on the same machine always gives the same run. `python -m
+launch.check` measures both rates, and compares them with the rule.
 """
 
 from typing import Literal, NamedTuple
@@ -15,14 +15,14 @@ _BFLOAT16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # of x86 processors, faste
 
 
 class Choice(NamedTuple):
-    """A number format, with the reason for the choice as text."""
+    """A number format, and the reason for choosing it."""
 
     name: NumberFormat
     reason: str
 
 
 def choose_format(device: torch.device) -> Choice:
-    """Returns the number format that `forward_dtype=auto` means on a device of this process.
+    """Returns the number format that `forward_dtype=auto` selects on a device of this process.
 
     - CUDA: bfloat16, or float32 if the GPU only emulates bfloat16.
     - CPU (x86): bfloat16 if the processor has bfloat16 instructions and torch uses AVX-512, else float32.
@@ -45,11 +45,11 @@ def choose_evaluation_format(
 ) -> Choice:
     """Returns the number format in which a trained model is evaluated.
 
-    This is the format of the training (`stored`), except on a CPU that emulates bfloat16: there it is
-    float32. If `given` is not None, it is `given`.
+    If `given` is not None, returns `given`. Otherwise, returns the format of the training (`stored`), or
+    float32 on a CPU that emulates bfloat16.
     """
     if given is not None:
-        return Choice(given, "forward_dtype is given")
+        return Choice(given, "forward_dtype is set")
     rule = choose_format(device)
     if device.type == "cpu" and (stored, rule.name) == ("bfloat16", "float32"):
         return rule
@@ -59,7 +59,7 @@ def choose_evaluation_format(
 def instruction_set(device: torch.device) -> str:
     """Returns the name of the fastest matrix instructions that torch uses on a device of this process.
 
-    The name is cuda, amx_bf16, avx512_bf16, avx512, avx2 or neon, or "unknown". The environment variable
+    The name is cuda, amx_bf16, avx512_bf16, avx512, avx2, neon or unknown. The environment variable
     ATEN_CPU_CAPABILITY can limit it.
     """
     if device.type == "cuda":

@@ -1,12 +1,12 @@
-"""A circular pipeline: each rank holds a part of every level's blocks, and has slots of its own.
+"""Circular pipeline parallelism: each rank holds one stage of every level, and has slots of its own.
 
-A level is a stack of blocks that a network calls many times a step. Of P ranks, rank k runs stage k of every
-level, and is the home of its slots. A call of a level sends the slots of every home to stage 0, through all
-stages, and from the last stage back home. Stage k works on the slots of homes 0, 1, ..., P - 1 in turn, k
-turns later than stage 0. The slots of home k come back just when stage k has finished with all homes, so that
-the next call starts without a gap: the pipeline fills and drains once a step, not once a call. The backward
-pass is the same in reverse. Embedding, heads, loss, carry and halting run at home, as in data parallelism.
-docs/parallel.md has the share of time that ranks are idle.
+A level is a stack of blocks that a network calls many times in a training step. With P ranks, rank k holds
+stage k of every level, and owns its slots. One call of a level sends the slots of every owner to stage 0,
+then through all stages, and from the last stage back to the owner. Stage k works on the slots of owners 0, 1,
+..., P - 1 in turn, k turns later than stage 0. The slots of owner k return exactly when stage k has processed
+the slots of all owners, so the next call starts without idle time. The pipeline therefore fills and drains
+once a step, not once a call. The backward pass is the same in reverse. The owner computes embedding, heads,
+loss, carry and halting, as in data parallelism. docs/parallel.md has the fraction of idle time.
 """
 
 import functools
@@ -21,29 +21,34 @@ from distributed.collectives import Ranks
 
 
 class Ring:
-    """The messages among the ranks of a pipeline, which all build a `Ring` and call levels together.
+    """Point-to-point messages among the ranks of a pipeline.
 
-    stages: these ranks, for messages from stage to stage. homes: a second group of the same ranks, for
-    messages from and to home: in one group of NCCL, both kinds of messages between the same two ranks could
-    wait for each other.
+    All these ranks build a `Ring`, and call levels together.
+
+    stages: Ranks of the pipeline, for messages from stage to stage. owners: A second group of the same ranks,
+    for messages to and from the owner of slots. With one NCCL group, both kinds of messages between the same
+    two ranks could wait for each other.
     """
 
-    def __init__(self, stages: Ranks, homes: Ranks):
-        self.stage, self.size, self._groups = stages.index, stages.size, (stages.group, homes.group)
+    def __init__(self, stages: Ranks, owners: Ranks):
+        self.stage, self.size, self._groups = stages.index, stages.size, (stages.group, owners.group)
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
-    def send(self, tensor: Tensor, goal: int, *, home: bool) -> None:
-        """Starts sending to rank `goal`; `finish_sends` waits. home: whether to use the group `homes`."""
-        tensor = tensor.contiguous()
-        self._sent.append((dist.isend(tensor, group_dst=goal, group=self._groups[home]), tensor))
+    def send(self, tensor: Tensor, goal: int, *, with_owner: bool) -> None:
+        """Starts sending to rank `goal`; `finish_sends` waits.
 
-    def receive(self, like: Tensor, source: int, *, home: bool) -> Callable[[], Tensor]:
+        with_owner: Whether to use the group `owners`.
+        """
+        tensor = tensor.contiguous()
+        self._sent.append((dist.isend(tensor, group_dst=goal, group=self._groups[with_owner]), tensor))
+
+    def receive(self, like: Tensor, source: int, *, with_owner: bool) -> Callable[[], Tensor]:
         """Starts receiving a tensor like `like` from `source`; returns a function that waits for it.
 
-        home: whether to use the group `homes`.
+        with_owner: Whether to use the group `owners`.
         """
         tensor = torch.empty_like(like, memory_format=torch.contiguous_format)
-        work = dist.irecv(tensor, group_src=source, group=self._groups[home])
+        work = dist.irecv(tensor, group_src=source, group=self._groups[with_owner])
 
         def wait() -> Tensor:
             work.wait()
@@ -52,49 +57,53 @@ class Ring:
         return wait
 
     def finish_sends(self) -> None:
+        """Waits until all messages of this rank are sent."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
 
 
 def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *, forward: bool) -> Tensor:
-    """Sends the tensor `own` of every home through all stages and back; returns the result of this home.
+    """Sends the slots of every rank through all stages and back; returns the output for this rank's slots.
 
-    All ranks of the ring call it. work: computes this stage's output from (number of a home, input). forward:
-    False: through the stages in reverse, for gradients.
+    All ranks of the ring call it.
+
+    own: Input of this rank's slots. work: `work(owner, x)` computes this stage's output for the slots of rank
+    `owner`. forward: If False, the stages run in reverse order (backward pass).
     """
-    step, homes = (1, range(ring.size)) if forward else (-1, range(ring.size)[::-1])
-    first, last, result = homes[0], homes[-1], None
+    step, owners = (1, range(ring.size)) if forward else (-1, range(ring.size)[::-1])
+    first, last, result = owners[0], owners[-1], None
 
-    def receive(home: int) -> Callable[[], Tensor]:
+    def receive(owner: int) -> Callable[[], Tensor]:
         if ring.stage != first:
-            return ring.receive(own, ring.stage - step, home=False)
-        return (lambda: own) if home == first else ring.receive(own, home, home=True)
+            return ring.receive(own, ring.stage - step, with_owner=False)
+        return (lambda: own) if owner == first else ring.receive(own, owner, with_owner=True)
 
     if ring.stage != first:
-        ring.send(own, first, home=True)
+        ring.send(own, first, with_owner=True)
     waiting = receive(first)
-    for home in homes:
+    for owner in owners:
         received = waiting()
-        if home != last:
-            waiting = receive(home + step)  # while this stage works
-        made = work(home, received)
+        if owner != last:
+            waiting = receive(owner + step)  # while this stage works
+        made = work(owner, received)
         if ring.stage != last:
-            ring.send(made, ring.stage + step, home=False)
-        elif home != last:
-            ring.send(made, home, home=True)
+            ring.send(made, ring.stage + step, with_owner=False)
+        elif owner != last:
+            ring.send(made, owner, with_owner=True)
         else:
             result = made
     if result is None:
-        result = ring.receive(own, last, home=True)()
+        result = ring.receive(own, last, with_owner=True)()
     ring.finish_sends()
     return result
 
 
 class _Call(torch.autograd.Function):
-    """The autograd function of a level's call; each stage keeps a piece of the graph for each home.
+    """The autograd function of a level's call. Each stage keeps one autograd graph for each owner.
 
-    context: further arguments of the blocks; if these are tensors, their gradients are sums over all homes.
+    context: Further arguments of the blocks. The gradient of a tensor in `context` is the sum over all
+    owners.
     """
 
     @staticmethod
@@ -107,18 +116,18 @@ class _Call(torch.autograd.Function):
             for each in context
         ]
 
-        def work(home: int, received: Tensor) -> Tensor:
+        def work(owner: int, received: Tensor) -> Tensor:
             with torch.enable_grad():
                 x = received.detach().requires_grad_()
-                ctx.pieces[home] = x, run(x, *ctx.context)
-            return ctx.pieces[home][1].detach()
+                ctx.pieces[owner] = x, run(x, *ctx.context)
+            return ctx.pieces[owner][1].detach()
 
         return circulate(ring, h, work, forward=True)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        def work(home: int, received: Tensor) -> Tensor:
-            x, y = ctx.pieces.pop(home)
+        def work(owner: int, received: Tensor) -> Tensor:
+            x, y = ctx.pieces.pop(owner)
             torch.autograd.backward(y, received)  # adds to the gradients of this stage's weights
             return x.grad
 
@@ -127,18 +136,18 @@ class _Call(torch.autograd.Function):
 
 
 def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Tensor:
-    """Calls a level on this rank's slots, [slots, ...], of equal shape on all ranks; all ranks call it.
+    """Calls a level on this rank's slots, [slots, ...]. All ranks call it, with equal shapes.
 
-    context: further arguments of each block, equal on all ranks.
+    context: Further arguments of each block, equal on all ranks.
     """
     if not torch.is_grad_enabled():
         return circulate(ring, h, lambda _, received: run(received, *context), forward=True)
-    # The extra input makes autograd call `backward`, for the weights, even where `h` needs no gradient.
+    # With the extra input, autograd calls `backward` (for the weights) even if `h` needs no gradient.
     return _Call.apply(ring, run, h.new_zeros((), requires_grad=True), h, *context)
 
 
 def keep_stage(level: Any, ranks: Ranks) -> None:
-    """Drops all blocks of a level but those of this rank's stage; names of weights stay."""
+    """Removes the blocks of other stages from a level. Names of weights do not change."""
     blocks = dict(level.layers.named_children())
     assert len(blocks) % ranks.size == 0, "the schema refuses other numbers"
     own = len(blocks) // ranks.size
@@ -147,9 +156,9 @@ def keep_stage(level: Any, ranks: Ranks) -> None:
 
 
 def pipe_levels(levels: Iterable[Any], ring: Ring) -> None:
-    """Makes calls of these levels go through the pipeline; this rank must hold only its stage's blocks.
+    """Makes calls of these levels run through the pipeline. This rank must hold only the blocks of its stage.
 
-    levels: with `run_blocks`, as `models.blocks.Level` has it.
+    levels: Objects with `run_blocks`, such as `models.blocks.Level`.
     """
     for level in levels:
         level.run_blocks = functools.partial(call, ring, level.run_blocks)

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 
 _STORE_TIMEOUT = timedelta(minutes=10)
-_NAME_SECONDS = 30  # until the host name of rank 0 must resolve
+_NAME_SECONDS = 30  # time limit for resolving the host name of rank 0
 _FAREWELL = timedelta(minutes=1)  # how long rank 0 waits for others to read the store before it ends
 # Variables of launchers that do not set WORLD_SIZE: the number of processes that were started.
 _LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 _store_lock = threading.Lock()
-# While one rank evaluates or saves, the others wait in a collective, which torch by default ends after 10
-# minutes (NCCL) or 30 (gloo). Here the watchdog ends hung ranks: it knows what each rank is doing.
+# While one rank evaluates or saves, the others wait in a collective. By default, torch ends a collective
+# after 10 minutes (NCCL) or 30 minutes (gloo). Here the watchdog ends hung ranks instead, because it knows
+# what each rank is doing.
 _GROUP_TIMEOUT = timedelta(days=1)
 
 
@@ -51,7 +52,10 @@ def num_nodes() -> int:
 
 
 def is_elastic() -> bool:
-    """Returns whether torchrun may continue with other nodes (`--nnodes MIN:MAX`); False without /proc."""
+    """Returns whether torchrun may continue with other nodes (`--nnodes MIN:MAX`).
+
+    Returns False without /proc.
+    """
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").replace("\0", " ")
         nodes = re.search(r"--nnodes[= ](\d+):(\d+) ", command)
@@ -60,22 +64,22 @@ def is_elastic() -> bool:
 
 
 def check_launcher() -> None:
-    """Raises ValueError if a launcher has started several processes, but not set the variables of a rank."""
+    """Raises ValueError if a launcher started several processes without setting the variables of a rank."""
     if "WORLD_SIZE" not in os.environ:
         for variable, launcher in _LAUNCHERS.items():
             if (count := os.environ.get(variable, "1")) != "1":
                 raise ValueError(
-                    f"{launcher} has started {count} processes, which would all train alone: let it start "
-                    "one torchrun on each node, as launch/slurm.sbatch does (docs/many_machines.md), or set "
-                    "WORLD_SIZE=1 where each is a run of its own"
+                    f"{launcher} started {count} processes, but WORLD_SIZE is not set. Start one torchrun on "
+                    "each node, as launch/slurm.sbatch does (docs/many_machines.md). If each process is a "
+                    "separate run, set WORLD_SIZE=1."
                 )
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and world_size() > 1:
-        raise ValueError(f"WORLD_SIZE is {world_size()}, but {', '.join(missing)} not set: use torchrun")
+        raise ValueError(f"WORLD_SIZE={world_size()} needs {', '.join(missing)}. Set them, or use torchrun.")
 
 
 def set_node_variables(hosts: list[str]) -> None:
-    """Sets LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE, unless set. hosts: of all ranks."""
+    """Sets LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE, unless set. hosts: Host name of each rank."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         before = [number for number, host in enumerate(hosts) if host == hosts[rank()]]
         os.environ["LOCAL_WORLD_SIZE"] = str(len(before))
@@ -88,11 +92,12 @@ def is_main() -> bool:
 
 
 def rendezvous_store() -> dist.Store:
-    """Returns the key-value store of all ranks, which also works without a process group.
+    """Returns the key-value store of all ranks. It also works without a process group.
 
-    torchrun's agent or rank 0 serves the store. For several ranks; all threads may call, at any time.
+    torchrun's agent or rank 0 serves the store. All threads may call this function at any time. It needs
+    several ranks.
     """
-    with _store_lock:  # so that not two threads start a server
+    with _store_lock:  # so that only one thread starts a server
         return _rendezvous_store()
 
 
@@ -102,8 +107,8 @@ def _rendezvous_store() -> dist.Store:
 
 
 def connect_store() -> dist.Store:
-    """Returns a new connection to the store of all ranks: a connection handles one call at a time."""
-    rendezvous_store()  # starts the server where rank 0 serves the store
+    """Returns a new connection to the store of all ranks. A connection handles one call at a time."""
+    rendezvous_store()  # starts the server if rank 0 serves the store
     return _open_store(is_server=False)
 
 
@@ -120,7 +125,7 @@ def may_restart() -> bool:
 def value_of_launch(key: str, value: str) -> str:
     """Returns the value of `key` that is the same in all starts of one launch of torchrun.
 
-    The first call of the launch sets it to `value`. torchrun's agent must serve the store
+    The first call in the launch sets it to `value`. torchrun's agent must serve the store
     (`agent_serves_store`), because its store outlives the processes.
     """
     key = f"{key}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
@@ -136,7 +141,7 @@ def _open_tcp_store(*, is_server: bool) -> dist.TCPStore:
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        raise ValueError(f"MASTER_PORT {port} is taken on {address}: choose another") from None
+        raise ValueError(f"MASTER_PORT {port} is in use on {address}. Choose another port.") from None
 
 
 def _open_store(*, is_server: bool) -> dist.Store:
@@ -145,14 +150,14 @@ def _open_store(*, is_server: bool) -> dist.Store:
         store.set("agent_serves", str(agent_serves_store()))
     if store.get("agent_serves") == b"False":
         return store  # rank 0's store is new after every restart
-    # The agent's store outlives a restart of the workers, who must not find addresses of the ended processes
-    # (pytorch#135712): so each attempt has a prefix. Every agent counts attempts by itself; the counts agree
-    # on one node, or on nodes that all have lived since the first attempt.
+    # torchrun's store keeps its keys when the workers restart. Give each restart a new key prefix, so that
+    # workers do not read the addresses of dead processes (pytorch#135712). Each agent counts restarts itself.
+    # The counts agree on one node, or if all nodes took part since the first start.
     return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def _wait_for_name(host: str) -> None:
-    """Waits until a host name resolves, at most 30 s; then raises ValueError. A new pod's name takes time."""
+    """Waits up to 30 s until a host name resolves, as for a new pod. Then raises ValueError."""
     deadline = time.monotonic() + _NAME_SECONDS
     while True:
         try:
@@ -161,8 +166,8 @@ def _wait_for_name(host: str) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ValueError(
-                    f"{host}, where all ranks meet, does not resolve on {socket.gethostname()} "
-                    f"({error.strerror}): give torchrun there one that all know, by --local-addr"
+                    f"cannot resolve MASTER_ADDR={host} on {socket.gethostname()} ({error.strerror}). On "
+                    "rank 0's node, pass torchrun a --local-addr that all nodes can resolve."
                 ) from None
             time.sleep(1)
 
@@ -170,7 +175,7 @@ def _wait_for_name(host: str) -> None:
 def leave_store(ranks: Iterable[int]) -> None:
     """Lets a program end before a process group exists. All of `ranks` call it, at the end.
 
-    If rank 0 serves the store, it waits here until the others have read what they need.
+    If rank 0 serves the store, rank 0 waits here until the others have read what they need.
     """
     if world_size() == 1:
         return
@@ -186,9 +191,11 @@ def leave_store(ranks: Iterable[int]) -> None:
 def process_group(
     device: torch.device, backend: str = "auto", *, timeout: timedelta = _GROUP_TIMEOUT
 ) -> Iterator[None]:
-    """Opens the process group of all ranks for the block. All ranks enter together; one rank opens none.
+    """Opens the process group of all ranks during the block. With one rank, opens none.
 
-    backend: "auto", "nccl" or "gloo" (`choose_backend`).
+    All ranks enter together.
+
+    backend: "auto", "nccl" or "gloo" (see `choose_backend`).
     """
     if world_size() == 1:
         yield
@@ -202,9 +209,11 @@ def process_group(
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns on every rank the list of the values of all ranks, pickled. All ranks of the group call it.
+    """Returns on every rank the list of all ranks' values (pickled). All ranks of the group call it.
 
-    group: None: all ranks. Without a process group, returns [value].
+    Without a process group, returns [value].
+
+    group: Group that takes part. If None, all ranks.
     """
     if not dist.is_initialized():
         return [value]
@@ -214,10 +223,10 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
 
 
 def open_group(backend: str, **options: object) -> None:
-    """Calls dist.init_process_group, such that `close_group` can end all threads of the group.
+    """Calls dist.init_process_group in a way that lets `close_group` end all threads of the group.
 
-    torch.distributed.nn is imported before, because its functions keep a reference to the group that is open
-    when they are imported; threads of gloo that live while Python exits sometimes abort the process.
+    This first imports torch.distributed.nn, because its functions keep a reference to the group that is open
+    when they are imported. Threads of gloo that live while Python exits sometimes abort the process.
     """
     import torch.distributed.nn.functional  # noqa: F401
 
@@ -225,10 +234,11 @@ def open_group(backend: str, **options: object) -> None:
 
 
 def close_group() -> None:
-    """Collects garbage, and calls dist.destroy_process_group.
+    """Collects garbage, then calls dist.destroy_process_group.
 
-    DistributedDataParallel is a reference cycle that holds the group. If the group ended with that garbage,
-    it would wait for gloo's threads while holding Python's lock, which they may need: a deadlock.
+    DistributedDataParallel is a reference cycle that holds the group. If garbage collection destroyed the
+    group, it would wait for gloo's threads while holding Python's lock. These threads may need the lock: a
+    deadlock.
     """
     gc.collect()
     dist.destroy_process_group()
@@ -237,30 +247,32 @@ def close_group() -> None:
 def choose_backend(name: str, device: torch.device) -> str:
     """Returns the backend for dist.init_process_group. name: auto, nccl or gloo.
 
-    NCCL sends tensors on CUDA devices, gloo everything else (in a GPU run too). Raises ValueError if this
-    torch or this device does not support the backend, or GLOO_SOCKET_IFNAME names a missing interface.
+    NCCL sends tensors on CUDA devices. gloo sends everything else, also in a GPU run. Raises ValueError if
+    this torch or this device does not support the backend, or if GLOO_SOCKET_IFNAME names a missing
+    interface.
     """
     is_cuda = device.type == "cuda"
     if name == "auto":
         name = "nccl" if is_cuda and has_backend("nccl") else "gloo"
     if name == "nccl" and not is_cuda:
         raise ValueError(
-            f"backend=nccl needs CUDA devices, but device={device.type}: use device=cuda or backend=gloo"
+            f"backend=nccl needs device=cuda, but device={device.type}. Set device=cuda or backend=gloo."
         )
     if name == "nccl" and not has_backend("nccl"):
         raise ValueError(
-            "backend=nccl, but this torch was built without NCCL: install a CUDA build of torch for Linux, "
-            "or use backend=gloo"
+            "backend=nccl, but this torch was built without NCCL. Install a CUDA build of torch for Linux, "
+            "or set backend=gloo."
         )
     if world_size() > 1 and not has_backend("gloo"):
         raise ValueError(
-            f"{world_size()} processes, but this torch was built without gloo: install a torch from PyPI or "
-            "pytorch.org, or use one process"
+            f"{world_size()} processes, but this torch was built without gloo. Install torch from PyPI or "
+            "pytorch.org, or use one process."
         )
     there = [name for _, name in socket.if_nameindex()]
     for interface in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") * (world_size() > 1)):
         if interface not in there:
-            raise ValueError(f"GLOO_SOCKET_IFNAME: no interface {interface}; there are {', '.join(there)}")
+            names = ", ".join(there)
+            raise ValueError(f"GLOO_SOCKET_IFNAME: no interface {interface}. Choose among {names}.")
     return f"cpu:gloo,cuda:{name}" if is_cuda else "gloo"
 
 
@@ -270,31 +282,33 @@ def has_backend(name: str) -> bool:
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device of this process, and selects it in torch if it is CUDA. ValueError if it is missing.
+    """Returns the device of this process. If it is CUDA, also selects it in torch.
+
+    Raises ValueError if the device is missing.
 
     name: auto (CUDA, else mps for a single process, else cpu), cuda, mps or cpu.
     """
     name = device_type(name)
     if name == "cuda":
         if not torch.cuda.is_available():
-            raise ValueError("device=cuda, but torch sees no CUDA device here: use device=cpu or device=auto")
+            raise ValueError("device=cuda, but torch finds no CUDA device. Set device=cpu or device=auto.")
         if local_world_size() > torch.cuda.device_count():
             raise ValueError(
-                f"{local_world_size()} processes on this node, but {torch.cuda.device_count()} CUDA devices: "
-                "lower --nproc-per-node, or use device=cpu"
+                f"{local_world_size()} processes on this node, but {torch.cuda.device_count()} CUDA devices. "
+                "Lower --nproc-per-node, or set device=cpu."
             )
         torch.cuda.set_device(local_rank())
         return torch.device("cuda", local_rank())
     if name == "mps":
         if not torch.backends.mps.is_available():
-            raise ValueError("device=mps, but torch sees no Apple GPU here: use device=cpu or device=auto")
+            raise ValueError("device=mps, but torch finds no Apple GPU. Set device=cpu or device=auto.")
         if world_size() > 1:
-            raise ValueError("device=mps works with one process: drop torchrun, or use device=cpu")
+            raise ValueError("device=mps supports only one process. Run without torchrun, or set device=cpu.")
     return torch.device(name)
 
 
 def device_type(name: str) -> str:
-    """Returns the type of device that a value of `device` names on this machine: cuda, mps or cpu."""
+    """Returns the device type that a value of the key `device` selects on this machine: cuda, mps or cpu."""
     if name != "auto":
         return name
     if torch.cuda.is_available():
@@ -303,16 +317,17 @@ def device_type(name: str) -> str:
 
 
 def use_deterministic_algorithms() -> None:
-    """Makes torch use deterministic algorithms; torch warns about an operator that has none."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS at its first product
+    """Makes torch use deterministic algorithms. torch warns about an operator that has none."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def set_cpu_threads(threads: int | str) -> int:
-    """Sets the number of torch's CPU threads in this process, and returns this number.
+    """Sets the number of torch's CPU threads in this process, and returns it.
 
-    threads: "auto": the user's OMP_NUM_THREADS if set, else the node's cores / the node's processes.
+    threads: If "auto", the user's OMP_NUM_THREADS. If that is not set, the node's cores / the node's
+    processes.
     """
     if threads == "auto":
         threads = omp_threads_of_the_user() or max(1, num_cores() // local_world_size())
@@ -321,12 +336,12 @@ def set_cpu_threads(threads: int | str) -> int:
 
 
 def omp_threads_of_the_user() -> int | None:
-    """Returns the user's OMP_NUM_THREADS; None without, and for the 1 that torchrun sets by itself."""
+    """Returns the user's OMP_NUM_THREADS. Returns None if it is not set, or is the 1 that torchrun sets."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
         try:
             environment = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-        except OSError:  # no /proc: 1 is what torchrun sets, and rarely what a user does
+        except OSError:  # no /proc: assume that torchrun set the 1
             return None
         if not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in environment):
             return None

@@ -9,12 +9,15 @@ from distributed.number_format import instruction_set
 
 
 def describe_processor() -> str:
-    """Returns the processor's name and the instruction set that torch uses: "AMD EPYC (avx512_bf16)"."""
+    """Returns the processor's name and the instruction set that torch uses.
+
+    Example: "AMD EPYC (avx512_bf16)".
+    """
     return f"{processor_name()} ({instruction_set(torch.device('cpu'))})"
 
 
 def processor_name() -> str:
-    """Returns the processor's name, or its architecture where the name is unknown."""
+    """Returns the processor's name. If the name is unknown, returns the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not on Linux

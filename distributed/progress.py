@@ -1,6 +1,6 @@
-"""The progress display of long work: a bar on a terminal, elsewhere a plain line once a minute.
+"""The progress display of long work: a bar on a terminal, otherwise a plain line once a minute.
 
-The environment variable PROGRESS_SECONDS changes the time between plain lines.
+The environment variable PROGRESS_SECONDS sets the time between plain lines.
 """
 
 import io
@@ -19,9 +19,10 @@ _LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left{p
 
 
 class Progress(tqdm):
-    """A tqdm progress bar on rank 0, without tqdm's thread; plain lines also go to the rank's log file.
+    """A tqdm progress bar on rank 0, without tqdm's thread. Plain lines also go to the rank's log file.
 
-    shown: called whenever the bar is drawn; returns the text behind the bar. options: of tqdm.
+    shown: Function that returns the text after the bar. Called whenever the bar is drawn. options: Options of
+    tqdm.
     """
 
     monitor_interval = 0

@@ -10,7 +10,7 @@ from distributed.collectives import Ranks
 
 
 class Span(NamedTuple):
-    """A regular set of pieces of a flattened tensor: `count` pieces of `length` elements, `stride` apart."""
+    """Regularly spaced pieces of a flattened tensor: `count` pieces of `length` elements, `stride` apart."""
 
     start: int
     length: int
@@ -24,10 +24,11 @@ Spans = tuple[Span, ...]
 class Shard(NamedTuple):
     """The part of a tensor that this rank holds.
 
-    tensor: the elements of the part, in the order of `spans`. spans: where these elements are in the
-    flattened whole, disjoint and rising; () where this rank holds nothing. shape: of the whole. is_by_rank:
-    whether the whole is [ranks, ...], with row r held by rank r only; on loading, another number of ranks
-    takes the mean of the rows. is_copy: whether an earlier rank holds the same part, and saves it.
+    tensor: Elements of the part, in the order of `spans`. spans: Positions of these elements in the flattened
+    full tensor, disjoint and rising. () if this rank holds nothing. shape: Shape of the full tensor.
+    is_by_rank: If True, the full tensor is [ranks, ...], and row r is on rank r only. When another number of
+    ranks loads it, each rank gets the mean of the rows. is_copy: Whether an earlier rank holds the same part,
+    and saves it.
     """
 
     tensor: Tensor
@@ -37,16 +38,16 @@ class Shard(NamedTuple):
     is_copy: bool = False
 
 
-Tensors = dict[str, Tensor | Shard]  # tensors of a run's state by name; a Tensor is whole on this rank
+Tensors = dict[str, Tensor | Shard]  # tensors of a run's state by name; a Tensor is the full tensor
 
 
 def as_shard(tensor: Tensor, spans: Spans, shape: tuple[int, ...], ranks: Ranks) -> Tensor | Shard:
-    """Returns `tensor` as a shard; for a single rank, which holds the whole, as a tensor of this shape."""
+    """Returns `tensor` as a shard. With a single rank, returns it as a full tensor of this shape."""
     return Shard(tensor, spans, shape) if ranks.size > 1 else tensor.view(shape)
 
 
 def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> Tensor | Shard:
-    """Returns rows [n, ...] as a shard of a tensor [num_rows, ...]. rows: the numbers of these rows."""
+    """Returns rows [n, ...] as a shard of a tensor [num_rows, ...]. rows: Row numbers of these rows."""
     shape = (num_rows, *tensor.shape[1:])
     length = math.prod(shape[1:])
     if not rows or not length:
@@ -59,13 +60,13 @@ def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> T
 
 
 def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
-    """Returns this rank's own tensor as a shard: row `ranks.index` of a tensor [ranks, ...]."""
+    """Returns this rank's tensor as a shard: row `ranks.index` of a tensor [ranks, ...]."""
     span = Span(ranks.index * tensor.numel(), tensor.numel())
     return Shard(tensor[None], (span,), (ranks.size, *tensor.shape), is_by_rank=True)
 
 
 def part_of_whole(whole: Tensor, shard: Shard) -> Tensor:
-    """Returns the elements of `whole` that the shard describes, flattened: [n]."""
+    """Returns the elements of the full tensor `whole` that the shard describes, flattened: [n]."""
     flat = whole.reshape(-1)
     pieces = [
         flat.as_strided((each.count, each.length), (each.stride, 1), flat.storage_offset() + each.start)
@@ -75,12 +76,12 @@ def part_of_whole(whole: Tensor, shard: Shard) -> Tensor:
 
 
 def tensor_of(kept: Tensor | Shard) -> Tensor:
-    """Returns the memory on this rank, to copy to or from: the tensor itself, or the shard's elements."""
+    """Returns the memory on this rank, to copy to or from: the tensor, or the elements of the shard."""
     return kept.tensor if isinstance(kept, Shard) else kept
 
 
 def slots_of(ranks: Ranks, num_slots: int) -> range:
-    """Returns the range of this rank's slots in a global batch; the last ranks may have fewer, or none."""
+    """Returns this rank's slots in a global batch. The last ranks may have fewer slots, or none."""
     share = -(-num_slots // ranks.size)
     first, end = (min(number * share, num_slots) for number in (ranks.index, ranks.index + 1))
     return range(first, end)

@@ -1,7 +1,7 @@
-"""Tensors in memory that all ranks of one machine share, to sum or gather them without messages.
+"""Tensors in memory that all ranks of one machine share. They are summed or gathered without messages.
 
-Each rank creates anonymous memory (`memfd_create`), which the other ranks map through /proc/<process>/fd. The
-memory has no name in a file system: the system frees it with the last process, however that process ends.
+Each rank creates anonymous memory (`memfd_create`). The other ranks map it through /proc/<process>/fd. The
+memory has no name in a file system. The system frees it when the last process ends, for any reason.
 """
 
 import os
@@ -13,14 +13,14 @@ from torch import Tensor
 from distributed.collectives import Ranks
 from distributed.process_group import all_gather_objects, num_nodes
 
-_CHUNK = 2**16  # elements to add up at a time: their sum is still in the cache when it is copied
-_ALIGNMENT = 1024  # elements: a rank's slice begins at a multiple
+_CHUNK = 2**16  # elements per chunk: their sum is still in the cache when it is copied
+_ALIGNMENT = 1024  # elements: a rank's slice starts at a multiple
 
 
 class SharedTensors:
-    """The tensors of all ranks of one machine, one for each rank, which all these ranks can read and write.
+    """The tensors of all ranks of one machine, one for each rank. Every rank can read and write all of them.
 
-    of_ranks: [size] each, in the order of `ranks`. own: the tensor of this rank.
+    of_ranks: Tensors [size], in the order of `ranks`. own: Tensor of this rank.
     """
 
     def __init__(self, of_ranks: list[Tensor], ranks: Ranks):
@@ -29,8 +29,8 @@ class SharedTensors:
     def all_reduce_sum_(self) -> None:
         """Overwrites the tensor of every rank with the sum of all tensors. All ranks call it.
 
-        Each rank sums a slice, in the order of ranks, so that results are equal to the bit on all ranks and
-        in every run. A rank may write to its tensor before the call and after the call returns.
+        Each rank sums a slice, in the order of ranks. The result is therefore bit-identical on all ranks and
+        in every run. A rank may write to its tensor before the call, and after the call returns.
         """
         self._ranks.barrier()
         share = -(-len(self.own) // (_ALIGNMENT * self._ranks.size)) * _ALIGNMENT
@@ -56,8 +56,8 @@ class SharedTensors:
 def open_shared_tensors(size: int, dtype: torch.dtype, ranks: Ranks) -> SharedTensors | None:
     """Creates a shared tensor of zeros, [size], for each rank. All ranks call it.
 
-    Returns None on all ranks if these are not several ranks of a run on one node, or if the system does not
-    let a process map another's memory (not Linux, separate containers).
+    Returns None on all ranks if there is one rank or several nodes, or if a process cannot map the memory of
+    another process (not Linux, or separate containers).
     """
     if ranks.size == 1 or num_nodes() > 1:
         return None
@@ -65,7 +65,7 @@ def open_shared_tensors(size: int, dtype: torch.dtype, ranks: Ranks) -> SharedTe
     file = _create(name, size * dtype.itemsize)
     names = all_gather_objects((os.getpid(), file, name), ranks.group)
     of_ranks = [_map(*each, size=size, dtype=dtype) for each in names]
-    # All ranks have mapped the files, or none will: they can be closed.
+    # Now all ranks have mapped the files, or none will use them: the files can be closed.
     are_mapped = all(all_gather_objects(None not in of_ranks, ranks.group))
     if file is not None:
         os.close(file)
@@ -73,7 +73,10 @@ def open_shared_tensors(size: int, dtype: torch.dtype, ranks: Ranks) -> SharedTe
 
 
 def _create(name: str, num_bytes: int) -> int | None:
-    """Creates anonymous memory of `num_bytes`; returns its file descriptor, or None if the system cannot."""
+    """Creates anonymous memory of `num_bytes`, and returns its file descriptor.
+
+    Returns None if the system cannot create it.
+    """
     try:
         file = os.memfd_create(name)
     except (AttributeError, OSError):
@@ -87,10 +90,10 @@ def _create(name: str, num_bytes: int) -> int | None:
 
 
 def _map(process: int, file: int | None, name: str, *, size: int, dtype: torch.dtype) -> Tensor | None:
-    """Maps the memory that `process` has created as `file` (a descriptor) and `name`; None if this fails."""
+    """Maps the memory that `process` created as `file` (a descriptor) and `name`. None if this fails."""
     path = f"/proc/{process}/fd/{file}"
     try:
-        # The name is random, so that a process with the same number in another container is noticed.
+        # The random name detects a process with the same number in another container.
         if not os.readlink(path).startswith(f"/memfd:{name} "):
             return None
         return torch.from_file(path, shared=True, size=size, dtype=dtype)

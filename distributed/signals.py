@@ -1,9 +1,9 @@
-"""Stops all ranks after the same step when one receives a signal: Ctrl-C, SIGHUP, SIGTERM or SIGUSR1.
+"""Stops all ranks after the same step if one receives a signal: Ctrl-C, SIGHUP, SIGTERM or SIGUSR1.
 
-A signal may reach one rank or all, at any moment, also during a collective. So the handler only sets a flag,
-which the ranks sum up together with the gradients; a flag that is set too late for one step stops all ranks
-after the next. A thread ends a rank that does not come to the end of a step any more, perhaps because it
-waits for a rank that has ended. A save or an evaluation may take longer, until a second signal comes.
+A signal may reach one rank or all, at any moment, also during a collective. The handler therefore only sets a
+flag. The ranks sum their flags together with the gradients. If a flag is set too late for one step, all ranks
+stop after the next step. If a rank does not finish its step any more, for example because it waits for a rank
+that has ended, a thread ends it. A save or an evaluation may take longer, until a second signal arrives.
 """
 
 import contextlib
@@ -26,26 +26,27 @@ from distributed.collectives import all_ranks, barrier
 from distributed.process_group import is_elastic, local_rank, num_nodes, world_size
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-EXIT_STUCK = 125  # exit status of a rank that was asked to stop, but did not come to the end of a step
-EXIT_AGAIN = 123  # exit status of a rank that has stopped, so that an elastic torchrun starts it again
-_GRACE_SECONDS = 20  # between a signal, and each exchange of flags, and the next one; torchrun kills after 30
+EXIT_STUCK = 125  # exit status of a rank that was asked to stop, but did not finish its step
+EXIT_AGAIN = 123  # exit status of a stopped rank that makes an elastic torchrun restart it
+# Longest time from a signal, or from an exchange of flags, to the next exchange. torchrun kills after 30 s.
+_GRACE_SECONDS = 20
 _TICK_SECONDS = 0.5
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Returns the signals that ask for a stop: `SIGNALS`, without a SIGHUP that is ignored (nohup)."""
+    """Returns the signals that request a stop: `SIGNALS`, without SIGHUP if it is ignored (nohup)."""
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in SIGNALS if not (is_ignored and number == signal.SIGHUP)]
 
 
 def end_torchrun() -> int:
-    """Ends torchrun on every node after a signal has stopped all ranks; returns the status to exit with.
+    """Ends torchrun on every node after a signal stopped all ranks. Returns the exit status to use.
 
-    All ranks call it. A torchrun that received no signal would see its processes end with success, and wait
-    five minutes for other nodes. An elastic torchrun is not ended: the status EXIT_AGAIN makes it start the
-    processes again, on the nodes that are left.
+    All ranks call it. A torchrun that did not receive the signal sees its workers succeed and waits five
+    minutes for the other nodes, so it is sent SIGTERM. An elastic torchrun keeps running: exit status
+    EXIT_AGAIN makes it restart the workers on the remaining nodes.
     """
-    barrier()  # until rank 0 has printed everything
+    barrier()  # wait until rank 0 has printed everything
     if is_elastic():
         return EXIT_AGAIN
     if num_nodes() > 1 and local_rank() == 0 and os.getppid() > 1:
@@ -56,7 +57,7 @@ def end_torchrun() -> int:
 class Interruption:
     """A context in which signals ask the ranks to stop after a step, instead of ending the process.
 
-    is_paused: returns whether a rank does something that may take any time, instead of a step.
+    is_paused: Function that returns whether a rank does something that may take any time, instead of a step.
     """
 
     def __init__(self, is_paused: Callable[[], bool] = lambda: False) -> None:
@@ -66,18 +67,22 @@ class Interruption:
         self._last_requests: tuple[Tensor, torch.cuda.Event] | None = None
 
     def is_requested(self) -> bool:
-        """Returns whether a signal has asked this rank to stop."""
+        """Returns whether a signal asked this rank to stop."""
         return self._is_requested
 
     def is_agreed(self) -> bool:
-        """Returns whether all ranks know that one was asked to stop; equal on all ranks, sends nothing."""
+        """Returns whether all ranks know that one was asked to stop. Does not communicate.
+
+        The result is equal on all ranks.
+        """
         return self._all_stop.is_set()
 
     def record_requests(self, requests: Tensor | None) -> None:
-        """Records the number of ranks that were asked to stop, after a step. All ranks call it.
+        """Records the stop requests that were exchanged in a step. All ranks call it.
 
-        requests: scalar on the device, equal on all ranks; None: nothing was exchanged in this step. On CUDA
-        this reads the number of the last step instead, so that the host does not wait.
+        requests: Number of requests, a scalar on the device, equal on all ranks. If None, nothing was
+        exchanged in this step. On CUDA, this reads the number of the previous exchange instead, so that the
+        host does not wait.
         """
         self._asked_at = time.monotonic()
         if requests is None:
@@ -94,7 +99,7 @@ class Interruption:
             self._all_stop.set()
 
     def all_reduce_request(self) -> bool:
-        """Returns whether any rank was asked to stop. All ranks call it, while no steps run (evaluation)."""
+        """Returns whether any rank was asked to stop. All ranks call it while no steps run (evaluation)."""
         self._asked_at = time.monotonic()
         if all_ranks().all_reduce_sum_(torch.tensor(int(self._is_requested))):
             self._all_stop.set()
@@ -109,8 +114,8 @@ class Interruption:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
-        # If this rank is about to end anyway, because all stop or after an error, ignore signals from now on:
-        # torchrun's own signal may still come.
+        # If this rank is about to end (all ranks stop, or after an error), ignore signals from now on:
+        # torchrun's own signal may still arrive.
         ends = (self._all_stop.is_set() or error is not None) and world_size() > 1
         self._all_stop.set()
         for number, handler in self._handlers_before.items():
@@ -122,8 +127,8 @@ class Interruption:
         self._is_requested = True
 
     def _listen(self) -> None:
-        # Python writes the number of a signal into the socket at once. Signal handlers run only when the main
-        # thread returns from C++ code, perhaps never.
+        # Python writes the number of a signal into the socket immediately. A signal handler runs only
+        # when the main thread returns from C++ code, perhaps never.
         with contextlib.closing(self._reader):
             while received := self._reader.recv(1):
                 if received[0] not in SIGNALS:
@@ -138,8 +143,8 @@ class Interruption:
                         continue
                     name = signal.Signals(received[0]).name
                     log.warning(
-                        f"{name} came and for {_GRACE_SECONDS} s this rank has not come to the end of what "
-                        "it does: it ends without saving"
+                        f"{name} received, but the current operation did not finish within "
+                        f"{_GRACE_SECONDS} s. Exiting without saving."
                     )
                     faulthandler.dump_traceback(sys.stderr)
                     os._exit(EXIT_STUCK)

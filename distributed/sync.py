@@ -1,6 +1,6 @@
-"""Sums gradients over all ranks: in shared memory, by messages, or by torch's DistributedDataParallel.
+"""Sums gradients over ranks: in shared memory, by messages, or by torch's DistributedDataParallel.
 
-A step, on all ranks:
+One step, on all ranks:
 
     sync.zero()
     for ...:                                          # micro-batches
@@ -9,10 +9,10 @@ A step, on all ranks:
             flat.scalars.add(loss=loss.detach())      # before the backward pass, which may send scalars
             with sync.attached():
                 loss.backward()
-    scalars = sync.finish()                           # flat.gradients is the sum over ranks, and every p.grad
+    scalars = sync.finish()                           # flat.gradients and every p.grad are sums over ranks
 
-The loss is divided by the global batch size before: gradients are summed over ranks, not averaged, so that
-the result does not depend on how the batch is divided.
+Divide the loss by the global batch size before the backward pass. Gradients are summed over ranks, not
+averaged, so that the result does not depend on how the batch is divided.
 """
 
 import contextlib
@@ -33,9 +33,9 @@ _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 
 
 class GradientSync:
-    """The base of the ways to sum `flat.gradients` and `flat.scalars` over ranks.
+    """Base class of the methods to sum `flat.gradients` and `flat.scalars` over ranks.
 
-    model: the module to call in the forward pass. name: of the way, for logs and records.
+    model: Module to call in the forward pass. name: Name of the method, for logs and records.
     """
 
     name: ClassVar[str]
@@ -45,31 +45,31 @@ class GradientSync:
         self.model, self.flat = model, flat
 
     def zero(self) -> None:
-        """Zeroes the gradients, before the first backward pass of a step; then scalars may be added."""
+        """Zeroes the gradients before the first backward pass of a step. Scalars may be added after it."""
         self.flat.gradients.zero_()
         self.flat.scalars.is_closed = False
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Surrounds forward and backward pass of a micro-batch; after the last, no scalars may be added."""
+        """Surrounds forward and backward pass of a micro-batch. After the last, no scalars may be added."""
         with contextlib.nullcontext() if is_last else self._no_sync():
             yield
         if is_last:
             self.flat.scalars.is_closed = True
 
     def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a backward pass, so that the pass adds to `flat.gradients`."""
+        """Surrounds a backward pass, and makes it add to `flat.gradients`."""
         return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:
-        """Completes the sum of gradients over ranks; returns {name: scalars of all ranks, [ranks]}.
+        """Completes the sum of gradients over ranks. Returns {name: scalars of all ranks, [ranks]}.
 
         All ranks call it, after the last backward pass.
         """
         raise NotImplementedError
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Prevents messages in forward and backward passes before the last micro-batch."""
+        """Prevents messages in the forward and backward passes before the last micro-batch."""
         return contextlib.nullcontext()
 
 
@@ -77,23 +77,23 @@ class GradientSync:
 class _Bucket:
     """A range of the gradients that one message sums over ranks.
 
-    wire: the memory that is sent: that of `gradients`, or a copy in another dtype. missing: number of
-    parameters whose gradient this backward pass has not completed yet.
+    send_buffer: Memory that is sent: `gradients`, or a copy in another dtype. missing: Number of parameters
+    whose gradient this backward pass has not completed yet.
     """
 
     gradients: Tensor
-    wire: Tensor
+    send_buffer: Tensor
     num_parameters: int = 0
     missing: int = 0
     work: dist.Work | None = None
 
 
 class FlatSync(GradientSync):
-    """A sync that all-reduces buckets of gradients while the backward pass still runs.
+    """All-reduces buckets of gradients while the backward pass is still running.
 
     Every `p.grad` is a view of `flat.gradients`, so that nothing is copied. The message of bucket k starts
-    when its gradients are complete and buckets 0 to k - 1 have started: so all ranks issue the same
-    collectives in one order. A parameter that a rank does not use has a gradient of zeros there.
+    when its gradients are complete and buckets 0 to k - 1 have started. All ranks therefore issue the same
+    collectives in the same order. If a rank does not use a parameter, its gradient there is zero.
     """
 
     name = "flat"
@@ -107,8 +107,8 @@ class FlatSync(GradientSync):
         ends: list[int] = []
         for each in flat.buckets(bucket_size_mb * 2**20):
             gradients = flat.message[each]
-            wire = gradients if sync_dtype == gradients.dtype else gradients.to(sync_dtype)
-            self._buckets.append(_Bucket(gradients, wire))
+            send_buffer = gradients if sync_dtype == gradients.dtype else gradients.to(sync_dtype)
+            self._buckets.append(_Bucket(gradients, send_buffer))
             ends.append(each.stop)
         self._views = flat.attach_gradients()
         for name, view in self._views.items():
@@ -135,8 +135,8 @@ class FlatSync(GradientSync):
         for bucket in self._buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-                if bucket.wire is not bucket.gradients:
-                    bucket.gradients.copy_(bucket.wire)
+                if bucket.send_buffer is not bucket.gradients:
+                    bucket.gradients.copy_(bucket.send_buffer)
             bucket.missing, bucket.work = bucket.num_parameters, None
         self._num_started = 0
         return self.flat.scalars.pop()
@@ -152,19 +152,19 @@ class FlatSync(GradientSync):
 
     def _start(self, *, until: int) -> None:
         for bucket in self._buckets[self._num_started : until]:
-            if self.flat.ranks.talks:
-                if bucket.wire is not bucket.gradients:
-                    bucket.wire.copy_(bucket.gradients)
+            if self.flat.ranks.is_distributed:
+                if bucket.send_buffer is not bucket.gradients:
+                    bucket.send_buffer.copy_(bucket.gradients)
                 group = self.flat.ranks.group
-                bucket.work = dist.all_reduce(bucket.wire, group=group, async_op=True)
+                bucket.work = dist.all_reduce(bucket.send_buffer, group=group, async_op=True)
             self.flat.scalars.is_closed |= bucket is self._buckets[-1]
         self._num_started = max(self._num_started, until)
 
 
 class SharedMemorySync(GradientSync):
-    """A sync for the CPUs of one machine: ranks add up each other's gradients in shared memory.
+    """Sums gradients in shared memory, for the CPUs of one machine.
 
-    This is after the backward pass, when CPUs are free.
+    The sum starts after the backward pass, when the CPUs are free.
     """
 
     name = "shared memory"
@@ -180,7 +180,7 @@ class SharedMemorySync(GradientSync):
 
 
 class DDPSync(GradientSync):
-    """A sync by torch's DistributedDataParallel (DDP); `finish` copies the gradients to `flat.gradients`.
+    """Sums gradients by torch's DistributedDataParallel (DDP). `finish` copies them to `flat.gradients`.
 
     Every rank must use every parameter. Needs a process group.
     """
@@ -198,7 +198,7 @@ class DDPSync(GradientSync):
             bucket_cap_mb=bucket_size_mb,
             gradient_as_bucket_view=True,
             init_sync=False,
-            **{sync_buffers: False},  # the puzzle table is a buffer; the name changed with torch 2.13
+            **{sync_buffers: False},  # the puzzle table is a buffer; torch 2.13 renamed the option
         )
         wrapped.register_comm_hook(flat.ranks.group, _sum_bucket)
         super().__init__(wrapped, flat)
@@ -222,7 +222,7 @@ class DDPSync(GradientSync):
 
 
 def _sum_bucket(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sums a bucket over ranks; DDP's default is the mean."""
+    """Sums a bucket over ranks. DDP's default is the mean."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -235,9 +235,10 @@ def build_gradient_sync(
     bucket_size_mb: float | str = "auto",
     sync_dtype: str = "float32",
 ) -> GradientSync:
-    """Builds the sync of the config's keys `sync`, `bucket_size_mb` and `sync_dtype`. All ranks call it.
+    """Builds the sync for the config keys `sync`, `bucket_size_mb` and `sync_dtype`. All ranks call it.
 
-    auto: `SharedMemorySync` if `flat` is in shared memory, else `FlatSync`. ddp needs a process group.
+    If `flat` is in shared memory, builds `SharedMemorySync`. Otherwise "ddp" builds `DDPSync` if there is a
+    process group, and all other values build `FlatSync`.
     """
     if flat.messages_of_ranks is not None:
         assert (sync, sync_dtype) == ("auto", "float32")

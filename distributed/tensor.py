@@ -1,8 +1,8 @@
-"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): each rank has some heads and features of every block.
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): each rank holds some heads and features of every block.
 
-A `Plan` says how ranks divide a layer. The layer's input is the same on all ranks: the backward pass sums
-gradients of the input over ranks. The forward pass sums the output over ranks.
-Weights stay plain tensors, fused matrices stay fused, and weights outside of blocks are whole on every rank.
+A `Plan` describes how ranks divide a layer. The layer's input is the same on all ranks, and the backward pass
+sums the input's gradients over ranks. The forward pass sums the output over ranks. Weights stay plain
+tensors, fused matrices stay fused, and every rank holds the full weights outside of blocks.
 """
 
 import math
@@ -17,7 +17,7 @@ from distributed.shards import Span, Spans
 
 
 class _Copy(torch.autograd.Function):
-    """The identity in the forward pass, a sum over ranks in the backward pass."""
+    """The identity in the forward pass, and a sum over ranks in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -30,7 +30,7 @@ class _Copy(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """A sum over ranks in the forward pass, the identity in the backward pass."""
+    """A sum over ranks in the forward pass, and the identity in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -42,9 +42,9 @@ class _Sum(torch.autograd.Function):
 
 
 class Cut(NamedTuple):
-    """A rank's part of a weight: [:, begin:end] of the whole weight, viewed as [outer, middle, rest].
+    """A rank's part of a weight: [:, begin:end] of the full weight, viewed as [outer, middle, rest].
 
-    shape: of the whole weight, as the model has it.
+    shape: Shape of the full weight in the model.
     """
 
     outer: int
@@ -54,22 +54,22 @@ class Cut(NamedTuple):
     shape: tuple[int, ...]
 
     def take(self, whole: Tensor) -> Tensor:
-        """Returns a copy of this part of the whole weight, with as many axes as the weight."""
+        """Returns a copy of this part of the full weight, with as many axes as the weight."""
         shape, axis = list(self.shape), int(self.outer == self.shape[0])
         shape[axis] = shape[axis] * (self.end - self.begin) // self.middle
         return whole.reshape(self.outer, self.middle, -1)[:, self.begin : self.end].reshape(shape).clone()
 
     def of(self, index: int, size: int) -> "Cut":
-        """Returns the cut by which rank `index` of `size` ranks holds a part of the same weight."""
+        """Returns the part of the same weight that rank `index` of `size` ranks holds."""
         begin, end = (number * self.middle // size for number in (index, index + 1))
         return self._replace(begin=begin, end=end)
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Returns the whole weight, from the parts of all ranks in order."""
+        """Returns the full weight. parts: Parts of all ranks, in order."""
         return torch.cat([each.reshape(self.outer, -1) for each in parts], dim=1).view(self.shape)
 
     def spans(self, part: slice) -> Spans:
-        """Returns where the elements of a range of the flattened part are in the flattened whole weight."""
+        """Returns the positions in the flattened full weight of a range of the flattened part."""
         rest = math.prod(self.shape) // (self.outer * self.middle)
         length, stride, start = (self.end - self.begin) * rest, self.middle * rest, self.begin * rest
         spans, first = [], part.start
@@ -85,8 +85,8 @@ class Cut(NamedTuple):
 class Plan(NamedTuple):
     """How ranks divide a layer's weights, so that its output is the sum over ranks.
 
-    weights: {name: (outer, middle)}: ranks divide the middle of the weight's shape [outer, middle, rest].
-    reads_share: whether each rank reads only a part of the input features.
+    weights: {name: (outer, middle)}. Ranks divide the middle axis of the weight, viewed as [outer, middle,
+    rest]. reads_share: Whether each rank reads only a part of the input features.
     """
 
     weights: dict[str, tuple[int, int]]

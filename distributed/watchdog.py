@@ -1,11 +1,12 @@
-"""The watchdog: ends all ranks when one hangs or is lost, and reports which rank, and where in the code.
+"""The watchdog: ends all ranks if one hangs or is lost, and reports which rank, and where in the code.
 
 Every rank writes a heartbeat into the key-value store at every tick. Rank 0 reads the heartbeats of all
-ranks, and the others only rank 0's, to keep the load of the store low. A rank that misses a heartbeat, or
-makes no progress itself, sets the alarm in the store: then all ranks read all heartbeats, report, and end.
+ranks. Other ranks read only rank 0's, to keep the load of the store low. If a rank finds a missing heartbeat,
+or makes no progress itself, it sets the alarm in the store. Then all ranks read all heartbeats, report, and
+end.
 
-One thread exchanges heartbeats, another one watches the clock and never waits: a call to the store does not
-return, whatever its timeout, while the process that serves the store is stopped.
+One thread exchanges heartbeats. Another thread watches the clock and never waits. Two threads are needed,
+because a call to the store ignores its timeout while the process that serves the store is stopped.
 """
 
 import contextlib
@@ -41,23 +42,24 @@ from distributed.process_group import (
 EXIT_HANG = 124  # exit status of a rank that the watchdog ends, as of the command `timeout`
 
 _TICK_SECONDS = 0.5
-# In ticks. A rank ends about 7 seconds after the timeout.
-_SILENCE_TICKS = 5  # without a heartbeat for that long, the report calls a rank "not responding"
-_ANSWER_TICKS = 7  # from the alarm to the report: time for all ranks to write heartbeats
-_EXIT_TICKS = 3  # from the report to the exit: torchrun ends all ranks when the first one exits
-_BACKSTOP_TICKS = 16  # from the timeout to the end of a process in which Python threads cannot run
+# The next four are in ticks. A rank ends about 7 s after the timeout.
+_SILENCE_TICKS = 5  # after this time without a heartbeat, the report calls a rank "not responding"
+_ANSWER_TICKS = 7  # from the alarm to the report, so that all ranks can write heartbeats
+_EXIT_TICKS = 3  # from the report to the exit, because torchrun ends all ranks when the first one exits
+_BACKSTOP_TICKS = 16  # from the timeout to the kill of a process in which Python threads cannot run
 
 _REPOSITORY = str(Path(__file__).resolve().parent.parent) + os.sep
-_MAX_GROUPS = 8  # of ranks, in one line
+_MAX_GROUPS = 8  # groups of ranks in one line
 
 
 @dataclasses.dataclass(frozen=True)
 class _Heartbeat:
     """The heartbeat of a rank.
 
-    time: wall clock, in seconds. step: number of steps done; None before the first is done. state: step and
-    line of code, as text. is_paused: whether this rank is paused, or, on rank 0, any rank. has_left: whether
-    the rank has left the watchdog's block, so that missing heartbeats are no failure.
+    time: Wall-clock time in seconds. step: Number of steps done. None before the first step is done. state:
+    Step and line of code, as text. is_paused: Whether this rank is paused. On rank 0, whether any rank is
+    paused. has_left: Whether the rank has left the watchdog's block. Missing heartbeats are then not a
+    failure.
     """
 
     time: float
@@ -72,12 +74,12 @@ class Watchdog:
 
     A rank may be without a heartbeat or without progress for init_timeout_seconds until its first step is
     done, and for step_timeout_seconds after that. While any rank is `paused`, no rank needs to make progress,
-    but heartbeats must continue. When a limit is exceeded, every rank that still runs writes one line and the
+    but heartbeats must continue. If a limit is exceeded, every rank that still runs writes one line and the
     stacks of all threads to stderr and to the log file, and exits with status EXIT_HANG.
 
-    Time in which this process was stopped (SIGSTOP) does not count. If only torchrun is stopped, which serves
-    the store, the ranks of its node continue. A process in which no Python thread can run for longer than
-    the limit is killed (`distributed.backstop`).
+    Time in which this process was stopped (SIGSTOP) does not count. If torchrun serves the store and only
+    torchrun is stopped, the ranks of its node continue. A process in which no Python thread can run for
+    longer than the limit is killed (`distributed.backstop`).
     """
 
     def __init__(self, *, init_timeout_seconds: float, step_timeout_seconds: float):
@@ -90,43 +92,46 @@ class Watchdog:
         # Written by the thread that exchanges heartbeats. {rank: (newest heartbeat, when it was first read)}.
         self._heard: dict[int, tuple[_Heartbeat, float]] = {}
         self._answered_at, self._store_error = 0.0, ""
-        self._waiting_since: float | None = None  # since when a call to the store has not returned
-        self._alarm = ""  # why all must end, read from the store
+        self._waiting_since: float | None = None  # start of the call to the store that has not returned
+        self._alarm = ""  # why all ranks must end, read from the store
         # Written by the thread that watches the clock; in seconds in which this process was not stopped.
         self._now = self._progressed_at = 0.0
-        self._found = ""  # why all must end, as this rank has found out
+        self._found = ""  # why all ranks must end, found by this rank
         self._agent_is_stopped = False
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def keep_record(self, path: Path) -> None:
-        """Starts a `FailureRecord` in the file `path`. Rank 0 calls it, before the first step."""
+        """Starts a `FailureRecord` in the file `path`. Rank 0 calls it before the first step."""
         self._record = FailureRecord(path)
 
     def step_done(self, step: int) -> None:
-        """Records progress; to be called after every training step. step: the number of steps done."""
+        """Records progress. Call it after every training step. step: Number of steps done."""
         if self._record:
             self._record.record_recovery(step)
-            if self._threads and self._step is None:  # now, as the process may fail before the next tick
+            if self._threads and self._step is None:  # write now: the process may fail before the next tick
                 self._record.write(step, silent_seconds=0)
         self._step = step
         self._progress += 1
 
     def is_alarmed(self) -> bool:
-        """Returns whether the alarm is set: this rank is about to report and to end."""
+        """Returns whether the alarm is set, so that this rank is about to report and end."""
         return bool(self._alarm or self._found)
 
     def pop_recovery(self) -> dict[str, float]:
-        """Returns {"recovery_seconds": time since the failure} on rank 0 once, after a recovery, else {}."""
+        """Returns {"recovery_seconds": time since the failure} once, on rank 0 after a recovery.
+
+        Otherwise returns {}.
+        """
         return self._record.pop_recovery() if self._record else {}
 
     def is_paused(self) -> bool:
-        """Returns whether this rank, or as far as it has heard another one, is in a block of `paused`."""
+        """Returns whether any rank is inside a `paused` block, as far as this rank knows."""
         return self._pauses > 0 or self._others_are_paused()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Allows all ranks any time without progress during the block, as for an evaluation or a save."""
+        """Allows all ranks to make no progress during the block. Use it for an evaluation or a save."""
         self._pauses += 1
         try:
             yield
@@ -145,7 +150,7 @@ class Watchdog:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         self._end = f"ended with {error_type.__name__}" if error_type else "ended"
-        # An error after an alarm is only a consequence: wait for the report, which ends this process.
+        # An error after an alarm is only a consequence. Wait for the report: it ends this process.
         must_report = error_type is not None and self.is_alarmed()
         if not must_report:
             self._stop.set()
@@ -155,10 +160,10 @@ class Watchdog:
             self._record.remove()
 
     def _give_up(self) -> None:
-        # An exception in a watchdog thread ends the watch, not the run; the last heartbeat says so.
+        # An exception in a watchdog thread ends the watchdog, not the run. The last heartbeat says so.
         traceback.print_exc()
-        log.warning("the watchdog has failed: the run goes on without it")
-        self._end = "not watched any more"
+        log.warning("the watchdog failed. The run continues without it.")
+        self._end = "no longer watched"
         self._stop.set()
 
     # --- The thread that exchanges heartbeats ---
@@ -178,11 +183,11 @@ class Watchdog:
                 self._give_up()
 
     def _ask(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        # Counts only the time within a call: between calls, the machine may just be busy.
+        # Count only the time within calls: between calls, the machine may just be busy.
         if self._waiting_since is None:
             self._waiting_since = self._now
         answer = call(*arguments)
-        if self._agent_is_stopped:  # not any more: no heartbeat could be written or read meanwhile
+        if self._agent_is_stopped:  # it runs again: no heartbeat could be written or read meanwhile
             self._heard = {number: (heard, self._now) for number, (heard, _) in self._heard.items()}
             self._agent_is_stopped = False
         self._answered_at, self._waiting_since = self._now, None
@@ -192,7 +197,7 @@ class Watchdog:
         is_paused = self._pauses > 0 or (is_main() and self._others_are_paused())
         heartbeat = _Heartbeat(time.time(), self._step, self._state(), is_paused, has_left)
         self._ask(store.set, _key(rank()), json.dumps(dataclasses.asdict(heartbeat)))
-        # Sets the alarm if this rank has found a reason and none is set, and reads it; `get` might wait.
+        # Set the alarm if this rank found a reason and none is set, then read it. `get` might wait.
         self._alarm = self._ask(store.compare_set, "alarm", "", self._found).decode()
         ranks = range(world_size()) if is_main() or self._alarm else (0, rank())
         for number, heartbeat in self._read_heartbeats(store, list(ranks)).items():
@@ -203,7 +208,7 @@ class Watchdog:
             self._record.write(self._step, silent_seconds=silence)
 
     def _read_heartbeats(self, store: Store, ranks: list[int]) -> dict[int, _Heartbeat]:
-        """Returns {rank: newest heartbeat}, for each of `ranks` that has a heartbeat."""
+        """Returns {rank: newest heartbeat} for each of `ranks` that has written one."""
         if not self._ask(store.check, [_key(number) for number in ranks]):
             ranks = [number for number in ranks if self._ask(store.check, [_key(number)])]
         texts = self._ask(store.multi_get, [_key(number) for number in ranks]) if ranks else []
@@ -222,7 +227,7 @@ class Watchdog:
         try:
             while not self._stop.wait(_TICK_SECONDS):
                 now = time.monotonic()
-                self._now += min(now - last, 2 * _TICK_SECONDS)  # more: this process was stopped meanwhile
+                self._now += min(now - last, 2 * _TICK_SECONDS)  # if more, this process was stopped
                 last = now
                 limit, _ = self._limit(self._step, self._pauses > 0)
                 self._backstop.renew(limit + _BACKSTOP_TICKS * _TICK_SECONDS)
@@ -249,23 +254,23 @@ class Watchdog:
         return any(heard.is_paused for number, (heard, _) in self._heard.copy().items() if number != rank())
 
     def _find_reason_to_end(self) -> str:
-        """Returns why all ranks must end, as a sentence; "" while all is well."""
+        """Returns why all ranks must end, without the final full stop. Returns "" if all is well."""
         limit, limit_text = self._limit(self._step, self._pauses > 0)
         waited = 0.0 if self._waiting_since is None else self._now - self._waiting_since
         if waited > _SILENCE_TICKS * _TICK_SECONDS and agent_serves_store() and is_stopped(os.getppid()):
             self._tell_of_stopped_agent()
         elif waited > limit:
-            advice = f"; {restart_advice()}" if num_nodes() > 1 else ""
-            gone = f"rank 0 or its node is gone{self._store_error}{advice}"
-            return f"no answer of the store for {limit_text}: {gone}"
+            advice = f". {restart_advice()}" if num_nodes() > 1 else ""
+            cause = f"Rank 0 or its node has terminated or hangs{self._store_error}"
+            return f"the store did not respond for {limit_text}. {cause}{advice}"
         for number in range(world_size()) if is_main() else (0,):
             heard, since = self._heard.get(number, (None, 0.0))
             silence, silence_text = self._limit(*((heard.step, heard.is_paused) if heard else (None, False)))
-            # Measured up to the store's last answer: without the store no heartbeat can be read.
+            # Measure up to the store's last answer: without the store, no heartbeat can be read.
             if self._answered_at - since > silence and not (heard and heard.has_left):
-                return f"no sign of life of rank {number} for {silence_text}"
+                return f"no heartbeat from rank {number} for {silence_text}"
         if self._now - self._progressed_at > limit:
-            return f"no progress of rank {rank()} for {limit_text}"
+            return f"no progress on rank {rank()} for {limit_text}"
         return ""
 
     def _tell_of_stopped_agent(self) -> None:
@@ -279,10 +284,10 @@ class Watchdog:
         self._waiting_since = self._now
 
     def _report_and_exit(self) -> None:
-        # Ends the process even if printing blocks, on a full pipe that nobody reads.
+        # End the process even if printing blocks, for example on a full pipe that nobody reads.
         end = threading.Timer(_EXIT_TICKS * _TICK_SECONDS, os._exit, (EXIT_HANG,))
         end.start()
-        # "\n" first, because a progress bar may be on the line.
+        # Start with "\n", because a progress bar may be on the line.
         line = (
             f"\nerror ({log.name_ranks([rank()])}): {self._alarm or self._found}. {self._describe_ranks()}\n"
         )
@@ -295,7 +300,7 @@ class Watchdog:
         end.join()
 
     def _describe_ranks(self) -> str:
-        """Returns in which line each rank is: silent ranks first, then the smallest groups in one line."""
+        """Returns where in the code each rank is. Silent ranks come first, then the smallest groups."""
         if self._now - self._answered_at >= _SILENCE_TICKS * _TICK_SECONDS:  # no recent heartbeats
             return f"{log.name_ranks([rank()])}: {self._state()}"
         groups: dict[tuple[bool, str], list[int]] = {}
@@ -304,9 +309,9 @@ class Watchdog:
             is_silent = not heard or (
                 not heard.has_left and self._now - since >= _SILENCE_TICKS * _TICK_SECONDS
             )
-            state = heard.state if heard else "never heard of"
+            state = heard.state if heard else "no heartbeat received"
             if heard and is_silent:
-                state = f"not responding, last heard of {time.time() - heard.time:.0f} s ago {state}"
+                state = f"not responding, last heartbeat {time.time() - heard.time:.0f} s ago, {state}"
             groups.setdefault((is_silent, state), []).append(number)
         ordered = sorted(groups.items(), key=lambda group: (not group[0][0], len(group[1])))
         described = [f"{log.name_ranks(numbers)}: {state}" for (_, state), numbers in ordered[:_MAX_GROUPS]]
@@ -326,7 +331,7 @@ def _key(number: int) -> str:
 
 
 def _location(thread: int) -> str:
-    """Returns the line of our code that a thread executes; for `distributed`, also the line that calls it."""
+    """Returns the line of our code that a thread executes. In `distributed`, also the line that calls it."""
     frame = sys._current_frames().get(thread)
     lines: list[str] = []
     while frame is not None:

@@ -1,8 +1,8 @@
-"""AdamATan2 (arXiv 2407.05872): Adam with an arctan2 instead of the division with epsilon.
+"""AdamATan2 (arXiv 2407.05872): Adam with arctan2 instead of the division with epsilon.
 
-Weights, gradients and moments are ranges of flat buffers (`distributed.flat`). A kernel that `torch.compile`
-makes of `adam_atan2_` updates a whole range in one pass over memory. Without the compiler the same function
-runs op by op, on a CPU over chunks that stay in the cache.
+Weights, gradients and moments are ranges of flat buffers (`distributed.flat`). `torch.compile` turns
+`adam_atan2_` into a kernel that updates a whole range in one pass over memory. Without the compiler, the same
+function runs op by op. On a CPU it then works on chunks that stay in the cache.
 """
 
 from collections.abc import Callable, Collection
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed.flat import FlatParameters, Pieces
+from distributed.flat import FlatParameters, ShardBuffers
 from distributed.shards import tensor_of
 
 _MOMENTS = ("first_moment", "second_moment")
-_CHUNK = 2**17  # elements: about 4 MB with gradients, moments and intermediates, which fit into a CPU's cache
+_CHUNK = 2**17  # elements: about 4 MB with gradients, moments and intermediates; this fits into a CPU's cache
 _TINY = torch.finfo(torch.float32).tiny
-# Coefficients of the polynomial P of degree 7 with the least relative error, 2e-8, in
-# arctan(x) = x + x^3 P(x^2) for |x| <= 1.
+# Coefficients of the polynomial P of degree 7 in arctan(x) = x + x^3 P(x^2), for |x| <= 1. P minimizes the
+# relative error, which is then 2e-8.
 _ARCTAN = (-0.333331527, 0.199937728, -0.142110552, 0.10666004)
 _ARCTAN += (-0.0755221282, 0.0432118423, -0.0163679158, 0.00292068899)
 
@@ -36,13 +36,13 @@ def adam_atan2_(
     beta2: float,
     atan2_sqrt: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Updates parameter p and moments m, v in place; all are float32 tensors of one shape.
+    """Updates parameter p and moments m, v in place. All are float32 tensors of one shape.
 
-    p *= 1 - lr wd;  m = lerp(m, g, 1 - b1);  v = lerp(v, g^2, 1 - b2)
-    p -= lr / (1 - b1^t) * atan2(m, sqrt(v / (1 - b2^t)))
+        p *= 1 - lr wd;  m = lerp(m, g, 1 - b1);  v = lerp(v, g^2, 1 - b2)
+        p -= lr / (1 - b1^t) * atan2(m, sqrt(v / (1 - b2^t)))
 
     shrink, rate, correction: 1 - lr wd, lr / (1 - b1^t) and 1 / (1 - b2^t) for update t = 1, 2, ...
-    atan2_sqrt: one of the two functions below.
+    atan2_sqrt: One of the two functions below.
     """
     parameter.mul_(shrink)
     first_moment.lerp_(gradient, 1 - beta1)
@@ -56,13 +56,14 @@ def atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
 
 
 def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
-    """Returns atan2(y, sqrt(x)) for x >= 0, to 2 units in the last place unless y^2 underflows.
+    """Returns atan2(y, sqrt(x)) for x >= 0, within 2 units in the last place unless y^2 underflows.
 
-    For compiled kernels, without a branch: on a CPU, torch.atan2 takes twice as long as all memory access of
-    an update. The tangent of half the angle, y / (sqrt(x) + sqrt(x + y^2)), suits a short polynomial.
+    For compiled kernels, without a branch. On a CPU, torch.atan2 takes twice as long as all memory access of
+    an update. A short polynomial approximates the result from the tangent of half the angle, y / (sqrt(x) +
+    sqrt(x + y^2)).
     """
     tangent = y / (x.sqrt() + (x + y * y).sqrt() + _TINY)  # 0 / 0 is 0
-    tangent = tangent.clamp(-1, 1)  # larger where y^2 underflows
+    tangent = tangent.clamp(-1, 1)  # it is larger if y^2 underflows
     square = tangent * tangent
     series = _ARCTAN[-1]
     for coefficient in reversed(_ARCTAN[:-1]):
@@ -71,12 +72,12 @@ def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
 
 
 class AdamATan2(torch.optim.Optimizer):
-    """The AdamATan2 optimizer with decoupled weight decay, for the part of `flat` that this rank updates.
+    """AdamATan2 with decoupled weight decay, for the part of `flat` that this rank updates.
 
-    Does not change parameters that need no gradient. The parameter group's `step` counts the updates.
+    Parameters that need no gradient do not change. The parameter group's `step` counts the updates.
 
-    names: of the parameters; None: all. compiler_options: of torch.compile, for a compiled kernel (the first
-    step then takes seconds longer); None: runs op by op.
+    names: Names of the parameters. If None, all. compiler_options: Options of torch.compile for a compiled
+    kernel. The first step then takes seconds longer. If None, the update runs op by op.
     """
 
     def __init__(
@@ -97,9 +98,9 @@ class AdamATan2(torch.optim.Optimizer):
             {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "step": 0},
         )
         self._flat, kept = flat, flat.kept_of(names)
-        self._moments: dict[str, Pieces] = {moment: flat.zeros(kept) for moment in _MOMENTS}
-        for moment, pieces in self._moments.items():
-            for name, kept in flat.shards(pieces, flat.share, names).items():
+        self._moments: dict[str, ShardBuffers] = {moment: flat.zeros(kept) for moment in _MOMENTS}
+        for moment, shard_buffers in self._moments.items():
+            for name, kept in flat.shards(shard_buffers, flat.shard, names).items():
                 self.state[parts[name]][moment] = tensor_of(kept)
         self._kernel = None
         if compiler_options is not None:
@@ -121,7 +122,7 @@ class AdamATan2(torch.optim.Optimizer):
             factors = _as_tensors(factors, self._flat.weights.device)
         first, second = self._moments.values()
         for own, *moments in zip(first.ranges, first.buffers, second.buffers, strict=True):
-            tensors = (self._flat.masters.at(own), self._flat.gradients[own], *moments)
+            tensors = (self._flat.master_weights.at(own), self._flat.gradients[own], *moments)
             if self._kernel is None:
                 _adam_atan2_in_chunks_(*tensors, **factors, beta1=beta1, beta2=beta2)
             else:
@@ -129,7 +130,7 @@ class AdamATan2(torch.optim.Optimizer):
 
 
 def _adam_atan2_in_chunks_(*tensors: Tensor, **factors: float) -> None:
-    """Updates op by op; on a CPU one chunk after the other, so that only the first op reads from memory."""
+    """Updates op by op. On a CPU it updates chunk by chunk, so that only the first op reads from memory."""
     (length,) = tensors[0].shape
     size = _CHUNK if tensors[0].device.type == "cpu" else length
     for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
@@ -137,6 +138,6 @@ def _adam_atan2_in_chunks_(*tensors: Tensor, **factors: float) -> None:
 
 
 def _as_tensors(factors: dict[str, float], device: torch.device) -> dict[str, Tensor]:
-    """Returns the factors as float32 scalars on the device; for floats, a kernel would be compiled again."""
+    """Returns the factors as float32 scalars on the device. With floats, a kernel would be compiled again."""
     values = torch.tensor(list(factors.values()), pin_memory=device.type == "cuda")
     return dict(zip(factors, values.to(device, non_blocking=True), strict=True))

@@ -1,11 +1,11 @@
-"""The exponential moving average (EMA) of the dense weights, which evaluations use.
+"""Exponential moving average (EMA) of the dense weights. Evaluations use it.
 
-After every step: average = rate * average + (1 - rate) * weight. Initially the average is the initial weight,
-which has a share of rate^t after t steps, or 0 with bias correction (as Adam's, arXiv 1412.6980, section 3).
-Puzzle embeddings have another class of average (`optimizers.puzzle_table.RowAverage`).
+After every step: average = rate * average + (1 - rate) * weight. The average starts as the initial weights.
+Their coefficient is rate^t after t steps, or 0 with bias correction (as Adam's, arXiv 1412.6980, section 3).
+Puzzle embeddings have another class (`optimizers.puzzle_table.RowAverage`).
 
-Every rank keeps the averages of a range of the flat buffers in which it has updated weights. So an update
-sends nothing, and hardly anything is computed twice; only the use of averages needs messages.
+Every rank keeps the averages of a range of the flat buffers in which it has updated weights. An update
+therefore sends nothing, and almost nothing is computed twice. Only the use of averages needs messages.
 """
 
 import contextlib
@@ -23,16 +23,16 @@ _FEW = 5  # after 5 / (1 - rate) steps, less than 0.01 of the average are the in
 
 
 class Average:
-    """An average of weights. This base class is of a run without EMA: its methods do nothing."""
+    """An average of weights. The methods of this base class do nothing: it is for a run without EMA."""
 
     def reset_to_weights(self) -> None:
-        """Resets the averages to the present weights, as at step 0."""
+        """Resets the averages to the current weights, as at step 0."""
 
     def update(self, steps: range) -> None:
-        """Takes the present weights into the averages, once for each of `steps` (numbered from 1)."""
+        """Adds the current weights to the averages, once for each of `steps` (numbered from 1)."""
 
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Takes in rows of a puzzle table, int64 [n], before step `step` (from 1) changes them."""
+        """Adds rows of a puzzle table, int64 [n], before step `step` (from 1) changes them."""
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
@@ -44,20 +44,20 @@ class Average:
         return {}
 
     def tensors(self) -> Tensors:
-        """Returns the tensors to save in a checkpoint; loading a checkpoint overwrites these tensors."""
+        """Returns the tensors to save in a checkpoint. Loading a checkpoint overwrites them."""
         return {}
 
 
 class DenseAverage(Average):
-    """The averages of flat parameters: float32, on the device of the parameters.
+    """Averages of flat parameters, in float32 on the device of the parameters.
 
-    rate: close to 1. corrects_bias: whether the initial weights get no share of the average.
+    rate: EMA rate, close to 1. corrects_bias: If True, the initial weights have coefficient 0 in the average.
     """
 
     def __init__(self, *flats: FlatParameters, rate: float, corrects_bias: bool = False):
         self._flats, self._rate, self._corrects_bias = flats, rate, corrects_bias
-        self._shares = [flat.average_shares() for flat in flats]
-        self._own = [shares[flat.ranks.index] for flat, shares in zip(flats, self._shares, strict=True)]
+        self._shards = [flat.average_shards() for flat in flats]
+        self._own = [shards[flat.ranks.index] for flat, shards in zip(flats, self._shards, strict=True)]
         self._averages = [flat.zeros(flat.around(own)) for flat, own in zip(flats, self._own, strict=True)]
         self.reset_to_weights()
 
@@ -77,16 +77,16 @@ class DenseAverage(Average):
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (averages, weights) of each range that this rank keeps."""
-        for flat, pieces in zip(self._flats, self._averages, strict=True):
-            for each, averages in zip(pieces.ranges, pieces.buffers, strict=True):
-                yield averages, flat.masters.at(each)
+        for flat, shard_buffers in zip(self._flats, self._averages, strict=True):
+            for each, averages in zip(shard_buffers.ranges, shard_buffers.buffers, strict=True):
+                yield averages, flat.master_weights.at(each)
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
         parameters, averages = {}, {}
-        for flat, pieces, shares in zip(self._flats, self._averages, self._shares, strict=True):
+        for flat, shard_buffers, shards in zip(self._flats, self._averages, self._shards, strict=True):
             parameters |= flat.parameters
-            averages |= flat.all_gather_views(pieces, shares)
+            averages |= flat.all_gather_views(shard_buffers, shards)
         raw = {name: parameter.data for name, parameter in parameters.items()}
         try:
             for name, parameter in parameters.items():
@@ -98,8 +98,8 @@ class DenseAverage(Average):
 
     def values(self, *, step: int = 0) -> Tensors:
         values: Tensors = {}
-        for flat, pieces, own in zip(self._flats, self._averages, self._own, strict=True):
-            values |= flat.shards(pieces, own)
+        for flat, shard_buffers, own in zip(self._flats, self._averages, self._own, strict=True):
+            values |= flat.shards(shard_buffers, own)
         return values
 
     def tensors(self) -> Tensors:
@@ -109,7 +109,7 @@ class DenseAverage(Average):
 def build_average(
     config: PretrainConfig, flats: Sequence[FlatParameters], *, total_steps: int | None
 ) -> Average:
-    """Builds the average for the config's `ema`. total_steps: number of steps of the run; None: unknown."""
+    """Builds the average for the config key `ema`. total_steps: Steps of the run, None if unknown."""
     if config.ema is None:
         return Average()
     if total_steps is not None:
@@ -122,10 +122,10 @@ def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) ->
     """Warns if the span of the average, 1 / (1 - rate) steps, is too long for a run of `num_steps`."""
     if num_steps * (1 - rate) >= _FEW:
         return
-    held = "" if corrects_bias else f", and {rate**num_steps:.2f} of it are the initial weights"
-    advice = "" if corrects_bias else " or ema_bias_correction=true"
+    share = f"The initial weights still make up {rate**num_steps:.0%} of the average. "
+    held, advice = ("", "") if corrects_bias else (share, " set ema_bias_correction=true,")
     log.warning(
-        f"ema={rate:g} averages over {1 / (1 - rate):.0f} steps, but this launch ends at step {num_steps}"
-        f"{held}: evaluation may say less than the weights can do (raw=true tells); a lower ema{advice} "
-        "mends it"
+        f"ema={rate:g} averages over about {1 / (1 - rate):.0f} steps, but this launch ends at step "
+        f"{num_steps}. {held}Evaluation may understate the model. Lower ema,{advice} or compare with "
+        "raw=true."
     )

@@ -1,4 +1,4 @@
-"""The learning rate of every step: linear warm-up, then a cosine down to a fraction of the peak."""
+"""Learning rate of every step: linear warm-up, then cosine decay to a fraction of the peak."""
 
 import math
 
@@ -8,7 +8,7 @@ from config.schema import PretrainConfig
 def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int, min_ratio: float) -> float:
     """Returns the learning rate of step `step` = 1, 2, ..., total_steps, for the peak `base`.
 
-    The rate of the last step is base * min_ratio, unless the warm-up takes the whole run.
+    The rate of the last step is base * min_ratio, unless the warm-up takes all steps of the run.
     """
     if step < warmup_steps:
         return base * step / warmup_steps
@@ -29,9 +29,9 @@ def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> di
 
 
 def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
-    """Returns {key: peak of the learning rate}, scaled to the global batch size as `lr_scaling` asks.
+    """Returns {key: peak of the learning rate}, scaled to the global batch size according to `lr_scaling`.
 
-    linear: arXiv 1706.02677; sqrt: the rule for Adam-like optimizers, arXiv 2205.10287.
+    linear: arXiv 1706.02677. sqrt: the rule for Adam-like optimizers, arXiv 2205.10287.
     """
     ratio = config.global_batch_size / config.lr_reference_batch_size
     factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[config.lr_scaling]

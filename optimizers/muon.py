@@ -1,9 +1,9 @@
-"""Muon: an optimizer for matrices, which takes steps along the orthogonalized momentum.
+"""Muon: an optimizer for matrices. Its steps follow the orthogonalized momentum.
 
 Jordan et al. 2024, kellerjordan.github.io/posts/muon. Updates are scaled to the size of Adam's (arXiv
-2502.16982), so that the same learning rate and weight decay fit both. In bfloat16 an update equals that of
-`torch.optim.Muon` to the bit. torch has no option for another dtype, and bfloat16 is slow on processors that
-emulate it. So the caller chooses the dtype here.
+2502.16982), so that the same learning rate and weight decay fit both. In bfloat16, an update is bit-identical
+to that of `torch.optim.Muon`. torch has no option for another dtype, and bfloat16 is slow on processors that
+emulate it. The caller therefore chooses the dtype here.
 """
 
 import math
@@ -24,7 +24,9 @@ _EPS = 1e-7
 def orthogonalize(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
     """Moves all singular values of a matrix to about 1, by five Newton-Schulz iterations.
 
-    matrix: float32 [m, n]. dtype: The dtype of the computation and of the result, a new tensor [m, n].
+    Returns a new tensor [m, n] in `dtype`.
+
+    matrix: float32 [m, n]. dtype: Dtype of the computation and of the result.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
@@ -38,14 +40,14 @@ def orthogonalize(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(lr: float, matrix: Tensor) -> float:
-    """Returns the factor of an orthogonalized update of `matrix`, which gives it the size of Adam's."""
+    """Returns the factor that gives an orthogonalized update of `matrix` the size of Adam's."""
     return lr * (0.2 * math.sqrt(max(matrix.shape)))
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for whole matrices. The momentum is in `state` from the start, for checkpoints.
+    """Muon for full matrices. Creates the momentum in `state` at the start, for checkpoints.
 
-    matrices: Parameters, float32 [m, n]. dtype: The dtype of the orthogonalization.
+    matrices: Parameters, float32 [m, n]. dtype: Dtype of the orthogonalization.
     """
 
     def __init__(self, matrices: Iterable[Tensor], *, lr: float, weight_decay: float, dtype: torch.dtype):
@@ -67,18 +69,18 @@ class Muon(torch.optim.Optimizer):
 
 
 def _accelerated(gradient: Tensor, momentum: Tensor) -> Tensor:
-    """Adds a gradient to the momentum, and returns the direction of Nesterov's accelerated method."""
+    """Adds a gradient to the momentum, and returns the update direction of Nesterov's method."""
     return gradient.lerp(momentum.lerp_(gradient, 1 - _MOMENTUM), _MOMENTUM)
 
 
 class CutMuon(torch.optim.Optimizer):
-    """Muon for matrices that tensor-parallel ranks divide among them.
+    """Muon for matrices that tensor-parallel ranks divide.
 
-    For each matrix, one rank (another one each time) gathers the parts, orthogonalizes the whole, and sends
-    the parts back. The momentum is elementwise, and stays with the parts.
+    For each matrix, one rank gathers the parts, orthogonalizes the full matrix, and sends the parts back. The
+    ranks take turns. The momentum is elementwise, and each rank keeps it for its parts.
 
-    matrices: This rank's parts by name, perhaps empty. cuts: {name: which part}. ranks: The group that
-    divides the matrices. All its ranks call `step`. dtype: The dtype of the orthogonalization.
+    matrices: This rank's parts by name, perhaps empty. cuts: {name: part of the matrix}. ranks: Group that
+    divides the matrices. All its ranks call `step`. dtype: Dtype of the orthogonalization.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class CutMuon(torch.optim.Optimizer):
             matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
     def _change(self, update: Tensor, cut: Cut, *, lr: float, owner: int) -> Tensor:
-        """Returns this rank's part of a matrix's change, which rank `owner` computes from every `update`."""
+        """Returns this rank's part of the change of a matrix, computed by rank `owner` from all parts."""
         parts = self._ranks.gather(update, goal=owner)
         if parts is None:
             return self._ranks.scatter(None, like=update, source=owner)

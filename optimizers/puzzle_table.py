@@ -1,10 +1,10 @@
 """The table of puzzle embeddings: update of the rows, distribution over ranks, and average (EMA).
 
-A step updates only the rows that its slots use, each by the sign of its gradient, summed over all ranks.
-`Replicated`: every rank holds all rows. `RowsByOwner`: every row has one rank as owner (`rows_of_rank`), and
+A step updates only the rows that its slots use. The update is the sign of the gradient, summed over all
+ranks. `Replicated`: every rank holds all rows. `RowsByOwner`: one rank owns each row (`rows_of_rank`), and
 before a step each rank fetches the rows that its slots read.
 
-Invariant: before a row changes, the average takes in the old value.
+Invariant: before a row changes, its old value is added to the average.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ _PIECE = 2**16  # rows in one message, at most
 def sign_sgd_rows_(table: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, weight_decay: float) -> None:
     """Updates rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
 
-    rows: row numbers, [n]. gradients: [n, ndim]; if a row number repeats, its gradients must be equal.
+    rows: Row numbers, [n]. gradients: [n, ndim]. If a row number repeats, its gradients must be equal.
     """
     moved = table[rows].mul_(1 - lr * weight_decay)
     table[rows] = moved.sub_(gradients.sign().to(table.dtype), alpha=lr)
 
 
 def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the distinct identifiers [m], rising, and for each the sum of its gradients, [m, ndim].
+    """Returns the distinct identifiers [m], rising, and the sum of gradients for each, [m, ndim].
 
-    identifiers: [n], with repeats. gradients: [n, ndim]. Sums are float64 (float32 on mps), so that the sign
-    of a sum does not depend on the order.
+    Sums are float64 (float32 on mps), so that the sign of a sum does not depend on the order.
+
+    identifiers: [n], with repeats. gradients: [n, ndim].
     """
     wide = torch.float32 if gradients.device.type == "mps" else torch.float64
     distinct, index = torch.unique(identifiers, return_inverse=True)
@@ -46,12 +47,12 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
 
 
 def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sorted identifiers [n], with repeats, and for each the sum of its gradients, [n, ndim].
+    """Returns the sorted identifiers [n], with repeats, and the sum of gradients for each, [n, ndim].
 
     Sums are float64. No shape depends on the values, so that the host does not wait for a GPU.
     """
     rising, order = identifiers.sort(stable=True)
-    index = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # number among the distinct identifiers
+    index = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # index among the distinct identifiers
     sums = torch.zeros(len(rising), gradients.shape[1], dtype=torch.float64, device=gradients.device)
     return rising, sums.index_add_(0, index, gradients[order].double())[index]
 
@@ -63,15 +64,15 @@ def _sum_rows(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 def rows_of_rank(num_rows: int, index: int, size: int) -> range:
     """Returns the identifiers that rank `index` of `size` ranks owns: index, index + size, ...
 
-    The row of identifier i is row number i // size on the owner.
+    On the owner, identifier i has row number i // size.
     """
     return range(index, num_rows, size)
 
 
 class PuzzleTable:
-    """The puzzle embeddings of a run. This base class is of a model without any: its methods do nothing.
+    """Puzzle embeddings of a run. This base class, for models without them, does nothing.
 
-    average: of the rows.
+    average: EMA of the rows.
     """
 
     average = Average()
@@ -83,39 +84,46 @@ class PuzzleTable:
         """Sums the gradients of `step` over ranks, for `update_`. All ranks call it."""
 
     def keep_own(self, *, step: int) -> None:
-        """Takes this rank's gradients for `update_`, in local steps; step: the first one after a merge."""
+        """Stores this rank's gradients for `update_` (local steps only).
+
+        step: First training step after the last merge of weights over ranks.
+        """
 
     def update_(self, lr: float) -> None:
-        """Updates the rows that this step's slots use; before, the average takes in their old values.
+        """Updates the rows that this step's slots use. Adds their old values to the average first.
 
-        Sends no message.
+        Does not communicate.
         """
 
     def merge(self, *, step: int) -> None:
-        """Makes the tables of all ranks equal after local steps. All ranks call it. step: the first one."""
+        """Makes the tables of all ranks equal after local steps. All ranks call it.
+
+        step: First training step after the last merge.
+        """
 
     def fetch(self, identifiers: Tensor) -> None:
         """Fetches the rows of `identifiers`, int [n], for an evaluation on this rank. All ranks call it."""
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """Overwrites the rows, if ranks hold different ones, with rank 0's table. All ranks call it.
+        """If ranks hold different rows, overwrites them with the rows of rank 0's table. All ranks call it.
 
-        weights: on rank 0 whole weights by name, the table among them; {} on other ranks.
+        weights: On rank 0, {name: full weight}, including the table. On other ranks, {}.
         """
 
     def rows(self) -> Tensors:
-        """Returns {the table's name among the weights: this rank's rows}, for checkpoints."""
+        """Returns {name of the table's weight: this rank's rows}, for checkpoints."""
         return {}
 
 
 class _Table(PuzzleTable):
-    """The base of `Replicated` and `RowsByOwner`.
+    """Base class of `Replicated` and `RowsByOwner`.
 
-    A subclass has `_identifiers_of` (the identifiers of row numbers on this rank), `owned_weights` (a view of
-    the rows that this rank owns), and `all_gather_owned` (gathers a value [owned rows, ndim] from each rank;
-    returns the values of all rows that this rank holds).
+    A subclass implements `_identifiers_of` (identifiers of row numbers on this rank), `owned_weights` (view
+    of the rows that this rank owns) and `all_gather_owned`. The latter gathers a value [owned rows, ndim]
+    from each rank, and returns the values of all rows that this rank holds.
 
-    embedding: of the model, with weights [rows on this rank, ndim]. num_rows: of the whole table.
+    embedding: Embedding of the model, with weights [rows on this rank, ndim]. num_rows: Rows of the full
+    table.
     """
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
@@ -132,9 +140,11 @@ class _Table(PuzzleTable):
 
 
 class Replicated(_Table):
-    """A table with all rows on every rank, equal after each step (local steps: after each `merge`).
+    """A table with all rows on every rank.
 
-    slot_counts: the number of slots of each rank.
+    All ranks hold equal rows after each step. With local steps, they do after each `merge`.
+
+    slot_counts: Number of slots of each rank.
     """
 
     def __init__(
@@ -148,7 +158,7 @@ class Replicated(_Table):
     ):
         super().__init__(embedding, num_rows, ranks, weight_decay=weight_decay)
         self._slot_counts = slot_counts
-        self._moved: list[Tensor] = []  # identifiers of the rows that this rank alone has moved
+        self._moved: list[Tensor] = []  # identifiers of the rows that local steps of this rank updated
 
     @torch.no_grad()
     def reduce(self, *, step: int) -> None:
@@ -168,7 +178,7 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def merge(self, *, step: int) -> None:
-        """Sets each row that local steps have updated to the mean over the ranks that have updated it."""
+        """Sets each row that local steps updated to the mean over the ranks that updated it."""
         weights, own = self.embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
         (counts,) = self.ranks.all_gather_counts(len(own), device=weights.device)
@@ -188,7 +198,7 @@ class Replicated(_Table):
         return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
     def all_gather_owned(self, own: Tensor) -> Tensor:
-        """Joins the values of all owners, in one broadcast each, to save memory."""
+        """Joins the values of all owners. Uses one broadcast for each owner, to save memory."""
         if not has_group():
             return own
         whole = own.new_empty(self.num_rows, *own.shape[1:])
@@ -202,7 +212,7 @@ class Replicated(_Table):
 
 
 class RowsByOwner(_Table):
-    """A table with each row on one rank only; other ranks fetch rows, and send back gradients."""
+    """A table with each row on one rank only. Other ranks fetch rows, and send gradients back."""
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
         super().__init__(embedding, num_rows, ranks, weight_decay=weight_decay)
@@ -216,7 +226,7 @@ class RowsByOwner(_Table):
 
     @torch.no_grad()
     def reduce(self, *, step: int) -> None:
-        """Sends the sum of each fetched row to its owner, which adds up the sums of all ranks."""
+        """Sends the gradient sum of each fetched row to its owner. The owner adds the sums of all ranks."""
         self._step = step
         identifiers, rows = self.embedding.pop_gradients()
         distinct, sums = sum_by_identifier(identifiers, rows)
@@ -224,7 +234,7 @@ class RowsByOwner(_Table):
         self._gradients = _sum_rows(self._plan.own_rows, self._plan.send(sums))
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Fetches the rows in several messages, to need little more memory than the rows themselves."""
+        """Fetches the rows in several messages, so that it needs little more memory than the rows."""
         distinct, own = torch.unique(identifiers.long()), self.embedding.weights
         rows = own.new_empty(len(distinct), own.shape[1])
         (counts,) = self.ranks.all_gather_counts(len(distinct), device=own.device)
@@ -260,22 +270,25 @@ class RowsByOwner(_Table):
 
 
 class RowAverage(Average):
-    """The exponential moving average of the rows that this rank owns, updated lazily.
+    """Exponential moving average of the rows that this rank owns, updated lazily.
 
-    A row does not change in most steps. Over n steps without a change, the difference between average and row
-    shrinks by rate^n: this is computed at once, when the row is about to change or the average is read.
-    Reading leaves the stored state as it is: results do not depend on when a run was saved or evaluated.
+    Most steps do not change a row. Over n steps without a change, the difference between average and row
+    shrinks by rate^n. This is computed in one operation, when the row is about to change or when the average
+    is read. Reading does not change the stored state, so results do not depend on when a run was saved or
+    evaluated.
 
-    rate: of the average, close to 1. corrects_bias: whether the initial rows get no share of the average.
+    rate: EMA rate, close to 1. corrects_bias: If True, the initial rows have coefficient 0 in the average.
     """
 
     def __init__(self, table: Replicated | RowsByOwner, *, rate: float, corrects_bias: bool):
         self._table, self._weights, self._ranks = table, table.owned_weights(), table.ranks
         self._rate, self._corrects_bias = rate, corrects_bias
         self._owned = rows_of_rank(table.num_rows, self._ranks.index, self._ranks.size)
-        # The extra row takes writes for rows of other ranks: a selection would make the host wait for a GPU.
+        # Writes for rows of other ranks go to the extra row: a selection would make the host wait for a GPU.
         num_kept = len(self._owned) + 1
-        self._rows = self._weights.new_zeros(num_kept, self._weights.shape[1])  # row i after step _steps[i]
+        self._rows = self._weights.new_zeros(
+            num_kept, self._weights.shape[1]
+        )  # average of row i after step _steps[i]
         self._steps = torch.zeros(num_kept, dtype=torch.int32, device=self._weights.device)
         self.reset_to_weights()
 
@@ -285,9 +298,11 @@ class RowAverage(Average):
 
     @torch.no_grad()
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Brings the average up to date, to step - 1, for rows that step `step` (from 1) is about to change.
+        """Updates the average to step - 1, for rows that step `step` (from 1) is about to change.
 
-        identifiers: int64 [n], with repeats. A second call for the same step changes nothing.
+        A second call for the same step changes nothing.
+
+        identifiers: int64 [n], with repeats.
         """
         if not self._owned:
             return
@@ -320,7 +335,7 @@ class RowAverage(Average):
 
     @torch.no_grad()
     def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
-        """Returns the average of owned rows after `step`; no row may have changed since its stored step."""
+        """Returns the average of owned rows after `step`. No row may have changed since its stored step."""
         since = self._steps[rows].unsqueeze(1)
         now, remaining = self._weights[rows], self._rate ** (step - since)
         if self._corrects_bias and step:
@@ -333,11 +348,11 @@ class RowAverage(Average):
 def build_table(
     config: PretrainConfig, embedding: nn.Module | None, num_rows: int, ranks: Ranks
 ) -> PuzzleTable:
-    """Builds the table for an embedding, None or with `num_local_rows` of the `num_rows` rows."""
+    """Builds the puzzle table. embedding: If not None, an embedding with `num_local_rows` rows."""
     if embedding is None:
         return PuzzleTable()
     decay = config.puzzle_emb_weight_decay
-    if _is_spread(config, ranks):
+    if _is_sharded(config, ranks):
         table = RowsByOwner(embedding, num_rows, ranks, weight_decay=decay)
     else:
         members = (Ranks(index, ranks.size) for index in range(ranks.size))
@@ -350,8 +365,8 @@ def build_table(
 
 def num_local_rows(config: PretrainConfig, num_rows: int, ranks: Ranks) -> int:
     """Returns the number of rows that the puzzle embedding of this rank must have."""
-    return len(rows_of_rank(num_rows, ranks.index, ranks.size)) if _is_spread(config, ranks) else num_rows
+    return len(rows_of_rank(num_rows, ranks.index, ranks.size)) if _is_sharded(config, ranks) else num_rows
 
 
-def _is_spread(config: PretrainConfig, ranks: Ranks) -> bool:
+def _is_sharded(config: PretrainConfig, ranks: Ranks) -> bool:
     return config.puzzle_emb_sharding == "rows" and ranks.size > 1

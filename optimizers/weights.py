@@ -16,15 +16,15 @@ from distributed.tensor import Cut
 from optimizers.adam_atan2 import AdamATan2
 from optimizers.muon import CutMuon, Muon
 
-# Numbers of each rank, sent with the gradients or the changes of weights: sum of losses, gradient norm (with
-# local steps), request to stop (0 or 1).
+# Numbers of each rank that are sent with the gradients, or with the changes of weights: sum of losses,
+# gradient norm (only with local steps), stop request (0 or 1).
 SCALARS = ("loss", "grad_norm", "stop")
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW (arXiv 1711.05101), with all of `state` created at the start, for checkpoints.
+    """torch's fused AdamW (arXiv 1711.05101). Creates all of `state` at the start, for checkpoints.
 
-    Does not change parameters without a gradient.
+    Parameters without a gradient do not change.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AdamW(torch.optim.AdamW):
 
 
 class ParameterGroup(NamedTuple):
-    """The names of the weights that one optimizer updates with one weight decay; flat: their buffers."""
+    """Names of the weights that one optimizer updates with one weight decay. flat: Their buffers."""
 
     names: tuple[str, ...]
     optimizer: torch.optim.Optimizer
@@ -50,11 +50,16 @@ class ParameterGroup(NamedTuple):
 class Weights:
     """The dense weights of a run on this rank, with the optimizers.
 
-    flats: flat buffers, one for all weights, or in a mesh two: weights outside of blocks, and blocks of this
-    rank. groups: one for each optimizer and weight decay. owned: {name: tensor or shard that this rank
-    updates}, with the gradient as `grad`. scalars: numbers sent with the gradients of flats[0]. shapes: of
-    all weights of the model, by name. holders: ranks that together hold every block once. elsewhere: names of
-    weights that are on other pipeline stages only.
+    Attributes:
+        flats: Flat buffers. Without pipeline and tensor parallelism, one for all weights. Otherwise two:
+            weights outside of blocks, and this rank's part of the blocks.
+        groups: One for each optimizer and weight decay.
+        owned: {name: tensor or shard that this rank updates}, with the gradient as `grad`.
+        scalars: Numbers sent with the gradients of flats[0].
+        remote_names: Names of weights that are only on other pipeline stages.
+    Args:
+        shapes: {name: shape} of all weights of the model.
+        holders: Ranks that together hold every block once.
     """
 
     def __init__(
@@ -71,12 +76,14 @@ class Weights:
         self.num_parameters = sum(map(math.prod, shapes.values()))
         nothing = flats[0].message[:0]
         self._absent = {n: Shard(nothing, (), shape) for n, shape in shapes.items() if n not in self.owned}
-        self.elsewhere = tuple(self._absent)
+        self.remote_names = tuple(self._absent)
 
     def clip_(self, limit: float | None) -> Tensor:
-        """Clips the norm of all gradients to `limit`; returns the norm before clipping. All ranks call it.
+        """Clips the norm of all gradients to `limit`. Returns the norm before clipping. All ranks call it.
 
-        limit: None: no clipping. The norm is of the whole model, also where ranks divide the weights.
+        The norm is that of the full model, also if ranks divide the weights.
+
+        limit: If None, no clipping.
         """
         norms = [torch.linalg.vector_norm(flat.gradients) for flat in self.flats]
         norm = norms[0]
@@ -89,31 +96,31 @@ class Weights:
         return norm
 
     def update_(self, lr: float, *, step: int) -> None:
-        """Updates this rank's weights. All ranks call it: Muon sends messages where ranks divide matrices.
+        """Updates this rank's weights. All ranks call it: `CutMuon` communicates.
 
-        step: from 1, for bias corrections (AdamW counts steps by itself).
+        step: Number of the step, from 1, for bias corrections (AdamW counts steps itself).
         """
         for group in self.groups:
             group.optimizer.param_groups[0].update(lr=lr, step=step - 1)
             group.optimizer.step()
 
     def gather_(self) -> None:
-        """Gives all ranks the updated or loaded weights, for the next forward pass. All ranks call it."""
+        """Copies the updated or loaded weights to all ranks, for the next forward pass. All ranks call it."""
         for flat in self.flats:
             flat.gather_()
 
     def tensors(self) -> Tensors:
-        """Returns all weights of the model by name, tensors or shards, in the dtype of the update."""
+        """Returns all weights of the model by name, as tensors or shards, in the dtype of the update."""
         tensors = self.owned | self._absent
         for flat in self.flats:
             if not flat.is_mixed and not flat.is_part:
-                tensors |= flat.parameters  # every rank has them whole
+                tensors |= flat.parameters  # every rank has the full weights
         return tensors
 
     def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
-        """Overwrites this rank's part of sharded weights with rank 0's whole weights. All ranks call it.
+        """Overwrites this rank's part of sharded weights with rank 0's full weights. All ranks call it.
 
-        full_copies: on rank 0 {name: whole weight}; {} elsewhere.
+        full_copies: On rank 0, {name: full weight}. On other ranks, {}.
         """
         for name, shard in sorted(self.tensors().items()):
             if isinstance(shard, Shard):
@@ -122,7 +129,7 @@ class Weights:
                 shard.tensor.copy_(part_of_whole(whole, shard).view_as(shard.tensor))
 
     def moments(self) -> Tensors:
-        """Returns the optimizers' state for the weights that this rank updates, named <moment>.<weight>."""
+        """Returns the optimizer state of the weights that this rank updates, named <moment>.<weight>."""
         moments: Tensors = {}
         for group in self.groups:
             for name in group.names:
@@ -130,7 +137,9 @@ class Weights:
                 for moment, tensor in group.optimizer.state.get(tensor_of(part), {}).items():
                     if isinstance(part, Shard) and tensor.ndim:
                         tensor = part._replace(tensor=tensor)
-                    elif group.flat.is_part:  # a count is the same on all ranks that have some of the weight
+                    elif (
+                        group.flat.is_part
+                    ):  # a step count is equal on all ranks that hold a part of the weight
                         cut = group.flat.cuts.get(name)
                         is_copy = group.flat.ranks.index > 0 or (cut is not None and cut.begin > 0)
                         tensor = Shard(tensor, (Span(0, 1),), (), is_copy=is_copy)
@@ -146,13 +155,17 @@ def build_flats(
     blocks: frozenset[str],
     cuts: dict[str, Cut],
 ) -> tuple[FlatParameters, ...]:
-    """Moves weights into flat buffers: one, or in a mesh two, the second for blocks. All ranks call it."""
+    """Moves the weights into flat buffers. All ranks call it.
+
+    With pipeline or tensor parallelism, there are two flat buffers, the second one for blocks. Otherwise,
+    there is one.
+    """
     parameters = dict(network.named_parameters())
     matrices = [name for name in blocks if parameters[name].ndim == 2]
     of_blocks = {
         "sharers": mesh.sharers,
         "unsplit": matrices if config.optimizer == "muon" else (),
-        "spread": blocks,
+        "sharded": blocks,
         # DistributedDataParallel needs gradients in the dtype of the parameters.
         "compute_dtype": None if config.sync == "ddp" else network.dtype,
         "undecayed": network.undecayed,
@@ -164,7 +177,7 @@ def build_flats(
             FlatParameters(rest, SCALARS, ranks=mesh.data, undecayed=network.undecayed),
             FlatParameters(here, ranks=mesh.replicas, is_part=True, cuts=cuts, **of_blocks),
         )
-    # Shared memory only serves sums of every step, of all weights, in float32.
+    # Shared memory supports only sums in every step, of all weights, in float32.
     sends_less = config.sync_dtype != "float32" or config.local_steps > 1 or config.train_only != "all"
     on_cpu = all(each.device.type == "cpu" for each in parameters.values())
     in_shared_memory = config.sync == "auto" and on_cpu and not sends_less
@@ -185,12 +198,13 @@ def build_weights(
 ) -> Weights:
     """Builds the optimizers for the weights that this rank updates.
 
-    Muon is for the matrices of blocks; AdamATan2 then updates the rest. Optimizers must create all of `state`
-    at the start, because a checkpoint loads into these tensors. The optimizer of a plugin gets shards of
-    weights, float32 [n], so that it must update each element by itself.
+    With Muon, matrices of blocks use Muon, and AdamATan2 updates the other weights. Optimizers must create
+    all of `state` at the start, because a checkpoint loads into these tensors. The optimizer of a plugin gets
+    shards of weights, float32 [n], so it must update each element independently.
 
-    shapes: of all weights of the model, by name; None: all are in `flats`. holders: ranks that together hold
-    all weights. tensor: ranks that divide matrices. compiler_options: of AdamATan2; None: not compiled.
+    shapes: {name: shape} of all weights of the model. If None, all are in `flats`. holders: Ranks that
+    together hold all weights. tensor: Ranks that divide matrices. compiler_options: Options of torch.compile
+    for AdamATan2. If None, AdamATan2 is not compiled.
     """
     groups = [group for flat in flats for group in _groups_of(config, flat, tensor, compiler_options)]
     here = {name: tuple(each.shape) for flat in flats for name, each in flat.parameters.items()}

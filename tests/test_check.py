@@ -163,7 +163,7 @@ def _fail_to_listen() -> None:
 @pytest.mark.parametrize(
     ("spoil", "status", "expected"),
     [
-        (sys.exit, 1, r"error: rank 2 of 3 did not start within 5 seconds .*"),
+        (sys.exit, 1, r"error: rank 2 of 3 did not start within 5 s .*"),
         (_hang_in_messages, EXIT_HANG, r"error \(rank \d\): .*\brank 2: in step 3, .*\(_hang\).*"),
         (_fail_to_listen, 1, r"error: rank 2 of 3 did not set up: OSError: no more sockets"),
     ],
@@ -184,7 +184,7 @@ def test_a_rank_that_hangs_or_fails_is_named_and_all_end(tmp_path, spoil, status
 @pytest.mark.parametrize(
     ("argument", "status", "text"),
     [
-        ("--backend=nccl", 1, "error: ranks 0, 1 of 2 did not set up: backend=nccl needs CUDA"),
+        ("--backend=nccl", 1, "error: ranks 0, 1 of 2 did not set up: backend=nccl needs device=cuda"),
         ("--timeout=0", 2, "python -m launch.check: error: --timeout 0"),
     ],
 )
@@ -200,7 +200,7 @@ def test_addresses_are_those_of_the_chosen_interface(monkeypatch):
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=no-such-one: No such device; there are .*'lo'"):
         listen_like_gloo()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME: no interface no-such-one; there are .*lo"):
+    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME: no interface no-such-one. Choose among .*lo"):
         choose_backend("gloo", torch.device("cpu"))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
     with listen_like_gloo() as listener:

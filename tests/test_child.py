@@ -12,7 +12,7 @@ from distributed.child import why_it_failed
         ("error (rank 3 (shard 1)): no data\n======\nRoot cause\n======\n", "no data"),
         ("python -m dataset.build sudoku: error: no such file\n", "no such file"),
         ("error_file: <none>\nstep 12\n------\n\n", "ended with status -9: step 12"),
-        ("", "ended with status -9: it said nothing"),
+        ("", "ended with status -9: no output"),
     ],
 )
 def test_the_first_error_or_how_it_ended_is_told(said, expected):

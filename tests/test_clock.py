@@ -131,7 +131,7 @@ def test_the_trace_holds_exactly_three_steps(tmp_path):
     assert nothing == ("out of the block\n", f"{said}: nothing was traced, the run has 4 steps\n")
     assert not (tmp_path / "d").exists()
     (warning,) = err.splitlines()
-    assert warning.startswith(f"{said} fails, the run goes on without it (NotADirectoryError: ")
+    assert warning.startswith(f"{said} failed (NotADirectoryError: ")
     assert out.startswith("steps 5 to 7 of rank 0"), "the table needs no disk"
 
 

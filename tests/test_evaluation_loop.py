@@ -39,7 +39,7 @@ def _evaluate(
             mesh = Mesh(sizes_of(world_size(), pipeline=num_stages))
             for level in (levels := levels_of(model.network).values()):
                 keep_stage(level, mesh.pipeline)
-            pipe_levels(levels, Ring(mesh.pipeline, mesh.homes))
+            pipe_levels(levels, Ring(mesh.pipeline, mesh.owners))
         result = evaluate_split(
             model,
             open_dataset(folder, read_everything=False),

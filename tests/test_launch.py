@@ -102,9 +102,9 @@ def test_restarts_that_would_not_survive_the_loss_of_a_node(has_agent_store):
     line, *_ = run_ranks(_start_on_nodes, 3, has_agent_store)
     named = [f"node{number}" for number in range(3) if has_agent_store[number]]
     assert line == (
-        "warning (rank 0): --max-restarts would not survive the loss of a node: set "
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, and --rdzv-backend c10d, "
-        f"on {', '.join(named)}\n"
+        "warning (rank 0): restarts would fail after the loss of a node. Set "
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and pass --rdzv-backend c10d to torchrun, "
+        f"on {', '.join(named)}.\n"
         if named
         else ""
     )
@@ -137,16 +137,25 @@ def test_nodes_and_local_ranks_are_counted_where_no_torchrun_says_them():
 @pytest.mark.parametrize(
     ("environment", "line"),
     [
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "srun has started 4 processes, which would all train alone: let"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started 2 processes, which would all train alone: let"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "but MASTER_ADDR, MASTER_PORT not set: use torchrun"),
+        (
+            {"SLURM_STEP_NUM_TASKS": "4"},
+            "srun started 4 processes, but WORLD_SIZE is not set. Start one torchrun",
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2"},
+            "mpirun started 2 processes, but WORLD_SIZE is not set. Start one torchrun",
+        ),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0"},
+            "WORLD_SIZE=2 needs MASTER_ADDR, MASTER_PORT. Set them, or use torchrun.",
+        ),
         (
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "taken"},
-            "is taken on localhost: choose another",
+            "is in use on localhost. Choose another port.",
         ),
         (
             {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"},
-            "nowhere.invalid, where all ranks meet, does not resolve on",
+            "cannot resolve MASTER_ADDR=nowhere.invalid on",
         ),
     ],
 )
@@ -169,7 +178,7 @@ def test_more_threads_than_cores_are_told(monkeypatch, capsys, threads, is_told)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(launch, "num_cores", lambda: 4)
     launch._warn_of_threads(threads)
-    assert ("4 x 3 threads for 4 cores" in capsys.readouterr().err) == is_told
+    assert ("4 processes x 3 threads oversubscribe 4 cores" in capsys.readouterr().err) == is_told
 
 
 # ----------------------------------------------------------------------------------------------- freed memory

@@ -190,7 +190,7 @@ def test_a_layout_with_other_options_is_one_process(tmp_path):
 
 @pytest.mark.slow
 def test_a_layout_that_is_resumed_in_itself_has_the_same_bits(tmp_path):
-    """In bfloat16, with float32 masters. Every layout, with other models: system/test_all_layouts.py."""
+    """In bfloat16, with float32 master weights. Every layout, other models: system/test_all_layouts.py."""
     layouts = ("fsdp2 x pp2", "tp2 x pp2", "fsdp2 x tp2")
     options = {"arch": {"forward_dtype": "bfloat16"}}
     assert_bits_of_resumed(tmp_path, {layout: ("trm", layout, options) for layout in layouts}, 4)
@@ -242,7 +242,7 @@ def test_a_run_begins_with_whole_weights_that_rank_0_alone_has(tmp_path):
 def _lose_the_last_stage() -> None:
     """Ends rank 1 in a step; asserts that rank 0 knows what an error this is."""
     state, config = begin("trm", "pp2", {})
-    assert state.mesh.pipeline.group is not state.mesh.homes.group, "or NCCL waits forever: test_pipeline"
+    assert state.mesh.pipeline.group is not state.mesh.owners.group, "or NCCL waits forever: test_pipeline"
     do_step(state, config, random_batch(_SLOTS))
     if rank() == 1:
         state.model.network.L_level.run_blocks = lambda *_: os._exit(0)
@@ -271,7 +271,7 @@ def test_the_first_carry_of_a_pipeline_has_the_bits_of_one_process():
 
 
 def _drift(layouts: list[str]) -> list[tuple[str, list[int], int] | None]:
-    """Compares all that ranks hold, before and after rank 3 has changed its float32 masters."""
+    """Compares all that ranks hold, before and after rank 3 has changed its float32 master weights."""
     found = []
     for layout in layouts:
         state = begin_training(build_config("trm", layout, {"arch": {"forward_dtype": "bfloat16"}}))

@@ -15,7 +15,7 @@ class _Call(NamedTuple):
 
     kind: str
     other: int = -1
-    home: bool = False
+    with_owner: bool = False
     slots: int = 0
 
 
@@ -25,13 +25,13 @@ class _Recorder(Ring):
     def __init__(self, stage: int, size: int):
         self.stage, self.size, self.calls, self._sends = stage, size, [], []
 
-    def send(self, tensor: torch.Tensor, goal: int, *, home: bool) -> None:
+    def send(self, tensor: torch.Tensor, goal: int, *, with_owner: bool) -> None:
         self._sends.append(len(self.calls))
-        self.calls.append(_Call("send", goal, home))
+        self.calls.append(_Call("send", goal, with_owner))
 
-    def receive(self, like: torch.Tensor, source: int, *, home: bool) -> Any:
+    def receive(self, like: torch.Tensor, source: int, *, with_owner: bool) -> Any:
         number = len(self.calls)
-        self.calls.append(_Call("receive", source, home))
+        self.calls.append(_Call("receive", source, with_owner))
 
         def wait() -> torch.Tensor:
             self.calls.append(_Call("wait", number))
@@ -69,7 +69,7 @@ def _ends_on_nccl(programs: list[list[_Call]], *, num_groups: int) -> bool:
     for rank, calls in enumerate(programs):
         for number, call in enumerate(calls):
             if call.kind in ("send", "receive"):
-                queues[rank, call.other, call.home and num_groups > 1].append(number)
+                queues[rank, call.other, call.with_owner and num_groups > 1].append(number)
 
     def has_worked(rank: int, until: int) -> bool:
         return all(n in done[rank] for n in range(until) if programs[rank][n].kind in ("wait", "work"))
@@ -128,10 +128,10 @@ def _idle_share(programs: list[list[_Call]]) -> float:
             while at[rank] < len(calls):
                 call = calls[at[rank]]
                 if call.kind == "send":
-                    on_the_way[rank, call.other, call.home].append(clocks[rank])
+                    on_the_way[rank, call.other, call.with_owner].append(clocks[rank])
                 elif call.kind == "wait" and calls[call.other].kind == "receive":
                     awaited = calls[call.other]
-                    if not (queue := on_the_way[awaited.other, rank, awaited.home]):
+                    if not (queue := on_the_way[awaited.other, rank, awaited.with_owner]):
                         break
                     clocks[rank] = max(clocks[rank], queue.popleft())
                 clocks[rank] += call.slots

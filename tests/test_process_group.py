@@ -148,8 +148,10 @@ def test_a_lost_connection_is_one_line_that_says_what_to_do(monkeypatch, capsys,
     line = capsys.readouterr().err
     assert line.count("\n") == (reason is not None)
     if reason:
-        assert f"lost the connection to another rank ({reason}): its process or node is gone; with" in line
-        assert "where the node of --rdzv-endpoint is gone: then start the job again on all nodes" in line
+        assert (
+            f"lost the connection to another rank ({reason}). Its process or node has terminated, or" in line
+        )
+        assert "If it is lost, start the job again on all nodes, or let a scheduler do it" in line
 
 
 @pytest.mark.parametrize(
@@ -163,7 +165,7 @@ def test_a_lost_connection_is_one_line_that_says_what_to_do(monkeypatch, capsys,
         ("gloo", "cuda:0", "gloo nccl", "^cpu:gloo,cuda:gloo$"),
         ("gloo", "cpu", "gloo", "^gloo$"),
         ("nccl", "cpu", "gloo nccl", "error: backend=nccl .*device=cpu"),
-        ("nccl", "cuda", "gloo", "error: .*built without NCCL: install a CUDA build of torch"),
+        ("nccl", "cuda", "gloo", "error: .*built without NCCL. Install a CUDA build of torch"),
         ("auto", "cpu", "", "error: 2 processes, but this torch was built without gloo"),
     ],
 )

@@ -50,17 +50,17 @@ def _naive(table: torch.Tensor, identifiers: torch.Tensor, gradients: torch.Tens
     return table
 
 
-def _build(embedding: PuzzleEmbedding, num_rows: int, *, is_spread: bool, counts: list[int]) -> PuzzleTable:
-    if is_spread:
+def _build(embedding: PuzzleEmbedding, num_rows: int, *, is_sharded: bool, counts: list[int]) -> PuzzleTable:
+    if is_sharded:
         return RowsByOwner(embedding, num_rows, all_ranks(), weight_decay=_DECAY)
     return Replicated(embedding, num_rows, all_ranks(), weight_decay=_DECAY, slot_counts=counts)
 
 
-def _optimize(num_used: int, is_spread: bool, counts: list[int]) -> torch.Tensor:
+def _optimize(num_used: int, is_sharded: bool, counts: list[int]) -> torch.Tensor:
     """One step on this rank's slots; the gradients come from a real backward pass."""
-    embedding = PuzzleEmbedding(*(_table()[rank() :: world_size()] if is_spread else _table()).shape)
-    embedding.weights.copy_(_table()[rank() :: world_size()] if is_spread else _table())
-    table = _build(embedding, _ROWS, is_spread=is_spread, counts=counts)
+    embedding = PuzzleEmbedding(*(_table()[rank() :: world_size()] if is_sharded else _table()).shape)
+    embedding.weights.copy_(_table()[rank() :: world_size()] if is_sharded else _table())
+    table = _build(embedding, _ROWS, is_sharded=is_sharded, counts=counts)
     first, count = sum(counts[: rank()]), counts[rank()]
     identifiers, weights = (part[first : first + count] for part in _used(num_used))
     table.prepare(identifiers)
@@ -75,16 +75,16 @@ def _optimize(num_used: int, is_spread: bool, counts: list[int]) -> torch.Tensor
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [[24], [12, 12], [6] * 4, [16, 8, 0]])
 def test_step_is_the_naive_loop_over_the_rows_of_all_ranks(counts):
-    size, cases = len(counts), [(num, is_spread, counts) for num in (2, 10) for is_spread in (False, True)]
-    for (num_used, is_spread, _), *tables in zip(
+    size, cases = len(counts), [(num, is_sharded, counts) for num in (2, 10) for is_sharded in (False, True)]
+    for (num_used, is_sharded, _), *tables in zip(
         cases, *run_ranks(call_each, size, _optimize, cases), strict=True
     ):
         expected = _naive(_table(), *_used(num_used))
         assert torch.equal(expected[10:], _table()[10:]), "rows that nobody used stand still"
         for number, table in enumerate(tables):
-            assert torch.equal(table, expected[number::size] if is_spread else expected), (
+            assert torch.equal(table, expected[number::size] if is_sharded else expected), (
                 num_used,
-                is_spread,
+                is_sharded,
             )
 
 
@@ -184,7 +184,7 @@ def _read_in_pieces() -> None:
     puzzle_table._PIECE = 4
     whole = torch.randn(_NUM_ROWS, 3, generator=torch.Generator().manual_seed(0))
     embedding = PuzzleEmbedding(len(whole[rank() :: world_size()]), 3).eval()
-    table = _build(embedding, _NUM_ROWS, is_spread=True, counts=[])
+    table = _build(embedding, _NUM_ROWS, is_sharded=True, counts=[])
     table.fill_({_NAME: whole} if rank() == 0 else {})
     assert torch.equal(embedding.weights, whole[rank() :: world_size()])
     wanted = torch.arange(_NUM_ROWS, dtype=torch.int32).flip(0)[: 20 * (2 - rank())]  # rank 2 wants nothing

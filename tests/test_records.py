@@ -288,7 +288,7 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
     assert 1000 < rows[0]["seconds"] < rows[-1]["seconds"] <= run["seconds"]
 
     records.main([*words, "--test-time"])
-    assert f"computes in {other}: forward_dtype is given" in (folder / "seed_3/test_time.txt").read_text()
+    assert f"computes in {other}: forward_dtype is set" in (folder / "seed_3/test_time.txt").read_text()
     monkeypatch.setattr(seeds, "_run", None)  # nothing is run again
     kept = functools.partial(record.write_record, folder=tmp_path / "records")
     monkeypatch.setattr(records, "write_record", kept)

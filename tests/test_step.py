@@ -44,7 +44,7 @@ def _train(steps: int, options: dict) -> dict:
     gradients, norms = [], []
     for step in range(steps):
         result = do_step(state, config, random_batch(_GLOBAL_BATCH, seed=step))
-        with pytest.raises(AssertionError, match="loss: the message that carries the scalars may have left"):
+        with pytest.raises(AssertionError, match="loss: too late, the scalars may already be sent"):
             state.weights.scalars.add(loss=1.0)
         gradients.append({name: p.grad.clone() for name, p in state.model.network.named_parameters()})
         norms.append(float(result.grad_norm))

@@ -120,7 +120,7 @@ def test_compiled_shares_have_the_bits_of_the_whole_and_nearly_the_values_of_eag
     updated = []
     for rank in range(3):
         flat = trained(rank, is_sharded=True)
-        assert torch.equal(flat.weights[flat.share], whole[flat.share])
-        updated.append(flat.share)
+        assert torch.equal(flat.weights[flat.shard], whole[flat.shard])
+        updated.append(flat.shard)
     assert [updated[0].start, updated[-1].stop] == [0, len(whole)]
     assert [each.stop for each in updated[:-1]] == [each.start for each in updated[1:]]

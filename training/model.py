@@ -67,7 +67,7 @@ def build_own_model(
     for name in sorted(blocks):  # one by one: the message needs a copy of all its tensors
         mesh.replicas.broadcast_([named[name]])
     if mesh.pipeline.size > 1:
-        pipe_levels(levels_of(network).values(), Ring(mesh.pipeline, mesh.homes))
+        pipe_levels(levels_of(network).values(), Ring(mesh.pipeline, mesh.owners))
     return OwnModel(model, cuts, shapes, COMPILER_OPTIONS if compiles else None)
 
 

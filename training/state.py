@@ -116,7 +116,7 @@ class TrainState:
         for name, tensors in sections.items():
             # resume=PATH may be a run without averages, or without outer momentum, which then begins with 0.
             options = {"is_optional": name in ("outer_optimizer", "ema_state"), "casts": casts}
-            if not load_into_(tensors, folder, name, elsewhere=self.weights.elsewhere, **options):
+            if not load_into_(tensors, folder, name, remote_names=self.weights.remote_names, **options):
                 missing.add(name)
         if "ema_state" in missing:
             self.average.reset_to_weights()

@@ -150,7 +150,7 @@ class LocalSteps(Strategy):
         (self._sync,) = syncs
         self._lr, self._decay = lr, momentum
         self._interval = {"local_steps": local_steps, "total_steps": total_steps}
-        self._anchor = self._masters.clone()
+        self._anchor = self._master_weights.clone()
         self._momentum = torch.zeros_like(self._anchor) if momentum else None
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -166,14 +166,14 @@ class LocalSteps(Strategy):
         if not steps:
             self._weights.gather_()
             return StepResult(steps)
-        torch.sub(self._anchor, self._masters, out=flat.gradients)
+        torch.sub(self._anchor, self._master_weights, out=flat.gradients)
         known = self._sync.finish()
         change = flat.gradients.div_(self._ranks.size)
         if self._momentum is not None:
             self._momentum.mul_(self._decay).add_(change)
             change.add_(self._momentum, alpha=self._decay)
         self._anchor.sub_(change.mul_(self._lr))
-        self._masters.copy_(self._anchor)
+        self._master_weights.copy_(self._anchor)
         self._weights.gather_()
         self._table.merge(step=steps.start)
         num_norms = self._ranks.size * len(steps)
@@ -181,12 +181,12 @@ class LocalSteps(Strategy):
         return StepResult(steps, loss, known["grad_norm"].sum() / num_norms, known["stop"].sum())
 
     def reset_to_weights(self) -> None:
-        self._anchor.copy_(self._masters)
+        self._anchor.copy_(self._master_weights)
 
     @property
-    def _masters(self) -> Tensor:
+    def _master_weights(self) -> Tensor:
         """Returns the flat weights that the optimizer updates, [size]: each rank updates all of them."""
-        (weights,) = self._sync.flat.masters.buffers
+        (weights,) = self._sync.flat.master_weights.buffers
         return weights
 
     def moments(self) -> Tensors:

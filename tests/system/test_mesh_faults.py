@@ -35,8 +35,8 @@ def test_a_stage_that_hangs_is_named(tmp_path, sudoku_folder):
     with Launch(tmp_path, sudoku_folder, *_WORDS, num_ranks=4) as run:
         output = _lose_rank_2(run, signal.SIGSTOP)
     told = re.search(
-        r"^error \(rank \d \(stage \d, replica \d\)\): no (?:progress|sign of life) of rank \d for 5 s "
-        r"\(step_timeout_seconds\)\. rank 2 \(stage 1, replica 0\): not responding, last heard of .*",
+        r"^error \(rank \d \(stage \d, replica \d\)\): no (?:progress on|heartbeat from) rank \d for 5 s "
+        r"\(step_timeout_seconds\)\. rank 2 \(stage 1, replica 0\): not responding, last heartbeat .*",
         output,
         re.MULTILINE,
     )

@@ -117,8 +117,8 @@ def test_what_nodes_must_share_is_asked_for_at_the_start(what, machines, tmp_pat
     assert statuses == [1, 1]
     (line,) = _told(first + second, "error")
     expected = {
-        "folder": f"rank 0's run folder {run} is not the one of rank 1 on node1: share it among all nodes",
-        "data": f"rank 0's data in {data} is not that of rank 1 on node1: copy it to all nodes",
+        "folder": f"rank 0's run folder {run} is not visible on rank 1 (node1). Share it among all nodes",
+        "data": f"rank 0's data in {data} differs from the data on rank 1 (node1). Copy it to all nodes",
     }
     assert line.startswith(f"error: {expected[what]}")
     assert not list(run.glob("step_*"))
@@ -140,9 +140,7 @@ def test_a_node_with_a_full_disk_and_other_code(machines, tmp_path, sudoku_folde
     )
     assert statuses == [1, 1]
     warnings = "\n".join(_told(first, "warning"))
-    assert (
-        "rank 1 on node1: other code than rank 0 in models/trm.py: bring all nodes to one commit" in warnings
-    )
+    assert "rank 1 on node1: code differs from rank 0 in models/trm.py. Use the same commit" in warnings
     assert f"THE CHECKPOINT {run}/step_14 COULD NOT BE SAVED" in first
     assert "rank 1: " in first.partition("COULD NOT BE SAVED")[2].partition("\n")[0]
     (line,) = _told(first, "error")

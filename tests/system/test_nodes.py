@@ -51,7 +51,7 @@ def test_a_node_is_lost_and_comes_back_then_the_first_one_is_lost(machines, tmp_
     (line,) = (line for line in read(outputs[1]).splitlines() if line.startswith("error"))
     assert line.startswith("error (rank 1): lost the connection to another rank (")
     assert line.endswith(
-        "then start the job again on all nodes, as a scheduler does by itself (docs/many_machines.md)"
+        "start the job again on all nodes, or let a scheduler do it (docs/many_machines.md)."
     )
 
     alone = (f"data_path={sudoku_folder}", *_WORDS, f"max_steps={_LAST_STEP}", "checkpoint_path=alone")
