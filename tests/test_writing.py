@@ -87,7 +87,7 @@ def test_what_cannot_be_read_is_not_written(tmp_path):
         dataclasses.replace(train, metadata=dataclasses.replace(train.metadata, vocab_size=2)),
         dataclasses.replace(train, sets={**train.sets, "all": broken_set}),
     ):
-        with pytest.raises(ValueError, match="build the dataset again"):
+        with pytest.raises(ValueError, match="Build the dataset again"):
             write_dataset(tmp_path / "data", splits={**splits, "train": broken}, identifiers=[], builder={})
         assert list(tmp_path.iterdir()) == []
 
