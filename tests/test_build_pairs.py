@@ -158,7 +158,7 @@ def test_no_variant_is_a_test_pair(tmp_path, capsys):
     held_out = "\n".join(pairs[7]["input"])
     assert {row[2] for row in rows if row[0] == held_out} == {"y"}
     printed = capsys.readouterr()
-    assert "variants that are test puzzles, left out: 7\n" in printed.out
+    assert "variants that equal test puzzles, left out: 7\n" in printed.out
     assert printed.err == ""
 
 

@@ -103,13 +103,13 @@ def _refusals(folder: Path, environment: dict[str, str], sources: list[str]) -> 
 
 def test_mistakes_are_one_line(server, files, tmp_path):
     server.add("dataset", "owner/empty", {"README.md": b""})
-    by_hand = "fetch train.csv and test.csv of http"
+    by_hand = "download train.csv and test.csv of http"
     ours = server.environment(tmp_path / "home")
     addresses = {
         "hf://datasets/owner/none": "is not there, or private: look at the name",
         "hf://datasets/owner/private": "for a private dataset log in (hf auth login, or HF_TOKEN)",
         f"{_HERE}@v2": "the dataset has no revision v2",
-        "hf://datasets/owner/empty": "has no train.csv, nor one that ends in .tsv, .txt",
+        "hf://datasets/owner/empty": "has no train.csv (or .tsv, .txt",
         "hf://owner/puzzles": "is no address of a dataset on the Hub: that is hf://datasets/OWNER/NAME",
         "hf://datasets/puzzles": "is no address of a dataset",
         "hf://datasets/../puzzles": "is no address of a dataset",

@@ -79,7 +79,7 @@ def test_test_data_that_a_model_cannot_read_is_refused(folders, tmp_path):
     write(tmp_path / "more", train=A, test=A, num_puzzle_identifiers=NUM_IDENTIFIERS + 1)
     write(tmp_path / "twin" / "b", train=A, test=A)
     for names, message in (
-        (["other"], "other: pad_id is 1, but 3 in .*a: "),
+        (["other"], "other: pad_id is 1, but 3 in .*a. "),
         (["more"], "test_data_path: .*more has puzzles without a trained embedding"),
         (["b", "twin/b"], "test_data_path: two folders have the name b: rename one"),
     ):
