@@ -40,7 +40,7 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
     source = (
         "a folder with train.csv and test.csv; hf://datasets/OWNER/NAME[@REVISION], such a dataset on the "
         "Hugging Face Hub; or one CSV file. Files may be .csv.gz. A random tenth of a single file (at least "
-        f"1 {thing}) becomes the test split, and the rest without repeats of test puzzles the training split; "
+        f"1 {thing}) becomes the test split, the rest without repeats of test puzzles the training split; "
     )
     group.add_argument("--source", type=Path, metavar="PATH", help=source + columns)
     names = "names of the columns in the CSV files of the source, if they are not the usual ones"

@@ -104,7 +104,8 @@ def check_output_folder(
     made = read_builder(goal)
     if builder is not None and made is not None and made["name"] != builder:
         raise ValueError(
-            f"{folder} was made by dataset.build {made['name']}, not {builder}. Delete it, or choose another {key}."
+            f"{folder} was made by dataset.build {made['name']}, not {builder}. Delete it, or choose another "
+            f"{key}."
         )
     if Path.cwd().is_relative_to(goal):
         advice = f"Change to another directory, or choose another {key}."
