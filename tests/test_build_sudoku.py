@@ -198,7 +198,7 @@ def test_a_list_of_puzzles_is_solved(tmp_path, name, capsys):
         file.write("# mine\n" + "\n".join(lines))
     sets = build(tmp_path / "data", "--source", tmp_path / name, "--box", "2x2")
     assert are_solved(np.concatenate([each.labels for each in sets.values()]) - 1, box=(2, 2)).all()
-    assert f"{len(rows)} puzzles without an answer, solved" in capsys.readouterr().out
+    assert f"{len(rows)} puzzles without an answer were solved" in capsys.readouterr().out
     for puzzle, words in (("1..4........4..1", "several solutions"), ("12....3........4", "no solution")):
         (tmp_path / "bad.txt").write_text("\n".join([lines[0], puzzle]))
         with pytest.raises(ValueError, match=f"bad.txt:2: the puzzle has {words}"):
