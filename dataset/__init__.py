@@ -1,1 +1,1 @@
-"""Puzzles on disk, and the order in which a run visits them."""
+"""Datasets of puzzles: building, reading, drawing, and the order in which a run visits them."""

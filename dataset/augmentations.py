@@ -1,11 +1,11 @@
-"""Augmentations: families of transforms that make another valid puzzle of a puzzle and its answer.
+"""Augmentations: families of transforms that turn a puzzle and its answer into another valid puzzle.
 
-A dataset may hold every variant of its puzzles, as the public tools write it. Or it holds the originals once
-and, for each puzzle, the few bytes of a transform; then variants are made on reading, a whole batch at a
-time. `AUGMENTATIONS` has the families under their names in `dataset.json`. The package or the plugin of a
-kind may add a family of its own, under the name of the kind.
+A dataset may contain every variant of its puzzles, as the public tools write it. Or it contains only the
+originals and, for each variant, a transform of a few bytes. The loader then makes the variants of a batch
+when it reads the batch. `AUGMENTATIONS` maps the names in `dataset.json` to families. The package or the
+plugin of a kind may add one family under the name of the kind.
 
-Invariant: a transform is a bijection on grids, the same for the input and the label of an example.
+Invariant: a transform is a bijection on grids. It is the same for the input and the label of an example.
 """
 
 import functools
@@ -20,25 +20,26 @@ import numpy as np
 
 NUM_DIHEDRAL = 8
 DIHEDRAL_INVERSES = (0, 3, 2, 1, 4, 5, 6, 7)
-# Where in the original the cell (i, j) of a transformed grid comes from. By dihedral number: whether i and j
-# are exchanged, whether rows are counted from the end, whether columns are.
+# How to find the original of cell (i, j) of a transformed grid, by dihedral number. Flags: exchange i and j,
+# count rows from the end, count columns from the end.
 DIHEDRAL_FLAGS = np.array(
     [(0, 0, 0), (1, 0, 1), (0, 1, 1), (1, 1, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 1)], bool
 )
 
-PAD, END, FIRST_SYMBOL = 0, 1, 2  # tokens of "fields", explained below
+PAD, END, FIRST_SYMBOL = 0, 1, 2  # tokens of fields, see "fields" below
 
 
 class Augmentation(NamedTuple):
-    """A family of transforms: functions for their bytes, and what a model may know about them.
+    """A family of transforms.
 
-    num_bytes         (seq_len, vocab_size) -> number of bytes of a transform
-    is_valid          (transforms [n, num_bytes], seq_len) -> bool [n]
-    apply             (tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2]
-                      or None) -> tokens uint8 [n, seq_len]
-    has_translations  whether each example also has a translation, which moves its grid in the field
-    may_turn          whether every turned or mirrored puzzle is valid too, so that a model may turn it (LDT)
-    may_permute       whether every permutation of the symbols is valid too
+    Attributes:
+        num_bytes: (seq_len, vocab_size) -> number of bytes of a transform.
+        is_valid: (transforms [n, num_bytes], seq_len) -> bool [n].
+        apply: (tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2] or None)
+            -> tokens uint8 [n, seq_len].
+        has_translations: Whether each example also has a translation. It moves the grid within its field.
+        may_turn: Whether every rotated or mirrored puzzle is valid too. LDT may then rotate and mirror it.
+        may_permute: Whether every permutation of the symbols is valid too. LDT may then permute them.
     """
 
     num_bytes: Callable[[int, int], int]
@@ -52,8 +53,9 @@ class Augmentation(NamedTuple):
 def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
     """Transforms a grid [rows, columns] by a symmetry of the square, numbered as in the public tools.
 
-    0 as it is; 1 to 3 rotated by 90, 180, 270 degrees counterclockwise; 4 mirrored left to right, 5 top to
-    bottom; 6 transposed; 7 transposed along the other diagonal. `DIHEDRAL_INVERSES` has the inverse numbers.
+    0: unchanged. 1 to 3: rotated by 90, 180 and 270 degrees counterclockwise. 4: mirrored left to right.
+    5: mirrored top to bottom. 6: transposed. 7: transposed along the other diagonal. `DIHEDRAL_INVERSES` has
+    the number of each inverse.
     """
     swaps, rows_from_end, columns_from_end = DIHEDRAL_FLAGS[number]
     grid = grid[::-1] if rows_from_end else grid
@@ -62,13 +64,13 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
 
 
 def _look_up(tables: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Returns tables[i, indices[i, j]], like take_along_axis but faster: tables [n, k], indices [n, m]."""
+    """Returns tables[i, indices[i, j]], faster than take_along_axis. tables: [n, k]. indices: [n, m]."""
     return tables.ravel()[indices + (np.arange(len(tables)) * tables.shape[1])[:, None]]
 
 
 # ---------------------------------------------------------------------------------------------------- squares
 #
-# Grids that fill their square, such as mazes. A transform is one byte, the number of a dihedral transform.
+# Square grids without a field, such as mazes. A transform is one byte: its number in `dihedral`.
 
 
 def _apply_to_squares(
@@ -80,21 +82,21 @@ def _apply_to_squares(
 
 @functools.cache
 def _dihedral_cells(size: int) -> np.ndarray:
-    """Returns the cell that each cell comes from, for each number of `dihedral`: int64 [8, size * size]."""
+    """Returns the original of each cell, for each number of `dihedral`: int64 [8, size * size]."""
     cells = np.arange(size * size).reshape(size, size)
     return np.stack([dihedral(cells, number).ravel() for number in range(NUM_DIHEDRAL)])
 
 
 # ---------------------------------------------------------------------------------------------------- Sudokus
 #
-# A transform relabels the digits, permutes bands and stacks, and permutes the rows and columns inside them;
-# a grid of square boxes may also be transposed. Valid grids stay valid, and a question keeps its number of
-# solutions. The 1 + 3 n bytes of an n x n grid: whether the grid is transposed, the order of its rows, the
-# order of its columns, the new digits of 1 .. n.
+# A transform relabels the digits, permutes bands and stacks, and permutes the rows and columns inside them.
+# If boxes are square, it may also transpose the grid. A valid grid stays valid, and a puzzle keeps its number
+# of solutions. The 1 + 3 n bytes for an n x n grid: whether it is transposed (1), the order of its rows (n),
+# the order of its columns (n), the new digits of 1 .. n (n).
 
 
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
-    """Splits transforms [count, 1 + 3 n] into four views: is transposed, row order, column order, digits."""
+    """Returns views of transforms [count, 1 + 3 n]: is transposed, row order, column order, new digits."""
     size = (transforms.shape[1] - 1) // 3
     return np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
 
@@ -105,7 +107,7 @@ def _apply_to_sudokus(
     size = math.isqrt(tokens.shape[1])
     transposes, row_order, column_order, digits = sudoku_parts(transforms)
     swaps = transposes.astype(bool)
-    # The index of an original cell is a sum: a term of the new cell's row, and a term of its column.
+    # The index of an original cell is the sum of a term for the new row and a term for the new column.
     rows, columns = row_order.astype(np.intp) * size, column_order.astype(np.intp)
     down, across = np.where(swaps, columns, rows), np.where(swaps, rows, columns)
     cells = (down[:, :, None] + across[:, None, :]).reshape(tokens.shape)
@@ -125,18 +127,18 @@ def _are_sudoku_transforms(transforms: np.ndarray, seq_len: int) -> np.ndarray:
 
 # ----------------------------------------------------------------------------------------------------- fields
 #
-# A field is a token array of fixed size in which a grid of any size lies, as in ARC. Tokens: 0 = pad,
-# 1 = end, 2 and up = symbols. END fills the row below a grid and the column right of it, where the field has
-# room, so that a model's answer also shows its size. A transform has 1 + (number of symbols) bytes: a
+# A field is a token array of fixed size that contains a grid of any size, as in ARC. Tokens: 0 = pad, 1 =
+# end, 2 and up = symbols. END marks the row below the grid and the column to its right, if the field has
+# room. So a model's answer also shows the size of its grid. A transform has 1 + (number of symbols) bytes: a
 # dihedral number, then the new symbol of each symbol, counted from 0.
 
 
 def _apply_to_fields(
     tokens: np.ndarray, transforms: np.ndarray, translations: np.ndarray | None
 ) -> np.ndarray:
-    """Applies transforms to grids in the top left corner of their fields, and then translations.
+    """Transforms grids in the top left corner of their fields, then moves them.
 
-    translations: rows down and columns right. In a field that is no square, only the symbols change.
+    If the field is not a square, only the symbols change. translations: Rows down and columns right.
     """
     size = math.isqrt(tokens.shape[1])
     if size**2 == tokens.shape[1] and (translations is not None or transforms[:, 0].any()):
@@ -149,7 +151,7 @@ def _apply_to_fields(
 def _move(
     tokens: np.ndarray, numbers: np.ndarray, translations: np.ndarray | None, *, size: int
 ) -> np.ndarray:
-    """Turns or mirrors each grid by its number (`dihedral`), then moves the result by its translation."""
+    """Applies `dihedral` to each grid, by its number, then moves the result by its translation."""
     num = len(tokens)
     is_cell = tokens.reshape(num, size, size) >= FIRST_SYMBOL
     height, width = is_cell[:, :, 0].sum(axis=1), is_cell[:, 0, :].sum(axis=1)
@@ -158,7 +160,7 @@ def _move(
     down = np.arange(size) - offsets[:, :1]  # row of the transformed grid at each row of the result
     right = np.arange(size) - offsets[:, 1:]
 
-    # The terms of each row and each column of the result in the index of the original cell.
+    # The index of an original cell is the sum of a term for the new row and a term for the new column.
     along_rows, along_columns = np.where(swaps, right, down), np.where(swaps, down, right)
     outside = tokens.shape[1]
     rows = _line(along_rows, height[:, None], rows_from_end, step=size, outside=outside)
@@ -166,7 +168,7 @@ def _move(
     first, second = np.where(swaps, columns, rows), np.where(swaps, rows, columns)
     cells = np.minimum(first[:, :, None] + second[:, None, :], outside).reshape(tokens.shape)
 
-    # Cells of the result without an original read PAD, at the index `outside`.
+    # A cell of the result without an original reads PAD, which is at index `outside`.
     padded = np.full((num, outside + 1), PAD, np.uint8)
     padded[:, :-1] = tokens
     result = _look_up(padded, cells).reshape(num, size, size)
@@ -182,7 +184,7 @@ def _move(
 def _line(
     positions: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
 ) -> np.ndarray:
-    """Returns each line's summand in the index of its original cell, or `outside` where there is none."""
+    """Returns the term of each row (or column) in the index of its original, or `outside` without one."""
     is_inside = (positions >= 0) & (positions < length)
     return np.where(is_inside, np.where(from_end, length - 1 - positions, positions) * step, outside)
 
@@ -220,7 +222,7 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 
 
 def find_augmentation(name: str | None) -> Augmentation | None:
-    """Returns the family of a name. Imports the kind of this name, if only the kind can add the family."""
+    """Returns the family of a name, or None. If a kind has the name, imports it, as it may add the family."""
     if name is not None and name not in AUGMENTATIONS and name in _names_of_kinds():
         importlib.import_module(f"dataset.kinds.{name}")
     return AUGMENTATIONS.get(name)

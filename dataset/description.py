@@ -1,4 +1,4 @@
-"""The description of a dataset: what it takes to read and draw the puzzles. Checkpoints keep a copy."""
+"""The description of a dataset: all that is needed to read and draw puzzles. Checkpoints contain a copy."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from runtime.reading import MissingFileError, printable, read_json
 
 Grid = Sequence[Sequence[str]]
 
-_MOST_NAME_BYTES = 2**28  # of a file: a million variants have long names
+_MOST_NAME_BYTES = 2**28  # size limit of identifiers.json: a million variants have long names
 _CHUNK_PUZZLES = 1 << 14
 
 
@@ -25,7 +25,7 @@ _CHUNK_PUZZLES = 1 << 14
 class DatasetInfo:
     """The description of a dataset or of a mixture.
 
-    builder: the builder's name in the manifest; None where it is missing, or a mixture has several.
+    builder: Name of the builder, from the manifest. None if it is missing, or if a mixture has several.
     """
 
     metadata: Metadata
@@ -37,14 +37,14 @@ class DatasetInfo:
 
     @property
     def style(self) -> Style:
-        """Returns the style of the grids; a dataset of no known kind shows tokens as numbers."""
+        """Returns the style of the grids. If the kind is unknown, tokens are shown as numbers."""
         if self.vocabulary is not None:
             return self.vocabulary.style
         return self.kind.style if self.kind else Style()
 
     @functools.cached_property
     def vocabulary(self) -> "Vocabulary | None":
-        """Returns the symbols in the dataset's metadata; None where the kind of puzzle defines them."""
+        """Returns the symbols that the metadata define. None if the kind of puzzle defines them."""
         return Vocabulary.of(self.metadata)
 
     def to_json(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class DatasetInfo:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], *, where: str) -> "DatasetInfo":
-        """Makes a description from the result of `to_json`. ValueError, after `where`, for wrong values."""
+        """Converts the result of `to_json` back. ValueError, starting with `where`, for invalid values."""
         try:
             info = pydantic.TypeAdapter(cls).validate_python(values)
         except pydantic.ValidationError as error:
@@ -64,15 +64,15 @@ class DatasetInfo:
 
 
 def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
-    """Returns the description of one dataset folder or a mixture. metadata: of all folders together."""
+    """Returns the description of one folder or a mixture. metadata: The metadata of all folders together."""
     builders = {builder and builder["name"] for builder in map(read_builder, folders)}
     return DatasetInfo(metadata, builders.pop() if len(builders) == 1 else None)
 
 
 def with_candidates(data: Dataset) -> Dataset:
-    """Returns the dataset with facts that a search needs in its metadata, from all original training puzzles.
+    """Returns the dataset with metadata that a search needs: `candidates`, `may_turn` and `may_permute`.
 
-    These are `candidates` (which labels go with each input token), `may_turn` and `may_permute`.
+    Reads all original training puzzles. `candidates` lists the labels that occur with each input token.
     """
     metadata, found = data.metadata, set()
     for each in data.splits["train"].sets.values():
@@ -91,7 +91,7 @@ def with_candidates(data: Dataset) -> Dataset:
 
 
 def read_names(folder: Path) -> list[str]:
-    """Reads the names of the puzzle identifiers, in order; [] where the dataset has none."""
+    """Reads the names of the puzzle identifiers, in order. Returns [] if identifiers.json is missing."""
     try:
         names = read_json(folder / IDENTIFIERS, most=_MOST_NAME_BYTES)
     except MissingFileError:
@@ -104,16 +104,16 @@ def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
     names, num = read_names(folder), metadata.num_puzzle_identifiers
     if len(names) != num:
         path = folder / IDENTIFIERS
-        raise ValueError(f"{path} does not name the {num} identifiers; build the dataset again")
+        raise ValueError(f"{path} does not contain the names of {num} identifiers. Build the dataset again.")
     return names
 
 
-# ----------------------------------------------------------------------------------------------- own symbols
+# --------------------------------------------------------------------------------------- symbols of a dataset
 #
-# Symbols that a dataset defines for its own puzzles. A grid is a list of rows, a row a list of symbols, and a
-# symbol a text of one character or more; a sequence is a grid of one row. In a text the rows are lines.
-# Spaces separate the symbols of a row, unless all symbols have one character. A grid lies in a field, a token
-# array of fixed size (`augmentations`).
+# A dataset may define symbols for its puzzles. A grid is a list of rows. A row is a list of symbols. A symbol
+# is a text of at least one character. A sequence is a grid of one row. In a text, each line is a row. Spaces
+# separate the symbols of a row, unless every symbol has one character. A grid lies in a field, a token array
+# of fixed size (`augmentations`).
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Vocabulary:
 
     @staticmethod
     def of(metadata: Metadata) -> "Vocabulary | None":
-        """Returns the vocabulary in a dataset's metadata; None where there is none."""
+        """Returns the vocabulary in a dataset's metadata. None if the metadata have no symbols."""
         if metadata.symbols is None:
             return None
         return Vocabulary(metadata.symbols, metadata.seq_len // metadata.num_columns, metadata.num_columns)
@@ -137,10 +137,10 @@ class Vocabulary:
         return any(len(symbol) > 1 for symbol in self.symbols)
 
     def parse(self, text: str) -> list[list[str]]:
-        """Parses a text into a grid, each line into a row of symbols.
+        """Parses a text into a grid. Each line is a row.
 
-        If all symbols are single characters other than space, spaces may also separate rows. ValueError for
-        an unknown symbol, rows of unequal length, or a grid larger than the field.
+        If every symbol is one character, and none is a space, spaces may also separate rows. ValueError for
+        an unknown symbol, rows of unequal length, or a grid that is larger than the field.
         """
         lines = text.strip("\r\n").splitlines()
         if not self.parts_by_spaces and " " not in self.symbols:
@@ -150,26 +150,27 @@ class Vocabulary:
         return grid
 
     def read_puzzle(self, text: str) -> "FieldPuzzle":
-        """Reads a puzzle from a text. ValueError where the text is no grid of these symbols."""
+        """Reads a puzzle from a text. ValueError if the text is not a grid of these symbols."""
         tokens = self.tokens_of(self.parse(text))
         return FieldPuzzle(tokens, FIRST_SYMBOL + len(self.symbols), vocabulary=self)
 
     def tokens_of(self, grid: Grid) -> np.ndarray:
-        """Lays a grid into the field: tokens, uint8 [seq_len]. ValueError where the grid does not fit."""
+        """Writes a grid into the field: tokens, uint8 [seq_len]. ValueError if the grid does not fit."""
         rows, columns = size_of(grid, "the grid")
         if rows > self.num_rows or columns > self.num_columns:
             most = f"the dataset has at most {self.num_rows}x{self.num_columns}"
             raise ValueError(f"the grid has {rows}x{columns} cells, but {most}")
         numbers = {symbol: number for number, symbol in enumerate(self.symbols)}
         if unknown := [cell for row in grid for cell in row if cell not in numbers]:
-            raise ValueError(f"{unknown[0]!r} is no symbol of the dataset ({self.list_symbols()})")
+            raise ValueError(f"{unknown[0]!r} is not a symbol of the dataset ({self.list_symbols()})")
         cells = np.array([[numbers[cell] for cell in row] for row in grid], np.uint8)
         return lay_out(cells, num_rows=self.num_rows, num_columns=self.num_columns)
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns which cells of a field, tokens [seq_len], make its grid: indices, int64 [rows, columns].
+        """Returns the indices of the cells of a field that contain its grid: int64 [rows, columns].
 
-        The grid is at the top left; symbols in the first row and the first column show its width and height.
+        The grid starts at the top left. The symbols at the start of the first row and of the first column
+        determine its width and height. tokens: The field, [seq_len].
         """
         field = to_grid(np.asarray(tokens), num_columns=self.num_columns)
         lines = (field[:, 0] >= FIRST_SYMBOL, field[0] >= FIRST_SYMBOL)
@@ -177,7 +178,7 @@ class Vocabulary:
         return np.arange(field.size).reshape(field.shape)[:num_rows, :num_columns]
 
     def list_symbols(self, most: int = 40) -> str:
-        """Lists the first `most` symbols in one text for people."""
+        """Returns the first `most` symbols as one text, for messages."""
         names = ["space" if symbol == " " else symbol for symbol in self.symbols]
         more = [f"and {len(names) - most} more"] if len(names) > most else []
         return " ".join(names[:most] + more)
@@ -196,12 +197,12 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class FieldPuzzle(Puzzle):
-    """A puzzle in symbols that its dataset defines. vocabulary: these symbols."""
+    """A puzzle with the symbols of its dataset. vocabulary: Symbols and the size of the field."""
 
     vocabulary: Vocabulary | None = None
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the indices of the cells of an answer that make its grid: int64 [rows, columns]."""
+        """Returns the indices of the cells of an answer that contain its grid: int64 [rows, columns]."""
         return self.vocabulary.cells_of(tokens)
 
 
@@ -217,7 +218,7 @@ def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
 
 
 def lay_out(grid: np.ndarray, *, num_rows: int, num_columns: int) -> np.ndarray:
-    """Lays a grid of symbols, counted from 0, into the top left corner of a field: tokens, uint8 [cells]."""
+    """Writes a grid of symbols, counted from 0, into the top left of a field: tokens, uint8 [cells]."""
     rows, columns = grid.shape
     tokens = np.full((num_rows, num_columns), PAD, np.uint8)
     tokens[: rows + 1, :columns] = END

@@ -1,7 +1,7 @@
 """Draws grids of cells, for a terminal (text with ANSI codes) or for a page (SVG).
 
-Colours in an SVG are the variables of theme.css, light or dark as the reader's system is. An SVG file has a
-background of its own, so that any page may show it.
+Colors in an SVG are the variables of theme.css. They are light or dark, as on the reader's system. An SVG
+file includes its background, so that any page can show it.
 """
 
 import dataclasses
@@ -26,9 +26,10 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = None) -> np.ndarray:
-    """Returns the indices in `tokens`, [seq_len], of the cells to draw: int64 [rows, columns].
+    """Returns the indices of the cells to draw: int64 [rows, columns].
 
-    frame: tokens [seq_len] of another grid, such as the label's, that decides which cells are drawn.
+    tokens: The grid, [seq_len]. frame: Another grid, such as the label, [seq_len]. If given, its size decides
+    which cells are drawn.
     """
     cells = to_grid(np.arange(len(tokens)), num_columns=style.num_columns)
     if style.first_of_field is None:
@@ -44,13 +45,13 @@ def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
 
 
 def regions_of(style: Style, num_cells: int) -> list[int] | None:
-    """Returns the number of each cell's region, row by row; None for a grid without regions."""
+    """Returns the number of each cell's region, row by row. None if the grid has no regions."""
     regions = style.regions.get(num_cells)
     return None if regions is None else list(regions)
 
 
 def page_style(style: Style, metadata: Metadata) -> dict[str, Any]:
-    """Returns what grid.js needs to draw grids on a page, as JSON values; a blank token has the symbol ""."""
+    """Returns the values that grid.js needs to draw grids, for JSON. A blank token has the symbol ""."""
     tokens = range(metadata.vocab_size)
     is_blank = [style.is_blank(token) or token == metadata.pad_id for token in tokens]
     return {
@@ -75,10 +76,10 @@ def draw(
     is_new: np.ndarray | None = None,
     is_wrong: np.ndarray | None = None,
 ) -> list[str]:
-    """Draws tokens [seq_len] as a grid for a terminal. Returns the title, then a line for each row.
+    """Draws tokens [seq_len] as a grid for a terminal. Returns the title, then one line a row.
 
-    frame: tokens of another grid that decides which cells are drawn. is_new, is_wrong: bool [seq_len]. New
-    cells are green where `style.marks_new`; an x follows a wrong cell.
+    If `style.marks_new`, new cells are green. An x follows each wrong cell. frame: Another grid that decides
+    which cells are drawn (`cells_of`). is_new, is_wrong: bool [seq_len].
     """
     cells = cells_of(style, tokens, frame=frame)
 
@@ -103,9 +104,10 @@ def draw_cells(
     color: bool,
     marks: np.ndarray | None = None,
 ) -> list[str]:
-    """Draws texts [rows, columns] in columns of equal width. Returns the title, then a line for each row.
+    """Draws texts [rows, columns] in columns of equal width. Returns the title, then one line a row.
 
-    styles: ANSI codes of each cell. gap: text between cells. marks: a text behind each cell, in its codes.
+    styles: ANSI codes of each cell. gap: Text between cells. marks: Text behind each cell, with the ANSI
+    codes of the cell.
     """
     width = max(map(len, texts.flat), default=0)
     marks = np.full(texts.shape, "") if marks is None else marks
@@ -120,7 +122,7 @@ def draw_cells(
 
 
 def without_codes(text: str) -> str:
-    """Drops the ANSI codes of a text, to measure how wide a terminal shows it."""
+    """Returns a text without its ANSI codes, to measure its width in a terminal."""
     return _ANSI.sub("", text)
 
 
@@ -150,7 +152,7 @@ _COLOR = re.compile(r"--([\w-]+): light-dark\((#\w+), (#\w+)\);")
 
 
 class Paint(NamedTuple):
-    """The look of a cell on a page: colour and opacity of its ground, its text, and the text's CSS class."""
+    """The look of a cell on a page: color and opacity of its background, its text, the text's CSS class."""
 
     ground: str = ""
     opacity: float = 0
@@ -159,7 +161,7 @@ class Paint(NamedTuple):
 
 
 def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
-    """Returns the look of a cell. is_clue: whether the puzzle gives the cell. doubt: from 0 (sure) to 1."""
+    """Returns the look of a cell. is_clue: Whether the puzzle gives the cell. doubt: From 0 (sure) to 1."""
     if token in style.colors:
         return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))
     ground = ("var(--clue)", 1) if is_clue else ("var(--ring)", round(TINT * doubt, 3))
@@ -202,11 +204,11 @@ class SvgGrid:
         path = f"M{x:.4g} {y:.4g}l{size} {size}m0-{size}l-{size} {size}"
         return "".join(
             f'<path d="{path}" stroke="{color}" stroke-width="{width}" fill="none"/>'
-            for color, width in (("#fff", 3.5), ("#000", 1.5))  # seen on every colour
+            for color, width in (("#fff", 3.5), ("#000", 1.5))  # visible on every color
         )
 
     def lines(self, regions: Sequence[int] | None) -> Iterator[str]:
-        """Yields the SVG of lines between cells, heavy between regions, and of the frame.
+        """Yields the SVG of the frame and of the lines between cells. Lines between regions are heavier.
 
         regions: The number of each cell's region, row by row. If None, the grid is one region.
         """
@@ -236,9 +238,9 @@ def _runs(values: np.ndarray) -> Iterator[tuple[int, int, bool]]:
 
 
 def svg_file(content: str, *, width: float, height: float, title: str, style: str = "") -> str:
-    """Returns the text of an SVG file: the content on a background of `width` x `height` with round corners.
+    """Returns an SVG file: the content on a background of `width` x `height` with round corners.
 
-    style: CSS. Colours in it and in the content are the variables of theme.css, such as var(--ink).
+    style: CSS. It and the content may use the color variables of theme.css, such as var(--ink).
     """
     colors = _COLOR.findall(THEME.read_text())
     light = "".join(f"--{name}:{color};" for name, color, _ in colors)

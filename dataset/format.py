@@ -1,11 +1,11 @@
-"""The format of a dataset folder: names of files, metadata, and `open_dataset`, which reads and checks all.
+"""The format of a dataset folder: names of files, metadata, and `open_dataset`, which opens and checks it.
 
-`<folder>/{train,test}/dataset.json` has the metadata of a split; `<set>__<field>.npy` beside it have the
-arrays of each set (`dataset.sets`). The public HRM and TRM tools read and write the same layout, unless a
-dataset has transforms instead of written-out variants.
+`<folder>/{train,test}/dataset.json` contains the metadata of a split. The files `<set>__<field>.npy` in the
+same folder contain the arrays of each set (`dataset.sets`). The public HRM and TRM tools read and write the
+same layout. They cannot read a dataset that has transforms instead of written-out variants.
 
-Invariant: what `open_split` returns is consistent (shapes, dtypes, offsets, identifiers), so that no caller
-checks again. A set cannot name a file outside its folder; the files themselves may be links.
+Invariant: the result of `open_split` is consistent (shapes, dtypes, offsets, identifiers). Callers do not
+check it again. The name of a set cannot lead to a file outside its folder, but a file may be a symbolic link.
 """
 
 import dataclasses
@@ -24,18 +24,18 @@ from dataset.sets import FIELDS, PuzzleSet, fields_of
 from runtime.reading import MissingFileError, open_regular, read_json
 
 SPLITS = ("train", "test")
-IGNORE_LABEL_ID = -100  # in a batch, the label of a cell that counts nowhere
+IGNORE_LABEL_ID = -100  # in a batch, the label of a cell that is not scored
 METADATA = "dataset.json"
 MANIFEST = "manifest.json"
 IDENTIFIERS = "identifiers.json"  # the name of each puzzle identifier
-BLANK = "<blank>"  # the name of identifier 0, of all puzzles that have none of their own
+BLANK = "<blank>"  # name of identifier 0, which puzzles without an embedding share
 
 _MOST = (1 << 31) - 1  # batches are int32
 _CHUNK_ROWS = 1 << 16
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Size = Annotated[int, Field(ge=1, le=_MOST)]
-_Length = Annotated[int, Field(ge=1, le=1 << 20)]  # bounded: the memory for one puzzle grows with it
-# Assumed where no dataset is at hand: token weights are only thousands of many millions of weights.
+_Length = Annotated[int, Field(ge=1, le=1 << 20)]  # limited, because the memory for one puzzle grows with it
+# Assumed if no dataset is available. Only thousands of the many millions of weights depend on these sizes.
 USUAL_SIZES = {"vocab_size": 12, "seq_len": 900, "num_puzzle_identifiers": 1}
 _SIZE_OF_ID = {"pad_id": "vocab_size", "blank_identifier_id": "num_puzzle_identifiers"}
 _SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -43,7 +43,7 @@ _SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """The properties of a split, read from its `dataset.json`. Ids of tokens and identifiers are >= 0."""
+    """The properties of a split, as in its `dataset.json`."""
 
     pad_id: _Number
     ignore_label_id: Annotated[int, Field(ge=IGNORE_LABEL_ID, le=_MOST)] | None
@@ -55,11 +55,12 @@ class Metadata:
     mean_puzzle_examples: Annotated[float, Field(ge=0, le=_MOST)]
     sets: Annotated[tuple[_SetName, ...], Field(min_length=1)]
     total_puzzles: _Number | None = None  # only the TRM tools write it
-    augmentation: str | None = None  # ours: the name of the transforms, in `AUGMENTATIONS`
-    symbols: tuple[str, ...] | None = None  # ours: the texts of the tokens 2 and up
-    num_columns: _Length | None = None  # ours: of the grid of cells; given with the symbols
-    # In no file, set by `with_candidates`: token * vocab_size + label of each (input token, label) that some
-    # training cell has, rising; and two properties of the kind's `Augmentation`.
+    augmentation: str | None = None  # not in public tools: the family of transforms, in `AUGMENTATIONS`
+    symbols: tuple[str, ...] | None = None  # not in public tools: the texts of the tokens 2 and up
+    num_columns: _Length | None = None  # not in public tools: columns of the field; set with `symbols`
+    # The next three are not in the file. `with_candidates` sets them. candidates: token * vocab_size + label
+    # for each pair (input token, label) of a training cell, ascending. The others are properties of the
+    # kind's `Augmentation`.
     candidates: tuple[int, ...] | None = None
     may_turn: bool | None = None
     may_permute: bool | None = None
@@ -72,27 +73,27 @@ class Metadata:
             if number >= size:
                 yield f"{id_field} is {number}, but {size_field} is {size}"
         if len(set(self.sets)) < len(self.sets):
-            yield "sets: a name is there twice"
+            yield "sets contains a name twice"
         if self.augmentation is not None and find_augmentation(self.augmentation) is None:
             known = ", ".join(AUGMENTATIONS)
-            yield f"augmentation={self.augmentation!r} is neither one of {known} nor of an imported plugin"
+            yield f"augmentation={self.augmentation!r} is not one of {known}, and no imported plugin adds it"
         side = math.isqrt(self.seq_len)
         if self.augmentation in ("square", "sudoku") and side**2 != self.seq_len:
-            yield f"augmentation {self.augmentation} is of squares, but seq_len is {self.seq_len}"
+            yield f"augmentation={self.augmentation} needs a square, but seq_len is {self.seq_len}"
         elif self.augmentation == "sudoku" and self.vocab_size != FIRST_SYMBOL + side:
-            wanted = f"Sudokus of {self.seq_len} cells have {FIRST_SYMBOL + side}"
+            wanted = f"a Sudoku of {self.seq_len} cells has {FIRST_SYMBOL + side}"
             yield f"vocab_size is {self.vocab_size}, but {wanted}"
         if (symbols is None) != (num_columns is None):
-            yield "one of symbols and num_columns is missing"
+            yield "symbols and num_columns: one is set, the other is missing"
         elif symbols is not None:
             if len(set(symbols)) < len(symbols) or not all(map(str.isprintable, symbols)):
-                yield "symbols: a text is there twice, or not printable"
+                yield "symbols contains a text twice, or a text that is not printable"
             if len(symbols) > 256 - FIRST_SYMBOL:
-                yield f"{len(symbols)} symbols are more than a byte can count"
+                yield f"{len(symbols)} symbols, more than the {256 - FIRST_SYMBOL} that fit into a byte"
             if len(symbols) != self.vocab_size - FIRST_SYMBOL:
-                yield f"{len(symbols)} symbols do not go with vocab_size {self.vocab_size}"
+                yield f"{len(symbols)} symbols do not match vocab_size {self.vocab_size}"
             if self.seq_len % num_columns:
-                yield f"seq_len {self.seq_len} makes no whole rows of {num_columns} cells (num_columns)"
+                yield f"seq_len {self.seq_len} is not a multiple of num_columns {num_columns}"
 
 
 _METADATA_FILE = pydantic.TypeAdapter(Metadata)
@@ -101,17 +102,17 @@ _OF_ONE_SPLIT = ("total_groups", "mean_puzzle_examples", "sets", "total_puzzles"
 
 
 def columns_of(metadata: Metadata, *, needed_by: str) -> int:
-    """Returns the number of columns of a dataset's grids: `num_columns`, or else the side of a square.
+    """Returns the number of columns of a dataset's grids: `num_columns` or, without it, the side of a square.
 
-    ValueError where seq_len is no square either. needed_by: the config key that needs a grid.
+    ValueError if seq_len is not a square either. needed_by: Config key that needs a grid, for the message.
     """
     if metadata.num_columns is not None:
         return metadata.num_columns
     side = math.isqrt(metadata.seq_len)
     if side**2 != metadata.seq_len:
         raise ValueError(
-            f"{needed_by} needs a grid, but the dataset names no columns, and seq_len {metadata.seq_len} is "
-            "no square"
+            f"{needed_by} needs a grid, but the dataset has no num_columns, and its seq_len "
+            f"{metadata.seq_len} is not a square"
         )
     return side
 
@@ -125,14 +126,14 @@ class Split:
 def usual_metadata(*, vocab_size: int, seq_len: int, num_puzzle_identifiers: int, **others: Any) -> Metadata:
     """Returns the metadata of a split with one set, "all", as our builders write it.
 
-    Token 0 is padding, which is not scored; identifier 0 is the blank one. others: fields of `Metadata`.
+    Token 0 is padding. It is not scored. Identifier 0 is the blank one. others: Fields of `Metadata`.
     """
     usual = {"total_groups": 1, "mean_puzzle_examples": 1.0, "sets": ("all",), **others}
     return Metadata(0, 0, 0, vocab_size, seq_len, num_puzzle_identifiers, **usual)
 
 
 def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, **others: Any) -> Split:
-    """Returns a split with one set, "all", and the `usual_metadata`. others: fields of `Metadata`."""
+    """Returns a split with one set, "all", and the `usual_metadata`. others: Fields of `Metadata`."""
     num_puzzles = len(puzzles.puzzle_identifiers)
     metadata = usual_metadata(
         vocab_size=vocab_size,
@@ -148,7 +149,7 @@ def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, 
 
 
 class Origin(NamedTuple):
-    """The origin of a test set of a mixture: its folder, its name there, and its first identifier here."""
+    """The origin of a test set of a mixture: folder, name in the folder, first identifier in the mixture."""
 
     folder: Path
     set_name: str
@@ -157,24 +158,24 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """The splits of one dataset folder or a mixture. origins: {test set of a mixture: origin}, else {}."""
+    """The splits of one dataset folder or a mixture. origins: {test set: origin}, {} for one folder."""
 
     folders: tuple[Path, ...]
     splits: dict[str, Split]
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def origin(self, set_name: str) -> Origin:
-        """Returns the folder of a test set and its name there; without a mixture, the only folder's."""
+        """Returns the folder of a test set, its name in that folder, and its first identifier here."""
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
-        """Returns the name that this dataset gives to the test set `set_name` of one of its folders."""
+        """Returns the name of the test set `set_name` of a folder in this dataset."""
         names = (name for name, origin in self.origins.items() if origin[:2] == (folder, set_name))
         return next(names, set_name)
 
     @property
     def metadata(self) -> Metadata:
-        """Returns the metadata of the first opened split; tokens and identifiers are equal in all splits."""
+        """Returns the metadata of the first split. Tokens and identifiers are equal in all splits."""
         return next(iter(self.splits.values())).metadata
 
 
@@ -183,9 +184,10 @@ def array_path(folder: Path, split: str, set_name: str, field: str) -> Path:
 
 
 def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everything: bool) -> Dataset:
-    """Opens and checks the splits of a folder, which must agree on tokens and identifiers.
+    """Opens and checks the splits of a folder. They must agree on tokens and identifiers.
 
-    read_everything: also reads and checks every token. ValueError, one line: file, mistake and remedy.
+    read_everything: Whether to read and check every token too. ValueError, one line, with file, error and
+    fix.
     """
     opened = {split: open_split(folder, split) for split in splits}
     first = opened[splits[0]].metadata
@@ -204,13 +206,13 @@ def open_split(folder: Path, split: str) -> Split:
     """Memory-maps one split and checks everything except the tokens, which `check_tokens` reads."""
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
-        raise ValueError(f"data folder {folder} {problem}: build it (docs/data.md), or set data_path")
+        raise ValueError(f"data folder {folder} {problem}. Build it (docs/data.md), or set data_path.")
     metadata = load_metadata(folder, split)
     return Split(metadata, {name: _open_set(folder, split, name, metadata) for name in metadata.sets})
 
 
 def read_builder(folder: Path) -> dict[str, Any] | None:
-    """Reads the builder's `name` and `arguments` from the manifest; None where these are missing."""
+    """Reads the builder's `name` and `arguments` from the manifest. None if they are missing."""
     try:
         builder = read_json(folder / MANIFEST)["builder"]
         return {"name": str(builder["name"]), "arguments": dict(builder["arguments"])}
@@ -219,18 +221,18 @@ def read_builder(folder: Path) -> dict[str, Any] | None:
 
 
 def load_metadata(folder: Path, split: str) -> Metadata:
-    """Reads `<folder>/<split>/dataset.json`. ValueError where it is missing, malformed or incomplete."""
+    """Reads `<folder>/<split>/dataset.json`. ValueError if it is missing, malformed or incomplete."""
     path = folder / split / METADATA
     try:
         values = read_json(path)
         found = _METADATA_FILE.validate_json(json.dumps(values), strict=True)
     except MissingFileError as error:
-        problem = f"{folder} is no dataset, or its {split} split was not built"
-        raise ValueError(f"{error}: {problem}; build it, or set data_path") from None
+        problem = f"{folder} is not a dataset, or its {split} split was not built"
+        raise ValueError(f"{error}: {problem}. Build it, or set data_path.") from None
     except pydantic.ValidationError as error:
         if isinstance(values, dict) and values.keys() >= _KEYS_OF_NANO_TRM:
             problem = f"{folder} is a dataset of nano-trm, with other tokens and metadata"
-            raise ValueError(f"{problem}: build it here, from the same puzzles, and set data_path") from None
+            raise ValueError(f"{problem}. Build it here, from the same puzzles, and set data_path.") from None
         first = error.errors()[0]
         raise _broken(": ".join(map(str, (path, *first["loc"], first["msg"])))) from None
     except ValueError as error:
@@ -262,18 +264,18 @@ def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> Puzzle
         expect(array.shape == shape, field, f"shape is {list(array.shape)}, expected {list(shape)}")
         expect(num > 0, field, "empty, but a set has at least one group, puzzle and example")
     expect(len(labels) == len(inputs), "labels", f"{len(labels)} examples, but {len(inputs)} in the inputs")
-    # Where variants are made on reading, only the offsets say how many examples there are.
+    # If variants are made when they are read, only the offsets tell the number of examples.
     num_rows, num_puzzles = len(inputs) if family is None else int(puzzle_indices[-1]), len(identifiers)
     counts = (("puzzle_indices", num_rows, "examples"), ("group_indices", num_puzzles, "puzzles"))
     for field, num_entries, things in counts:
         offsets, last = arrays[field], int(arrays[field][-1])
         is_rising = int(offsets[0]) == 0 and bool((offsets[1:] > offsets[:-1]).all())
-        expect(is_rising, field, "the offsets do not start at 0 and rise")
+        expect(is_rising, field, "the offsets do not start at 0 and increase")
         expect(last == num_entries, field, f"ends at {last}, but there are {num_entries} {things}")
     problem = f"{len(puzzle_indices)} offsets, expected one more than the {num_puzzles} puzzles"
     expect(len(puzzle_indices) == num_puzzles + 1, "puzzle_indices", problem)
     lowest, highest, size = int(identifiers.min()), int(identifiers.max()), metadata.num_puzzle_identifiers
-    problem = f"identifiers run from {lowest} to {highest}, but num_puzzle_identifiers is {size}"
+    problem = f"identifiers are from {lowest} to {highest}, but num_puzzle_identifiers is {size}"
     expect(lowest >= 0 and highest < size, "puzzle_identifiers", problem)
     if family is not None:
         for field, length in (("transforms", num_puzzles), ("translations", num_rows)):
@@ -292,20 +294,20 @@ def _open_array(path: Path) -> np.ndarray:
     try:
         with open_regular(path):
             array = np.lib.format.open_memmap(path, mode="r")
-        # numpy counts with int64 alone
+        # The code adds offsets to int64. numpy converts int64 + uint64 to float64.
         return array.view(np.int64) if array.dtype == np.uint64 else array
     except MissingFileError as error:
         raise _broken(str(error)) from None
-    except Exception as error:  # numpy's parser raises almost anything where a header is damaged
+    except Exception as error:  # numpy's parser raises many types for a damaged header
         problem = " ".join(str(error).split())
-        raise _broken(f"{path} is empty, truncated or no .npy file of numbers ({problem})") from None
+        raise _broken(f"{path} is empty, truncated or not a .npy file of numbers ({problem})") from None
 
 
 def check_tokens(folder: Path, split: str, data: Split) -> None:
-    """Reads every token and transform of a split once (about 1 GB/s), and checks their ranges.
+    """Reads every token and transform of a split once (about 1 GB/s) and checks its range.
 
-    Inputs are in [0, vocab_size); labels too, or `ignore_label_id`. ValueError names the file, the row and
-    the token, or says that a training split has no label at all.
+    Inputs must be in [0, vocab_size). Labels must be in the same range, or `ignore_label_id`. A training
+    split must have a label. ValueError, with the file and, for a token, the row and the token.
     """
     vocab_size, ignored = data.metadata.vocab_size, data.metadata.ignore_label_id
     has_labels = split != "train"
@@ -315,7 +317,7 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
             for start, chunk in _chunks(puzzle_set.transforms):
                 if not (valid := is_valid(chunk, data.metadata.seq_len)).all():
                     path = array_path(folder, split, name, "transforms")
-                    raise _broken(f"{path}: row {start + int(valid.argmin())} is no transform")
+                    raise _broken(f"{path}: row {start + int(valid.argmin())} is not a valid transform")
         for field in ("inputs", "labels"):
             for start, chunk in _chunks(getattr(puzzle_set, field)):
                 has_labels = has_labels or (field == "labels" and bool((chunk != ignored).any()))
@@ -330,7 +332,7 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
                     outside = f"is outside 0..{vocab_size - 1} (vocab_size)"
                     raise _broken(f"{where} in row {start + row} {outside}")
     if not has_labels:
-        raise _broken(f"{folder / split}: no puzzle has a label, so that there is nothing to learn")
+        raise _broken(f"{folder / split}: no cell has a label, so a model cannot learn anything")
 
 
 def _chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -338,4 +340,4 @@ def _chunks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _broken(problem: str) -> ValueError:
-    return ValueError(f"{problem}; build the dataset again")
+    return ValueError(f"{problem}. Build the dataset again.")

@@ -1,8 +1,8 @@
-// A grid of cells on a page, as an <svg> of the class "grid".
+// Draws a grid of cells on a page, as an <svg> of the class "grid".
 
 const $ = (id) => document.getElementById(id);
 const fraction = (share) => share.toFixed(2);
-const ANEW = -2; // the code of a search that begins anew (models/carry.py)
+const ANEW = -2; // code of a search that restarts from scratch (models/carry.py)
 const isOne = (bits) => (bits & (bits - 1)) === 0;
 
 function add(parent, name, attributes) {
@@ -12,13 +12,14 @@ function add(parent, name, attributes) {
   return element;
 }
 
-// Draws cells, tokens row by row, below 0 where there is nothing. look: of all grids (dataset/drawing.py), with
-// the tokens that are clues. puzzle: the tokens of the question; confidences: 0 to 1; changed, wrong: flags.
-// selected: the number of a cell. describe(cell, element): where given, lets every cell say what it is.
-// Of a search: board, of each cell the bits of the tokens that it may be; boardBefore; guess: a cell, or ANEW.
+// Draws a grid. cells: tokens, row by row; a negative token is not drawn. look: result of `page_style`
+// (dataset/drawing.py), and `clues`, the set of tokens that are clues. puzzle: tokens of the input. confidences:
+// from 0 to 1. changed, wrong: flags. selected: index of a cell. describe(cell, element): if given, adds a
+// description to every cell. For a search: board: bits of the tokens that each cell may be. boardBefore: the board
+// before the step. guess: index of a cell, or ANEW.
 function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wrong, selected, describe, board, boardBefore, guess }) {
   const rows = cells.length / columns;
-  const fine = Math.min(0.075, 0.009 * Math.max(columns, rows)); // strokes, in cells, look alike in all sizes
+  const fine = Math.min(0.075, 0.009 * Math.max(columns, rows)); // width of strokes, in cells; they look alike in all sizes
   const isField = look.first_of_field !== null;
   svg.replaceChildren();
   svg.setAttribute("viewBox", `-0.04 -0.04 ${columns + 0.08} ${rows + 0.08}`);
@@ -40,7 +41,7 @@ function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wro
   });
   let path = "";
   cells.forEach((token, cell) => {
-    const { x, y } = corner(cell); // a grid in a field ends where its cells do
+    const { x, y } = corner(cell); // in a field, draw lines only around the cells of the grid
     if (token >= 0 && !(isField && !look.symbols[token])) path += `M${x} ${y}h1v1h-1z`;
   });
   add(svg, "path", { class: "lines", d: path, "stroke-width": fine / 2.5 });
@@ -58,7 +59,7 @@ function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wro
     add(svg, "path", { class: "box", d: borders, "stroke-width": fine / 1.5, "stroke-linecap": "square" });
   }
   if (guess === ANEW) add(svg, "rect", { class: "anew", width: columns, height: rows, "stroke-width": fine });
-  const side = Math.ceil(Math.sqrt(look.symbols.filter(Boolean).length)); // of a cell's own grid of candidates
+  const side = Math.ceil(Math.sqrt(look.symbols.filter(Boolean).length)); // columns of the candidates inside a cell
   board?.forEach((bits, cell) => {
     if (isOne(bits)) return;
     const { x, y } = corner(cell), all = boardBefore ? bits | boardBefore[cell] : bits;
@@ -73,7 +74,7 @@ function drawGrid(svg, look, { cells, columns, puzzle, confidences, changed, wro
   });
   cells.forEach((token, cell) => {
     const { x, y } = corner(cell), symbol = look.symbols[token], color = look.colors[token];
-    // On a ground of its own colour only a letter, such as a maze's S and G, says more.
+    // On a colored background, draw only letters, such as a maze's S and G.
     if (symbol && (!color || /[A-Z]/.test(symbol))) {
       const kind = color ? "on-color" : isClue[cell] || !confidences ? "clue" : "";
       add(svg, "text", { class: kind, x: x + 0.5, y: y + 0.52 }).textContent = symbol;

@@ -1,4 +1,4 @@
-"""Puzzles as batches of tensors: this rank's slice of the plan's global batches, read ahead by a thread."""
+"""Batches of tensors: this rank's slice of each global batch of a plan. A thread reads ahead."""
 
 import contextlib
 import queue
@@ -16,17 +16,16 @@ from dataset.plan import EvaluationPlan, TrainPlan
 from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 
 _BATCHES_AHEAD = 8
-_END_SECONDS = 5.0  # for the thread to finish what it reads
+_END_SECONDS = 5.0  # maximum wait for a read in progress
 
 
 class Batch(NamedTuple):
-    """This rank's share of a global batch, as tensors; in a carry, the examples in the slots.
+    """This rank's slice of a global batch. In a carry: the examples in the slots.
 
-    inputs              int32 [batch, seq_len]
-    labels              int32 [batch, seq_len]: IGNORE_LABEL_ID where a cell is not scored
-    puzzle_identifiers  int32 [batch]
-    rows                int64 [batch]: the example's index in its set (`evaluation.test_time`: the attempt);
-                        -1 in padding of a short batch
+    inputs              int32 [batch, seq_len] labels              int32 [batch, seq_len]: IGNORE_LABEL_ID if
+    a cell is not scored puzzle_identifiers  int32 [batch] rows                int64 [batch]: index of the
+    example in its set (in `evaluation.test_time`: number of the
+                        attempt). -1 for padding
     """
 
     inputs: torch.Tensor
@@ -36,29 +35,29 @@ class Batch(NamedTuple):
 
     @property
     def is_real(self) -> torch.Tensor:
-        """Returns which rows are examples, not padding: bool [batch]."""
+        """Returns a mask of the rows that are not padding: bool [batch]."""
         return self.rows >= 0
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
     def select(self, slots: slice | torch.Tensor) -> "Batch":
-        """Returns some of the rows. slots: a slice, int64 [n] or bool [batch]."""
+        """Returns some of the rows. slots: A slice, int64 [n] or bool [batch]."""
         return Batch(*(tensor[slots] for tensor in self))
 
     @staticmethod
     def join(parts: "list[Batch]") -> "Batch":
-        """Returns the rows of all parts, one after the other."""
+        """Concatenates batches."""
         return Batch(*map(torch.cat, zip(*parts, strict=True)))
 
 
 class PuzzleDataset(IterableDataset):
-    """The examples of one rank: yields (set name, Batch) for every global batch after `first_step`.
+    """The examples of one rank. Yields (set name, Batch) for every global batch after `first_step`.
 
-    With local = ceil(global_batch_size / world_size), rank r has the rows [r * local, (r + 1) * local) of
-    each global batch. Where a batch is short, evaluation pads to `local` rows: inputs pad_id, labels
-    IGNORE_LABEL_ID, identifier blank_identifier_id, row -1. One thread at a time may iterate, as the plan's
-    generators have state.
+    With local = ceil(global_batch_size / world_size), rank r gets rows r * local to (r + 1) * local - 1 of
+    each global batch. In an evaluation, a slice with fewer rows is padded to `local` rows: inputs pad_id,
+    labels IGNORE_LABEL_ID, identifier blank_identifier_id, row -1. Only one thread at a time may iterate,
+    because the generators of the plan have state.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class PuzzleDataset(IterableDataset):
             yield batch.set_name, load_batch(*own, rows, puzzles, size=size)
 
     def distinct_identifiers(self) -> np.ndarray:
-        """Returns the different identifiers that this rank will read, padding's too: int64 [n], rising."""
+        """Returns all identifiers that this rank will read, and that of padding: int64 [n], ascending."""
         data = self.data.splits[self.split]
         found = [np.array([data.metadata.blank_identifier_id])]
         for batch in self.plan.batches(self.first_step):
@@ -100,7 +99,7 @@ def load_batch(
     *,
     size: int,
 ) -> Batch:
-    """Reads the examples `rows`, int64 [n], as a batch padded to `size`. puzzles: int64 [n], of each row."""
+    """Reads the examples `rows` (int64 [n]) of the puzzles `puzzles` (int64 [n]), padded to `size` rows."""
     inputs, labels = puzzle_set.read(rows, puzzles)
     columns = (
         (inputs, np.int32, metadata.pad_id),
@@ -118,10 +117,11 @@ def load_batch(
 
 @contextlib.contextmanager
 def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[Iterator[tuple[str, Batch]]]:
-    """Yields an iterator over the batches of `dataset`, in pinned memory for a CUDA device.
+    """Yields an iterator over the batches of `dataset`. For a CUDA device, batches are in pinned memory.
 
-    A thread reads up to 8 batches ahead; the iterator raises the thread's error after the batches read
-    before. The end of the block stops the thread, and waits at most 5 seconds for a read in progress.
+    A thread reads up to 8 batches ahead. If the thread fails, the iterator yields the batches that it has
+    read, then raises its error. The end of the block stops the thread, and waits at most 5 s for a read in
+    progress.
     """
     batches: queue.SimpleQueue[tuple[str, Batch] | BaseException | None] = queue.SimpleQueue()
     room, is_over = threading.Semaphore(_BATCHES_AHEAD), threading.Event()
@@ -129,7 +129,7 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
     def read() -> None:
         try:
             if device.type == "cuda":
-                torch.cuda.set_device(device)  # of this thread
+                torch.cuda.set_device(device)  # the current device is set per thread
             for set_name, batch in dataset:
                 if device.type == "cuda":
                     batch = Batch(*(tensor.pin_memory() for tensor in batch))
@@ -159,13 +159,13 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
 
 
 def choose_rows(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
-    """Returns the rows of up to `count` examples of originals, evenly spread: int64, rising."""
+    """Returns the rows of up to `count` examples of originals, at equal distances: int64, ascending."""
     rows = original_rows(puzzle_set)
     return rows if len(rows) <= count else rows[np.arange(count) * len(rows) // count]
 
 
 def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
-    """Returns the rows of examples that are no variants: of each group's first puzzle, int64 [n]."""
+    """Returns the rows of the examples of originals, the first puzzles of the groups: int64 [n]."""
     return rows_of(puzzle_set.puzzle_indices, np.asarray(puzzle_set.group_indices[:-1], np.int64))
 
 
@@ -177,7 +177,7 @@ def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
 
 
 def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:
-    """Returns the names of puzzle identifiers, "" for the blank one. set_names: the set of each."""
+    """Returns the names of puzzle identifiers, "" for the blank one. set_names: Set of each identifier."""
     known = {folder: read_names(folder) for folder in data.folders}
     names = []
     for set_name, identifier in zip(set_names, identifiers.tolist(), strict=True):

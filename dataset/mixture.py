@@ -1,8 +1,9 @@
-"""Mixtures of several dataset folders, for runs that train on all of them, or on one after the other.
+"""Mixtures of several dataset folders, for runs that train on all of them, or on one in each stage.
 
-Training sets of one name are concatenated, so that every epoch mixes their groups. Test sets stay apart, as
-`<folder>.<set>`. Each folder has its own range of puzzle identifiers, in the order of the folders, so that
-training on one folder does not change the puzzle embeddings of another. One folder alone stays as it is.
+Training sets with the same name are concatenated, so that every epoch mixes their groups. Test sets stay
+separate, as `<folder>.<set>`. Each folder gets a separate range of puzzle identifiers, in the order of the
+folders. So training on one folder does not change the puzzle embeddings of another. A single folder is not
+changed.
 """
 
 import dataclasses
@@ -34,9 +35,10 @@ _SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id", "symbols", "num
 def open_datasets(
     folders: Sequence[Path], *, splits: tuple[str, ...] = SPLITS, read_everything: bool
 ) -> Dataset:
-    """Opens and checks one folder or several, which must agree on their tokens.
+    """Opens and checks one or more folders. They must agree on their tokens.
 
-    read_everything: also reads and checks every token. ValueError, one line: file, mistake and remedy.
+    read_everything: Whether to read and check every token too. ValueError, one line, with the file and the
+    fix.
     """
     opened = [open_dataset(folder, splits=splits, read_everything=read_everything) for folder in folders]
     if len(opened) == 1:
@@ -45,12 +47,12 @@ def open_datasets(
         check_same_tokens(opened[0], data)
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
-        raise ValueError(f"data folders of one name cannot be told apart ({', '.join(names)}): rename one")
+        raise ValueError(f"data folders must have different names: {', '.join(names)}. Rename one.")
     sizes = [data.metadata.num_puzzle_identifiers for data in opened]
     first_identifiers = (np.cumsum(sizes) - sizes).tolist()
     mixed, origins = {}, {}
     for split in splits:
-        parts = {}  # (folder, set), by the name of the concatenated set
+        parts = {}  # {name of the concatenated set: [(number of the folder, its set)]}
         for number, data in enumerate(opened):
             for own_name, puzzle_set in data.splits[split].sets.items():
                 name = own_name
@@ -69,12 +71,12 @@ def open_datasets(
 
 
 def check_same_tokens(first: Dataset, data: Dataset) -> None:
-    """Raises ValueError where two datasets differ in their tokens, so that no model can read both."""
+    """Raises ValueError if two datasets differ in their tokens. No model could then read both."""
     for field in _SHARED:
         expected, own = getattr(first.metadata, field), getattr(data.metadata, field)
         if own != expected:
             unequal = f"{field} is {own}, but {expected} in {first.folders[0]}"
-            raise ValueError(f"{data.folders[0]}: {unequal}: one model cannot train on both")
+            raise ValueError(f"{data.folders[0]}: {unequal}. One model cannot train on both.")
 
 
 def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metadata:
@@ -90,10 +92,10 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
 
 
 def fingerprint(folder: Path) -> str:
-    """Returns a sha256 that identifies the content of a dataset's splits, to notice changed data.
+    """Returns a SHA-256 digest of the content of a dataset's splits, to detect changed data.
 
-    The manifest of our builders has the sha256 of each file. Without a manifest, or where a file is newer
-    than the manifest or of another size, all files are read (about 1 GB/s).
+    The manifest that our builders write contains the digest of each file. All files are read (about 1 GB/s)
+    if the manifest is missing, or if a file is newer than the manifest or has another size.
     """
     paths = []
     for split in SPLITS:
@@ -123,6 +125,6 @@ def _recorded_digests(folder: Path, paths: list[Path]) -> dict[str, str] | None:
 
 
 def fingerprint_of(folders: Sequence[Path]) -> str:
-    """Returns a sha256 that identifies the content of one folder, or of several in their order."""
+    """Returns a SHA-256 digest of the content of one folder, or of several in their order."""
     found = [fingerprint(folder) for folder in folders]
     return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

@@ -1,12 +1,13 @@
-"""The plan of a run: the examples in the global batch of every step, the same on every rank.
+"""The plan of a run: the examples in the global batch of every step. It is equal on every rank.
 
-The plan is a pure function of (seed, set, epoch), so that no state of a generator is ever saved. A resumed
-run reaches its iteration without drawing earlier ones, and its step by counting the iteration's batches.
+The plan is a pure function of (seed, set, epoch), so checkpoints contain no state of a random generator. A
+resumed run skips earlier iterations without sampling them. Within its iteration, it counts the batches before
+its step.
 
-The order is the one of the public tools. An epoch visits the groups of a set in random order; of each group
-it takes one random puzzle, and of this puzzle as many random examples as still fit into the batch. An
-iteration is `eval_interval` epochs, and batches cross the border between two epochs. The last, partial batch
-of an iteration is dropped; then comes an evaluation.
+The order is that of the public tools. An epoch visits the groups of a set in random order. A visit samples
+one puzzle of the group and takes its examples in random order, as many as still fit into the batch. An
+iteration is `eval_interval` epochs. A batch may contain the end of one epoch and the start of the next. The
+last, partial batch of an iteration is dropped. Then an evaluation follows.
 """
 
 import dataclasses
@@ -18,16 +19,16 @@ import numpy as np
 from dataset.randomness import BitStream, random_bits, random_orders
 from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 
-_STREAMS = 1 << 16  # reserved for each stage: one for each set
-_VALIDATION_STREAM = 1 << 62  # of the bits that choose the groups for validation
+_STREAMS = 1 << 16  # streams of random bits reserved for each stage, one for each set
+_VALIDATION_STREAM = 1 << 62  # stream of random bits that selects the groups for validation
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalBatch:
     """The examples of one step over all ranks.
 
-    rows     int64 [n]: indices of examples in the set
-    puzzles  int64 [n]: index in the set (no identifier) of the puzzle that each example belongs to
+    rows     int64 [n]: indices of the examples in the set
+    puzzles  int64 [n]: index in the set (not the identifier) of the puzzle of each example
     """
 
     set_name: str
@@ -38,9 +39,11 @@ class GlobalBatch:
 class _SetPlan:
     """The order in which a stage visits the groups of one set.
 
-    A visit is of one puzzle, drawn from the group. A batch takes visits until it has `global_batch_size`
-    examples; the last visit is cut to fit. groups: bool [num_groups], those to visit. stream: random bits;
-    its index is the epoch. steps_per_iteration: number of steps in each iteration of the stage.
+    A batch is filled with visits. A visit samples one puzzle of a group and takes its examples in random
+    order. The last visit is truncated, so that the batch has `global_batch_size` examples.
+
+    groups: Mask of the groups to visit, bool [num_groups]. stream: Random bits. Its index is the epoch.
+    steps_per_iteration: Number of steps in each iteration of the stage.
     """
 
     def __init__(
@@ -58,11 +61,11 @@ class _SetPlan:
         self.global_batch_size, self.eval_interval = global_batch_size, eval_interval
         self.first_example = np.asarray(data.puzzle_indices[:-1], np.int64)
         sizes = np.diff(np.asarray(data.puzzle_indices, np.int64))
-        self.puzzle_sizes = sizes.astype(np.min_scalar_type(sizes.max()))  # small, for random reads
+        self.puzzle_sizes = sizes.astype(np.min_scalar_type(sizes.max()))  # small: faster random reads
         group_indices = np.asarray(data.group_indices, np.int64)
         self.first_puzzle, self.group_sizes = group_indices[:-1][groups], np.diff(group_indices)[groups]
 
-        # Where all puzzles have the same size, an epoch's steps are known without drawing its puzzles.
+        # If all puzzles have the same size, the number of steps is known without sampling puzzles.
         sizes_of_all = self.puzzle_sizes[groups.repeat(np.diff(group_indices))]
         self.same_size = int(sizes_of_all[0]) if (sizes_of_all == sizes_of_all[0]).all() else None
         self.steps_per_iteration = self._count_steps(epochs // eval_interval)
@@ -72,7 +75,7 @@ class _SetPlan:
         return len(self.group_sizes)
 
     def _count_steps(self, num_iterations: int) -> list[int]:
-        """Returns the number of steps in each iteration; draws every epoch if puzzles differ in size."""
+        """Returns the number of steps in each iteration. If puzzles differ in size, samples every epoch."""
         if self.same_size is not None:
             visits_per_batch = -(-self.global_batch_size // self.same_size)
             return [self.eval_interval * self.num_groups // visits_per_batch] * num_iterations
@@ -94,10 +97,10 @@ class _SetPlan:
         return self.puzzle_sizes[self._draw_puzzles(epoch)]
 
     def _batch_ends(self, visit_sizes: np.ndarray, open_examples: int) -> tuple[list[int], int]:
-        """Returns where an epoch's batches end, and the number of examples in the last, unfinished batch.
+        """Returns where the batches of an epoch end, and the number of examples in its unfinished batch.
 
-        An end is a number of examples from the start of the epoch. open_examples: in the batch that the
-        previous epoch left unfinished.
+        An end is a number of examples from the start of the epoch. open_examples: Number of examples in the
+        unfinished batch of the previous epoch.
         """
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
         is_end = np.zeros(int(visit_ends[-1]) + 1, np.uint8)
@@ -110,14 +113,14 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_puzzles(self, epoch: int) -> np.ndarray:
-        """Draws one puzzle of each group, in a random order of the groups: int64 [num_groups]."""
+        """Samples one puzzle of each group, in a random order of the groups: int64 [num_groups]."""
         self.stream.seek(epoch)
         groups = random_orders(self.stream.read(self.num_groups))
         fractions = (self.stream.read(len(groups)) >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
         return self.first_puzzle[groups] + (fractions * self.group_sizes[groups]).astype(np.int64)
 
     def _visits(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Draws an epoch: (rows, puzzle of each row, examples of each visit), each visit shuffled."""
+        """Samples an epoch: (row of each example, its puzzle, number of examples of each visit)."""
         visited = self._draw_puzzles(epoch)
         sizes = self.puzzle_sizes[visited].astype(np.int64)
         puzzles = visited.repeat(sizes)
@@ -128,8 +131,8 @@ class _SetPlan:
         return self.first_example[puzzles] + inside, puzzles, sizes
 
     def batches(self, iteration: int, *, skip: int) -> Iterator[GlobalBatch]:
-        """Yields the batches of an iteration except the first `skip`, which are only counted."""
-        batch = open_examples = 0  # number of the unfinished batch, and of its examples
+        """Yields the batches of an iteration, without the first `skip`."""
+        batch = open_examples = 0  # index of the unfinished batch, and number of its examples
         pieces = []
         for epoch in self._epochs(iteration):
             if batch < skip:
@@ -151,7 +154,7 @@ class _SetPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of a run. folders: numbers of the dataset folders to visit. cycles: {"H_cycles": ...}."""
+    """A stage of a run. folders: Indices of the dataset folders to visit. cycles: {"H_cycles": ...}."""
 
     folders: tuple[int, ...]
     epochs: int
@@ -160,12 +163,12 @@ class Stage:
 
 
 class TrainPlan:
-    """The order of a whole training run: stages of easier data or fewer cycles, then the main stage.
+    """The order of a training run: optional stages with other data or cycles, then the main stage.
 
-    The order of the main stage does not depend on the others.
+    The order of the main stage does not depend on the other stages.
 
-    total_steps      number of training steps in the run, exact
-    iteration_ends   the steps (from 1) after which an evaluation is due; the last is `total_steps`
+    total_steps     number of training steps in the run
+    iteration_ends  steps (counted from 1) after which an evaluation is due. The last is `total_steps`
     """
 
     def __init__(
@@ -180,17 +183,19 @@ class TrainPlan:
         train_steps: int | None = None,
         eval_steps: int | None = None,
     ):
-        """Plans all stages; the last of `stages` is the main one.
+        """Plans all stages. The last of `stages` is the main stage.
 
-        parts: (share, stage) pairs: from the first step of the main stage on, each takes its share of the
-        steps, with the same data and other cycles. held_out: for each set bool [num_groups], the groups that
-        no stage visits. train_steps: steps of the main stage, which then is one iteration of as many epochs
-        as needed. eval_steps: steps between evaluations in the main stage; None: only one at its end.
-        ValueError where an iteration does not fill one batch.
+        parts: Parts of the main stage, as pairs (fraction of its steps, stage). They follow each other from
+            its
+        first step, and use its data with other cycles. held_out: {set: mask of the groups that no stage
+        visits, bool [num_groups]}. train_steps: Number of steps of the main stage. If given, the main stage
+        is one iteration of as many epochs as needed. eval_steps: With `train_steps`, the steps between
+        evaluations in the main stage. If None, there is one evaluation, at its end. ValueError if an
+        iteration does not fill one batch.
         """
         self._sets, self._seed, self._held_out = sets, seed, held_out or {}
         self.global_batch_size = global_batch_size
-        self._iterations = []  # the plans of the sets, the iteration in its stage, the steps of each set
+        self._iterations = []  # (plans of the sets, index of the iteration in its stage, steps of each set)
         if train_steps is not None:
             stages = [*stages[:-1], dataclasses.replace(stages[-1], epochs=1, eval_interval=1)]
         first_steps, ends = [], [0]
@@ -211,8 +216,8 @@ class TrainPlan:
                 if not sum(steps):
                     visited = sum(plan.num_groups for plan in plans)
                     problem = f"{stage.eval_interval} epochs of {visited} groups do not fill one batch"
-                    remedy = "lower global_batch_size or raise eval_interval"
-                    raise ValueError(f"{problem} of {global_batch_size}: {remedy}")
+                    remedy = "Lower global_batch_size or raise eval_interval."
+                    raise ValueError(f"{problem} of {global_batch_size}. {remedy}")
                 self._iterations.append((plans, iteration, steps))
                 ends.append(ends[-1] + sum(steps))
         if train_steps is not None:
@@ -226,7 +231,7 @@ class TrainPlan:
         self._stages = [*stages[:-1], *(stage for _, stage in parts), self.main]
 
     def _plan_sets(self, stage: Stage, stream: int) -> list[_SetPlan]:
-        """Returns plans for the sets that a stage visits. stream: of the first set; set k has stream + k."""
+        """Returns a plan for each set that a stage visits. stream: Stream of set 0. Set k has stream + k."""
         plans = []
         for number, (name, data) in enumerate(self._sets.items()):
             groups = np.isin(data.folder_of_group, stage.folders)
@@ -238,11 +243,11 @@ class TrainPlan:
         return plans
 
     def stage_of(self, step: int) -> Stage:
-        """Returns the stage that training step `step`, counted from 1, belongs to."""
+        """Returns the stage of training step `step`, counted from 1."""
         return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
     def num_steps(self, last: int) -> list[tuple[Stage, int]]:
-        """Returns (stage, how many of the first `last` training steps belong to it) for each stage."""
+        """Returns (stage, how many of the first `last` training steps it has) for each stage."""
         ends = [min(last, each) for each in (0, *self._last_steps)]
         return [(stage, b - a) for stage, (a, b) in zip(self._stages, itertools.pairwise(ends), strict=True)]
 
@@ -258,11 +263,11 @@ class TrainPlan:
 
 
 def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: float) -> np.ndarray:
-    """Returns which groups of a training set are held out for validation: bool [num_groups].
+    """Returns a mask of the groups of a training set that are held out for validation: bool [num_groups].
 
-    Chooses the fraction of the groups of each dataset folder, rounded down; a larger fraction adds groups to
-    the choice of a smaller one. A group has all variants of a puzzle, so that no variant of a validation
-    puzzle is trained on. The choice depends on the seed and on the number of groups of each folder alone.
+    Selects `fraction` of the groups of each dataset folder, rounded down. A larger fraction selects the same
+    groups and more. A group contains all variants of a puzzle, so no variant of a validation puzzle is
+    trained on. The selection depends only on the seed and on the number of groups of each folder.
     """
     held_out = np.zeros(len(data.folder_of_group), bool)
     for folder in np.unique(data.folder_of_group):
@@ -273,10 +278,10 @@ def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: f
 
 
 class EvaluationPlan:
-    """The order of an evaluation: every example of every set once; the last batch of a set may be short.
+    """The order of an evaluation: every example of every set once. The last batch of a set may be short.
 
-    only_first_batches: evaluates one batch of each set. puzzles: for each set the indices of the puzzles to
-    evaluate, int64, rising; None: all.
+    only_first_batches: Whether to evaluate only one batch of each set. puzzles: {set: indices of the puzzles
+    to evaluate, int64, ascending}. If None, all puzzles are evaluated.
     """
 
     def __init__(

@@ -1,27 +1,27 @@
-"""Random bits and orders that are the same on every machine and with every numpy version.
+"""Random bits and orders that are equal on every machine and with every numpy version.
 
-numpy guarantees the raw bits of its counter-based generator Philox for all versions, but not what
-`numpy.random.Generator` makes of them. So everything random in this folder is made of raw 64-bit integers:
-orders by sorting, coins from the highest bit. The integers are a function of (seed, stream, index); each use
-has a number of its own as its stream.
+numpy guarantees that the raw bits of its counter-based generator Philox do not change between versions. It
+does not guarantee this for `numpy.random.Generator`. So this folder computes all random values from raw
+64-bit integers: orders by sorting them, coin flips from the highest bit. The integers are a function of
+(seed, stream, index). Each purpose has its own stream, a number.
 """
 
 import numpy as np
 
 
 def random_bits(seed: int, *, stream: int, index: int, count: int) -> np.ndarray:
-    """Draws `count` random integers, uint64: the raw bits of Philox at (seed, stream, index).
+    """Samples `count` random integers, uint64: the raw bits of Philox at (seed, stream, index).
 
-    A smaller count gives a prefix of a larger one.
+    With a smaller count, the result is a prefix of that with a larger count.
     """
     return np.random.Philox(key=stream << 64 | seed, counter=index << 64).random_raw(count)
 
 
 def random_orders(bits: np.ndarray) -> np.ndarray:
-    """Makes one permutation of 0 .. k - 1 for each row of the last axis, int64. bits: uint64 [..., k].
+    """Returns permutations of 0 .. k - 1 along the last axis, int64 [..., k]. bits: uint64 [..., k].
 
-    The integers are sorted after the position has replaced their lowest bits. So no two are equal, every
-    sorting algorithm gives the same order, and sorting takes a third of the time of a stable argsort.
+    Replaces the lowest bits of each integer by its position, then sorts. So no two integers are equal, and
+    every sorting algorithm gives the same order. This takes a third of the time of a stable argsort.
     """
     length = bits.shape[-1]
     low = np.uint64((1 << (length - 1).bit_length()) - 1)
@@ -33,15 +33,15 @@ def random_orders(bits: np.ndarray) -> np.ndarray:
 
 
 def random_below(bits: np.ndarray, bounds: int | np.ndarray) -> np.ndarray:
-    """Turns random bits, uint64, into int64 from 0 to bound - 1, uniform up to 2**-32; shapes broadcast."""
+    """Converts random bits (uint64) to int64 from 0 to bound - 1, uniform up to 2**-32. Shapes broadcast."""
     return ((bits >> np.uint64(32)) * np.asarray(bounds, np.uint64) >> np.uint64(32)).astype(np.int64)
 
 
 class BitStream:
-    """A reader of the random bits of one (seed, stream): `seek` an index, then `read` from there.
+    """Reads the random bits of one (seed, stream): `seek` sets the index, `read` reads from there.
 
-    `seek` takes a tenth of the time of a new generator, which matters where a plan draws every epoch of a
-    run. At index 0 `random_bits` draws the same bits: no stream may be used by both.
+    `seek` takes a tenth of the time of a new generator. This matters when a plan samples every epoch of a
+    run. `random_bits` returns the same bits at index 0, so no stream may be used by both.
     """
 
     def __init__(self, seed: int, *, stream: int):

@@ -1,8 +1,8 @@
-"""Sets of puzzles as arrays: `PuzzleSet` of one folder, `ConcatenatedSet` of several.
+"""Sets of puzzles as arrays: `PuzzleSet` for one folder, `ConcatenatedSet` for several.
 
-A materialized set holds every variant, as the public tools write it. Otherwise inputs and labels hold the
-originals once, and each variant is made by its transform on reading (`augmentations`). Identifiers, offsets
-and the order of rows are the same in both forms, so that a plan made for one form holds for the other.
+A materialized set contains every variant, as the public tools write it. Otherwise, inputs and labels contain
+only the originals, and `read` applies a transform to make each variant (`augmentations`). Identifiers,
+offsets and the order of rows are equal in both forms, so a plan for one form is valid for the other.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _CHUNK_ROWS = 1 << 14
 
 
 def fields_of(augmentation: str | None) -> tuple[str, ...]:
-    """Returns the names of a set's arrays; without augmentation, the same as in the public tools."""
+    """Returns the names of a set's arrays. Without augmentation, they are those of the public tools."""
     if augmentation is None:
         return FIELDS
     moves = find_augmentation(augmentation).has_translations
@@ -27,16 +27,16 @@ def fields_of(augmentation: str | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class PuzzleSet:
-    """A set of puzzles. The arrays are memory-mapped where they were read from a folder.
+    """A set of puzzles. If it was read from a folder, the arrays are memory-mapped.
 
-    inputs, labels      any integer dtype [num_examples, seq_len]; with augmentation uint8 [num_originals,
-                        seq_len]: only the examples of each group's original, group after group
+    inputs, labels      any integer dtype [num_examples, seq_len]. With augmentation: uint8 [num_originals,
+                        seq_len], only the examples of the original of each group, in the order of the groups
     puzzle_identifiers  [num_puzzles]
     puzzle_indices      [num_puzzles + 1]: puzzle p has the examples range(*puzzle_indices[p : p + 2])
     group_indices       [num_groups + 1]: group g has the puzzles range(*group_indices[g : g + 2])
-    augmentation        name of a family of transforms; None: all variants are written out
-    transforms          uint8 [num_puzzles, bytes]: what makes each puzzle of its group's original
-    translations        uint8 [num_examples, 2]: rows down and columns right that an ARC grid is moved
+    augmentation        name of a family of transforms. None if all variants are written out
+    transforms          uint8 [num_puzzles, bytes]: transform from the original of the group to each puzzle
+    translations        uint8 [num_examples, 2]: rows down and columns right by which an ARC grid is moved
     """
 
     inputs: np.ndarray
@@ -54,11 +54,11 @@ class PuzzleSet:
 
     @property
     def folder_of_group(self) -> np.ndarray:
-        """Returns the number of each group's dataset folder: int64 [num_groups], zeros, for the only one."""
+        """Returns the index of each group's dataset folder: int64 [num_groups], zeros for a single folder."""
         return np.zeros(len(self.group_indices) - 1, np.int64)
 
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads inputs and labels [n, seq_len] of examples, int64 [n]. puzzles: the puzzle of each row."""
+        """Reads inputs and labels, [n, seq_len]. rows, puzzles: Indices of the examples, int64 [n]."""
         if self.augmentation is None:
             return self.inputs[rows], self.labels[rows]
         originals = self._first_original[puzzles] + rows - self.puzzle_indices[puzzles]
@@ -70,14 +70,14 @@ class PuzzleSet:
 
     @functools.cached_property
     def _first_original(self) -> np.ndarray:
-        """Returns, for each puzzle, the index in `inputs` of its group's first example: int64."""
+        """Returns the index in `inputs` of the first example of each puzzle's original: int64."""
         first_puzzles = self.group_indices[:-1]
         sizes = self.puzzle_indices[first_puzzles + 1] - self.puzzle_indices[first_puzzles]
         ends = sizes.cumsum(dtype=np.int64)
         return (ends - sizes).repeat(np.diff(self.group_indices))
 
     def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields (rows, puzzles), as `read` takes them, for all examples in their order."""
+        """Yields arguments (rows, puzzles) of `read` for all examples, in order."""
         for first in range(0, self.num_examples, _CHUNK_ROWS):
             rows = np.arange(first, min(first + _CHUNK_ROWS, self.num_examples))
             yield rows, self.puzzle_indices.searchsorted(rows, side="right") - 1
@@ -93,9 +93,9 @@ class PuzzleSet:
 
 
 class ConcatenatedSet:
-    """Puzzle sets one after the other, read as one set; the arrays are as in `PuzzleSet`.
+    """A concatenation of puzzle sets. The arrays are as in `PuzzleSet`.
 
-    folder_of_group: int64 [num_groups], the number of the dataset folder that each group is from.
+    folder_of_group: Index of the dataset folder of each group, int64 [num_groups].
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ConcatenatedSet:
         return int(self._first_rows[-1])
 
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads inputs and labels, int32 [n, seq_len], of the examples `rows`. puzzles: of each row."""
+        """Reads inputs and labels, int32 [n, seq_len]. rows, puzzles: Indices of the examples, int64 [n]."""
         part_of_row = self._first_rows.searchsorted(rows, side="right") - 1
         read = np.empty((2, len(rows), self._parts[0].inputs.shape[1]), np.int32)
         for number in np.unique(part_of_row):
@@ -127,7 +127,7 @@ class ConcatenatedSet:
 
 
 def rows_of(puzzle_indices: np.ndarray, puzzles: np.ndarray) -> np.ndarray:
-    """Returns the rows of all examples of `puzzles` (indices too), puzzle after puzzle: int64."""
+    """Returns the rows of all examples of puzzles, puzzle after puzzle: int64. puzzles: Indices, [n]."""
     indices = np.asarray(puzzle_indices, np.int64)
     sizes = indices[puzzles + 1] - indices[puzzles]
     begins = sizes.cumsum() - sizes

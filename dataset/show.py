@@ -29,24 +29,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Prints the examples, or the model's answers, that the options name. ValueError if there are none."""
+    """Prints the examples that the options select, and a model's answers. ValueError if they do not exist."""
     data = open_split(options.data, options.split)
     where = f"{options.data} ({options.split} split)"
     if options.set not in data.sets:
-        raise ValueError(f"{where} has no set {options.set!r}: choose --set from {', '.join(data.sets)}")
+        raise ValueError(f"{where} has no set {options.set!r}. Choose --set from {', '.join(data.sets)}.")
     puzzle_set = data.sets[options.set]
     if (options.index or 0) >= puzzle_set.num_examples:
-        has = f"set {options.set!r} of {where} has 0..{puzzle_set.num_examples - 1}"
-        raise ValueError(f"--index {options.index} is out of range: {has}")
+        has = f"Set {options.set!r} of {where} has examples 0 to {puzzle_set.num_examples - 1}."
+        raise ValueError(f"--index {options.index} is out of range. {has}")
     style = read_info([options.data], data.metadata).style
     names = read_names(options.data)
     saved, known = None, ""
     if options.outputs is not None:
         saved, known = _read_outputs(options.outputs, options.set)
         if saved["inputs"].shape != (puzzle_set.num_examples, data.metadata.seq_len):
-            raise ValueError(f"{options.outputs} has outputs of another dataset than {where}")
+            raise ValueError(f"{options.outputs} has outputs for another dataset than {where}.")
 
-    if options.index is None:  # no two variants of a puzzle
+    if options.index is None:  # show one puzzle of each group, not variants of the same puzzle
         rows = puzzle_set.puzzle_indices[puzzle_set.group_indices[:-1]][: options.count].tolist()
     else:
         rows = range(options.index, min(options.index + options.count, puzzle_set.num_examples))
@@ -57,11 +57,11 @@ def show(options: argparse.Namespace) -> None:
         if options.index is not None or puzzle_set.puzzle_identifiers[puzzle]:
             texts.append(_describe(puzzle_set, row, puzzle, names))
         inputs, labels = (tokens[0] for tokens in puzzle_set.read(np.array([row]), np.array([puzzle])))
-        labels = np.where(labels < 0, inputs, labels)  # a cell that counts nowhere
+        labels = np.where(labels < 0, inputs, labels)  # cells that are not scored
         drawings = [draw("puzzle", style, inputs, color=options.color)]
         if saved is not None:
             if not np.array_equal(saved["inputs"][row], inputs):
-                raise ValueError(f"{options.outputs} has outputs of other puzzles than {options.data}")
+                raise ValueError(f"{options.outputs} has outputs for other puzzles than {options.data}.")
             wanted, preds = saved["labels"][row], saved["preds"][row]
             is_wrong = (preds != wanted) & (wanted != IGNORE_LABEL_ID)
             drawings.append(draw("model", style, preds, color=options.color, frame=labels, is_wrong=is_wrong))
@@ -75,16 +75,16 @@ def show(options: argparse.Namespace) -> None:
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser("dataset.show", description=__doc__.partition("\n")[0])
     add_plugin_option(parser)
-    parser.add_argument("data", type=Path, metavar="DATA", help="folder of a dataset")
-    parser.add_argument("--split", choices=SPLITS, help="default train, and test with --outputs")
-    parser.add_argument("--set", default="all", help="which set of the split (default all)")
-    index = "the first example, from 0; examples follow it (default: an example of each group)"
+    parser.add_argument("data", type=Path, metavar="DATA", help="dataset folder")
+    parser.add_argument("--split", choices=SPLITS, help="split (default train; with --outputs test)")
+    parser.add_argument("--set", default="all", help="set of the split (default all)")
+    index = "index of the first example, from 0 (default: show one example of each group)"
     parser.add_argument("--index", type=integer(at_least=0), help=index)
-    count = "how many examples (default 1)"
+    count = "number of examples (default 1)"
     parser.add_argument("--count", type=integer(at_least=1), default=1, help=count)
-    outputs = f"also what a model answered, wrong cells marked: the output_dir of evaluate.py with {_SAVED}"
+    outputs = f"also show a model's answers, with wrong cells marked: output_dir of evaluate.py with {_SAVED}"
     parser.add_argument("--outputs", type=Path, metavar="FOLDER", help=outputs)
-    colors, color = ("auto", "always", "never"), "default auto: on a terminal, unless NO_COLOR is set"
+    colors, color = ("auto", "always", "never"), "auto (default): on a terminal, unless NO_COLOR is set"
     parser.add_argument("--color", choices=colors, default="auto", help=color)
     options = parser.parse_args(arguments)
     options.split = options.split or ("train" if options.outputs is None else "test")
@@ -94,24 +94,24 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], str]:
-    """Reads the saved outputs of an evaluation: ({name: [rows, seq_len]}, a line on the accuracy)."""
+    """Reads the saved outputs of an evaluation: ({name: [rows, seq_len]}, a line with the accuracy)."""
     try:
         saved = read_arrays(folder / f"{set_name}__outputs.npz", _NEEDED)
         arrays = dict(zip(_NEEDED, saved, strict=True))
         if any(array.ndim != 2 or array.shape != arrays["inputs"].shape for array in arrays.values()):
-            raise ValueError("its arrays differ in shape")
+            raise ValueError("the arrays differ in shape")
         metrics = dict(read_json(folder / "metrics.json")[set_name])
         known = "no labels, so no accuracy"
         if "exact_accuracy" in metrics:
             known = "exact accuracy {exact_accuracy:.4f} on {count} held-out puzzles".format(**metrics)
         return arrays, known
     except (ValueError, KeyError, TypeError) as error:
-        again = f"run evaluate.py with output_dir={folder} {_SAVED}"
-        raise ValueError(f"cannot use the outputs in {folder} ({error!r}): {again}") from None
+        again = f"Run evaluate.py with output_dir={folder} {_SAVED}."
+        raise ValueError(f"cannot use the outputs in {folder} ({error!r}). {again}") from None
 
 
 def _describe(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str]) -> str:
-    """Returns two lines on an example: its puzzle, identifier and group. All numbers count from 0."""
+    """Returns two lines about an example: its puzzle, identifier and group. All numbers count from 0."""
     group = int(puzzle_set.group_indices.searchsorted(puzzle, side="right")) - 1
     identifier = int(puzzle_set.puzzle_identifiers[puzzle])
     name = names[identifier] if identifier < len(names) else "without a name"

@@ -1,9 +1,9 @@
 "use strict";
 
-// Light and dark: as the system has it, until a person says otherwise.
+// Light or dark: as in the system's settings, unless the user has chosen.
 {
   const root = document.documentElement;
-  const remembered = (action) => { try { return action(localStorage); } catch { return null; } }; // some keep nothing
+  const remembered = (action) => { try { return action(localStorage); } catch { return null; } }; // some browsers have no storage
   const chosen = remembered((store) => store.getItem("theme"));
   if (chosen) root.dataset.theme = chosen;
   document.querySelector(".theme").addEventListener("click", () => {

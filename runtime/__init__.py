@@ -1,1 +1,1 @@
-"""Helpers that import nothing of ours: environment, files, downloads, command lines, the log of metrics."""
+"""Helpers: environment, files, downloads, command lines, plugins, metrics. They import only each other."""

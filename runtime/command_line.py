@@ -1,4 +1,4 @@
-"""Command lines: option parsers and types, and one line on stderr for a person's mistake."""
+"""Command lines: parsers and types of options, and one-line messages for errors of the user."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from runtime.writing import Patient, open_closed_streams
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Ends the program with one line on stderr for ValueError, OSError and MemoryError in the block."""
+    """Exits with one line on stderr if the block raises ValueError, OSError or MemoryError."""
     open_closed_streams()
     try:
         with contextlib.redirect_stdout(Patient(sys.stdout)):
@@ -30,7 +30,7 @@ def warn(program: str, text: str) -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser of a module's options that raises ValueError, one line without the usage, for a mistake."""
+    """A parser for the options of a module. For an error it raises ValueError, one line without the usage."""
 
     def __init__(self, module: str, *, description: str, add_help: bool = True):
         super().__init__(
@@ -38,11 +38,11 @@ class OneLineParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message} (--help lists the options)")
+        raise ValueError(f"{message}. Pass --help to list the options.")
 
 
 class _ImportPlugin(argparse.Action):
-    """Imports the plugin that an option names, at once. The options contain no trace of it."""
+    """Imports the plugin as soon as the option is parsed. Stores nothing in the options."""
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         load_plugins([value])
@@ -56,28 +56,29 @@ def add_plugin_option(parser: argparse.ArgumentParser) -> None:
 
 
 def import_plugins(arguments: Sequence[str]) -> None:
-    """Imports the plugins among the arguments, before the parser of all arguments exists."""
+    """Imports the plugins that the arguments name. Call it before a parser that needs them is built."""
     parser = OneLineParser("", description="", add_help=False)
     add_plugin_option(parser)
     parser.parse_known_args(arguments)
 
 
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
-    """Raises ValueError where one of the options `names` was given, which only go with `other` (in words)."""
+    """Raises ValueError if one of the options `names` was passed. other: What the options are for."""
     for name in names:
         if getattr(options, name, None) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is for {other}: drop it")
+            raise ValueError(f"--{name.replace('_', '-')} is for {other}. Remove it.")
 
 
 def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options as the manifest records them: without output_dir, some replaced by `instead`."""
+    """Returns the options for the manifest: without output_dir, and with the values of `instead`."""
     return {name: value for name, value in vars(options).items() if name != "output_dir"} | dict(instead)
 
 
 def matching(pattern: str, form: str, convert: Callable[..., Any]) -> Callable[[str], Any]:
-    """Returns an argparse `type`: text -> convert(*groups), where the groups are those of `pattern`.
+    """Returns an argparse `type` that converts a text by a regular expression.
 
-    form: what the text must be, for the error. convert: may return None to refuse the text.
+    pattern: Regular expression of the whole text. form: Description of valid texts, for the message. convert:
+    Function (groups of the pattern) -> value. It returns None if the text is not valid.
     """
 
     def parse(text: str) -> Any:
@@ -90,11 +91,11 @@ def matching(pattern: str, form: str, convert: Callable[..., Any]) -> Callable[[
 
 
 def integer(*, at_least: int, at_most: int = (1 << 64) - 1) -> Callable[[str], int]:
-    """Makes an argparse `type` for integers in a range, by default up to the largest seed."""
+    """Returns an argparse `type` for integers in a range. The default maximum is the largest seed."""
     form = f"an integer from {at_least} to {'2**64 - 1' if at_most == (1 << 64) - 1 else at_most}"
     return matching(r"(\d+)", form, lambda text: int(text) if at_least <= int(text) <= at_most else None)
 
 
 def number(text: str) -> int | float:
-    """Converts a decimal number to float, or to int where it has no point."""
+    """Converts a decimal number to float, or to int if it has no decimal point."""
     return float(text) if "." in text else int(text)

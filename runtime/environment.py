@@ -1,9 +1,9 @@
-"""Sets environment variables that libraries read when they load: programs import this module before torch.
+"""Sets environment variables that libraries read when they load. Programs import this module before torch.
 
-OpenMP's waiting threads shall spin only for a moment and then sleep, unless the user has chosen otherwise:
-spinning threads take the cores from other processes. Beside two busy processes, a step of the demo on two
-threads takes 140 ms with these settings, and 2300 ms with OMP_WAIT_POLICY=ACTIVE. Alone on the machine, a
-step takes 49 ms with either, and 80 ms with PASSIVE.
+A waiting OpenMP thread should spin only briefly, then sleep, because spinning threads take cores from other
+processes. If the user has set one of the variables, nothing is changed. Example: with two busy processes on
+the machine, a step of the demo on two threads takes 140 ms with these settings, and 2300 ms with
+OMP_WAIT_POLICY=ACTIVE. Without other processes, a step takes 49 ms with both, and 80 ms with PASSIVE.
 """
 
 import os
@@ -22,12 +22,12 @@ if not _WAITING & os.environ.keys():
 def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Returns the number of cores that this process may use, by CPU affinity and cgroup quotas (v1 or v2).
 
-    cgroups: the mount point of cgroups. own: the file that lists the cgroups of this process.
+    cgroups: Mount point of the cgroups. own: File that lists the cgroups of this process.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         lines = own.read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not on Linux
         return cores
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -42,7 +42,7 @@ def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
 
 
 def _quota(group: Path) -> int | None:
-    """Returns the whole cores, at least 1, that a cgroup's quota allows; None without a quota."""
+    """Returns the number of cores that a cgroup's quota allows, at least 1. None if it has no quota."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()

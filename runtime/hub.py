@@ -1,7 +1,7 @@
 """Downloads from the Hugging Face Hub by address, with the Hub's own client and cache.
 
-An address is hf://[datasets/]OWNER/NAME[@REVISION]. The client is imported only where an address is used.
-This file does not need torch.
+An address is hf://[datasets/]OWNER/NAME[@REVISION]. The client is imported only if an address is used. This
+file does not need torch.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _SCHEME = re.compile(r"hf:/+")  # pathlib.Path turns hf://a/b into hf:/a/b
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """A repository of the Hub. revision: a branch, a tag or a commit; None: the newest of its main branch."""
+    """A repository of the Hub. revision: Branch, tag or commit. If None, the head of the main branch."""
 
     kind: Literal["model", "dataset"]
     repo: str  # OWNER/NAME
@@ -48,12 +48,12 @@ def is_address(location: str | Path) -> bool:
 
 
 def parse_address(location: str | Path, *, kind: Literal["model", "dataset"]) -> Address:
-    """Parses an address. ValueError for another form, another kind of repository, or a missing client."""
+    """Parses an address. ValueError if it is invalid or of another kind, or if the client is missing."""
     import_client()
     from huggingface_hub.utils import parse_hf_uri
 
     text, form = _SCHEME.sub("hf://", str(location)), Address(kind, "OWNER/NAME")
-    problem = f"{text} is no address of a {kind} on the Hub: that is {form} or {form}@REVISION"
+    problem = f"{text} is not an address of a {kind} on the Hub. Pass {form} or {form}@REVISION."
     try:
         parsed = parse_hf_uri(text)
     except ValueError:
@@ -64,26 +64,26 @@ def parse_address(location: str | Path, *, kind: Literal["model", "dataset"]) ->
 
 
 def import_client() -> ModuleType:
-    """Imports huggingface_hub, without its telemetry. ValueError where it is missing."""
+    """Imports huggingface_hub with telemetry disabled. ValueError if it is not installed."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         import huggingface_hub
     except ImportError:
-        raise ValueError("hf:// needs the package huggingface_hub: pip install huggingface_hub") from None
+        raise ValueError("hf:// needs huggingface_hub. Install it: pip install huggingface_hub") from None
     return huggingface_hub
 
 
 def download(
     address: Address, choose: Callable[[list[str]], Sequence[str]], *, by_hand: str, say: Say = print
 ) -> list[Path]:
-    """Downloads some files of a repository; returns their paths in a cache folder named after the commit.
+    """Downloads files of a repository. Returns their paths in a cache folder named after the commit.
 
-    Files in the cache are not downloaded again, and an interrupted download continues. A new file is compared
-    with the Hub's digest. Where the Hub cannot be reached, the cache is used.
+    Files in the cache are not downloaded again. An interrupted download continues. The digest of a new file
+    is compared with the Hub's. If the Hub cannot be reached, the cache is used.
 
-    choose: names of all files -> one or more that are needed; raises ValueError, with what is missing, where
-    there are none. by_hand: advice for people, where neither the Hub nor the cache has the files. say: prints
-    a line, such as that a download begins. ValueError, one line, for every failure.
+    choose: Function (names of all files) -> names of the needed files. It raises ValueError if one is
+    missing. by_hand: Advice for the user if the Hub cannot be reached and the cache does not have the files.
+    say: Function that prints a line. ValueError, one line, for every failure.
     """
     with client_errors(address, by_hand=by_hand):
         pinned, sizes = _list_files(address, say=say)
@@ -93,7 +93,7 @@ def download(
             raise ValueError(f"{address} {error}") from None
         for name in names:
             if "\\" in name or name.startswith("/") or ".." in PurePosixPath(name).parts:
-                raise ValueError(f"{address} names a file {name!r}, which leads out of its folder: not used")
+                raise ValueError(f"{address}: file name {name!r} leads out of the folder. Not downloaded.")
         options = {"by_hand": by_hand, "say": say}
         return [download_file(pinned, name, num_bytes=sizes[name], **options) for name in names]
 
@@ -101,9 +101,9 @@ def download(
 def download_file(
     pinned: Address, name: str, *, by_hand: str, num_bytes: int | None = None, say: Say = print
 ) -> Path:
-    """Returns the path of a file in the cache; downloads a missing file, and checks the Hub's digest.
+    """Returns the path of a file in the cache. Downloads a missing file and checks its digest.
 
-    pinned: the address with a commit. by_hand: advice. ValueError, one line, for every failure.
+    pinned: Address with a commit. by_hand: Advice for the user. ValueError, one line, for every failure.
     """
     client = import_client()
     file = {"repo_id": pinned.repo, "repo_type": pinned.kind, "revision": pinned.revision, "filename": name}
@@ -118,7 +118,7 @@ def download_file(
 
 
 def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int | None]]:
-    """Returns (the address with its commit, {file: size}); if the Hub is out of reach, of cached files."""
+    """Returns (address with its commit, {file: size}). If the Hub cannot be reached, lists cached files."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -131,34 +131,35 @@ def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int |
     except Exception as error:
         if not _is_out_of_reach(error) or not folder.is_dir():
             raise
-        say(f"{address} cannot be reached ({_reason(error)}): what the cache has of it is used")
+        say(f"{address} cannot be reached ({_reason(error)}). Using the files in the cache.")
         cached = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         return pinned, dict.fromkeys(cached)
     return pinned, {file.rfilename: file.size for file in info.siblings}
 
 
 def _check_digest(path: Path, *, where: str) -> None:
-    """Compares a cached file with the Hub's digest, which is the name of the blob behind the link `path`.
+    """Compares the digest of a cached file with the Hub's. The client compares only sizes.
 
-    Removes a file that differs, with ValueError. The client itself compares only sizes.
+    The link `path` points to a file that is named after the Hub's digest. If the digests differ, removes the
+    file and raises ValueError.
     """
     from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
-    expected = Path(os.readlink(path)).name if path.is_symlink() else ""  # no blobs without links
-    with path.open("rb") as file:  # 64 hex digits: of a large file; 40: git's name of a small file
+    expected = Path(os.readlink(path)).name if path.is_symlink() else ""  # no links, no digests
+    with path.open("rb") as file:  # 64 hex digits: SHA-256 of a large file; 40: git's hash of a small file
         found = {64: lambda: sha_fileobj(file).hex(), 40: lambda: git_hash(file.read())}.get(len(expected))
         is_whole = found is None or found() == expected
     if not is_whole:
         path.resolve().unlink()
         path.unlink()
-        raise ValueError(f"{where} is corrupt (its digest is not the Hub's): it is removed, start again")
+        raise ValueError(f"{where} is corrupt: its digest is not the Hub's. It was removed. Start again.")
 
 
 @contextlib.contextmanager
 def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
-    """Turns errors of the Hub's client in the block into ValueError, one line; silences the client's log.
+    """Converts errors of the Hub's client in the block to a one-line ValueError, and mutes the client's log.
 
-    Progress bars are for terminals only. by_hand: what to do where the Hub cannot be reached.
+    Progress bars appear only on terminals. by_hand: Advice for the user if the Hub cannot be reached.
     """
     from huggingface_hub import utils
 
@@ -180,30 +181,31 @@ def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
 
 
 def _explain(error: Exception, address: Address, *, by_hand: str) -> str | None:
-    """Returns what happened and what to do; None for an error to raise unchanged."""
+    """Returns what happened and what to do. None if the error is not one of the client."""
     from huggingface_hub import errors
 
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # of an upload
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # from an upload
         error = error.__cause__
     log_in = "log in (hf auth login, or HF_TOKEN)"
     if isinstance(error, errors.GatedRepoError):
-        return f"is for those who accepted its terms: accept them at {address.url}, then {log_in}"
+        return f"requires that you accept its terms. Accept them at {address.url}, then {log_in}."
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"is not there, or private: look at the name; for a private {address.kind} {log_in}"
+        return f"does not exist, or is private. Check the name. For a private {address.kind}, {log_in}."
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"is not there: the {address.kind} has no revision {address.revision}"
+        return f"does not exist: the {address.kind} has no revision {address.revision}."
     if _is_out_of_reach(error):
         return f"cannot be reached ({_reason(error)}): {by_hand}"
     if isinstance(error, errors.HfHubHTTPError):
-        advice = f": {log_in} as somebody who may" if error.response.status_code in (401, 403) else ""
-        return f"is refused by the Hub ({_reason(error)}){advice}"
+        is_denied = error.response.status_code in (401, 403)
+        advice = f". Use an account that has access: {log_in}." if is_denied else ""
+        return f"was refused by the Hub ({_reason(error)}){advice}"
     if isinstance(error, OSError):
-        return f"could not be transferred ({_reason(error)}): start again"
+        return f"could not be transferred ({_reason(error)}). Start again."
     return None
 
 
 def _is_out_of_reach(error: Exception) -> bool:
-    """Returns whether the Hub cannot be reached, or its server fails."""
+    """Returns whether the Hub cannot be reached, or its server has an internal error."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.HfHubHTTPError):

@@ -1,4 +1,4 @@
-"""The log of a run's metrics, metrics.jsonl: how rows are written, read, and removed on resume."""
+"""The log of a run, metrics.jsonl: writes rows, reads them, and removes rows when a run resumes."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ _WANDB_STEP_FILE = "wandb_step"
 
 
 class MetricsFile:
-    """The file metrics.jsonl: one JSON object a line, `step` first, written without a buffer."""
+    """The file metrics.jsonl: one JSON object a line, with `step` first. Writes are not buffered."""
 
     name = METRICS_FILE
 
@@ -24,7 +24,7 @@ class MetricsFile:
         self._file, self._is_torn = open_to_append(run_folder / METRICS_FILE), False
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes a row. Raises OSError where the disk has no room for all of it; a later row is whole."""
+        """Writes a row. Raises OSError if the disk is full. The next row then starts on a new line."""
         row = f"{json.dumps({'step': step, **metrics})}\n".encode()
         row = b"\n" + row if self._is_torn else row
         self._is_torn = self._file.write(row) < len(row)
@@ -36,7 +36,7 @@ class MetricsFile:
 
 
 def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields (values, text) of each row of a run's log, or of the file `name`; skips an unfinished line."""
+    """Yields (values, text) of each row of a run's log, or of the file `name`. Skips invalid lines."""
     with contextlib.suppress(MissingFileError):
         for line in read_lines(run_folder / name):
             with contextlib.suppress(ValueError):
@@ -46,14 +46,14 @@ def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict
 
 
 def is_step(value: Any) -> bool:
-    """Returns whether a value of a log is a step."""
+    """Returns whether a value is a valid step."""
     return type(value) is int and 0 <= value < 2**53
 
 
 def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
-    """Drops the rows after `step`, which the run will log again; returns the values of the others.
+    """Removes the rows after `step`, because the run will log them again. Returns the other rows.
 
-    W&B cannot drop rows: `last_wandb_step` is the last one there.
+    W&B cannot remove rows. `last_wandb_step` returns the last step that W&B has.
     """
     path, rows = run_folder / METRICS_FILE, list(read_rows(run_folder))
     last = max((values["step"] for values, _ in rows), default=0)
@@ -66,6 +66,6 @@ def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
 
 
 def last_wandb_step(run_folder: Path) -> int:
-    """Returns the last step that W&B got before rows were dropped from the log; 0 if none were."""
+    """Returns the last step that W&B got before rows were removed from the log, or 0."""
     path = run_folder / _WANDB_STEP_FILE
     return int(read_text(path)) if path.exists() else 0

@@ -54,7 +54,7 @@ def _import(text: str, path: Path) -> ModuleType:
 
 
 def _line_of(error: Exception, file: Path) -> str:
-    """Returns the last line of the plugin itself that an error passed through, as a text."""
+    """Returns ", line N", the last line of the plugin's own file in a traceback, or an empty text."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f", line {error.lineno}"
     lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(file)]
@@ -62,7 +62,7 @@ def _line_of(error: Exception, file: Path) -> str:
 
 
 def plugin_paths() -> list[str]:
-    """Returns the paths of the imported plugins, with which another process can import them."""
+    """Returns the paths of the imported plugins, so that another process can import them."""
     return list(map(str, _loaded))
 
 

@@ -1,7 +1,8 @@
-"""Safe reading of files that strangers may have written: text, JSON, YAML and .npz arrays, with size limits.
+"""Safe reading of untrusted files: text, JSON, YAML and .npz arrays, with size limits.
 
-Invariant: a JSON or YAML value has at most 64 MiB of text and 40 levels, and no key twice. YAML aliases, by
-which a small text could make a huge value, are refused. Errors are ValueErrors of one line, path first.
+Invariant: a JSON or YAML value has at most 64 MiB of text, at most 40 levels, and no repeated key. YAML
+aliases are refused, because with them a small text can make a huge value. Every error is a ValueError of one
+line that starts with the path.
 """
 
 import contextlib
@@ -21,10 +22,10 @@ from typing import IO, Any
 import numpy as np
 import yaml
 
-MOST_BYTES = 2**26  # limit of a file that is read as a whole, and of a line
-_MOST_ARRAY_BYTES = 2**30  # limit of all arrays read from one file
+MOST_BYTES = 2**26  # size limit of a file that is read at once, and of a line
+_MOST_ARRAY_BYTES = 2**30  # size limit of all arrays of one file
 _MOST_LEVELS = 40
-_LARGEST = 2**64  # of an integer: a Philox seed has 64 bits
+_LARGEST = 2**64  # limit of integers: a Philox seed has 64 bits
 
 
 class MissingFileError(ValueError):
@@ -39,14 +40,14 @@ def open_regular(path: Path) -> Iterator[IO[bytes]]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ValueError(f"{path} is no regular file")
+                raise ValueError(f"{path} is not a regular file")
             yield file
     except (FileNotFoundError, NotADirectoryError):
         raise MissingFileError(f"{path} is missing") from None
     except IsADirectoryError:
         raise ValueError(f"{path} is a folder") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is no gzip file, or not a whole one ({error})") from None
+        raise ValueError(f"{path} is not a gzip file, or is truncated ({error})") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from error
 
@@ -67,24 +68,24 @@ def sha256_of(path: Path) -> str:
 
 
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
-    """Reads a whole file; unpacks a .gz. ValueError, one line: not readable, or over `most` bytes."""
+    """Reads a file, and decompresses a .gz. ValueError, one line: not readable, or over `most` bytes."""
     with _open_unpacked(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise ValueError(f"{path} has more than {most:,} bytes, too many for what it should be")
+        raise ValueError(f"{path} has more than {most:,} bytes. This is too large for such a file.")
     return content
 
 
 def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
-    """Reads a UTF-8 file, without a byte order mark. ValueError, one line, where that fails."""
+    """Reads a UTF-8 file, and removes a byte order mark. ValueError, one line, if that fails."""
     try:
         return read_bytes(path, most=most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text (byte {error.start})") from None
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
 
 
 def read_lines(path: Path, *, most: int = MOST_BYTES) -> Iterator[str]:
-    """Yields the lines of a UTF-8 file, line ends included; invalid bytes become U+FFFD.
+    """Yields the lines of a UTF-8 file, with line ends. Invalid bytes become U+FFFD.
 
     ValueError, one line: not readable, a line of more than `most` characters, or a zero byte.
     """
@@ -95,7 +96,7 @@ def read_lines(path: Path, *, most: int = MOST_BYTES) -> Iterator[str]:
             if len(line) > most:
                 raise ValueError(f"{path}:{number}: more than {most:,} characters in a line")
             if "\0" in line:
-                raise ValueError(f"{path}:{number}: no UTF-8 text")
+                raise ValueError(f"{path}:{number}: not UTF-8 text")
             if not line:
                 return
             yield line
@@ -109,7 +110,7 @@ def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
 def parse_json(text: str | bytes, *, where: str) -> Any:
     """Parses JSON from a text, or from UTF-8 bytes.
 
-    ValueError, beginning with `where`: invalid JSON, a repeated key, over 40 levels, an integer over 64 bits.
+    ValueError, starting with `where`: invalid JSON, a repeated key, over 40 levels, an integer over 64 bits.
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
@@ -121,21 +122,21 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
 
 
 def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYTES) -> list[np.ndarray]:
-    """Reads the named arrays of a .npz file; refuses pickled arrays.
+    """Reads the named arrays of a .npz file. Refuses pickled arrays.
 
-    ValueError, one line: not readable, a missing array, or over `most` bytes (checked before unpacking).
+    ValueError, one line: not readable, a missing array, or over `most` bytes (checked before decompression).
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             members = [archive.getinfo(f"{name}.npy") for name in names]
             if sum(member.file_size for member in members) > most:
-                raise ValueError(f"its arrays have more than {most:,} bytes")
+                raise ValueError(f"the arrays have more than {most:,} bytes")
             contents = (io.BytesIO(archive.read(member)) for member in members)
             return [np.lib.format.read_array(content, allow_pickle=False) for content in contents]
     except MissingFileError:
         raise
-    except Exception as error:  # numpy raises many kinds of errors for a damaged header
-        raise ValueError(f"{path} has no such arrays ({' '.join(str(error).split())})") from None
+    except Exception as error:  # numpy raises many types for a damaged header
+        raise ValueError(f"{path}: cannot read the arrays ({' '.join(str(error).split())})") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -148,12 +149,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())  # YAML's messages have several lines
         raise ValueError(f"{path} is not valid YAML ({reason})") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no config")
+        raise ValueError(f"{path} does not contain a config")
     return value
 
 
 def printable(text: str) -> str:
-    """Returns a text that is safe to print: control characters, except tab and newline, become escapes."""
+    """Returns a text that is safe to print. Control characters except tab and newline become escapes."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
@@ -180,7 +181,7 @@ def _without_repeats(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     content = {}
     for key, value in items:
         if key in content:
-            raise ValueError(f"{key!r} is there twice")
+            raise ValueError(f"the key {key!r} occurs twice")
         content[key] = value
     return content
 

@@ -1,4 +1,4 @@
-"""Atomic writing of files, which follows no symbolic link; and safe use of the standard streams.
+"""Writes files atomically, without following symbolic links. Makes standard streams safe to use.
 
 A standard stream may be closed before the program starts, or lose its reader while the program runs.
 """
@@ -21,9 +21,9 @@ _ENDING = ".unfinished"
 
 @contextlib.contextmanager
 def replace_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Opens a temporary file, "w" (UTF-8) or "wb"; the synced file replaces `path` when the block ends.
+    """Opens a temporary file, "w" (UTF-8) or "wb". When the block ends, the synced file replaces `path`.
 
-    After an exception `path` is unchanged. Raises OSError.
+    If the block raises, `path` is unchanged. Raises OSError.
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_ENDING}")
     try:
@@ -45,18 +45,18 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = 1) -> None:
-    """Writes a value as JSON atomically; indent=None: in one line. Raises OSError."""
+    """Writes a value as JSON, atomically. If indent is None, it is one line. Raises OSError."""
     separators = (",", ":") if indent is None else None
     write_text(path, json.dumps(value, indent=indent, separators=separators) + "\n")
 
 
 def to_yaml(value: Any, **options: Any) -> str:
-    """Returns a value as YAML: keys in their order, and no aliases, which `runtime.reading` refuses."""
+    """Returns a value as YAML. Keys keep their order. No aliases, because `runtime.reading` refuses them."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options)
 
 
 def open_to_append(path: Path) -> IO[bytes]:
-    """Opens a file to append bytes, unbuffered; creates a missing one. Raises OSError for a symbolic link."""
+    """Opens or creates a file to append bytes, without a buffer. Raises OSError for a symbolic link."""
     return open(os.open(path, _FLAGS | os.O_APPEND | os.O_WRONLY, 0o666), "ab", buffering=0)
 
 
@@ -75,7 +75,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def remove_unfinished_files(folder: Path) -> None:
-    """Removes temporary files of killed processes from a folder; no other process may be writing there."""
+    """Removes temporary files of killed processes. No other process may be writing into the folder."""
     for path in folder.glob(f".*{_ENDING}"):
         path.unlink(missing_ok=True)
 
@@ -88,7 +88,7 @@ def open_closed_streams() -> None:
 
 
 class Patient:
-    """A wrapper of a stream that drops output, without an error, once the reader is gone (`| head`)."""
+    """Wraps a stream. After its reader has closed it (`| head`), output is discarded without an error."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream

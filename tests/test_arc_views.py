@@ -60,7 +60,7 @@ def test_rows_of_no_test_input_end_the_evaluation(tmp_path, capsys):
     with pytest.raises(SystemExit):
         evaluators.gather_metrics()
     (line,) = capsys.readouterr().err.splitlines()
-    assert "2 test examples show no test input of their task in test_puzzles.json" in line
+    assert "2 test examples match no test input of their task in test_puzzles.json" in line
 
 
 def _task(**changes) -> str:
@@ -72,15 +72,15 @@ BAD_NAMES = ("", "b", "<blank>", "a|||t8|||0123456789", "a|||t0|||0123456788", "
              "a|||t0", "a|||t0|||0123456789\n")  # fmt: skip
 BAD_FILES = [
     ("test_puzzles.json", "{", "is not valid JSON"),
-    ("test_puzzles.json", "[]", "is no JSON object of tasks"),
-    ("test_puzzles.json", "{}", "is no JSON object of tasks"),
-    ("test_puzzles.json", '{"a": []}', "task a: not a task.*build the dataset again"),
+    ("test_puzzles.json", "[]", "is not a JSON object of tasks"),
+    ("test_puzzles.json", "{}", "is not a JSON object of tasks"),
+    ("test_puzzles.json", '{"a": []}', "task a: not a task.*Build the dataset again"),
     ("test_puzzles.json", _task(test=[{"output": A}]), "test pair 1 has no input; build"),
     ("test_puzzles.json", _task().replace('"a"', '"b"'), "'a', identifier 1, is in the test split"),
-    ("identifiers.json", None, "does not name the 4 identifiers"),
-    ("identifiers.json", '{"a": 1}', "does not name the 4 identifiers"),
+    ("identifiers.json", None, "does not contain the names of 4 identifiers"),
+    ("identifiers.json", '{"a": 1}', "does not contain the names of 4 identifiers"),
     ("identifiers.json", "[0, 1, 2, 3]", "identifier 1, is in the test split"),
-    ("identifiers.json", '["<blank>", "a"]', "does not name the 4 identifiers"),
+    ("identifiers.json", '["<blank>", "a"]', "does not contain the names of 4 identifiers"),
     *(
         ("identifiers.json", json.dumps(["<blank>", "a", name, "a"]), "identifier 2, is in the test split")
         for name in BAD_NAMES

@@ -178,7 +178,7 @@ def test_a_task_that_is_there_twice_is_taken_once_and_evaluated(tmp_path, tasks,
     words = ["--source", tmp_path / "another", "--source", tasks, "--num-aug", 2]
     sets = build(tmp_path / "data", *words)
     assert capsys.readouterr().out.startswith(
-        "repeated tasks, with the same content and taken once: 3\ntrain: 7 tasks"
+        "repeated tasks, with the same content and used once: 3\ntrain: 7 tasks"
     )
     assert read_json(tmp_path / "data" / "test_puzzles.json") == make_tasks(3, seed=1)
     assert sets["test"].num_examples == plain["test"].num_examples
@@ -198,7 +198,7 @@ def test_an_evaluated_pair_is_trained_on_only_where_that_is_allowed(tmp_path, ta
         "evaluated test pairs that are also trained on: 1, the first: test pair 2 of task 00010001 in "
         "evaluation, a pair of task 00050000 in another too"
     )
-    assert str(refused.value) == f"{message}; leave out one of the sources, or accept it with --allow-leaks 1"
+    assert str(refused.value) == f"{message}. Remove one of the sources, or accept this with --allow-leaks 1."
     assert not (tmp_path / "data").exists()
     assert build(tmp_path / "data", *words, "--allow-leaks", 1)["train"].num_examples == 16 + 3
     assert capsys.readouterr().err == f"build arc: warning: {message}\n"

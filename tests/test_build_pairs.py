@@ -158,7 +158,7 @@ def test_no_variant_is_a_test_pair(tmp_path, capsys):
     held_out = "\n".join(pairs[7]["input"])
     assert {row[2] for row in rows if row[0] == held_out} == {"y"}
     printed = capsys.readouterr()
-    assert "variants that are test puzzles, left out: 7\n" in printed.out
+    assert "variants that equal test puzzles, left out: 7\n" in printed.out
     assert printed.err == ""
 
 
@@ -179,12 +179,12 @@ def test_odd_pairs_are_warned_of(tmp_path, capsys):
     start = "build pairs: warning: "
     assert printed.err.splitlines() == [
         f"{start}1 of 5 pairs have an output equal to their input (the first: {source}:2)",
-        f"{start}1 of 5 pairs are for training, but their inputs are in the test split too "
+        f"{start}1 of 5 pairs are for training, but their inputs are also in the test split "
         f"(the first: {source}:1)",
-        f"{start}2 of 5 pairs have an input with several outputs, and no model can know which one "
+        f"{start}2 of 5 pairs have an input with several outputs, so no model can get all of them right "
         f"(the first: {source}:3)",
     ]
-    assert "fields not used: level\nrepeated pairs, taken once: 1\n" in printed.out
+    assert "fields not used: level\nrepeated pairs, used once: 1\n" in printed.out
     assert len(read_back(data, "train")) == 4
 
 

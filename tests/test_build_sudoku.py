@@ -198,7 +198,7 @@ def test_a_list_of_puzzles_is_solved(tmp_path, name, capsys):
         file.write("# mine\n" + "\n".join(lines))
     sets = build(tmp_path / "data", "--source", tmp_path / name, "--box", "2x2")
     assert are_solved(np.concatenate([each.labels for each in sets.values()]) - 1, box=(2, 2)).all()
-    assert f"{len(rows)} puzzles without an answer, solved" in capsys.readouterr().out
+    assert f"{len(rows)} puzzles without an answer were solved" in capsys.readouterr().out
     for puzzle, words in (("1..4........4..1", "several solutions"), ("12....3........4", "no solution")):
         (tmp_path / "bad.txt").write_text("\n".join([lines[0], puzzle]))
         with pytest.raises(ValueError, match=f"bad.txt:2: the puzzle has {words}"):
@@ -244,11 +244,11 @@ def test_filter_is_for_both_splits_and_subsamples_for_one(tmp_path, source):
     assert rows_of(other["train"].inputs[::3]) != chosen
     few, more = (build(tmp_path / f"{n}", *arguments, "--num-test", n)["test"].inputs for n in (2, 4))
     assert set(rows_of(few)) < set(rows_of(more)) < set(rows_of(everything["test"].inputs))
-    with pytest.raises(ValueError, match="--num-test 7 is more than the 6 test puzzles there are"):
+    with pytest.raises(ValueError, match="--num-test 7 is too large. The source has only 6 test puzzles."):
         build(tmp_path / "none", *arguments, "--num-test", 7)
 
 
 def test_puzzles_in_both_splits_are_reported(tmp_path, source, capsys):
     write_csv(source / "train.csv", source_rows(40) + source_rows(3, stream=1))
     build(tmp_path / "data", "--source", source, "--box", "2x2")
-    assert "warning: 3 puzzles of the training split are in the test split too" in capsys.readouterr().err
+    assert "warning: 3 puzzles of the training split are also in the test split" in capsys.readouterr().err

@@ -85,7 +85,7 @@ def test_ignored_labels_need_not_be_tokens(folder, dtype, ignored):
     if ignored is not None and np.iinfo(dtype).min <= ignored:
         for each in folder.glob("train/*labels.npy"):
             change_array(each, lambda labels: np.full_like(labels, ignored))
-        with pytest.raises(ValueError, match="no puzzle has a label, so that there is nothing to learn"):
+        with pytest.raises(ValueError, match="no cell has a label, so a model cannot learn anything"):
             open_dataset(folder, read_everything=True)
     change_array(path, lambda labels: np.full_like(labels, 98))
     with pytest.raises(ValueError, match="token 98 in row 0"):
@@ -98,20 +98,20 @@ def refusal(folder: Path) -> str:
         open_dataset(folder, read_everything=True)
     message = str(error.value)
     assert "\n" not in message
-    assert re.search("; build the dataset again$|build it.*set data_path$", message)
+    assert re.search(r"\. Build the dataset again\.$|\. Build it.*set data_path\.$", message)
     return message
 
 
 def test_what_is_missing_is_refused(folder, tmp_path):
-    assert refusal(tmp_path / "nowhere").startswith(f"data folder {tmp_path / 'nowhere'} does not exist: ")
+    assert refusal(tmp_path / "nowhere").startswith(f"data folder {tmp_path / 'nowhere'} does not exist. ")
     file = folder / "manifest.json"
-    assert refusal(file).startswith(f"data folder {file} is a file: build it ")
+    assert refusal(file).startswith(f"data folder {file} is a file. Build it ")
     for name in ("test/all__labels.npy", "train/more.hard__group_indices.npy"):
         content = (folder / name).read_bytes()
         (folder / name).unlink()
-        assert refusal(folder) == f"{folder / name} is missing; build the dataset again"
+        assert refusal(folder) == f"{folder / name} is missing. Build the dataset again."
         (folder / name).write_bytes(content)
-    missing = f"{folder / 'train' / 'dataset.json'} is missing: {folder} is no dataset, or its train split"
+    missing = f"{folder / 'train' / 'dataset.json'} is missing: {folder} is not a dataset, or its train"
     (folder / "train" / "dataset.json").unlink()
     assert refusal(folder).startswith(missing)
     (folder / "train").rename(folder / "elsewhere")
@@ -199,7 +199,7 @@ def test_a_file_that_is_no_array_is_refused(folder):
     contents = (b"", whole[:-1], whole[:70], told_in_several_lines, b"1, 2, 3\n", pickled)
     for content in (*contents, objects.getvalue(), zipped.getvalue()):
         path.write_bytes(content)
-        assert refusal(folder).startswith(f"{path} is empty, truncated or no .npy file of numbers (")
+        assert refusal(folder).startswith(f"{path} is empty, truncated or not a .npy file of numbers (")
 
 
 def test_damaged_headers_are_refused(folder):
@@ -225,18 +225,18 @@ BROKEN_ARRAYS = [
     *((field, lambda array: array[0, ...].sum(), "shape is [], expected") for field in FIELDS),
     *((field, lambda array: array[:0], "empty, but a set has at least one") for field in FIELDS),
     ("labels", lambda array: array[1:], "5 examples, but 6 in the inputs"),
-    ("puzzle_indices", lambda array: array + 1, "the offsets do not start at 0 and rise"),
-    ("puzzle_indices", lambda array: array[[0, 2, 1, 3]], "the offsets do not start at 0 and rise"),
-    ("puzzle_indices", lambda array: array[[0, 1, 1, 3]], "the offsets do not start at 0 and rise"),
+    ("puzzle_indices", lambda array: array + 1, "the offsets do not start at 0 and increase"),
+    ("puzzle_indices", lambda array: array[[0, 2, 1, 3]], "the offsets do not start at 0 and increase"),
+    ("puzzle_indices", lambda array: array[[0, 1, 1, 3]], "the offsets do not start at 0 and increase"),
     ("puzzle_indices", lambda array: array[[0, 1, 1, 3]].astype(np.uint8), "the offsets do not start at 0"),
     ("puzzle_indices", lambda array: array[:-1], "ends at 3, but there are 6 examples"),
     ("puzzle_indices", lambda array: array[[0, 1, 3]], "3 offsets, expected one more than the 3 puzzles"),
-    ("group_indices", lambda array: array - 1, "the offsets do not start at 0 and rise"),
+    ("group_indices", lambda array: array - 1, "the offsets do not start at 0 and increase"),
     ("group_indices", lambda array: array[:-1], "ends at 2, but there are 3 puzzles"),
     ("group_indices", lambda array: array + (array > 2), "ends at 4, but there are 3 puzzles"),
-    ("puzzle_identifiers", lambda array: array * 0 + [0, 50, 7], "identifiers run from 0 to 50, but num_"),
-    ("puzzle_identifiers", lambda array: array * 0 - 1, "identifiers run from -1 to -1, but num_puzzle"),
-    ("puzzle_identifiers", lambda array: array.astype(np.int64) + (1 << 33), "identifiers run from"),
+    ("puzzle_identifiers", lambda array: array * 0 + [0, 50, 7], "identifiers are from 0 to 50, but num_"),
+    ("puzzle_identifiers", lambda array: array * 0 - 1, "identifiers are from -1 to -1, but num_puzzle"),
+    ("puzzle_identifiers", lambda array: array.astype(np.int64) + (1 << 33), "identifiers are from"),
     *((field, lambda array: array * 0 + VOCAB_SIZE, "token 7 in row 0") for field in FIELDS[:2]),
     *((field, lambda array: array.astype(int) * 0 - 1, "token -1 in row 0") for field in FIELDS[:2]),
     *((field, lambda array: array.astype(int) * 0 - 100, "token -100 in row 0") for field in FIELDS[:2]),
@@ -261,7 +261,7 @@ def test_bad_transforms_are_refused(tmp_path):
     )
     write_dataset(tmp_path / "data", splits={"train": split}, identifiers=[], builder={})
     for field, change, problem in (
-        ("transforms", lambda array: array + np.uint8(3), "row 5 is no transform"),
+        ("transforms", lambda array: array + np.uint8(3), "row 5 is not a valid transform"),
         ("transforms", lambda array: array.astype(int), "dtype is int64, not uint8"),
         ("transforms", lambda array: array.repeat(2, axis=1), "expected [6, 1]"),
         ("transforms", lambda array: array[1:], "5 rows, expected 6"),
@@ -284,7 +284,7 @@ def test_the_row_of_a_bad_token_is_right_in_later_chunks(folder, monkeypatch):
         labels[5, 2] = VOCAB_SIZE
 
     change_array(folder / "train" / "all__labels.npy", spoil)
-    assert "all__labels.npy: token 7 in row 5 is outside 0..6 (vocab_size); build" in refusal(folder)
+    assert "all__labels.npy: token 7 in row 5 is outside 0..6 (vocab_size). Build" in refusal(folder)
     check_tokens(folder, "test", open_split(folder, "test"))
 
 

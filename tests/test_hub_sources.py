@@ -60,7 +60,7 @@ def test_files_are_downloaded_once_and_only_those_that_are_needed(server, files,
     )
     offline = _build(tmp_path / "offline", _HERE, **environment | {"HF_HUB_OFFLINE": "1"})
     assert offline.statuses == [0], offline.stderr
-    assert "cannot be reached (HF_HUB_OFFLINE is set): what the cache has of it is used" in offline.stdout
+    assert "cannot be reached (HF_HUB_OFFLINE is set). Using the files in the cache." in offline.stdout
     again = _build(tmp_path / "newer", f"{_HERE}@{newer}", **environment)
     assert server.downloads() == ["train.csv"], "the other file is in the cache"
     assert "train: 39 puzzles" in again.stdout
@@ -84,7 +84,7 @@ def test_what_breaks_is_taken_up_and_what_is_corrupt_is_not_kept(server, files, 
     assert corrupt.statuses == [1]
     (line,) = corrupt.error_lines
     assert line.startswith("build sudoku: error: train.csv of hf://datasets/owner/puzzles@")
-    assert line.endswith("is corrupt (its digest is not the Hub's): it is removed, start again")
+    assert line.endswith("is corrupt: its digest is not the Hub's. It was removed. Start again.")
     server.corrupts = None
     assert _build(tmp_path / "corrupt", _HERE, **environment).statuses == [0]
 
@@ -103,17 +103,17 @@ def _refusals(folder: Path, environment: dict[str, str], sources: list[str]) -> 
 
 def test_mistakes_are_one_line(server, files, tmp_path):
     server.add("dataset", "owner/empty", {"README.md": b""})
-    by_hand = "fetch train.csv and test.csv of http"
+    by_hand = "download train.csv and test.csv of http"
     ours = server.environment(tmp_path / "home")
     addresses = {
-        "hf://datasets/owner/none": "is not there, or private: look at the name",
-        "hf://datasets/owner/private": "for a private dataset log in (hf auth login, or HF_TOKEN)",
+        "hf://datasets/owner/none": "does not exist, or is private. Check the name.",
+        "hf://datasets/owner/private": "For a private dataset, log in (hf auth login, or HF_TOKEN)",
         f"{_HERE}@v2": "the dataset has no revision v2",
-        "hf://datasets/owner/empty": "has no train.csv, nor one that ends in .tsv, .txt",
-        "hf://owner/puzzles": "is no address of a dataset on the Hub: that is hf://datasets/OWNER/NAME",
-        "hf://datasets/puzzles": "is no address of a dataset",
-        "hf://datasets/../puzzles": "is no address of a dataset",
-        f"{_HERE}/train.csv": "is no address of a dataset",
+        "hf://datasets/owner/empty": "has no train.csv (or .tsv, .txt",
+        "hf://owner/puzzles": "is not an address of a dataset on the Hub. Pass hf://datasets/OWNER/NAME",
+        "hf://datasets/puzzles": "is not an address of a dataset",
+        "hf://datasets/../puzzles": "is not an address of a dataset",
+        f"{_HERE}/train.csv": "is not an address of a dataset",
     }
     refused = "[Errno 111] Connection refused"
     for change, expected in (
@@ -147,7 +147,7 @@ def _take_every_csv_file(environment: dict[str, str]) -> str:
 def test_names_never_lead_out_of_the_folder(server, tmp_path):
     """By ourselves, before the client would refuse the name too."""
     (line,) = run_ranks(_take_every_csv_file, 1, server.environment(tmp_path / "home"))
-    assert line == f"{_HERE} names a file '../outside.csv', which leads out of its folder: not used"
+    assert line == f"{_HERE}: file name '../outside.csv' leads out of the folder. Not downloaded."
     assert server.downloads() == []
 
 

@@ -66,10 +66,10 @@ def test_rows_of_all_folders_in_one_batch(folders):
 
 def test_folders_that_cannot_be_joined_are_refused(folders, tmp_path):
     other = write(tmp_path / "other", train=A, test=A, pad_id=1)
-    with pytest.raises(ValueError, match="other: pad_id is 1, but 3 in .*a: one model cannot train on both"):
+    with pytest.raises(ValueError, match="other: pad_id is 1, but 3 in .*a. One model cannot train on both"):
         open_datasets([folders[0], other], read_everything=False)
     twin = write(tmp_path / "twin" / "a", train=A, test=A)
-    with pytest.raises(ValueError, match=r"of one name cannot be told apart \(a, a\): rename one"):
+    with pytest.raises(ValueError, match=r"must have different names: a, a\. Rename one"):
         open_datasets([folders[0], twin], read_everything=False)
 
 
@@ -79,7 +79,7 @@ def test_test_data_that_a_model_cannot_read_is_refused(folders, tmp_path):
     write(tmp_path / "more", train=A, test=A, num_puzzle_identifiers=NUM_IDENTIFIERS + 1)
     write(tmp_path / "twin" / "b", train=A, test=A)
     for names, message in (
-        (["other"], "other: pad_id is 1, but 3 in .*a: "),
+        (["other"], "other: pad_id is 1, but 3 in .*a. "),
         (["more"], "test_data_path: .*more has puzzles without a trained embedding"),
         (["b", "twin/b"], "test_data_path: two folders have the name b: rename one"),
     ):

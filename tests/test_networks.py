@@ -229,7 +229,7 @@ def test_a_cell_reaches_as_far_as_there_are_convolutions():
 def test_convolutions_need_a_grid():
     arch = tiny_arch("trm", conv="instead", pos_encodings="none", puzzle_emb_ndim=0)
     facts = dataclasses.replace(FACTS, seq_len=15)
-    with pytest.raises(ValueError, match="arch.conv=instead needs a grid, but .* seq_len 15 is no square"):
+    with pytest.raises(ValueError, match="arch.conv=instead needs a grid, but .* seq_len 15 is not a square"):
         build_model(arch, facts)
     facts = dataclasses.replace(facts, num_columns=5)
     assert build_model(arch, facts).network.L_level.layers[0].conv.num_columns == 5

@@ -142,9 +142,7 @@ def test_iterators_do_not_disturb_each_other():
 
 def test_a_run_without_a_batch_is_refused():
     sets = {"all": make_set([[1]] * 5)}
-    expected = (
-        "4 epochs of 5 groups do not fill one batch of 21: lower global_batch_size or raise eval_interval"
-    )
+    expected = "4 epochs of 5 groups do not fill one batch of 21. Lower global_batch_size or raise"
     with pytest.raises(ValueError, match=expected):
         make_plan(sets, global_batch_size=21)
     assert make_plan(sets, global_batch_size=20).iteration_ends == [1, 2, 3]

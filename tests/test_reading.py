@@ -15,8 +15,8 @@ from runtime.writing import open_to_append, remove_unfinished_files, replace_fil
     ("read", "content", "message"),
     [
         (read_json, b"", "not valid JSON"),
-        (read_json, b'{"a": 1, "a": 2}', "'a' is there twice"),
-        (read_json, b'{"a": {"b": 1, "b": 1}}', "'b' is there twice"),
+        (read_json, b'{"a": 1, "a": 2}', "the key 'a' occurs twice"),
+        (read_json, b'{"a": {"b": 1, "b": 1}}', "the key 'b' occurs twice"),
         (read_json, b"[" * 41 + b"]" * 41, "levels"),
         (read_json, b"[" * 1_000_000, "not valid JSON"),
         (read_json, b'{"a": ' * 100_000 + b"1" + b"}" * 100_000, "not valid JSON"),
@@ -24,13 +24,13 @@ from runtime.writing import open_to_append, remove_unfinished_files, replace_fil
         (read_json, b'{"a": [1, %d]}' % (2**64 + 1), "a has a number of more than 64 bits"),
         (read_json, b"\xff\xfe", "not valid JSON"),
         (read_yaml, b"a: &a [1, 2]\nb: &b [*a, *a]\nc: [*b, *b]\n", "aliases"),
-        (read_yaml, b"a: 1\nb: 2\na: 3\n", "'a' is there twice"),
-        (read_yaml, b"a: {b: 1, b: 2}\n", "'b' is there twice"),
+        (read_yaml, b"a: 1\nb: 2\na: 3\n", "the key 'a' occurs twice"),
+        (read_yaml, b"a: {b: 1, b: 2}\n", "the key 'b' occurs twice"),
         (read_yaml, b"a: " + b"[" * 41 + b"]" * 41, "levels"),
         (read_yaml, b"a: " + b"[" * 20_000, "not valid YAML"),
         (read_yaml, b"? [1, 2]\n: 3\n", "not valid YAML"),
         (read_yaml, b"a: !!python/object/apply:os.system ['echo']", "not valid YAML"),
-        (read_yaml, b"- 1\n", "holds no config"),
+        (read_yaml, b"- 1\n", "does not contain a config"),
     ],
 )
 def test_what_is_wrong_is_refused_in_one_line(tmp_path, read, content, message):
@@ -55,15 +55,15 @@ def test_only_regular_files_of_bounded_size_are_read(tmp_path):
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 2**40)
     for name, message in {
-        "fifo": "no regular file",
+        "fifo": "not a regular file",
         ".": "is a folder",
         "none": "is missing",
         "large/in": "is missing",
-        "large": "too many",
+        "large": "too large",
     }.items():
         with pytest.raises(ValueError, match=message):
             read_bytes(tmp_path / name)
-    with pytest.raises(ValueError, match="too many"):
+    with pytest.raises(ValueError, match="too large"):
         read_bytes(Path("/proc/cpuinfo"), most=10)  # whose size the system does not know
     (tmp_path / "text").write_text("1234567890")
     assert read_text(tmp_path / "text", most=10) == "1234567890"

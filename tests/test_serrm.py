@@ -152,7 +152,7 @@ def test_a_step_and_its_gradients_are_those_of_the_formulas(kind):
 def test_positions_are_rows_and_columns_of_the_grid():
     """A square, where the data do not name its columns."""
     facts = dataclasses.replace(FACTS, seq_len=15)
-    with pytest.raises(ValueError, match="arch.pos_encodings=rope2d needs a grid, but .* 15 is no square"):
+    with pytest.raises(ValueError, match="arch.pos_encodings=rope2d needs a grid, but .* 15 is not a square"):
         build_model(tiny_arch("serrm"), facts)
     facts = dataclasses.replace(facts, num_columns=5)
     cos = build_model(tiny_arch("serrm"), facts).network.rotary[0, :15].view(3, 5, 2, -1)

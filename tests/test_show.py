@@ -199,7 +199,7 @@ def test_answers_of_a_model_for_arc(arc, tmp_path, capsys):
 
 
 def test_what_is_not_there(sudoku, tmp_path):
-    assert "has no set 'hard': choose --set from all" in refusal(sudoku, "--set", "hard")
+    assert "has no set 'hard'. Choose --set from all" in refusal(sudoku, "--set", "hard")
     for option, value in (("--index", 12), ("--index", -1), ("--count", 0), ("--split", "dev")):
         assert option in refusal(sudoku, option, value)
     assert "nowhere" in refusal("nowhere")
@@ -208,19 +208,19 @@ def test_what_is_not_there(sudoku, tmp_path):
 
 def test_outputs_that_cannot_be_used(sudoku, maze, tmp_path, capsys):
     preds = open_split(sudoku, "test").sets["all"].labels
-    needed = "run evaluate.py with output_dir="
+    needed = "Run evaluate.py with output_dir="
     assert needed in refusal(sudoku, "--outputs", tmp_path / "nowhere")
     folder = save_outputs(tmp_path / "outputs", sudoku, preds)
     path = folder / "all__outputs.npz"
-    assert "has outputs of another dataset" in refusal(maze, "--outputs", folder)
-    assert "has outputs of another dataset" in refusal(sudoku, "--outputs", folder, "--split", "train")
+    assert "has outputs for another dataset" in refusal(maze, "--outputs", folder)
+    assert "has outputs for another dataset" in refusal(sudoku, "--outputs", folder, "--split", "train")
     save_outputs(folder, sudoku, preds, inputs=preds)
-    assert "has outputs of other puzzles" in refusal(sudoku, "--outputs", folder)
+    assert "has outputs for other puzzles" in refusal(sudoku, "--outputs", folder)
     assert capsys.readouterr().out == ""
     save_outputs(folder, sudoku, None)
     assert "preds" in refusal(sudoku, "--outputs", folder)
     save_outputs(folder, sudoku, preds[:, :3])
-    assert "its arrays differ in shape" in refusal(sudoku, "--outputs", folder)
+    assert "the arrays differ in shape" in refusal(sudoku, "--outputs", folder)
     for content in (b"", b"nothing", path.read_bytes()[:300]):
         path.write_bytes(content)
         assert f"cannot use the outputs in {folder}" in refusal(sudoku, "--outputs", folder)

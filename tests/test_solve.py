@@ -148,7 +148,7 @@ def test_a_dataset_of_no_kind_and_one_with_several_tasks(folder):
     assert not np.array_equal(first, second), "each by its own embedding"
     with pytest.raises(ValueError, match="the puzzle has 2 cells of 5 tokens, but"):
         model.solve("1 2", task="sort")
-    with pytest.raises(ValueError, match="'9' is no symbol of its puzzles: 0 1 2 3 4"):
+    with pytest.raises(ValueError, match="'9' is not a symbol of its puzzles: 0 1 2 3 4"):
         model.solve("1 2 9", task="sort")
     shutil.rmtree(data)
     gone = load(folder / "numbers_run", device="cpu")

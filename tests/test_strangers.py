@@ -70,7 +70,9 @@ def test_no_code_of_a_terminal_is_shown(tmp_path, capsys):
     values = info.to_json()
     assert DatasetInfo.from_json(values, where="here") == info
     values["metadata"]["symbols"] = ("x", _CODES)
-    with pytest.raises(ValueError, match="^here: symbols: a text is there twice, or not printable"):
+    with pytest.raises(
+        ValueError, match="^here: symbols contains a text twice, or a text that is not printable"
+    ):
         DatasetInfo.from_json(values, where="here")
 
 

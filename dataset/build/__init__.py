@@ -1,9 +1,13 @@
 """The builders of datasets, by the name of their kind.
 
-A builder is a module with three functions: add_options(parser); check_options(options), which fills in
-defaults and raises ValueError for contradictions; build(options), which writes the dataset. --help prints
-the first line of the module's docstring. The builder of a kind is the module `build` of its package. In a
-plugin that is one file, it is the file itself.
+A builder is a module with three functions:
+
+- add_options(parser) adds its options.
+- check_options(options) sets defaults. It raises ValueError for contradictory options.
+- build(options) writes the dataset.
+
+--help prints the first line of the module's docstring. The builder of a kind is the module `build` of its
+package. If a plugin is a single file, the file is also the builder.
 """
 
 import importlib
@@ -16,11 +20,11 @@ from dataset.build.writing import check_output_folder
 from runtime.command_line import OneLineParser, add_plugin_option, import_plugins, integer
 from runtime.plugins import defined, plugin_of
 
-_OTHERS = {"reasoning_gym": "dataset.kinds.pairs.reasoning_gym"}  # builders that have no kind of their own
+_OTHERS = {"reasoning_gym": "dataset.kinds.pairs.reasoning_gym"}  # builders for the datasets of another kind
 
 
 def builders() -> dict[str, str]:
-    """Returns {name of a builder: its module}, with those of imported plugins. Imports no builder."""
+    """Returns {name of a builder: its module}, including imported plugins. Imports no builder."""
     found = dict(_OTHERS)
     for folder in (each for each in Path(dataset.kinds.__file__).parent.iterdir() if each.is_dir()):
         if (folder / "build.py").is_file():
@@ -33,20 +37,22 @@ def builders() -> dict[str, str]:
 
 
 def build_dataset(kind: str, arguments: Sequence[str]) -> None:
-    """Builds a dataset as `python -m dataset.build KIND ARGUMENTS` does.
+    """Builds a dataset, like `python -m dataset.build KIND ARGUMENTS`.
 
-    ValueError, one line, where the arguments or the source are wrong; then nothing is written.
+    ValueError, one line, if the arguments or the source are invalid. Nothing is written then.
     """
     import_plugins(arguments)
     if kind not in (known := builders()):
-        raise ValueError(f"name what to build, one of {', '.join(known)}, then its options or --help")
+        raise ValueError(
+            f"{kind!r} is not a builder. Pass one of {', '.join(known)}, then options or --help."
+        )
     started = time.monotonic()
     builder = importlib.import_module(known[kind])
     parser = OneLineParser(f"dataset.build {kind}", description=builder.__doc__.partition("\n")[0])
     add_plugin_option(parser)
-    output_dir = "replaced if built before"
+    output_dir = "folder to write; if a builder made it before, it is replaced"
     parser.add_argument("--output-dir", type=Path, required=True, metavar="FOLDER", help=output_dir)
-    seed = "what is drawn at random (default 0)"
+    seed = "seed of all random choices (default 0)"
     parser.add_argument("--seed", type=integer(at_least=0), default=0, help=seed)
     builder.add_options(parser)
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Builds a dataset: python -m dataset.build NAME OPTIONS, with a name of `builders`."""
+"""Builds a dataset: python -m dataset.build NAME OPTIONS. `builders` has the names."""
 
 import sys
 from collections.abc import Sequence

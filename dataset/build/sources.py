@@ -1,4 +1,4 @@
-"""Reads sources of puzzles: the options that name a source, CSV files, dataset repositories of the Hub."""
+"""Reads sources of puzzles: options for sources, CSV files, and dataset repositories of the Hub."""
 
 import argparse
 import csv
@@ -24,25 +24,26 @@ _KNOWN = {  # other names of a column
     "rating": ("difficulty",),
 }
 
-# Options that builders add themselves, since the manifest lists all options in the order of adding.
-_KEEP = "keep K training puzzles of the source, at random"
+# Each builder adds these options itself, because the manifest lists options in the order in which they are
+# added.
+_KEEP = "keep K random training puzzles of the source"
 SUBSAMPLE_SIZE = {"type": integer(at_least=1), "metavar": "K", "help": _KEEP}
-_WRITE_OUT = "write all variants out, as the public tools do; else they are made when they are read"
+_WRITE_OUT = "write all variants to disk, as the public tools do (default: make them when they are read)"
 MATERIALIZE = {"action": "store_true", "help": _WRITE_OUT}
-_SO_MANY = "generate T test puzzles instead; of a source, keep T of its test puzzles, at random"
+_SO_MANY = "number of test puzzles to generate; with --source, keep T random test puzzles of the source"
 NUM_TEST = {"type": integer(at_least=1), "metavar": "T", "help": _SO_MANY}
 
 
 def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
-    """Adds the options --source and --generate; one must be given. Arguments: words for the help texts."""
+    """Adds --source and --generate (one is required), and --columns. Arguments: Parts of help texts."""
     group = parser.add_mutually_exclusive_group(required=True)
     source = (
-        "a folder with train.csv and test.csv, hf://datasets/OWNER/NAME[@REVISION], a dataset with them on "
-        f"the Hugging Face Hub, or one CSV file (.csv.gz too): a tenth of it (at least 1 {thing}, chosen by "
-        "the seed, its repeats dropped) becomes the test split, and the rest the training split; "
+        "a folder with train.csv and test.csv; hf://datasets/OWNER/NAME[@REVISION], such a dataset on the "
+        "Hugging Face Hub; or one CSV file. Files may be .csv.gz. A random tenth of a single file (at least "
+        f"1 {thing}) becomes the test split, the rest without repeats of test puzzles the training split; "
     )
     group.add_argument("--source", type=Path, metavar="PATH", help=source + columns)
-    names = "names of the columns in the source's CSV files, where they are none of the usual ones"
+    names = "names of the columns in the CSV files of the source, if they are not the usual ones"
     parser.add_argument("--columns", metavar="QUESTION,ANSWER", default=argparse.SUPPRESS, help=names)
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generated)
 
@@ -50,14 +51,14 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
 def find_source_files(
     source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str, output_dir: Path
 ) -> list[Path]:
-    """Returns the files that --source means: a file, files of a folder, or files downloaded from the Hub.
+    """Returns the files that --source names: a file, files of a folder, or files downloaded from the Hub.
 
-    choose: names of a folder's files -> the needed ones, training first; raises ValueError if some are
-    missing. needed: the needed files, in words, for messages. ValueError, one line, for every mistake.
+    choose: Function (names of all files) -> names of the needed files, training first. It raises ValueError
+    if some are missing. needed: The needed files, for messages. ValueError, one line, for every error.
     """
     if is_address(source):
         address = parse_address(source, kind="dataset")
-        by_hand = f"fetch {needed} of {address.url} by hand into a folder, and give --source FOLDER"
+        by_hand = f"download {needed} of {address.url} into a folder, and pass --source FOLDER"
         return download(address, lambda names: _choose_and_tell(names, choose), by_hand=by_hand)
     check_source(source, output_dir=output_dir)
     files = [source]
@@ -74,15 +75,15 @@ def find_source_files(
 
 
 def check_source(source: Path, *files: Path, output_dir: Path) -> None:
-    """Raises ValueError where the source is missing, or one of its files lies in `output_dir`."""
+    """Raises ValueError if the source does not exist, or if one of its files is in `output_dir`."""
     if not source.exists():
-        raise ValueError(f"--source {source} does not exist")
+        raise ValueError(f"--source {source} does not exist.")
     if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
-        raise ValueError(f"{output_dir} holds the source and would be replaced: choose another --output-dir")
+        raise ValueError(f"{output_dir} contains the source. Choose another --output-dir.")
 
 
 def _choose_and_tell(names: list[str], choose: Callable[[list[str]], Sequence[str]]) -> Sequence[str]:
-    """Chooses files by `choose`, and prints which other files look like puzzles too."""
+    """Chooses files with `choose`, and prints the names of other files that look like puzzles."""
     chosen = choose([name for name in names if not name.endswith("/")])
     endings = {_ending_of(name) for name in chosen} | {".csv", ".jsonl", ".parquet"}
     others = sorted(set(names).difference(chosen))
@@ -105,19 +106,19 @@ def choose_puzzle_files(names: list[str]) -> list[str]:
     }
     for of_split in found.values():
         if len(of_split) > 1:
-            raise ValueError(f"has both {' and '.join(sorted(of_split))}: remove one of them")
+            raise ValueError(f"has both {' and '.join(sorted(of_split))}. Remove one of them.")
     if all(found.values()):
         return [of_split[0] for of_split in found.values()]
     tables = [name for name, path in endings.items() if path.suffix in _TABLES]
     alone = tables or [name for name, path in endings.items() if path.suffix in _ENDINGS]
     if any(found.values()) or len(alone) != 1:
         lacking = next(split for split in SPLITS if not found[split])
-        raise ValueError(f"has no {lacking}.csv, nor one that ends in {', '.join(_ENDINGS[1:])}; .gz too")
+        raise ValueError(f"has no {lacking}.csv (or {', '.join(_ENDINGS[1:])}, or .gz of these).")
     return alone
 
 
 def is_table(path: Path) -> bool:
-    """Returns whether a file has columns, unlike a plain list of puzzles."""
+    """Returns whether a file is a table with columns, not a list of puzzles."""
     return _ending_of(path.name) in _TABLES
 
 
@@ -130,12 +131,14 @@ def read_columns(
     optional: Sequence[str] = (),
     is_grid: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Yields (line numbers, {column: texts}) of a CSV file, in chunks of rows: columns `names`, or all.
+    """Reads a CSV file. Yields (line numbers, {column: texts}) for chunks of rows.
 
-    Commas, semicolons or tabs separate columns. The first line names the columns (other usual names are
-    known); if `is_grid` finds grids there, the file has no names, and `names` are its columns with grids, in
-    order. read_others: whether to return all columns. given: the value of --columns, the file's own names.
-    optional: columns that may be missing. ValueError with file and line.
+    Commas, semicolons or tabs separate columns. The first line contains the names of the columns. Other usual
+    names are accepted too. If `is_grid` finds grids in the first line, the file has no names. Its columns
+    with grids are then `names`, in this order.
+
+    names: Needed columns. read_others: Whether to yield all columns. given: Value of --columns, the names in
+    the file. optional: Columns that may be missing. ValueError with file and line.
     """
     optional = () if given and "," in given else optional
     content = read_lines(path)
@@ -149,28 +152,28 @@ def read_columns(
             positions, rows = _find_columns(header, names, given, where=f"{path}:1"), reader
         if missing := ", ".join(name for name in names if name not in positions.keys() | set(optional)):
             there = ", ".join(header)[:200] or "nothing"
-            hint = "" if is_grid is None else ": --columns QUESTION,ANSWER says which they are"
-            raise ValueError(f"{path}:1: no column {missing}: the first line has {there}{hint}")
+            hint = "" if is_grid is None else " Pass their names with --columns QUESTION,ANSWER."
+            raise ValueError(f"{path}:1: no column {missing}. The first line has {there}.{hint}")
         if read_others:
             positions = {name: header.index(name) for name in header}
         numbered = ((reader.line_num, row) for row in rows if row)
         while chunk := list(itertools.islice(numbered, _CHUNK_ROWS)):
             for line, row in chunk:
                 if (num := len(row)) != len(header):
-                    raise ValueError(f"{path}:{line}: {num} columns, but {len(header)} in the first line")
+                    raise ValueError(f"{path}:{line}: {num} columns, but {len(header)} in the first line.")
             lines, fields = zip(*chunk, strict=True)
             yield lines, {name: [row[position] for row in fields] for name, position in positions.items()}
     except csv.Error as error:
-        raise ValueError(f"{path}:{reader.line_num}: no CSV ({error})") from None
+        raise ValueError(f"{path}:{reader.line_num}: not valid CSV ({error}).") from None
 
 
 def _find_columns(
     header: Sequence[str], names: Sequence[str], given: str | None, *, where: str
 ) -> dict[str, int]:
-    """Returns {name: position of its column in the header}, without names that have no column.
+    """Returns {name: position of its column in the header}. Names without a column are left out.
 
-    given: the columns' own names, comma-separated, in the order of `names`; an empty or missing one: the
-    usual names. ValueError if the header has a column twice.
+    given: Names in the header, separated by commas, in the order of `names`. If one is empty or missing, the
+    usual names are searched. ValueError if the header contains a column twice.
     """
     typed = [name.strip().lower() for name in header]
     there = {name: position for position, name in enumerate(typed)}
@@ -184,14 +187,14 @@ def _find_columns(
     repeated = [name for number, name in enumerate(header) if name in header[:number]]
     repeated += [own for own in found.values() if typed.count(own) > 1]
     if repeated:
-        raise ValueError(f"{where}: the column {printable(repeated[0])!r} is there twice")
+        raise ValueError(f"{where}: two columns are named {printable(repeated[0])!r}.")
     return {name: there[own] for name, own in found.items() if own is not None}
 
 
 def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> None:
-    """Raises ValueError, with file and line, for the first row that is not good. good: bool [len(lines)]."""
+    """Raises ValueError, with file and line, for the first row that is not good. good: Mask, bool [n]."""
     if not good.all():
-        raise ValueError(f"{path}:{lines[int(np.argmin(good))]}: {message}")
+        raise ValueError(f"{path}:{lines[int(np.argmin(good))]}: {message}.")
 
 
 def parse_grids(
@@ -203,11 +206,11 @@ def parse_grids(
     largest: Sequence[int],
     remark: str = "",
 ) -> list[np.ndarray]:
-    """Turns the texts of question and answer, the first two columns, into tokens: uint8 [n, num_cells] each.
+    """Converts the texts of the first columns, question and answer, to tokens: uint8 [n, num_cells] each.
 
-    check: called with bool [n], which rows are good, and a message; ValueError for others. token_of: token by
-    character. largest: the largest token of each column; with one number only the question is parsed. remark:
-    ends the message on a wrong length.
+    check: Function (mask of good rows, message). It raises ValueError if a row is not good. token_of:
+    {character: token}. largest: Largest token of each column. With one number, only the question is
+    converted. remark: End of the message for a wrong length.
     """
     table, grids = np.full(256, 255, np.uint8), []
     table[list(map(ord, token_of))] = list(token_of.values())
@@ -217,5 +220,5 @@ def parse_grids(
         characters = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8)
         grids.append(table[characters].reshape(-1, num_cells))
         known = ", ".join(repr(character) for character, token in token_of.items() if token <= last)
-        check((grids[-1] <= last).all(axis=1), f"the {name} has a character that is none of {known}")
+        check((grids[-1] <= last).all(axis=1), f"the {name} has a character that is not one of {known}")
     return grids

@@ -1,7 +1,7 @@
-"""Makes both splits of a dataset from the pairs (input, label) that a builder has read or generated.
+"""Makes both splits of a dataset from pairs (input, label) that a builder has read or generated.
 
-Pairs are uint8 [count, 2, cells]. Invariant: no test puzzle is in the training split, as it is or as a
-variant, unless the source itself has the puzzle in both of its files.
+Pairs are uint8 [count, 2, cells]. Invariant: the training split contains no test puzzle and no variant that
+equals a test puzzle, unless both files of the source contain the puzzle.
 """
 
 import argparse
@@ -33,34 +33,34 @@ from runtime.command_line import recorded, warn
 from runtime.plugins import load_plugins, plugin_paths
 from runtime.reading import sha256_of
 
-# Streams of random bits. A new use takes a new number, since a changed number would change the datasets;
-# builders have the numbers 4 to 99 for themselves.
+# Streams of random bits. Take a new number for a new purpose, because a changed number changes the datasets.
+# Builders use the numbers 4 to 99.
 GENERATE = {"test": 0, "train": 1}
 _HOLD_OUT, _SUBSAMPLE, _TEST_SUBSAMPLE = 2, 3, 100
 
 _CHUNK_ROWS = 1 << 15
-_SECONDS_ALONE = 2.0  # of drawing in this process, before others are started
+_SECONDS_ALONE = 2.0  # time that this process generates puzzles before it starts others
 _DRAWS_OF_A_TASK = 8
 _MOST_EXAMPLES = (1 << 31) - 1  # offsets are int32
 
 
 def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
-    """Yields bytes that identify each input, uint8 [count, cells], whatever zeros are at the end."""
+    """Yields bytes that identify each input, without zeros at its end. inputs: uint8 [count, cells]."""
     for start in range(0, len(inputs), _CHUNK_ROWS):
         chunk = np.ascontiguousarray(inputs[start : start + _CHUNK_ROWS])
         yield from chunk.view(f"S{chunk.shape[1]}").ravel().tolist()
 
 
 def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
-    """Returns which inputs have a key (`input_keys`) among `keys`: bool [count]."""
+    """Returns whether the key (`input_keys`) of each input is in `keys`: bool [count]."""
     return np.fromiter((key in keys for key in input_keys(inputs)), bool, len(inputs))
 
 
 def check_count(*numbers: int) -> None:
-    """Raises ValueError where a number of examples, the product of `numbers`, exceeds int32."""
+    """Raises ValueError if the number of examples, the product of `numbers`, exceeds int32."""
     if math.prod(numbers) > _MOST_EXAMPLES:
         product = " x ".join(map(str, numbers))
-        raise ValueError(f"{product} examples are more than int32 can count: lower --num-aug")
+        raise ValueError(f"{product} examples exceed the range of int32. Lower --num-aug.")
 
 
 def build_puzzles(
@@ -77,11 +77,13 @@ def build_puzzles(
 ) -> None:
     """Builds a dataset: reads or generates pairs, augments the training split, and writes the folder.
 
-    thing: a puzzle, in words. read: files -> pairs of each file, as tokens. generate: returns training and
-    test pairs. draw_transforms: number of groups -> uint8 [groups, puzzles a group, bytes], transforms of
-    `augmentation`; the first in each group is the identity. make_easier: training pairs -> easier inputs
-    [count, cells] with the same labels, as a second example of each puzzle. The manifest records a digest of
-    each source file instead of the path.
+    The manifest contains a digest of each source file, not its path.
+
+    thing: Word for a puzzle, for messages. read: Function (files) -> pairs of each file, as tokens. generate:
+    Function () -> (training pairs, test pairs). draw_transforms: Function (number of groups) -> transforms of
+    `augmentation`, uint8 [groups, puzzles in a group, bytes]. The first of each group is the identity.
+    make_easier: Function (training pairs) -> easier inputs [count, cells] with the same labels. They become a
+    second example of each puzzle.
     """
     instead = {}
     if options.generate is None:
@@ -96,10 +98,10 @@ def build_puzzles(
     test = _keep(test, asked[1], "--num-test", "test", seed=options.seed, stream=_TEST_SUBSAMPLE)
     held_out = set(input_keys(test[:, 0]))
     if num_shared := np.count_nonzero(are_among(train[:, 0], held_out)):
-        warn(f"build {kind}", f"{num_shared} puzzles of the training split are in the test split too")
+        warn(f"build {kind}", f"{num_shared} puzzles of the training split are also in the test split.")
 
     num_groups, examples, augmented = len(train), train, {}
-    if make_easier is not None:  # an input that is in the test split gives way to the original
+    if make_easier is not None:  # if an easier input is in the test split, keep the original
         easier = train.copy()
         easier[:, 0] = make_easier(train)
         is_leak = are_among(easier[:, 0], held_out)
@@ -124,12 +126,13 @@ def build_puzzles(
 def _split_files(
     files: list[Path], read: Sequence[np.ndarray], *, thing: str, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (training pairs, test pairs) of one file or two. ValueError where a file has none.
+    """Returns (training pairs, test pairs) of one or two files. ValueError if a file has no pair.
 
-    Of a single file a random tenth becomes the test pairs; training pairs with an equal input are dropped.
+    A random tenth of a single file becomes the test pairs. Training pairs with the input of a test pair are
+    dropped.
     """
     if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
-        raise ValueError(f"{empty[0]} has no {thing}")
+        raise ValueError(f"{empty[0]} has no {thing}.")
     pairs = read[0]
     if len(read) == 2:
         return pairs, read[1]
@@ -137,23 +140,23 @@ def _split_files(
     train = pairs[~are_among(pairs[:, 0], set(input_keys(test[:, 0])))]
     if not len(train):
         few = f"{files[0]} has too few different puzzles to hold out a test split"
-        raise ValueError(f"{few}: pass a folder of two files")
+        raise ValueError(f"{few}. Pass a folder of two files.")
     return train, test
 
 
 def _keep(
     pairs: np.ndarray, count: int | None, option: str, split: str, *, seed: int, stream: int
 ) -> np.ndarray:
-    """Returns `count` random pairs of a split; None: all. ValueError, naming `option`, for too many."""
+    """Returns `count` random pairs, or all if None. ValueError, with `option`, if there are fewer."""
     if count is None:
         return pairs
     if count > len(pairs):
-        raise ValueError(f"{option} {count} is more than the {len(pairs)} {split} puzzles there are")
+        raise ValueError(f"{option} {count} is too large. The source has only {len(pairs)} {split} puzzles.")
     return pairs[_choose(len(pairs), count, seed=seed, stream=stream)]
 
 
 def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:
-    """Chooses `count` different rows out of `total` at random: int64, rising."""
+    """Returns `count` different random numbers below `total`: int64, ascending."""
     return np.sort(random_orders(random_bits(seed, stream=stream, index=0, count=total))[:count])
 
 
@@ -165,16 +168,17 @@ def draw_distinct(
     max_misses: int,
     refusal: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws puzzles with different inputs for both splits: (training, test), each [puzzles, parts, cells].
+    """Generates puzzles with different inputs: (training, test), each [puzzles, parts, cells].
 
-    draw: picklable, (split, index) -> puzzles [parts, cells], part 0 the input. After `max_misses` draws
-    without a new puzzle raises ValueError(refusal), where {count} becomes the number of puzzles found.
+    draw: Picklable function (split, index) -> puzzles [parts, cells]. Part 0 is the input. refusal: Message
+    of the ValueError that is raised after `max_misses` calls without a new puzzle. {count} becomes the number
+    of puzzles found.
     """
     seen: set[bytes] = set()
     drawn = {}
     for split, count in (("test", num_test), ("train", num_train)):
         kept: list[np.ndarray] = []
-        last_index = -1  # of the draw with the puzzle kept last
+        last_index = -1  # index of the call that gave the latest new puzzle
         with contextlib.closing(_draw_in_turn(functools.partial(draw, split))) as draws:
             for index, puzzles in enumerate(draws):
                 for puzzle in puzzles:
@@ -192,7 +196,7 @@ def draw_distinct(
 
 
 def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Sequence[np.ndarray]]:
-    """Yields draw(0), draw(1), ... in order; after two seconds, one process a core computes them."""
+    """Yields draw(0), draw(1), ... in order. After 2 s, it starts one process for each core."""
     started = time.monotonic()
     index = 0
     while time.monotonic() - started < _SECONDS_ALONE:
@@ -206,18 +210,18 @@ def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Seque
         pending: deque[Iterator] = deque()
         for first in itertools.count(index, _DRAWS_OF_A_TASK):
             draws = range(first, first + _DRAWS_OF_A_TASK)
-            with _without_main():  # which starts processes
+            with _without_main():  # the executor starts processes here
                 pending.append(pool.map(draw, draws, chunksize=_DRAWS_OF_A_TASK))
             if len(pending) > 2 * num_processes:
                 yield from pending.popleft()
     except concurrent.futures.BrokenExecutor:
-        raise MemoryError("a process that draws puzzles was killed: is there too little memory?") from None
+        raise MemoryError("a process that generates puzzles was killed (out of memory?).") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _start(plugins: list[str]) -> None:
-    """Imports the plugins, leaves Ctrl-C to the parent process, and ends when the parent has ended."""
+    """Imports plugins, ignores SIGINT (the parent handles it), and exits as soon as the parent ends."""
     load_plugins(plugins)
 
     def watch() -> None:
@@ -230,7 +234,7 @@ def _start(plugins: list[str]) -> None:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Prevents processes that start during the block from running the caller's script once more."""
+    """Prevents processes that start in the block from running the caller's script again."""
     main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     try:
         yield
@@ -250,12 +254,20 @@ def make_split(
     num_identifiers: int = 1,
     **others: Any,
 ) -> Split:
-    """Returns a split with one set, "all", from pairs; token 0 is padding, which is not scored.
+    """Makes a split with one set, "all", from pairs. Token 0 is padding. It is not scored.
 
-    pairs: uint8 [groups, 2, cells] or [groups, examples, 2, cells]. transforms: uint8 [groups, puzzles a
-    group, bytes]; None: a group is one puzzle. held_out: the test split; a variant that equals a test puzzle
-    of the same identifier becomes its original again. materialize: whether to write the variants out.
-    identifiers: of each group's puzzles, [groups]; None: 0. others: fields of the metadata.
+    Args:
+        pairs: Inputs and labels, uint8 [groups, 2, cells] or [groups, examples, 2, cells].
+        vocab_size: Number of tokens.
+        augmentation: Name of the family of `transforms` in `AUGMENTATIONS`.
+        transforms: Transforms of the puzzles, uint8 [groups, puzzles in a group, bytes]. The first in each
+            group is the identity. If None, each group is one puzzle.
+        held_out: Test split. A variant that equals a test puzzle with the same identifier is replaced by its
+            original.
+        materialize: Whether to write the variants to disk instead of their transforms.
+        identifiers: Puzzle identifier of each group, [groups]. If None, 0.
+        num_identifiers: Number of puzzle identifiers in the dataset.
+        **others: Fields of `Metadata`.
     """
     pairs = pairs.reshape(len(pairs), -1, *pairs.shape[-2:])
     num_groups, num_examples, _, num_cells = pairs.shape
@@ -278,7 +290,7 @@ def make_split(
 
 
 def _drop_test_leaks(train: PuzzleSet, test: PuzzleSet) -> None:
-    """Turns each variant that equals a test puzzle back into its original, and prints how many."""
+    """Replaces each variant that equals a test puzzle by its original, and prints their number."""
     held_out = set(zip(test.puzzle_identifiers.tolist(), input_keys(test.inputs), strict=True))
     is_leak = np.zeros(len(train.puzzle_identifiers), bool)
     for rows, puzzles in train.chunks():
@@ -288,4 +300,4 @@ def _drop_test_leaks(train: PuzzleSet, test: PuzzleSet) -> None:
     is_leak[train.group_indices[:-1]] = False
     train.transforms[is_leak] = train.transforms[0]
     if num_leaks := np.count_nonzero(is_leak):
-        print(f"variants that are test puzzles, left out: {num_leaks}")
+        print(f"variants that equal test puzzles, left out: {num_leaks}")

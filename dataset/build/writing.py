@@ -1,9 +1,10 @@
-"""Replaces a folder, such as a dataset, as a whole: no kill leaves a half-written one.
+"""Replaces a folder, such as a dataset, atomically: its content is always the old or the new one.
 
-The new folder is written and flushed inside a scratch folder beside the goal, `<name>.unfinished`, locked
-while its process lives. Then the old folder is moved into the scratch folder, the new one to the goal, and
-the scratch folder is removed. A kill between the two moves leaves no goal, but both folders complete in the
-scratch folder; the next attempt first moves the old one back.
+The new folder is first written and flushed to disk inside a scratch folder, `<name>.unfinished`, next to the
+destination. The process locks the scratch folder. Then it moves the old folder into the scratch folder, moves
+the new folder to the destination, and removes the scratch folder. If the process is killed between the two
+moves, the destination is missing, but the scratch folder contains both folders. The next attempt first moves
+the old folder back.
 """
 
 import contextlib
@@ -42,10 +43,18 @@ def write_dataset(
     builder: dict,
     extra_files: dict[str, Any] | None = None,
 ) -> None:
-    """Writes a dataset and its manifest, reads all of it back with every check, then replaces the folder.
+    """Writes a dataset and its manifest, reads and checks all of it, then replaces the folder.
 
-    builder: name and arguments for the manifest, JSON values independent of the machine; equal arguments give
-    equal bytes. extra_files: JSON values by file name. ValueError if the folder may not be replaced.
+    Args:
+        folder: Folder to write. If it contains a dataset of the same builder, it is replaced.
+        splits: {"train": split, "test": split}.
+        identifiers: Names of the puzzle identifiers, in order.
+        builder: {"name": ..., "arguments": ...} for the manifest. Use JSON values that do not depend on the
+            machine, so that equal arguments give equal bytes.
+        extra_files: {file name: JSON value}.
+
+    Raises:
+        ValueError: The folder may not be replaced, or the dataset is inconsistent.
     """
     with replaced_folder(check_output_folder(folder, builder=builder.get("name"))) as new:
         _write(new, splits, identifiers=identifiers, builder=builder, extra_files=extra_files or {})
@@ -54,9 +63,9 @@ def write_dataset(
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder, which replaces `folder` when the block ends without an error.
+    """Yields an empty folder. It replaces `folder` when the block ends without an error.
 
-    folder: a result of `check_output_folder`. ValueError where another process is writing there.
+    folder: A result of `check_output_folder`. ValueError if another process is writing it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _scratch_folder(folder) as scratch:
@@ -79,32 +88,34 @@ def check_output_folder(
     maker: str = "a builder",
     key: str = "--output-dir",
 ) -> Path:
-    """Returns the folder to write, with links followed, after a check that it may be replaced.
+    """Checks that a folder may be replaced, and returns it with symbolic links resolved.
 
-    To be called before long work. builder: name of the calling builder, which does not replace another's
-    dataset. mark: the file that every folder of `maker` has. key: the option that names the folder.
-    ValueError where the folder has other content or cannot be replaced.
+    Call it before long work. builder: Name of the calling builder. It does not replace a dataset of another
+    builder. mark: File that every folder of `maker` contains. key: Option that names the folder, for
+    messages. ValueError if the folder has other content or cannot be replaced.
     """
-    goal, another = Path(os.path.realpath(folder)), f"choose another {key}"
+    goal, another = Path(os.path.realpath(folder)), f"Choose another {key}."
     if goal.is_symlink():
-        raise ValueError(f"{folder} is a link that leads nowhere but to itself: {another}")
+        raise ValueError(f"{folder} is a symbolic link to itself. {another}")
     if goal.exists() and not goal.is_dir():
-        raise ValueError(f"{folder} is a file: {another}")
+        raise ValueError(f"{folder} is a file. {another}")
     if goal.is_dir() and any(goal.iterdir()) and not (goal / mark).is_file():
-        raise ValueError(f"{folder} is not empty and was not made by {maker}: {another}")
+        raise ValueError(f"{folder} is not empty and was not made by {maker}. {another}")
     made = read_builder(goal)
     if builder is not None and made is not None and made["name"] != builder:
         raise ValueError(
-            f"{folder} was made by dataset.build {made['name']}, not {builder}: remove it, or {another}"
+            f"{folder} was made by dataset.build {made['name']}, not {builder}. Delete it, or choose another "
+            f"{key}."
         )
     if Path.cwd().is_relative_to(goal):
-        raise ValueError(f"{folder} is replaced as a whole, but we are in it: start elsewhere, or {another}")
+        advice = f"Change to another directory, or choose another {key}."
+        raise ValueError(f"cannot replace {folder}: it contains the current directory. {advice}")
     if os.path.ismount(goal):
-        raise ValueError(f"{folder} is a mount point and cannot be replaced: choose a folder in it")
+        raise ValueError(f"{folder} is a mount point and cannot be replaced. Choose a folder in it.")
     above = next(path for path in goal.parents if path.exists())
     for path in (goal, above) if goal.exists() else (above,):
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
-            raise ValueError(f"cannot write into {path}: {another}")
+            raise ValueError(f"cannot write into {path}. {another}")
     return goal
 
 
@@ -118,12 +129,12 @@ def _write(
         write_json(folder / split / METADATA, values)
         assert load_metadata(folder, split) == data.metadata
         assert set(data.metadata.sets) == set(data.sets)
-        for name in data.metadata.sets:  # load_metadata has checked that no name leads elsewhere
+        for name in data.metadata.sets:  # `load_metadata` has checked that no name leads to another folder
             for field in fields_of(data.metadata.augmentation):
                 array = getattr(data.sets[name], field)
                 np.save(array_path(folder, split, name, field), array, allow_pickle=False)
     write_json(folder / IDENTIFIERS, identifiers)
-    for name, content in extra_files.items():  # without a line for each of thousands of numbers
+    for name, content in extra_files.items():  # in one line: they contain thousands of numbers
         write_json(folder / name, content, indent=None)
     counts = {
         split: {name: puzzle_set.num_examples for name, puzzle_set in data.sets.items()}
@@ -138,17 +149,20 @@ def _write(
 
 @contextlib.contextmanager
 def _scratch_folder(goal: Path) -> Iterator[Path]:
-    """Yields a locked, empty folder beside the goal, even after a killed attempt; removes it at the end."""
+    """Yields a locked, empty folder next to `goal`, and removes it at the end. Repairs a killed attempt."""
     scratch = goal.with_name(f"{goal.name}.unfinished")
     if scratch.exists() and any(scratch.iterdir()) and not (scratch / _LOCK).exists():
-        raise ValueError(f"{scratch} is in the way: move it elsewhere")
+        raise ValueError(
+            f"cannot create {scratch}: a folder of that name exists, and no builder made it. Move or delete "
+            "it."
+        )
     scratch.mkdir(exist_ok=True)
     with (scratch / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # other errors: without locks nobody else can be noticed
+        except OSError as error:  # other errors: the file system has no locks, so continue without one
             if isinstance(error, BlockingIOError):
-                raise ValueError(f"{goal} is being written by another process: wait for its end") from None
+                raise ValueError(f"another process is writing {goal}. Wait until it has finished.") from None
         try:
             _clear_up(scratch, goal)
             yield scratch
@@ -158,7 +172,7 @@ def _scratch_folder(goal: Path) -> Iterator[Path]:
 
 
 def _clear_up(scratch: Path, goal: Path) -> None:
-    """Removes the folders of an attempt; an old folder that was not replaced goes back to the goal first."""
+    """Removes the folders of an attempt. If the old folder was not replaced, moves it back first."""
     if (scratch / "old").exists() and (scratch / "new").exists() and not goal.exists():
         (scratch / "old").rename(goal)
     for name in ("new", "old"):

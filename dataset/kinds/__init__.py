@@ -1,1 +1,1 @@
-"""The kinds of puzzles, a module or a package each, with all that differs between kinds."""
+"""The kinds of puzzles. Each is a module or a package with all code that is specific to the kind."""

@@ -1,9 +1,9 @@
 """The interface of a kind of puzzle: how puzzles are read, checked, drawn and generated.
 
 A new kind is a package in this folder, or a plugin, that defines `KIND`. No other file lists it. Its builder
-is the module `build` in the package (dataset/build/__init__.py has the interface). A family of transforms
-of its own is added to `AUGMENTATIONS` under the name of the kind. Puzzles without rules, for which accuracy
-is enough, and variants that are written out, need no kind. Nothing here imports torch.
+is the module `build` in the package (dataset/build/__init__.py describes the interface). If the kind needs a
+new family of transforms, it adds the family to `AUGMENTATIONS` under its name. A dataset needs no kind if
+accuracy is its only metric and all variants are written out. This folder does not import torch.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ FAINT = "2"  # the ANSI code of cells that a reader may ignore
 SUBMISSION_FILE, TASKS_FILE = "submission.json", "tasks.json"
 _MAX_COLUMNS = 32
 
-# Inputs and answers, tokens [n, seq_len] each -> which answers the rules of the puzzle accept: bool [n].
+# (inputs, answers), tokens [n, seq_len] each -> whether the rules of the puzzle accept each answer, bool [n].
 Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
@@ -34,16 +34,18 @@ Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
 class Style:
     """The style of a kind's grids, in a terminal and on a page.
 
-    symbols         {token: text}; a token beyond the last one shows as its number
-    ansi            {token: ANSI codes}
-    colors          {token: #rrggbb}, the background of a cell on a page
-    regions         {number of cells: the number of each cell's region, row by row}. Pictures and pages have
-                    heavier lines between regions, such as the boxes of a Sudoku
-    gap             text between the cells of a row
-    marks_new       whether a cell of the answer that differs from the puzzle is green
-    first_of_field  for grids in a field (ARC): the lowest token of a cell; the token below ends the grid, and
-                    only the grid is drawn. None: a grid fills the whole array
-    num_columns     of the token array; None: it is a square or, if that cannot be, has up to 32 columns
+    Attributes:
+        symbols: Text of each token. A token beyond the last one is shown as its number.
+        ansi: {token: ANSI codes}.
+        colors: {token: #rrggbb}, the background of a cell on a page.
+        regions: {number of cells: number of each cell's region, row by row}. Pages and pictures draw heavier
+            lines between regions, such as the boxes of a Sudoku.
+        gap: Text between the cells of a row.
+        marks_new: Whether cells of the answer that differ from the puzzle are green.
+        first_of_field: If grids lie in a field (ARC): the lowest token of a cell. The token below it marks
+            the end of a grid, and only the grid is drawn. If None, a grid fills the token array.
+        num_columns: Number of columns of the token array. If None, the array is a square or, if that is not
+            possible, has up to 32 columns.
     """
 
     symbols: Sequence[str] = ()
@@ -57,7 +59,7 @@ class Style:
 
     @property
     def has_areas(self) -> bool:
-        """Returns whether cells are drawn as areas of colour, without gaps."""
+        """Returns whether cells are drawn as areas of color, without gaps."""
         return not self.gap
 
     def symbol(self, token: int) -> str:
@@ -65,19 +67,20 @@ class Style:
         return self.symbols[token] if token < len(self.symbols) else str(token)
 
     def is_blank(self, token: int) -> bool:
-        """Returns whether a cell with this token shows nothing."""
+        """Returns whether a cell with this token is drawn empty."""
         is_space = token < len(self.symbols) and not self.symbols[token].strip()
         return is_space or self.ansi.get(token) == FAINT
 
 
 @dataclasses.dataclass(frozen=True)
 class Puzzle:
-    """A puzzle without its answer, as a person gives it.
+    """A puzzle that a user wants to solve.
 
-    tokens      uint8 or int32 [seq_len]
-    vocab_size  number of tokens in datasets of such puzzles
-    rules       None where the kind has none
-    solution    tokens [seq_len]; None where the text has none
+    Attributes:
+        tokens: Input, uint8 or int32 [seq_len].
+        vocab_size: Number of tokens in datasets of such puzzles.
+        rules: Check of answers by the rules. None if the kind has no rules.
+        solution: Tokens of the solution, [seq_len]. None if it is not known.
     """
 
     tokens: np.ndarray
@@ -85,43 +88,43 @@ class Puzzle:
     rules: Rules | None = None
     solution: np.ndarray | None = None
     has_own_rule: ClassVar[bool] = False
-    """Whether demonstrations give the rule, as in ARC, so that a model needs its own puzzle embedding."""
+    """Whether the rule differs between puzzles, as in ARC, so that each puzzle needs its own embedding."""
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns which cells of an answer [seq_len] make its grid: indices, int64 [rows, columns]."""
+        """Returns the indices of the cells of an answer that contain its grid: int64 [rows, columns]."""
         return to_grid(np.arange(len(tokens)))
 
     def is_solution(self, tokens: np.ndarray) -> bool:
-        """Returns whether an answer, tokens [seq_len], has the grid of the solution."""
+        """Returns whether the grid of an answer, tokens [seq_len], equals that of the solution."""
         cells, right = self.cells_of(tokens), self.cells_of(self.solution)
         return np.array_equal(cells, right) and bool((tokens[cells] == self.solution[right]).all())
 
     def laid_into(self, seq_len: int) -> "Puzzle":
-        """Returns the puzzle in a field of `seq_len` cells; itself if puzzles of this kind fill all cells.
+        """Returns the puzzle in a field of `seq_len` cells, or itself if the kind has no fields.
 
-        ValueError where a grid is larger than the field.
+        ValueError if a grid is larger than the field.
         """
         return self
 
     @property
     def remark(self) -> str | None:
-        """Returns a remark for people, such as that the puzzle has several solutions; None: nothing to say.
+        """Returns a remark for the user, for example that the puzzle has several solutions, or None.
 
-        ValueError where the puzzle has no solution.
+        ValueError if the puzzle has no solution.
         """
         return None
 
     def find_identifier(self, training: Split) -> int | None:
-        """Returns the identifier that was trained on this puzzle's demonstrations; None without one."""
+        """Returns the identifier that was trained on this puzzle's demonstrations, or None."""
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet | None:
-        """Lays all demonstrations out `num_views` times, to train identifier 1; None for a kind without."""
+        """Returns `num_views` copies of the demonstrations, to train identifier 1. None if there are none."""
         return None
 
 
 def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
-    """Reshapes [seq_len] to [rows, columns]; by default a square or, if it is none, up to 32 columns."""
+    """Reshapes [seq_len] to [rows, columns]. Default: a square, otherwise up to 32 columns."""
     if num_columns is not None:
         return cells.reshape(-1, num_columns)
     num_columns = math.isqrt(len(cells))
@@ -131,7 +134,7 @@ def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
 
 
 def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
-    """Cuts the smallest rectangle with all cells where `is_inside`, bool [rows, columns], out of a grid."""
+    """Returns the smallest rectangle with all cells of the mask `is_inside`, bool [rows, columns]."""
     for axis in (0, 1):
         found = np.flatnonzero(is_inside.any(axis=1 - axis))
         grid = grid.take(range(found[0], found[-1] + 1) if len(found) else [], axis=axis)
@@ -139,9 +142,10 @@ def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
 
 
 def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[Puzzle]:
-    """Reads a puzzle of any kind from its symbols, separated by spaces or, if all are characters, by nothing.
+    """Reads a puzzle of any kind from its symbols.
 
-    symbols: by token; if empty, a token is its number. ValueError where a symbol is unknown.
+    Spaces separate the symbols. If every symbol is one character, spaces are optional. symbols: Symbol of
+    each token. If empty, the symbol of a token is its number. ValueError for an unknown symbol.
     """
     names = list(symbols)[:vocab_size] or [str(token) for token in range(vocab_size)]
     token_of = {name: token for token, name in enumerate(names)}
@@ -150,18 +154,18 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
         cells = [character for character in text if character in token_of or not character.isspace()]
     if unknown := [cell for cell in cells if cell not in token_of]:
         known = " ".join(names) if len(names) <= 40 else f"{' '.join(names[:20])} ... {names[-1]}"
-        raise ValueError(f"{unknown[0][:40]!r} is no symbol of its puzzles: {known}")
+        raise ValueError(f"{unknown[0][:40]!r} is not a symbol of its puzzles: {known}")
     return [Puzzle(np.array([token_of[cell] for cell in cells], np.int32), vocab_size)]
 
 
 class Answers(NamedTuple):
-    """A model's answers to one batch of examples, without padding; n may be 0.
+    """A model's answers to one batch of examples, without padding. n may be 0.
 
     inputs              int32 [n, seq_len]
-    labels              int32 [n, seq_len]: IGNORE_LABEL_ID where a cell counts nowhere
+    labels              int32 [n, seq_len]: IGNORE_LABEL_ID for cells that are not scored
     puzzle_identifiers  int32 [n]
-    preds               uint8 or int32 [n, seq_len]: the token that the model finds likeliest
-    q_halt              float32 [n]: logits of being right
+    preds               uint8 or int32 [n, seq_len]: the most probable token of each cell
+    q_halt              float32 [n]: logit of the probability that the answer is right
     """
 
     inputs: np.ndarray
@@ -172,37 +176,37 @@ class Answers(NamedTuple):
 
 
 class Evaluator(Protocol):
-    """The interface of an evaluator: metrics of one kind of puzzle on one dataset folder."""
+    """The interface of an evaluator. It computes metrics of one kind of puzzle on one dataset folder."""
 
     samples_vote: bool
-    """Whether `add` wants all sampled answers to an example, which vote, or only the selected one."""
+    """Whether `add` gets all sampled answers to an example, to let them vote, or only the selected one."""
 
     def add(self, set_name: str, answers: Answers) -> None:
         """Adds the answers to one batch of a set."""
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Checks answers by the rules of the puzzles alone, without a label: bool [n].
+        """Checks answers by the rules of the puzzles, without labels: bool [n].
 
-        None where the kind has no rules. inputs, preds: tokens [n, seq_len].
+        None if the kind has no rules. inputs, preds: Tokens, [n, seq_len].
         """
 
     def partial(self) -> Any:
-        """Returns what this rank has added, in a form that can be pickled, for `metrics` on rank 0."""
+        """Returns the result of this rank for `metrics` on rank 0. It can be pickled."""
 
     def metrics(self, partials: Sequence[Any]) -> dict[str, dict[str, float]]:
         """Returns {set: {"<kind>/<metric>": value}}, from the `partial` of every rank.
 
-        Shares are fractions of `<kind>/count` examples. A set without data is left out.
+        Accuracies are fractions of `<kind>/count` examples. A set without data is left out.
         """
 
     def write(self, folder: Path) -> None:
-        """Writes the evaluator's files, if there are any, into the folder; to be called after `metrics`."""
+        """Writes the evaluator's files, if it has any, into the folder. Call it after `metrics`."""
 
 
 class RowEvaluator:
-    """An evaluator that checks each labelled example alone, and counts those that pass.
+    """An evaluator that checks each labeled example separately and counts the examples that pass.
 
-    The check `exact` is that all scored cells are right; a kind adds others, such as `valid`.
+    The check `exact` is passed if all scored cells are right. A kind adds other checks, such as `valid`.
     """
 
     samples_vote = False
@@ -214,13 +218,17 @@ class RowEvaluator:
         *,
         tasks: Sequence[str] = (),
     ):
-        """Takes the kind's checks: (inputs, preds), tokens [n, seq_len] -> {name: which pass, bool [n]}.
+        """Initializes the counts with 0.
 
-        The check `valid` means right by the rules. tasks: names of the puzzle identifiers, to write the
-        shares of each into a file; empty: no such file.
+        Args:
+            kind: Name of the kind. Metrics are named `<kind>/<check>_accuracy`.
+            check: Function (inputs, preds), tokens [n, seq_len] -> {check: whether each answer passes, bool
+                [n]}. The check `valid` means that an answer obeys the rules.
+            tasks: Names of the puzzle identifiers. If given, `write` writes the accuracies of each.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
-        # (set, check): examples of each task that pass, on this rank and on all; all pass "count".
+        # {(set, check): number of examples of each task that pass}, of this rank and of all ranks. All
+        # examples pass the check "count".
         self._passed: dict[tuple[str, str], np.ndarray] = {}
         self._total: dict[tuple[str, str], np.ndarray] = {}
 
@@ -254,7 +262,7 @@ class RowEvaluator:
         return [set_name for (set_name, name), rows in self._total.items() if name == "count" and rows.any()]
 
     def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
-        """Returns {"<check>_accuracy": share that passes, "count": examples} of a set, or of some tasks."""
+        """Returns {"<check>_accuracy": fraction, "count": examples} of a set, or of some of its tasks."""
         of_set = {
             name: int(rows[tasks].sum()) for (own, name), rows in self._total.items() if own == set_name
         }
@@ -278,21 +286,24 @@ class RowEvaluator:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of puzzle: all that the rest of the program asks about it.
+    """A kind of puzzle: everything that the other code needs to know about it.
 
-    name             of its module, its builder, its evaluator and its metrics
-    title            the name in headings; empty: the name with a capital
-    plural           what several puzzles are called
-    mismatch         metadata -> why a dataset is not of this kind; None: it may be
-    build_evaluator  (folder, metadata) -> evaluator. ValueError where the dataset cannot be evaluated
-    augmentation     the name of its transforms in `AUGMENTATIONS`
-    style            of its grids
-    read_puzzles     text -> puzzles of any size; ValueError, one line, for a bad one. None: texts are symbols
-    make_up          (metadata, count) -> new puzzles of the dataset's size: inputs and answers, tokens
-                     [count, seq_len] each; None: cannot be generated
-    names_symbols    whether its datasets define symbols of their own (`description.Vocabulary`)
-    groups           metadata -> groups of cells whose symbols must differ, if these are all of the rules. A
-                     page then checks answers. None: the rules are others, or unknown
+    Attributes:
+        name: Name of its module, its builder, its evaluator and its metrics.
+        mismatch: Function (metadata) -> reason why a dataset cannot be of this kind, or None.
+        build_evaluator: Function (folder, metadata) -> evaluator. It raises ValueError if the dataset cannot
+            be evaluated.
+        augmentation: Name of its family of transforms in `AUGMENTATIONS`.
+        style: Style of its grids.
+        read_puzzles: Function (text) -> puzzles of any size. It raises ValueError, one line, for an invalid
+            puzzle. If None, texts are read as the symbols of `style`.
+        make_up: Function (metadata, count) -> new puzzles of the dataset's size: inputs and answers, tokens
+            [count, seq_len] each. None if the kind cannot generate puzzles.
+        names_symbols: Whether its datasets define their symbols (`description.Vocabulary`).
+        groups: Function (metadata) -> groups of cells in which all symbols must differ, if the kind has no
+            other rules. Pages then check answers. If None, they do not.
+        title: Name in headings. If empty, the name with a capital letter.
+        plural: Word for several puzzles.
     """
 
     name: str
@@ -308,7 +319,7 @@ class Kind:
     plural: str = "puzzles"
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
-        """Returns why a dataset is not of this kind; None where it may be."""
+        """Returns the reason why a dataset cannot be of this kind, or None."""
         if (metadata.symbols is not None) != self.names_symbols:
             return "tokens have no symbols of their own" if self.names_symbols else "symbols are its own"
         return self.mismatch(metadata)
@@ -321,23 +332,23 @@ def kind_names() -> list[str]:
 
 
 def find_kind(name: str) -> Kind:
-    """Returns a kind, one of `kind_names`. Imports it, unless it is of a plugin."""
+    """Returns the kind with this name, one of `kind_names`. Imports it, unless a plugin defines it."""
     of_plugins = {kind.name: kind for kind in defined("KIND")}
     return of_plugins.get(name) or importlib.import_module(f"dataset.kinds.{name}").KIND
 
 
 def kinds_of(metadata: Metadata) -> list[Kind]:
-    """Returns every kind that a dataset may be of, by its metadata alone."""
+    """Returns every kind that fits the metadata of a dataset."""
     return [kind for kind in map(find_kind, kind_names()) if kind.mismatch_of(metadata) is None]
 
 
 def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
-    """Returns the kind of a dataset; None where no kind fits its metadata.
+    """Returns the kind of a dataset, or None if no kind fits its metadata.
 
-    Of several that fit, the kind named `builder` (in the manifest) is chosen, else one with the dataset's
-    augmentation, else the first.
+    If several kinds fit, it prefers the kind named `builder` (in the manifest), then one with the
+    augmentation of the dataset, then the first.
     """
     if builder in kind_names() and (kind := find_kind(builder)).mismatch_of(metadata) is None:
-        return kind  # and the others need not be imported
+        return kind  # without importing the other kinds
     fitting = sorted(kinds_of(metadata), key=lambda kind: kind.augmentation != metadata.augmentation)
     return fitting[0] if fitting else None

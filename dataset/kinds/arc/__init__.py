@@ -1,7 +1,7 @@
-"""ARC: tasks of a few demonstration pairs and test pairs of coloured grids, each grid in a square field.
+"""ARC: tasks with a few demonstration pairs and test pairs of colored grids, in square fields.
 
-Only the demonstrations show a task's rule, and a model learns the rule as a puzzle embedding. An `ArcPuzzle`
-finds the embedding that was trained on its demonstrations, or lays them out to train a new one.
+The rule of a task is only given by its demonstrations. A model learns it as a puzzle embedding. An
+`ArcPuzzle` finds the embedding that was trained on its demonstrations, or provides them to train a new one.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from dataset.kinds.arc.variants import IDENTITY, draw_translations, lay_out
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, crop, to_grid
 from dataset.sets import PuzzleSet
 
-# The colours 0 to 9 as on ARC's website; text and background that come near, of a terminal's 256 colours.
+# The colors 0 to 9 as on ARC's website, then similar colors of a terminal: text and background.
 _COLORS = (
     *("#000000", "#0074d9", "#ff4136", "#2ecc40", "#ffdc00"),
     *("#aaaaaa", "#f012be", "#ff851b", "#7fdbff", "#870c25"),
@@ -39,21 +39,21 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class ArcPuzzle(Puzzle):
-    """A test input of an ARC task, as a puzzle. task: the whole task, with demonstrations; None: unknown."""
+    """A test input of an ARC task. task: The task with its demonstrations."""
 
     task: Task | None = None
     has_own_rule = True
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns which cells make the answer's grid, cut out as in the evaluation (`corner_grids`)."""
+        """Returns the indices of the cells of the answer's grid, cropped by `corner_grids`."""
         (grid,) = corner_grids(tokens[None])
         return to_grid(np.arange(len(tokens)))[: grid.shape[0], : grid.shape[1]]
 
     def laid_into(self, seq_len: int) -> "ArcPuzzle":
         size = math.isqrt(seq_len)
         if self.task.largest > size:
-            field = f"the {size}x{size} cells that grids lie in here"
-            raise ValueError(f"the task has a grid of {self.task.largest} rows or columns, more than {field}")
+            field = f"The field of this model has {size}x{size} cells."
+            raise ValueError(f"the task has a grid of {self.task.largest} rows or columns. {field}")
         sides = {"tokens": self.tokens, "solution": self.solution}
         laid = {
             name: None if tokens is None else grid_tokens(_cut_out(tokens), size=size)
@@ -62,7 +62,7 @@ class ArcPuzzle(Puzzle):
         return dataclasses.replace(self, **laid)
 
     def find_identifier(self, training: Split) -> int | None:
-        """Finds the identifier of the original training puzzle that has all demonstrations of this task."""
+        """Returns the identifier of the original training puzzle with all demonstrations, or None."""
         wanted = {pair.key for pair in self.task.train}
         for puzzle_set in training.sets.values():
             for puzzle in puzzle_set.group_indices[:-1].tolist():
@@ -79,9 +79,9 @@ class ArcPuzzle(Puzzle):
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet:
-        """Returns the demonstrations laid out `num_views` times, at random positions in the field.
+        """Returns `num_views` copies of the demonstrations, at random positions in the field.
 
-        The grids are neither turned nor recoloured: such variants are puzzles with embeddings of their own.
+        The grids are not rotated, mirrored or recolored, because such variants have separate embeddings.
         """
         pairs, transforms = self.task.train, np.tile(np.array(IDENTITY, np.uint8), (num_views, 1))
         size = math.isqrt(len(self.tokens))
@@ -91,13 +91,13 @@ class ArcPuzzle(Puzzle):
 
 
 def _cut_out(tokens: np.ndarray) -> np.ndarray:
-    """Returns the colours of a grid that lies anywhere in its field: uint8 [rows, columns]."""
+    """Returns the colors of a grid at any position in its field: uint8 [rows, columns]."""
     field = to_grid(tokens)
     return (crop(field, field >= COLOR_0) - COLOR_0).astype(np.uint8)
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads a task from its JSON, {"train": [...], "test": [...]}; each test input is a puzzle."""
+    """Reads a task from JSON, {"train": [...], "test": [...]}. Each test input is a puzzle."""
     task, has_output = parse_puzzle(text)
     return [
         ArcPuzzle(

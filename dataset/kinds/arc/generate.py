@@ -1,9 +1,9 @@
 """Generates ARC-like tasks with small grids and rules of five families.
 
-A task has one rule, three demonstrations and two tests. Colour 0 is always the background, so that the other
-colours may be exchanged. Invariant: every output follows from its input by the rule and differs from it; no
-two tasks share an input; all rules of the family that explain the demonstrations give the same test outputs.
-The same seed gives the same tasks, and a larger count only adds some.
+A task has one rule, three demonstrations and two tests. Color 0 is always the background, so the other colors
+may be exchanged. Invariant: every output follows from its input by the rule, and differs from the input. No
+two tasks share an input. All rules of the family that explain the demonstrations give the same test outputs.
+The same seed gives the same tasks. A larger count only adds tasks.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from dataset.randomness import BitStream, random_below, random_orders
 SMALLEST, LARGEST = 3, 7  # rows and columns of a grid
 NUM_DEMONSTRATIONS, NUM_TESTS = 3, 2
 
-_STREAM = 2  # of random bits; `variants` has the numbers below
+_STREAM = 2  # stream of random bits; `variants` uses the lower numbers
 _NUM_TRIES = 10_000  # before giving up; a few are enough
 _COLORS = range(1, NUM_COLORS)
 _ALONG, _DOWN = [(0, 1)], [(1, 0)]
@@ -28,11 +28,11 @@ _LAYOUTS = ("row", "column", "diagonal")
 
 
 class Family(NamedTuple):
-    """A family of rules. A rule is a tuple of parameters, such as colours.
+    """A family of rules. A rule is a tuple of parameters, such as colors.
 
     rules       all rules of the family
-    draw_input  (draw, *rule) -> a random grid, uint8 [rows, columns], which the rule may leave unchanged
-    answer      (grid, *rule) -> the output
+    draw_input  (draw, *rule) -> random grid, uint8 [rows, columns]. The rule may leave it unchanged
+    answer      (grid, *rule) -> output
     """
 
     rules: list[tuple]
@@ -45,7 +45,7 @@ class Family(NamedTuple):
 
 
 class _Draw:
-    """The random choices for one task, from its own random bits."""
+    """Random choices for one task. Each task has separate random bits."""
 
     def __init__(self, seed: int, index: int):
         self._bits = BitStream(seed, stream=_STREAM)
@@ -61,12 +61,12 @@ class _Draw:
         return [items[index] for index in random_orders(self._bits.read(len(items)))[:count]]
 
     def ground(self, *, least: int = SMALLEST, most: int = LARGEST) -> np.ndarray:
-        """Returns a grid of random shape, `least` to `most` rows and columns, all background."""
+        """Returns a grid of background with a random shape, `least` to `most` rows and columns."""
         return np.zeros([self.between(least, most) for _ in range(2)], np.uint8)
 
 
 def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tuple]]:
-    """Generates `count` tasks with their rules, from all families in turn.
+    """Generates `count` tasks with their rules. Families take turns.
 
     No two tasks have the same rule while their family has an unused one.
     """
@@ -86,7 +86,7 @@ def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tu
 
 
 def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> tuple[Pair, ...]:
-    """Draws pairs, demonstrations first, until these determine the test outputs. seen: inputs to avoid."""
+    """Samples pairs until the demonstrations, the first pairs, determine the tests. seen: Inputs to avoid."""
     for _ in range(_NUM_TRIES):
         pairs: dict[bytes, Pair] = {}
         while len(pairs) < NUM_DEMONSTRATIONS + NUM_TESTS:
@@ -102,11 +102,11 @@ def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> t
             family.explains(other, asked) for other in family.rules if family.explains(other, shown)
         ):
             return drawn
-    raise AssertionError(f"{rule} has no decided task")
+    raise AssertionError(f"{rule} has no task with determined tests")
 
 
 def _around(grid: np.ndarray, top: int, left: int, rows: int, columns: int) -> np.ndarray:
-    """Returns the cells of a rectangle and those that touch it."""
+    """Returns the cells of a rectangle and the cells that touch it."""
     return grid[max(top - 1, 0) : top + rows + 1, max(left - 1, 0) : left + columns + 1]
 
 
@@ -125,8 +125,8 @@ def _draw_outlines(draw: _Draw, outline: int, *_: Any) -> np.ndarray:
 
 
 def _fill(grid: np.ndarray, _outline: int, color: int, where: str) -> np.ndarray:
-    """Colours the background inside closed outlines, or outside, as `where` says; some outlines are open."""
-    # Background that no walk from beyond the edge reaches is enclosed.
+    """Colors the background inside closed outlines, or outside (`where`). Some outlines are open."""
+    # Background cells are enclosed if no path from outside the grid reaches them.
     enclosed = np.pad(grid == 0, 1, constant_values=True)
     reached = [(0, 0)]
     while reached:
@@ -148,7 +148,7 @@ def _draw_patches(draw: _Draw, first: int, _of_first: int, second: int, _of_seco
 
 
 def _recolour(grid: np.ndarray, first: int, of_first: int, second: int, of_second: int) -> np.ndarray:
-    """Replaces colour `first` by `of_first` and, at the same time, `second` by `of_second`."""
+    """Replaces color `first` by `of_first` and, at the same time, `second` by `of_second`."""
     becomes = np.arange(NUM_COLORS, dtype=np.uint8)
     becomes[[first, second]] = of_first, of_second
     return becomes[grid]
@@ -175,7 +175,7 @@ def _draw_noise(draw: _Draw, way: str) -> np.ndarray:
 
 
 def _mirror(grid: np.ndarray, way: str) -> np.ndarray:
-    """Mirrors a grid, or puts its mirror image beside it, as `way` says."""
+    """Mirrors a grid, or adds its mirror image next to it (`way`)."""
     return np.ascontiguousarray(_MIRRORS[way](grid))
 
 
@@ -191,7 +191,7 @@ def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
-    """Draws as many cells of `of_answer` as there are dots (size 1) or 2 x 2 blocks (size 2) of `color`."""
+    """Returns one cell of color `of_answer` for each dot (size 1) or 2 x 2 block (size 2) of `color`."""
     padded = np.pad(grid == color, 1)
     is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left
     number = np.count_nonzero(is_first & (padded[2:, 1:-1] == (size == 2)))
@@ -216,7 +216,7 @@ def _draw_dots(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 def _connect(grid: np.ndarray, color: int, of_line: int, ways: str) -> np.ndarray:
     """Draws lines of `of_line` between dots of `color` along `ways`, unless another dot is between."""
     result = grid.copy()
-    edged = np.pad(grid, 1, constant_values=NUM_COLORS)  # an edge of no colour stops every walk
+    edged = np.pad(grid, 1, constant_values=NUM_COLORS)  # an edge that is not a color ends every walk
     for start, step in product(np.argwhere(edged == color), _STEPS[ways]):
         cells = [start + step]
         while not edged[tuple(cells[-1])]:

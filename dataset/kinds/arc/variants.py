@@ -1,12 +1,12 @@
-"""Variants of an ARC task: all of its grids turned or mirrored and in other colours, which keeps its rule.
+"""Variants of an ARC task: all of its grids are rotated or mirrored, and their colors are exchanged.
 
-A transform is 11 bytes: a dihedral number, then the new colour of each of the 10 colours. The grids of one
+A transform is 11 bytes: a dihedral number, then the new color of each of the 10 colors. The grids of one
 example may also be moved inside their field (translations). `dataset.augmentations` applies both. The name of
-a variant holds its transform: <task>|||t<dihedral number>|||<new colours>.
+a variant contains its transform: <task>|||t<dihedral number>|||<new colors>.
 
-Two variants are the same puzzle where they have the same pairs, in any order. Invariant: no two variants that
-`draw_transforms` returns are the same puzzle, and none is the original. What is drawn depends on the seed and
-the task's id alone: other tasks do not change it, and a larger number of variants only adds some.
+Two variants are the same puzzle if they have the same pairs, in any order. Invariant: `draw_transforms`
+returns no puzzle twice. Its result depends only on the seed and the id of the task. A larger number of
+variants only adds variants.
 """
 
 import hashlib
@@ -21,42 +21,42 @@ from dataset.kinds.arc.tasks import NUM_COLORS, VARIANT_SEPARATOR, Pair, Task, g
 from dataset.randomness import BitStream, random_below, random_bits, random_orders
 from dataset.sets import PuzzleSet
 
-# Streams of random bits: a new use takes a new number, as a changed one would change the datasets.
+# Streams of random bits. Take a new number for a new purpose, because a changed number changes the datasets.
 _TRANSFORMS, _TRANSLATIONS = 0, 1
-_NUMBERS_PER_TRANSFORM = NUM_COLORS  # one for the dihedral number, the others order the colours 1 to 9
-_DRAWS_PER_VARIANT = 5  # at most, to find different ones
+_NUMBERS_PER_TRANSFORM = NUM_COLORS  # one for the dihedral number, the others for the order of colors 1 to 9
+_DRAWS_PER_VARIANT = 5  # maximum, to find different variants
 _CHUNK_DRAWS = 256
 
 IDENTITY = (0, *range(NUM_COLORS))  # the transform that changes nothing
 
 _SEPARATOR = re.escape(VARIANT_SEPARATOR)
-_NAME = re.compile(rf"(.+?)(?:({_SEPARATOR}|_)t([0-7])\2([0-9]{{10}}))?", re.DOTALL)  # HRM's tools have _
+_NAME = re.compile(rf"(.+?)(?:({_SEPARATOR}|_)t([0-7])\2([0-9]{{10}}))?", re.DOTALL)  # HRM's tools use _
 
 
 def variant_name(task_id: str, transform: list[int]) -> str:
-    """Writes the name of a variant, which `parse_variant_name` reads."""
+    """Returns the name of a variant. `parse_variant_name` is the inverse."""
     number, *colors = transform
     return VARIANT_SEPARATOR.join((task_id, f"t{number}", "".join(map(str, colors))))
 
 
 def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
-    """Parses a name into (task, transform), `IDENTITY` for an original. ValueError where it is malformed."""
+    """Parses a name into (task, transform), `IDENTITY` for an original. ValueError if it is malformed."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"{name!r} is no name")
+        raise ValueError(f"{name!r} is not a name of a variant")
     task_id, _, number, colors = match.groups()
     if number is None:
         return task_id, IDENTITY
     transform = (int(number), *map(int, colors))
     if sorted(transform[1:]) != list(range(NUM_COLORS)):
-        raise ValueError(f"{name!r} makes two colours one")
+        raise ValueError(f"{name!r} maps two colors to the same color")
     return task_id, transform
 
 
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
-    """Draws the transforms of a task's original and `num_aug` different variants: uint8 [1 + variants, 11].
+    """Samples the transforms of a task's original and `num_aug` different variants: uint8 [1 + variants, 11].
 
-    Returns fewer variants where 5 * num_aug draws find no more.
+    Returns fewer variants if 5 * num_aug samples do not contain enough.
     """
     bits, num_draws = BitStream(seed, stream=_TRANSFORMS), _DRAWS_PER_VARIANT * num_aug
     bits.seek(_index(task))
@@ -66,7 +66,7 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
 
 
 def dihedral_transforms(task: Task) -> np.ndarray:
-    """Lists the transforms, uint8 [n, 11], of the original and its different turned or mirrored images."""
+    """Returns the transforms, uint8 [n, 11], of the original and its different rotated or mirrored images."""
     transforms = (bytes((number, *IDENTITY[1:])) for number in range(NUM_DIHEDRAL))
     return _keep_distinct(task, transforms, most=NUM_DIHEDRAL)
 
@@ -81,8 +81,8 @@ def _keep_distinct(task: Task, transforms: Iterable[bytes], *, most: int) -> np.
 
 
 def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
-    """Returns a function: transform -> bytes that are equal where two transforms make the same puzzle."""
-    # Numbers of rows and columns are shifted beyond the colours: bytes.translate changes colours alone.
+    """Returns a function (transform) -> bytes. They are equal if two transforms make the same puzzle."""
+    # Numbers of rows and columns are shifted above the colors, so that bytes.translate changes only colors.
     others = bytes(range(NUM_COLORS, 256))
 
     def key(pair: Pair, number: int) -> bytes:
@@ -99,7 +99,7 @@ def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
 
 
 def _draw(stream: BitStream, count: int) -> np.ndarray:
-    """Draws `count` transforms, uint8 [count, 11], from the next bits; more draws only add transforms."""
+    """Samples `count` transforms, uint8 [count, 11], from the next bits."""
     bits = stream.read(count * _NUMBERS_PER_TRANSFORM).reshape(count, _NUMBERS_PER_TRANSFORM)
     transforms = np.zeros((count, 1 + NUM_COLORS), np.uint8)
     transforms[:, 0] = random_below(bits[:, 0], NUM_DIHEDRAL)
@@ -108,24 +108,25 @@ def _draw(stream: BitStream, count: int) -> np.ndarray:
 
 
 def _index(task: Task) -> int:
-    """Returns the index of a task's random bits, below 2**64: a function of the task's id alone."""
+    """Returns the index of a task's random bits, below 2**64. It depends only on the id of the task."""
     return int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8], "big")
 
 
 def draw_translations(
     task: Task, transforms: np.ndarray, num_examples: int, *, size: int, seed: int
 ) -> np.ndarray:
-    """Draws how far down and right the grids of each example are moved in a field of `size` x `size`.
+    """Samples how far down and right the grids of each example are moved in a field of `size` x `size`.
 
     Returns uint8 [puzzles, num_examples, 2], for the first `num_examples` pairs of each of `transforms`. Both
-    grids of a pair move alike, uniformly over the positions with room for both; one random pair stays.
+    grids of a pair move by the same distance, uniform over the positions with room for both. One random pair
+    is not moved.
     """
     num_puzzles = len(transforms)
     width = 1 + 2 * num_examples
     bits = random_bits(seed, stream=_TRANSLATIONS, index=_index(task), count=num_puzzles * width)
     bits = bits.reshape(num_puzzles, width)
     shapes = [np.maximum(*(grid.shape for grid in pair)) for pair in task.pairs[:num_examples]]
-    rooms = size + 1 - np.array(shapes)  # positions of the rows, and for the columns
+    rooms = size + 1 - np.array(shapes)  # number of positions, vertical and horizontal
     swaps = DIHEDRAL_FLAGS[transforms[:, 0], 0][:, None, None]
     rooms = np.where(swaps, rooms[:, ::-1], rooms)
     translations = random_below(bits[:, 1:].reshape(rooms.shape), rooms).astype(np.uint8)
@@ -136,7 +137,8 @@ def draw_translations(
 def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
     """Returns a set with a group for each task, in a field of `size` rows and columns.
 
-    tasks: for each task (pairs, and of each of its puzzles: transforms, translations, identifiers).
+    tasks: (pairs, transforms, translations, identifiers) of each task. The last three have an entry for each
+    puzzle.
     """
     pairs, transforms, translations, identifiers = zip(*tasks, strict=True)
     num_puzzles = [len(each) for each in transforms]

@@ -1,8 +1,8 @@
 """Square mazes with one start and one goal.
 
-Tokens: 0 = pad, then '#', space, S, G and 'o' (the path) as 1 .. 5. A maze with loops has a great many
-shortest paths, and its label is one of them. So the metric `exact` measures whether a model copies the rule
-that chose the label; `valid` and `shortest` measure whether it solves mazes.
+Tokens: 0 = pad, then '#', space, S, G and 'o' (the path) as 1 .. 5. A maze with loops has many shortest
+paths, and its label is one of them. So the metric `exact` measures whether a model has learned the rule that
+selects the label. `valid` and `shortest` measure whether it solves mazes.
 """
 
 import itertools
@@ -17,21 +17,21 @@ from dataset.kinds.maze import rules
 TOKEN_OF = {character: token for token, character in enumerate(rules.CHARACTERS, rules.WALL)}
 TOKEN_OF |= dict.fromkeys("+-|", rules.WALL) | {".": rules.OPEN, "E": rules.GOAL, "X": rules.PATH}
 
-_MADE_UP = 4  # a stream of random bits; builders have the numbers below
+_MADE_UP = 4  # a stream of random bits; builders use the lower numbers
 
 
 def _mismatch(metadata: Metadata) -> str | None:
     if metadata.vocab_size != rules.VOCAB_SIZE:
         return f"vocab_size is {metadata.vocab_size}, not {rules.VOCAB_SIZE}"
     if math.isqrt(metadata.seq_len) ** 2 != metadata.seq_len:
-        return f"seq_len, {metadata.seq_len}, is no square"
+        return f"seq_len, {metadata.seq_len}, is not a square"
     return None
 
 
 def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray]:
-    """Checks answers by the rules: tokens [n, seq_len] -> {check: bool [n]}.
+    """Checks answers by the rules, tokens [n, seq_len]. Returns {check: bool [n]}.
 
-    valid: the answer is the maze with one path on it (`is_path`). shortest: valid, and no path is shorter.
+    valid: The answer is the maze with one path on it (`is_path`). shortest: Valid, and no path is shorter.
     """
     is_valid = rules.is_path(inputs, preds)
     path_cells = np.isin(preds, (rules.START, rules.PATH, rules.GOAL)).sum(axis=1)
@@ -39,15 +39,15 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray
 
 
 def to_cells(text: str) -> str:
-    """Returns the cells of a maze, row by row, from one line, or from a line for each row.
+    """Returns the cells of a maze, row by row. text: One line, or one line for each row.
 
-    Lines are completed to a square: the ends of rows that are shorter than others, where editors drop spaces,
-    by open cells, the rest by walls.
+    Lines are padded to a square. A row that is shorter than others is padded with open cells, because editors
+    remove spaces at the end of a line. The rest is padded with walls.
     """
     rows = text.splitlines()
     if sum(map(bool, rows)) < 2:
         return "".join(rows)
-    # Empty lines around a square are dropped; others are rows of open cells, which an editor has emptied.
+    # Drop empty lines around a square. Other empty lines are rows of open cells without their spaces.
     for end in (-1, 0):
         while not rows[end] and len(rows) > max(map(len, rows)):
             rows.pop(end)
@@ -60,29 +60,29 @@ def to_cells(text: str) -> str:
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads a maze, as a list of one puzzle: a line for each row, or all rows in one line.
+    """Reads a maze: one line for each row, or all rows in one line. Returns a list of one puzzle.
 
-    '#' is a wall, and '+', '-' and '|' too; space or '.' an open cell; S the start, G or E the goal.
+    '#', '+', '-' and '|' are walls. Space and '.' are open cells. S is the start. G or E is the goal.
     """
     for number, row in enumerate(text.splitlines(), 1):
         if unknown := next((cell for cell in row if TOKEN_OF.get(cell, rules.PATH) == rules.PATH), None):
             raise ValueError(
-                f"row {number} of the maze has {unknown!r}: its cells are '#', ' ' (or '.'), S and G (or E)"
+                f"row {number} of the maze has {unknown!r}. Use '#', ' ' (or '.'), S and G (or E)."
             )
     cells = to_cells(text)
     if len(cells) < 4 or math.isqrt(len(cells)) ** 2 != len(cells):
-        raise ValueError(f"the maze has one line of {len(cells)} cells: give its rows as lines")
+        raise ValueError(f"the maze has one line of {len(cells)} cells. Pass one line for each row.")
     tokens = np.array([TOKEN_OF[cell] for cell in cells], np.uint8)
     for token, thing in ((rules.START, "start S"), (rules.GOAL, "goal G")):
         if (count := np.count_nonzero(tokens == token)) != 1:
             raise ValueError(f"the maze has {'no' if not count else 'more than one'} {thing}")
     if not rules.shortest_path_cells(tokens[None])[0]:
-        raise ValueError("the maze has no path from S to G")
+        raise ValueError("the maze has no path from S to G.")
     return [Puzzle(tokens, vocab_size=rules.VOCAB_SIZE, rules=rules.is_path)]
 
 
 def _make_up(metadata: Metadata, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Generates mazes without loops, so that each has one answer."""
+    """Generates mazes without loops. Each has one answer."""
     size = math.isqrt(metadata.seq_len)
     mazes = np.empty((0, size**2), np.uint8)
     drawn = {"size": size, "min_path_cells": 2 * size, "is_perfect": True}

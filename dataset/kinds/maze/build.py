@@ -1,10 +1,12 @@
 """Builds a maze dataset, from the published CSV files or from mazes generated here.
 
-A CSV file has the columns question and answer: a square maze row by row, or in lines. '#' is a wall, a space
-an open cell, S the start, G the goal, and in the answer 'o' a cell of the path. With --aug a group of the
-training split is a maze and its 7 reflections and rotations, each a puzzle with one example. Invariant: every
-answer is one path from S to G; all mazes are of one size; no variant is a test maze (the original replaces
-it); the same command gives the same bytes on every machine.
+A CSV file has the columns question and answer. Each contains a square maze, row by row or in lines. '#' is a
+wall, a space is an open cell, S is the start, G is the goal. In the answer, 'o' is a cell of the path. With
+--aug, a group of the training split is a maze and its 7 reflections and rotations. Each is a puzzle with one
+example.
+
+Invariant: every answer is one path from S to G. All mazes have the same size. No variant equals a test maze.
+The same command gives the same bytes on every machine.
 """
 
 import argparse
@@ -22,7 +24,7 @@ from dataset.kinds.maze import TOKEN_OF, rules, to_cells
 from runtime.command_line import integer, refuse_options, warn
 
 _SIZE = 30
-_MAX_BATCHES = 1000  # in a row without a new maze, before giving up: about 10 seconds
+_MAX_BATCHES = 1000  # batches in a row without a new maze before giving up: about 10 s
 
 
 def build(options: argparse.Namespace) -> None:
@@ -44,19 +46,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser,
         thing="maze",
         columns="columns question and answer: '#' (or +, -, |), space (or .), S, G (or E), and 'o' (or X) on "
-        "the path; lines that make no square are padded with walls",
-        generated="generate N training mazes and N // 10 test mazes, at least 20, all different; at the "
-        "default size 10 to 25 a second",
+        "the path; lines that are not a square are padded with walls",
+        generated="generate N training mazes and N // 10 (at least 20) test mazes, all different. At the "
+        "default size, it generates 10 to 25 mazes a second",
     )
     size, at_least_2 = f"rows and columns of generated mazes (default {_SIZE})", integer(at_least=2)
     parser.add_argument("--size", type=at_least_2, metavar="S", help=size)
-    cells = "least cells of the shortest path of generated mazes (default 4 * S - 10: 110, as published)"
+    cells = (
+        "minimum length of the shortest path of generated mazes, in cells (default 4 * S - 10, as published)"
+    )
     parser.add_argument("--min-path-cells", type=at_least_2, metavar="C", help=cells)
-    perfect = "generate perfect mazes: one path between any two cells, so that no answer is one of many"
+    perfect = "generate perfect mazes: exactly one path between any two cells, so each has one answer"
     parser.add_argument("--perfect", action="store_true", default=None, help=perfect)
     parser.add_argument("--num-test", **sources.NUM_TEST)
     parser.add_argument("--subsample-size", **sources.SUBSAMPLE_SIZE)
-    aug = "7 variants of each training maze, turned and mirrored; the test split has none"
+    aug = "add the 7 rotated and mirrored variants of each training maze; the test split gets none"
     parser.add_argument("--aug", action="store_true", help=aug)
     parser.add_argument("--materialize", **sources.MATERIALIZE)
 
@@ -71,9 +75,9 @@ def check_options(options: argparse.Namespace) -> None:
         options.min_path_cells = options.min_path_cells or max(4 * options.size - 10, 2)
         if options.min_path_cells > options.size**2:
             cells = f"the {options.size**2} cells of a {options.size}x{options.size} maze"
-            raise ValueError(f"--min-path-cells {options.min_path_cells} is more than {cells}: lower it")
+            raise ValueError(f"--min-path-cells {options.min_path_cells} is more than {cells}. Lower it.")
     if options.materialize and not options.aug:
-        raise ValueError("--materialize writes out the variants of --aug: drop it, or add --aug")
+        raise ValueError("--materialize has no effect without --aug. Remove it, or pass --aug.")
 
 
 def _generate(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
@@ -85,7 +89,7 @@ def _generate(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray]:
         num_test=options.num_test,
         max_misses=_MAX_BATCHES,
         refusal=f"random {size}x{size} mazes gave {{count}} with a path of {least} cells or more, "
-        "then no new one: lower --min-path-cells, or ask for fewer",
+        "then no new one. Lower --min-path-cells or --generate.",
     )
     train, test = (np.stack([mazes[:, 0], rules.published_answers(mazes[:, 0])], axis=1) for mazes in drawn)
     return train, test
@@ -96,7 +100,7 @@ def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> np.ndarra
 
 
 def _read(files: Sequence[Path], *, given: str | None) -> list[np.ndarray]:
-    """Reads the pairs of files; warns of answers other than the published shortest path. given: --columns."""
+    """Reads pairs from files. Warns of answers that are not the published path. given: Value of --columns."""
     read, num_cells, num_others, names = [], 0, 0, ("question", "answer")
     for path in files:
         parts = []
@@ -106,14 +110,14 @@ def _read(files: Sequence[Path], *, given: str | None) -> list[np.ndarray]:
             if not num_cells:
                 num_cells = len(columns["question"][0])
                 is_square = num_cells >= 4 and math.isqrt(num_cells) ** 2 == num_cells
-                message = f"the question has {num_cells} cells, which make no square of at least 2x2"
+                message = f"the question has {num_cells} cells, which is not a square of at least 2x2"
                 check(np.array([is_square]), message)
             parts.append(_parse(columns, num_cells, check))
             num_others += (rules.published_answers(parts[-1][:, 0]) != parts[-1][:, 1]).any(axis=1).sum()
         read.append(np.concatenate(parts or [np.empty((0, 2, num_cells), np.uint8)]))
     if num_others:
         others = f"{num_others} of {sum(map(len, read))} answers are not the published shortest path"
-        warn("build maze", f"{others} (breadth-first from S, neighbours in the order down, left, right, up)")
+        warn("build maze", f"{others} (breadth-first from S, neighbors in the order down, left, right, up)")
     return read
 
 
@@ -124,7 +128,7 @@ def _is_maze(text: str) -> bool:
 def _parse(
     columns: dict[str, list[str]], num_cells: int, check: Callable[[np.ndarray, str], None]
 ) -> np.ndarray:
-    form = {"num_cells": num_cells, "remark": " like the first maze: all must be of one size"}
+    form = {"num_cells": num_cells, "remark": " like the first maze. All must have the same size"}
     largest = (rules.GOAL, rules.PATH)
     mazes, answers = sources.parse_grids(columns, check, token_of=TOKEN_OF, largest=largest, **form)
     for token, thing in ((rules.START, "start S"), (rules.GOAL, "goal G")):
@@ -132,7 +136,7 @@ def _parse(
         check(num > 0, f"the maze has no {thing}")
         check(num < 2, f"the maze has more than one {thing}")
     check(rules.shortest_path_cells(mazes) > 0, "the maze has no path from S to G")
-    contradiction = "the answer contradicts its maze: it must be the maze with 'o' on some open cells"
+    contradiction = "the answer contradicts its maze. It must be the maze with 'o' on open cells"
     check(rules.marks_open_cells(mazes, answers), contradiction)
     check(rules.is_path(mazes, answers), "the cells marked 'o' are not exactly one path from S to G")
     return np.stack([mazes, answers], axis=1)

@@ -1,10 +1,10 @@
 """The rules of mazes: shortest paths, the labels of the published mazes, random mazes.
 
-A maze is a square of cells, row by row; an answer is the maze with a path on it. Both are tokens, uint8
-[count, cells]. The length of a path is its number of cells, start and goal included.
+A maze is a square of cells, row by row. An answer is the maze with a path on it. Both are tokens, uint8
+[count, cells]. The length of a path is its number of cells, including start and goal.
 
-Many mazes are searched side by side: each cell has one bit for each maze, so that a step in eight mazes takes
-a few operations on bytes. Invariant: everything random is a function of (seed, stream, index) (`randomness`).
+Mazes are searched in parallel. Each cell has one bit for each maze, so one step in eight mazes takes a few
+operations on bytes. Invariant: random values are a function of (seed, stream, index) (`randomness`).
 """
 
 import math
@@ -23,24 +23,24 @@ _BATCH_CELLS, _BATCH_MAZES = 1 << 20, 1 << 11  # at most; other numbers give oth
 
 
 def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Returns whether each answer is its maze with exactly one path from start to goal on it: bool [count].
+    """Returns whether each answer is its maze with exactly one path from start to goal: bool [count].
 
-    Walls, start and goal are unchanged, and every marked cell is on the path. The path need not be the
-    shortest, but must not touch itself, since the order of its cells would be unclear. answers: integers.
+    Walls, start and goal are unchanged, and every marked cell is on the path. The path may be longer than the
+    shortest. It must not touch itself, because then the order of its cells would be ambiguous.
     """
     is_marked = (answers == PATH) | (answers == START) | (answers == GOAL)
-    # With walls everywhere else, a shortest path visits every marked cell only if it is the only path.
+    # If all other cells are walls, a shortest path visits every marked cell only if it is the only path.
     nothing_else = np.where(is_marked, mazes, WALL)
     return marks_open_cells(mazes, answers) & (shortest_path_cells(nothing_else) == is_marked.sum(axis=1))
 
 
 def marks_open_cells(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Returns whether each answer is its maze, with marks on open cells alone: bool [count]."""
+    """Returns whether each answer is its maze, with marks only on open cells: bool [count]."""
     return ((answers == mazes) | ((mazes == OPEN) & (answers == PATH))).all(axis=1)
 
 
 def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
-    """Finds the length of a shortest path of each maze, 0 where there is none: int64 [count]."""
+    """Returns the length of a shortest path of each maze, 0 if it has no path: int64 [count]."""
     lengths = np.zeros(len(mazes), np.int64)
     goals = _to_bits((mazes == GOAL).T)[1:-1, 1:-1]
     for num_cells, reached in enumerate(_flood((mazes != WALL).T, (mazes == START).T), 1):
@@ -49,10 +49,10 @@ def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
 
 
 def published_answers(mazes: np.ndarray) -> np.ndarray:
-    """Returns mazes with their labels as published: one of many shortest paths, uint8 [count, cells].
+    """Returns the labels of mazes as published: one of many shortest paths, uint8 [count, cells].
 
-    The search is breadth-first from the start, with neighbours in the order down, left, right, up; the cell
-    that reaches another first comes before it on the path. Every maze must have a path.
+    It is the path of a breadth-first search from the start, with neighbors in the order down, left, right,
+    up. Every maze must have a path.
     """
     return np.array([_published_answer(maze) for maze in mazes.tolist()], np.uint8)
 
@@ -83,9 +83,9 @@ def _published_answer(maze: list[int]) -> list[int]:
 
 
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the cells that are first reached after 0, 1, 2, ... steps, until no maze has more.
+    """Yields the cells that are first reached after 0, 1, 2, ... steps, until no maze has new cells.
 
-    is_open, is_start: bool [cells, count]. Yields bits, uint8 [size, size, count / 8]; each array is
+    is_open, is_start: bool [cells, count]. Yields bits, uint8 [size, size, count / 8]. Each array is
     overwritten two steps later.
     """
     front, next_front = _to_bits(is_start), _to_bits(is_start)
@@ -119,26 +119,28 @@ def _is_anywhere(bits: np.ndarray) -> np.ndarray:
 def draw_mazes(
     seed: int, *, stream: int, index: int, size: int, min_path_cells: int, is_perfect: bool = False
 ) -> np.ndarray:
-    """Draws random mazes with a shortest path of `min_path_cells` cells or more: uint8 [some number, cells].
+    """Generates random mazes with a shortest path of at least `min_path_cells`: uint8 [any number, cells].
 
-    Each maze has a wall probability from 0.3 to 0.5, the same for all cells; start and goal are random open
-    cells. is_perfect: one path between any two cells instead (`_dig_perfect_mazes`).
+    Each maze has a random wall probability from 0.3 to 0.5. Start and goal are random open cells. is_perfect:
+    Whether to generate mazes with one path between any two cells instead (`_dig_perfect_mazes`).
 
-    Nearly all random mazes have too short a path (all but 1 in 50,000 at size 30 with 110 cells, as
-    published). So the goal is drawn among the cells far enough from the start, and the maze is kept with the
-    probability num_far / num_open, which gives the same distribution. Above size 10 the probability is
-    multiplied by size * size / 120, up to 1: nearly the same distribution, and 7 times as fast at size 30.
+    The path of nearly all random mazes is too short. At size 30 with 110 cells, as published, 1 in 50,000 is
+    long enough. So the goal is sampled from the cells that are far enough from the start, and the maze is
+    accepted with probability num_far / num_open. This gives the same distribution. Above size 10 the
+    probability is multiplied by size * size / 120, up to 1. This gives nearly the same distribution, and is 7
+    times as fast at size 30.
     """
     num_cells = size * size
     count = max(min(_BATCH_CELLS // num_cells, _BATCH_MAZES) // 8 * 8, 8)
     bits = random_bits(seed, stream=stream, index=index, count=3 * count + num_cells * count // 4)
     wall_bits, keep_bits, goal_bits = bits[: 3 * count].reshape(3, count)
-    # A height of 16 bits for each cell, from little-endian words on every machine; low cells become walls.
+    # 16 random bits for each cell, its height, from little-endian words on every machine. Low cells become
+    # walls.
     heights = bits[3 * count :].astype("<u8", copy=False).view("<u2").reshape(num_cells, count)
     wall_heights = 19_661 + (wall_bits >> np.uint64(48)) * np.uint64(13_107) // np.uint64(65_536)
     is_open = _dig_perfect_mazes(heights) if is_perfect else heights >= wall_heights.astype(np.uint16)
 
-    # The start is the highest cell, which is a random open one. (Of two as high, the later one.)
+    # The start is the highest cell. This is a random open cell. Of two equal cells, it is the later one.
     starts = np.zeros(count, np.int64)
     highest = np.flatnonzero(heights == heights.max(axis=0))
     starts[highest % count] = highest // count
@@ -166,10 +168,11 @@ def draw_mazes(
 
 
 def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
-    """Digs mazes without loops by depth-first search, which makes long corridors: bool [cells, count].
+    """Digs mazes without loops by depth-first search. Returns the open cells, bool [cells, count].
 
-    The highest cell is dug first. The next is the highest cell that touches the last dug cell and no other
-    dug one. Where there is none, the search goes back to the cell dug before. heights: uint16 [cells, count].
+    The highest cell is dug first. The next one is the highest cell that touches the last dug cell and no
+    other dug cell. If there is none, the search goes back to the cell that was dug before. heights: uint16
+    [cells, count].
     """
     size, count = math.isqrt(len(heights)), heights.shape[1]
     times = np.zeros((size + 2, size + 2, count), np.int32)  # when each cell was dug; 0: a wall
@@ -185,6 +188,6 @@ def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
         beside = (times[:-2, 1:-1], times[2:, 1:-1], times[1:-1, :-2], times[1:-1, 2:])
         num_dug = sum((each > 0).astype(np.int8) for each in beside)
         can_be_dug = ((num_dug == 1) & (inside == 0)).reshape(heights.shape)
-        since = sum(beside).reshape(heights.shape).astype(np.int64)  # when the one dug neighbour was dug
+        since = sum(beside).reshape(heights.shape).astype(np.int64)  # when the one dug neighbor was dug
         keys = np.where(can_be_dug, since << 16 | heights, 0)
     return (inside > 0).reshape(heights.shape)

@@ -1,4 +1,4 @@
-"""The kind `pairs`: a person's own task, with grids or texts as input and output, and its own symbols."""
+"""The kind `pairs`: a task of the user, with grids or texts as input and output, in any symbols."""
 
 from pathlib import Path
 

@@ -1,10 +1,11 @@
-"""Builds a dataset from pairs of grids or texts, of any task; `files` says how they are written.
+"""Builds a dataset from pairs of grids or texts, of any task.
 
-The vocabulary is all symbols, sorted. Grids lie in a field as large as the largest one, or in a square where
-they are turned. In the training split a group is a pair and its variants, each a puzzle with one example.
-Each of several tasks has a puzzle identifier. Invariant: no test puzzle is in the training split, as it is or
-as a variant, unless the source has the puzzle in both splits; the same pairs give the same bytes on every
-machine.
+`files` describes the files. The vocabulary is all symbols, sorted. Grids lie in a field of the size of the
+largest grid. With rotations, the field is a square. In the training split, a group is a pair and its
+variants. Each is a puzzle with one example. If there are several tasks, each task has a puzzle identifier.
+
+Invariant: the training split contains no test puzzle and no variant that equals one, unless the source has
+the puzzle in both splits. The same pairs give the same bytes on every machine.
 """
 
 import argparse
@@ -29,11 +30,11 @@ from dataset.randomness import random_below, random_bits, random_orders
 from runtime.command_line import integer, matching, recorded, refuse_options, warn
 from runtime.reading import printable, sha256_of
 
-_HOLD_OUT, _AUGMENT = 0, 1  # streams of random bits; other numbers give other datasets
+_HOLD_OUT, _AUGMENT = 0, 1  # streams of random bits; changed numbers change the datasets
 _TEST_FRACTION, _NUM_AUG = 0.1, 100
 _MAX_SYMBOLS = 256 - FIRST_SYMBOL  # tokens are bytes
 _MAX_CELLS = 10_000
-_MOST_NAMED = 10  # tasks in a line
+_MOST_NAMED = 10  # maximum number of tasks that are printed
 
 
 def build(options: argparse.Namespace) -> None:
@@ -42,7 +43,7 @@ def build(options: argparse.Namespace) -> None:
     given = {} if options.fields is None else {"fields": options.fields}
     pairs, others = read_pairs(files, **given)
     if not given:
-        del options.fields  # older commands give the same bytes
+        del options.fields  # so that older commands give the same manifest
     if others:
         print(printable(f"fields not used: {', '.join(others)}"))
     source = {path.name: sha256_of(path) for path in files}
@@ -56,8 +57,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "pairs.parquet with these columns; .gz too; a folder with such a file, or with one for each split: "
         "train.jsonl and test.jsonl, or all shards of each, train-00000-of-00002.parquet; or "
         "hf://datasets/OWNER/NAME[@REVISION], a dataset of such files on the Hugging Face Hub; a grid is a "
-        "list of rows, each a list of symbols or a text of a character a symbol; a text alone is a sequence, "
-        "or rows where it has several lines"
+        "list of rows, each a list of symbols or a text with one character for each symbol; a text is a "
+        "sequence or, if it has several lines, a grid"
     )
     parser.add_argument("--source", type=Path, required=True, metavar="PATH", help=source)
     fields = "the names of the fields or columns of input and output, such as question,answer"
@@ -73,8 +74,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options for making a dataset of pairs, whatever their source."""
     fraction = (
-        f"share of each task's pairs that is held out for testing, at least one pair, chosen by the seed "
-        f"(default {_TEST_FRACTION}); not where the source says which are"
+        f"fraction of each task's pairs to hold out for testing, at least one pair, selected by the seed "
+        f"(default {_TEST_FRACTION}); only if the source is not divided into splits"
     )
     share = matching(
         r"(\d*\.?\d+(?:e-\d+)?)",
@@ -82,7 +83,7 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
         lambda text: float(text) if 0 < float(text) < 1 else None,
     )
     parser.add_argument("--test-fraction", type=share, metavar="F", help=fraction)
-    size = "leave out pairs with a grid of more rows or columns; else the largest grid decides"
+    size = "leave out pairs with a larger grid (default: the size of the largest grid)"
     sizes = matching(
         r"([1-9]\d{0,4})x([1-9]\d{0,4})",
         "ROWSxCOLUMNS, such as 8x8",
@@ -90,19 +91,19 @@ def add_layout_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-size", type=sizes, metavar="ROWSxCOLUMNS", help=size)
     symmetries = (
-        "what turns a pair into another right one, applied to input and output alike: dihedral (turning and "
-        "mirroring), symbols (exchanging them), or dihedral,symbols; makes variants of the training pairs"
+        "make variants of the training pairs by changing input and output alike: dihedral (rotate and "
+        "mirror), symbols (exchange symbols), or dihedral,symbols"
     )
     known, parse = ("dihedral", "symbols"), lambda text: tuple(sorted(set(text.split(","))))
     choices = [known, known[:1], known[1:]]
     parser.add_argument(
         "--symmetries", type=parse, choices=choices, default=(), metavar="NAMES", help=symmetries
     )
-    fixed = 'symbols that are not exchanged, such as "#."; longer ones with spaces between'
+    fixed = 'symbols that are not exchanged, such as "#."; separate longer symbols by spaces'
     parser.add_argument("--fixed-symbols", metavar="SYMBOLS", help=fixed)
     num_aug = (
-        f"variants of each training pair, drawn at random, with --symmetries symbols (default {_NUM_AUG}); "
-        f"dihedral alone makes all {NUM_DIHEDRAL - 1} that there are"
+        f"number of random variants of each training pair, with --symmetries symbols (default {_NUM_AUG}); "
+        f"--symmetries dihedral makes all {NUM_DIHEDRAL - 1} variants"
     )
     parser.add_argument("--num-aug", type=integer(at_least=1), metavar="A", help=num_aug)
     parser.add_argument("--materialize", **MATERIALIZE)
@@ -114,15 +115,15 @@ def check_options(options: argparse.Namespace) -> None:
     elif options.num_aug is None:
         options.num_aug = _NUM_AUG
     if options.materialize and not options.symmetries:
-        raise ValueError("--materialize writes out the variants of --symmetries: drop it, or name some")
+        raise ValueError("--materialize has no effect without --symmetries. Remove it, or pass --symmetries.")
 
 
 def write_pairs(
     pairs: list[Pair], options: argparse.Namespace, *, builder: str, instead: dict[str, Any]
 ) -> None:
-    """Writes a dataset of pairs: divides them into splits, lays them out, draws variants for training.
+    """Writes a dataset of pairs: divides them into splits, converts them to tokens, samples variants.
 
-    instead: values of options that the manifest records in place of the given ones.
+    instead: Values of options for the manifest, in place of the passed values.
     """
     pairs = _fitting(pairs, options.max_size)
     splits = _split(pairs, options.test_fraction, seed=options.seed)
@@ -163,15 +164,15 @@ def write_pairs(
 
 
 def _fitting(pairs: list[Pair], max_size: tuple[int, int] | None) -> list[Pair]:
-    """Returns the pairs without repeated and too large ones (`max_size`: rows, columns); prints how many."""
+    """Returns the pairs without repeated and too large pairs, and prints their numbers."""
     kept = list({pair[:4]: pair for pair in reversed(pairs)}.values())[::-1]
     if num_repeats := len(pairs) - len(kept):
-        print(f"repeated pairs, taken once: {num_repeats}")
+        print(f"repeated pairs, used once: {num_repeats}")
     if max_size is None:
         return kept
     fitting = [pair for pair in kept if all(map(int.__le__, _size_of([pair]), max_size))]
     if not fitting:
-        raise ValueError(f"--max-size {max_size[0]}x{max_size[1]}: no pair is that small")
+        raise ValueError(f"--max-size {max_size[0]}x{max_size[1]}: no pair is so small.")
     if num_larger := len(kept) - len(fitting):
         print(f"pairs larger than {max_size[0]}x{max_size[1]}, left out: {num_larger}")
     return fitting
@@ -184,15 +185,15 @@ def _size_of(pairs: Sequence[Pair]) -> tuple[int, int]:
 
 
 def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str, list[Pair]]:
-    """Divides the pairs by their `split`, or a random `fraction` for testing; equal inputs stay together."""
+    """Divides pairs by their `split`, or holds out a random fraction. Equal inputs stay in the same split."""
     if any(pair.split for pair in pairs):
         if fraction is not None:
-            raise ValueError("--test-fraction is for a source without splits of its own: drop it")
+            raise ValueError("--test-fraction: the source is already divided into splits. Remove it.")
         splits = {split: [pair for pair in pairs if pair.split == split] for split in SPLITS}
         if empty := [split for split in SPLITS if not splits[split]]:
-            raise ValueError(f"the source has no pair for its {empty[0]} split")
+            raise ValueError(f"the source has no pair for its {empty[0]} split.")
         return splits
-    inputs = defaultdict(dict)  # by task: the different inputs, in order, as keys
+    inputs = defaultdict(dict)  # {task: different inputs, in order, as keys}
     for pair in pairs:
         inputs[pair.task][pair.input] = None
     held_out = set()
@@ -204,8 +205,8 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
         held_out.update((task, keys[row]) for row in random_orders(bits)[:count])
     if not held_out:
         raise ValueError(
-            "no task has two different inputs, so none can be held out for testing: add pairs, or "
-            "name the split of each"
+            "no task has two different inputs, so no pair can be held out for testing. Add pairs, or set the "
+            "split of each."
         )
     splits = {split: [] for split in SPLITS}
     for pair in pairs:
@@ -214,7 +215,7 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
 
 
 def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
-    """Warns of suspicious pairs: how many, and where the first is."""
+    """Warns of suspicious pairs, with their number and the position of the first."""
     pairs = splits["train"] + splits["test"]
 
     def warn_of(odd: list[Pair], text: str) -> None:
@@ -224,26 +225,26 @@ def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
     warn_of([pair for pair in pairs if pair.input == pair.output], "have an output equal to their input")
     tested = {(pair.task, pair.input) for pair in splits["test"]}
     is_leak = [pair for pair in splits["train"] if (pair.task, pair.input) in tested]
-    warn_of(is_leak, "are for training, but their inputs are in the test split too")
+    warn_of(is_leak, "are for training, but their inputs are also in the test split")
     num_outputs = Counter((task, grid) for task, grid, _ in {(p.task, p.input, p.output) for p in pairs})
     doubtful = [pair for pair in pairs if num_outputs[pair.task, pair.input] > 1]
-    warn_of(doubtful, "have an input with several outputs, and no model can know which one")
+    warn_of(doubtful, "have an input with several outputs, so no model can get all of them right")
 
 
 def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
-    """Returns all symbols, integers first and by value, and the size of a field that every grid fits into."""
+    """Returns all symbols, first integers by value, and the size of a field for all grids."""
     found = {cell for pair in pairs for grid in pair[:2] for row in grid for cell in row}
     if len(found) > _MAX_SYMBOLS:
-        raise ValueError(f"the pairs have {len(found)} different symbols, more than {_MAX_SYMBOLS}")
+        raise ValueError(f"the pairs have {len(found)} different symbols. The maximum is {_MAX_SYMBOLS}.")
     num_rows, num_columns = _size_of(pairs)
     if is_square:
         if num_rows == 1:
-            raise ValueError("--symmetries dihedral turns and mirrors grids, but all of these are sequences")
+            raise ValueError("--symmetries dihedral has no effect on sequences. Remove it.")
         num_rows = num_columns = max(num_rows, num_columns)
     if num_rows * num_columns > _MAX_CELLS:
         largest = next(pair for pair in pairs if max(_size_of([pair])) == max(num_rows, num_columns))
-        size = f"the largest grids need {num_rows}x{num_columns} cells, more than {_MAX_CELLS}"
-        raise ValueError(f"{size} (the first: {largest.where}): leave some out with --max-size")
+        size = f"the largest grids need {num_rows}x{num_columns} cells, and the maximum is {_MAX_CELLS}"
+        raise ValueError(f"{size} (the first: {largest.where}). Leave some out with --max-size.")
 
     def order(symbol: str) -> tuple:
         is_integer = re.fullmatch(r"-?[0-9]{1,18}", symbol) is not None
@@ -253,7 +254,7 @@ def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
 
 
 def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.Namespace) -> np.ndarray:
-    """Draws a transform for each pair and its variants: uint8 [pairs, 1 + variants, 1 + symbols]."""
+    """Samples a transform for each pair and its variants: uint8 [pairs, 1 + variants, 1 + symbols]."""
     num_symbols = len(vocabulary.symbols)
     exchanges = "symbols" in options.symmetries
     num_variants = options.num_aug if exchanges else NUM_DIHEDRAL - 1
@@ -275,15 +276,15 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
 
 
 def _free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
-    """Returns the numbers of the symbols that variants exchange, all but `fixed`: int64 [n]."""
+    """Returns the indices of the symbols that variants exchange, all except `fixed`: int64 [n]."""
     named = (fixed or "").split() if vocabulary.parts_by_spaces else list(fixed or "")
     if unknown := [symbol for symbol in named if symbol not in vocabulary.symbols]:
         there = f"the symbols are {vocabulary.list_symbols()}"
-        raise ValueError(f"--fixed-symbols {fixed!r}: {unknown[0]!r} is in no pair ({there})")
+        raise ValueError(f"--fixed-symbols {fixed!r}: {unknown[0]!r} is in no pair ({there}).")
     free = [number for number, symbol in enumerate(vocabulary.symbols) if symbol not in named]
     if len(free) < 2:
         raise ValueError(
-            "--symmetries symbols needs two symbols or more that are not fixed, to exchange them"
+            "--symmetries symbols needs at least two symbols that are not fixed, to exchange them."
         )
     return np.array(free)
 
@@ -296,9 +297,10 @@ def _print_summary(pairs: list[Pair], vocabulary: Vocabulary, tasks: list[str]) 
         print(f"grids: all {field}")
     else:
         smallest, largest = ("x".join(map(str, map(of, *shapes))) for of in (min, max))
-        print(f"grids: {len(shapes)} sizes from {smallest} to {largest}, each with its end marked in {field}")
+        sizes = f"{len(shapes)} sizes from {smallest} to {largest}"
+        print(f"grids: {sizes}, each with its end marked in a field of {field}")
     if tasks:
         num_pairs = Counter(pair.task for pair in pairs)
         named = ", ".join(f"{task} ({num_pairs[task]})" for task in itertools.islice(tasks, _MOST_NAMED))
         more = f" and {len(tasks) - _MOST_NAMED} more" if len(tasks) > _MOST_NAMED else ""
-        print(f"tasks ({len(tasks)}), a puzzle identifier each: {named}{more}")
+        print(f"tasks ({len(tasks)}), each with a puzzle identifier: {named}{more}")

@@ -1,12 +1,12 @@
 """Reading pairs from files: JSON lines, a JSON array, CSV, TSV, plain or compressed, or parquet.
 
-A pair is {"input": grid, "output": grid, "task": "name", "split": "train" or "test"}; task is needed for
-several tasks alone, split where the source divides the pairs. A grid is a list of rows; a row is a list of
-symbols (texts or integers), or one text with a character for each symbol. A text with several lines is a grid
-with these rows; another text, or a flat list of symbols, is a sequence. In CSV and parquet the columns have
-these names; a CSV cell that begins with "[" is a JSON list.
+A pair is {"input": grid, "output": grid, "task": "name", "split": "train" or "test"}. task is only needed if
+there are several tasks, split only if the source divides the pairs. A grid is a list of rows. A row is a list
+of symbols (texts or integers), or a text with a character for each symbol. A text with several lines is a
+grid with these rows. Any other text, or a flat list of symbols, is a sequence. In CSV and parquet, the
+columns have these names. A CSV cell that starts with "[" is a JSON list.
 
-Invariant: both grids of a `Pair` are rectangles of printable symbols. Anything else raises ValueError, one
+Invariant: both grids of a `Pair` are rectangles of printable symbols. For any other content, ValueError, one
 line with the file, the line and the reason.
 """
 
@@ -48,7 +48,7 @@ class Pair(NamedTuple):
 
 
 def choose_files(names: Sequence[str]) -> list[str]:
-    """Chooses, among a folder's file names, the file of all pairs or those of both splits, training first."""
+    """Returns the files to read: one file of all pairs, or those of both splits, training first."""
     found = sorted(name for name in names if name.endswith(_ENDINGS))
     if any(name.endswith(_ENDINGS[:-2]) for name in found):  # then .json files only describe the data
         found = [name for name in found if not name.endswith(_ENDINGS[-2:])]
@@ -64,20 +64,20 @@ def choose_files(names: Sequence[str]) -> list[str]:
         return found
     for split in SPLITS:
         if split not in members:
-            raise ValueError(f"has no {split} file ({split}.jsonl, {split}.csv), but the other split's")
+            raise ValueError(f"has no {split} file ({split}.jsonl, {split}.csv). Add it.")
     return [name for split in SPLITS for name in members[split]]
 
 
 def _check_pieces(names: list[str]) -> None:
-    """Raises ValueError unless the names are a single file, or all pieces (such as 0-of-3) of one file."""
+    """Raises ValueError unless the names are a single file, or all shards (such as 0-of-3) of one file."""
     first, *others = names
     if not (match := _SHARD.search(first)):
         if others:
-            raise ValueError(f"has both {first} and {others[0]}: only one of them can be meant")
+            raise ValueError(f"has both {first} and {others[0]}. Remove one of them.")
         return
     num = int(match[1])
     if [each and int(each[0][1:6]) for each in map(_SHARD.search, names)] != [*range(num)]:
-        raise ValueError(f"has {len(names)} of the {num} shards {printable(first)}, ...: all are needed")
+        raise ValueError(f"has {len(names)} of the {num} shards {printable(first)}, ... All are needed.")
 
 
 def _stem(name: str) -> str:
@@ -89,9 +89,9 @@ def _list_endings() -> str:
 
 
 def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tuple[list[Pair], list[str]]:
-    """Reads all pairs of one file, or of the files of both splits; returns the names of unused fields too.
+    """Reads all pairs of files. Returns (pairs, names of unused fields).
 
-    fields: names of the input field and the output field. ValueError with file and line.
+    fields: Names of the input field and the output field. ValueError with file and line.
     """
     pairs, others, stems = [], set(), {_stem(path.name) for path in files}
     for path in files:
@@ -103,17 +103,17 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
         for line, row in read(path):
             try:
                 if not isinstance(row, dict):
-                    raise ValueError('no pair, {"input": grid, "output": grid}')
+                    raise ValueError('not a pair, {"input": grid, "output": grid}')
                 if missing := [name for name in fields if name not in row]:
                     there = ", ".join(printable(str(field))[:_MOST_SHOWN] for field in [*row][:_MOST_FIELDS])
-                    names = "--fields INPUT,OUTPUT names the fields of both grids"
-                    raise ValueError(f"no {missing[0]}, only {there or 'nothing'}: {names}")
+                    names = "Pass the names of both fields with --fields INPUT,OUTPUT."
+                    raise ValueError(f"no {missing[0]}, only {there or 'nothing'}. {names}")
                 grids = {ours: row[name] for ours, name in zip(_GRIDS, fields, strict=True)}
                 is_cell = read is _csv_rows
                 grids = {ours: _parse_list(value, ours, is_cell=is_cell) for ours, value in grids.items()}
                 pair = parse_pair(row | grids, where=f"{path}:{line}")
                 if split and pair.split not in ("", split):
-                    raise ValueError(f"its split is {pair.split!r}, but the file's name says otherwise")
+                    raise ValueError(f"its split is {pair.split!r}, but the file is of the {split} split")
                 pairs.append(pair._replace(split=split or pair.split))
             except ValueError as error:
                 raise ValueError(f"{path}:{line}: {error}") from None
@@ -124,13 +124,13 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
         without = [pair.where for pair in pairs if not getattr(pair, field)]
         if 0 < len(without) < len(pairs):
             raise ValueError(
-                f"{without[0]}: no {field}, but other pairs name theirs: give it to all or to none"
+                f"{without[0]}: no {field}, but other pairs have one. Set it for all pairs or for none."
             )
     return pairs, sorted(map(printable, others))
 
 
 def parse_pair(row: dict, *, where: str) -> Pair:
-    """Makes a pair from a JSON object. ValueError says what is wrong with it. where: file and line."""
+    """Converts a JSON object to a pair. ValueError if it is invalid. where: File and line."""
     for field in _GRIDS:
         if row.get(field) is None:
             raise ValueError(f"no {field}")
@@ -170,7 +170,7 @@ def _parse_symbol(cell: Any, name: str) -> str:
         raise ValueError(f"the {name} has the cell {_shown(cell)}, neither a text nor an integer")
     symbol = str(cell)
     if not symbol.isprintable() or "\ufffd" in symbol or (len(symbol) > 1 and " " in symbol):
-        raise ValueError(f"the {name} has the cell {_shown(cell)}, no printable symbol without spaces")
+        raise ValueError(f"the {name} has the cell {_shown(cell)}, not a printable symbol without spaces")
     return symbol
 
 
@@ -180,9 +180,10 @@ def _shown(value: Any) -> str:
 
 
 def _parse_list(value: Any, name: str, *, is_cell: bool) -> Any:
-    """Parses a CSV cell that begins with "[" as JSON; returns other values unchanged.
+    """Parses a CSV cell that starts with "[" as JSON. Returns other values unchanged.
 
-    ValueError for malformed JSON, and for a printed list such as "[1 2]", which would be read as symbols.
+    ValueError for malformed JSON, and for a list as Python prints it, such as "[1 2]". It would be read as
+    symbols.
     """
     if not isinstance(value, str):
         return value
@@ -191,12 +192,12 @@ def _parse_list(value: Any, name: str, *, is_cell: bool) -> Any:
         try:
             return parse_json(text, where="it")
         except ValueError:
-            remedy = 'what begins with "[" is a list as JSON writes it; a text goes into a .jsonl file'
-            raise ValueError(f"the {name} is {_shown(value)}: {remedy}") from None
+            remedy = 'A cell that starts with "[" must be a JSON list. Write a text into a .jsonl file.'
+            raise ValueError(f"the {name} is {_shown(value)}. {remedy}") from None
     found = _BRACKETED.fullmatch(text)
     items = [item for item in re.split(r"[\s,:()[\]{}]+", found[1] if found else "") if item]
     if items and all(map(_PRINTED.fullmatch, items)):
-        raise ValueError(f"the {name} is {_shown(value)}, a list within a text: write the list itself")
+        raise ValueError(f"the {name} is {_shown(value)}, a list within a text. Write the list itself.")
     return value
 
 
@@ -210,7 +211,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
 def _array_rows(path: Path) -> Iterator[tuple[int, Any]]:
     """Yields the number of each item of a JSON array, and the item."""
     if not isinstance(items := read_json(path), list):
-        raise ValueError(f"{path} is no list of pairs")
+        raise ValueError(f"{path} is not a list of pairs")
     return enumerate(items, 1)
 
 
@@ -224,21 +225,21 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
     except ImportError:
-        raise ValueError(f"{path} needs the package pyarrow: pip install pyarrow") from None
+        raise ValueError(f"{path} needs the package pyarrow. Install it: pip install pyarrow") from None
     number = 0
     try:
         with open_regular(path) as opened:
             fields = parquet.read_schema(opened)
             texts = [field.name for field in fields if str(field.type) in ("string", "large_string")]
             if repeated := [name for name in fields.names if fields.names.count(name) > 1]:
-                raise ValueError(f"the column {printable(repeated[0])!r} is there twice")
+                raise ValueError(f"two columns are named {printable(repeated[0])!r}")
             file = parquet.ParquetFile(opened, read_dictionary=texts)  # equal texts are stored once
             groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
             counts = [
                 group.column(index).num_values for group in groups for index in range(group.num_columns)
             ]
             if max(counts, default=0) > _MOST_VALUES:
-                raise ValueError(f"it has more than {_MOST_VALUES:,} values at once")
+                raise ValueError(f"it has more than {_MOST_VALUES:,} values in a row group")
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
                 for row in range(batch.num_rows):
                     number += 1

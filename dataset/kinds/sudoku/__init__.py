@@ -1,7 +1,7 @@
 """Sudoku, with boxes from 2x2 to 5x5 cells.
 
-Tokens: 0 = pad, 1 = empty, 2 .. n + 1 = the digits 1 .. n. A proper puzzle has one solution, so that a valid
-answer is also exact; where the metric `valid` exceeds `exact`, some puzzles have several solutions.
+Tokens: 0 = pad, 1 = empty, 2 .. n + 1 = the digits 1 .. n. A proper puzzle has one solution, so a valid
+answer is also exact. If the metric `valid` exceeds `exact`, some puzzles have several solutions.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ from dataset.kinds.sudoku.rules import (
 from dataset.kinds.sudoku.texts import BOX_OF, EMPTY_CELLS, SYMBOLS, GridText, list_sizes, read_grids
 
 _EMPTY, _DIGIT_1 = 1, 2  # tokens
-_MOST_SOLUTIONS = 1000  # that are counted
-_MADE_UP = 6  # a stream of random bits; the builder has the numbers below
+_MOST_SOLUTIONS = 1000  # maximum that is counted
+_MADE_UP = 6  # a stream of random bits; the builder uses the lower numbers
 
 
 def _mismatch(metadata: Metadata) -> str | None:
@@ -39,14 +39,14 @@ def _mismatch(metadata: Metadata) -> str | None:
 def _build_evaluator(folder: Path, metadata: Metadata) -> RowEvaluator:
     if (num := metadata.seq_len) not in BOX_OF:
         known = ", ".join(map(str, BOX_OF))
-        raise ValueError(f"{folder}: Sudokus of {num} cells cannot be evaluated, only of {known}")
+        raise ValueError(f"{folder}: Sudokus of {num} cells cannot be evaluated, only those of {known}")
     return RowEvaluator("sudoku", functools.partial(check_answers, box=BOX_OF[num]))
 
 
 def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[str, np.ndarray]:
     """Checks answers, tokens [n, seq_len], by the rules: {"valid": bool [n]}.
 
-    valid: every row, column and box holds each digit once, and every clue of the input is kept.
+    valid: Every row, column and box contains each digit once, and every clue of the input is unchanged.
     """
     is_digit = (preds >= _DIGIT_1) & (preds < _DIGIT_1 + box[0] * box[1])
     digits = np.where(is_digit, preds - (_DIGIT_1 - 1), 0).astype(np.uint8)
@@ -56,7 +56,7 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[st
 
 @dataclasses.dataclass(frozen=True)
 class SudokuPuzzle(Puzzle):
-    """A Sudoku that a person gives. box: (rows, columns) of a box."""
+    """A Sudoku that a user wants to solve. box: (rows, columns) of a box."""
 
     box: Box = (3, 3)
 
@@ -68,13 +68,13 @@ class SudokuPuzzle(Puzzle):
         except TooHardError as error:
             return str(error)
         if not number:
-            raise ValueError("the puzzle has no solution: is every clue right?")
+            raise ValueError("the puzzle has no solution. Check its clues.")
         several = f"this puzzle has {number if number < _MOST_SOLUTIONS else f'at least {number}'} solutions"
         return None if number == 1 else several
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads one Sudoku or a list of them (`texts`). ValueError for a bad one, with the line in a list."""
+    """Reads one or more Sudokus (`texts`). ValueError for an invalid one, with its line in a list."""
     grids, puzzles = read_grids(text), []
     for grid in grids:
         try:
@@ -85,13 +85,13 @@ def read_puzzles(text: str) -> list[Puzzle]:
 
 
 def _puzzle(grid: GridText) -> SudokuPuzzle:
-    """Makes a puzzle of a text. ValueError where it is no grid, or its clues contradict each other."""
+    """Converts a text to a puzzle. ValueError if it is not a grid, or if its clues contradict each other."""
     if unknown := next((cell for cell in grid.cells if cell not in EMPTY_CELLS + SYMBOLS), None):
         raise ValueError(
-            f"{unknown!r} is no cell of a Sudoku: give digits, and '.', '0', '_' or '-' where it is empty"
+            f"{unknown!r} is not a cell of a Sudoku. Use digits, and '.', '0', '_' or '-' for empty cells."
         )
     if len(grid.cells) not in BOX_OF:
-        raise ValueError(f"{len(grid.cells)} cells make no Sudoku, which has one of {list_sizes()}")
+        raise ValueError(f"{len(grid.cells)} cells are not a Sudoku. It must have one of {list_sizes()}.")
     box = BOX_OF[len(grid.cells)]
     size = box[0] * box[1]
     digits = np.array([SYMBOLS.find(cell) + 1 for cell in grid.cells])

@@ -1,9 +1,11 @@
 """Builds a Sudoku dataset, from CSV files, from lists of puzzles, or from puzzles generated here.
 
-A CSV file has the columns question and answer, n * n characters row by row, and rating, a number, where
---min-difficulty asks for it. A puzzle without an answer is solved. In the training split a group is a puzzle
-and its variants, each a puzzle with one example. Invariant: every answer is valid and agrees with its
-question; no variant is a test puzzle; the same command gives the same bytes on every machine.
+A CSV file has the columns question and answer, with n * n characters row by row. With --min-difficulty it
+also needs the column rating, a number. A puzzle without an answer is solved. In the training split, a group
+is a puzzle and its variants. Each is a puzzle with one example or, with --easier, two.
+
+Invariant: every answer is valid and agrees with its question. No variant equals a test puzzle. The same
+command gives the same bytes on every machine.
 """
 
 import argparse
@@ -25,8 +27,8 @@ from dataset.randomness import random_bits
 from runtime.command_line import integer, matching, number, refuse_options
 from runtime.reading import read_lines
 
-_AUGMENT, _EASIER = 4, 5  # streams of random bits; `build.splits` has the numbers below
-_MAX_REPEATS = 20_000  # generated puzzles in a row that are not new, before giving up
+_AUGMENT, _EASIER = 4, 5  # streams of random bits; `build.splits` uses the lower numbers
+_MAX_REPEATS = 20_000  # generated puzzles in a row that are not new before giving up
 _CLUES = matching(
     r"(\d+)-(\d+)",
     "MIN-MAX, such as 32-40",
@@ -40,24 +42,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser,
         thing="puzzle",
         columns="columns question, answer and, for --min-difficulty, rating, under the names of the "
-        "public sets too; '.' or '0' is empty; a .txt, .sdm, .sdk or .ss file holds puzzles without answers",
-        generated="generate N training puzzles and N // 10 test puzzles, at least 100, all different and "
-        "minimal: one solution, and more than one without any one clue; 9x9 at 50 a second and core; larger "
-        "ones, with a clue or more to spare, take 16x16 a second, 25x25 ten (less with --clues)",
+        "public sets too; '.' or '0' is empty; .txt, .sdm, .sdk and .ss files are lists without answers",
+        generated="generate N training puzzles and N // 10 (at least 100) test puzzles. All are different "
+        "and minimal: without any of its clues, a puzzle has several solutions. Puzzles larger than 9x9 may "
+        "have spare clues. A core makes 50 9x9 puzzles a second. A 16x16 takes 1 s, a 25x25 10 s (less with "
+        "--clues)",
     )
     box = "rows x columns of a box; 3x3 makes 9x9 (default)"
     parser.add_argument("--box", choices=rules.BOXES, default="3x3", help=box)
-    clues = "generate puzzles with MIN to MAX clues: minimal ones with clues added, so that they are easier"
+    clues = "generate easier puzzles with MIN to MAX clues: minimal puzzles with clues added"
     parser.add_argument("--clues", type=_CLUES, metavar="MIN-MAX", help=clues)
-    easier = "train on each puzzle also with MIN to MAX clues, others added: it helps with hard puzzles"
+    easier = "add to each training puzzle an easier example with MIN to MAX clues; use it for hard puzzles"
     parser.add_argument("--easier", type=_CLUES, metavar="MIN-MAX", help=easier)
     parser.add_argument("--num-test", **sources.NUM_TEST)
     parser.add_argument("--subsample-size", **sources.SUBSAMPLE_SIZE)
     count = integer(at_least=0)
-    num_aug = "variants of each training puzzle (default 0); the test split has none"
+    num_aug = "number of variants of each training puzzle (default 0); the test split gets none"
     parser.add_argument("--num-aug", type=count, default=0, metavar="A", help=num_aug)
     parser.add_argument("--materialize", **sources.MATERIALIZE)
-    difficulty = "keep source puzzles, of both splits, with rating >= R"
+    difficulty = "keep only puzzles of the source with rating >= R, in both splits"
     rating = matching(r"(\d+(?:\.\d+)?)", "a number", number)
     parser.add_argument("--min-difficulty", type=rating, metavar="R", help=difficulty)
 
@@ -73,9 +76,9 @@ def check_options(options: argparse.Namespace) -> None:
     size = math.prod(rules.BOXES[options.box])
     for name in ("clues", "easier"):
         if (clues := getattr(options, name)) and clues[1] > size**2:
-            raise ValueError(f"--{name}: a {size}x{size} grid has {size**2} cells, not {clues[1]}")
+            raise ValueError(f"--{name}: a {size}x{size} grid has only {size**2} cells, not {clues[1]}.")
     if options.materialize and not options.num_aug:
-        raise ValueError("--materialize writes out the variants of --num-aug: drop it, or ask for some")
+        raise ValueError("--materialize has no effect without --num-aug. Remove it, or pass --num-aug.")
 
 
 def build(options: argparse.Namespace) -> None:
@@ -104,7 +107,7 @@ def _generate(options: argparse.Namespace, *, box: rules.Box) -> tuple[np.ndarra
     if clues is None and num_train + num_test > rules.NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
         raise ValueError(
             f"--generate {num_train} needs {num_train + num_test} different puzzles with the test split, but "
-            f"{boxes} have only {rules.NUM_MINIMAL_PUZZLES[box]}: ask for fewer, or larger boxes"
+            f"{boxes} have only {rules.NUM_MINIMAL_PUZZLES[box]}. Lower --generate, or choose a larger --box."
         )
     few = f"{boxes} with {clues[0]} to {clues[1]} clues" if clues else boxes
     drawn = draw_distinct(
@@ -112,7 +115,7 @@ def _generate(options: argparse.Namespace, *, box: rules.Box) -> tuple[np.ndarra
         num_train=num_train,
         num_test=num_test,
         max_misses=_MAX_REPEATS + 1,
-        refusal=f"{few} gave {{count}} puzzles, then no new one: ask for fewer",
+        refusal=f"{few} gave {{count}} puzzles, then no new one. Lower --generate.",
     )
     return drawn[0] + np.uint8(1), drawn[1] + np.uint8(1)
 
@@ -126,7 +129,7 @@ def _draw(
 
 
 def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.ndarray:
-    """Returns the inputs with clues added, up to a random number in `clues`; one with more stays as it is."""
+    """Returns inputs with a random number of clues in `clues`. An input with more clues is not changed."""
     numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
     for index, pair in enumerate(train - 1):
         bits = random_bits(seed, stream=_EASIER, index=index, count=1 + train.shape[2])
@@ -138,10 +141,11 @@ def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.
 def _draw_transforms(
     num_groups: int, num_aug: int, *, num_examples: int, box: rules.Box, seed: int
 ) -> np.ndarray:
-    """Draws a transform for each puzzle of each group: uint8 [groups, 1 + num_aug, bytes].
+    """Samples a transform for each puzzle of each group: uint8 [groups, 1 + num_aug, bytes].
 
-    The first one is the identity. A variant may still equal a test puzzle. This is common with 2x2 boxes,
-    where all minimal puzzles are variants of 36, and unheard of with 3x3. num_examples: of each puzzle.
+    The first transform of a group is the identity. A variant may equal a test puzzle. With 2x2 boxes this is
+    common, because all minimal puzzles are variants of 36 puzzles. num_examples: Number of examples of each
+    puzzle.
     """
     check_count(num_groups, 1 + num_aug, num_examples)
     width, first = rules.bits_per_symmetry(box), rules.no_symmetry(box)
@@ -154,7 +158,7 @@ def _draw_transforms(
 
 
 def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndarray:
-    """Reads the puzzles of a file, checks, solves and filters them: pairs of tokens, uint8 [n, 2, cells]."""
+    """Reads, checks, solves and filters the puzzles of a file: pairs of tokens, uint8 [n, 2, cells]."""
     names, size = ["question", "answer"], box[0] * box[1]
     least, num_solved = options.min_difficulty, 0
     if least is not None:
@@ -162,7 +166,7 @@ def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndar
     read = [np.empty((0, 2, size**2), np.uint8)]
     for lines, columns in _tables(path, names, num_cells=size**2, given=getattr(options, "columns", None)):
         check = functools.partial(sources.expect, path, lines)
-        remark = f"; is --box {box[0]}x{box[1]} right?"
+        remark = f". Check --box {box[0]}x{box[1]}"
         form = {"num_cells": size**2, "token_of": _DIGIT_OF, "remark": remark}
         is_solved = "answer" not in columns
         if is_solved:
@@ -187,14 +191,14 @@ def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndar
             pairs = pairs[np.array([float(text) >= least for text in ratings])]
         read.append(pairs)
     if num_solved:
-        print(f"{path}: {num_solved} puzzles without an answer, solved")
+        print(f"{path}: {num_solved} puzzles without an answer were solved")
     return np.concatenate(read)
 
 
 def _tables(
     path: Path, names: Sequence[str], *, num_cells: int, given: str | None
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Yields (line numbers, {column: texts}) of a CSV file or a list; the column answer may be missing."""
+    """Yields (line numbers, {column: texts}) of a CSV file or a list. The column answer may be missing."""
     if sources.is_table(path):
         is_grid = functools.partial(is_grid_of, num_cells=num_cells)
         tables = sources.read_columns(path, names, given=given, optional=["answer"], is_grid=is_grid)
@@ -206,7 +210,7 @@ def _tables(
             yield lines, columns
         return
     if names[2:]:
-        raise ValueError(f"{path} has no column rating for --min-difficulty: it is a list of puzzles")
+        raise ValueError(f"{path} is a list of puzzles without ratings. Remove --min-difficulty.")
     try:
         grids = read_grids("".join(read_lines(path)))
     except ValueError as error:
@@ -217,11 +221,11 @@ def _tables(
 
 
 def _solve(question: list[int], *, box: rules.Box, where: str) -> list[int]:
-    """Finds the only solution. ValueError where there is none, or more than one."""
+    """Returns the only solution. ValueError if there is none, or more than one."""
     try:
         solutions = rules.find_solutions(question, box=box)
     except rules.TooHardError as error:
         raise ValueError(f"{where}: {error}") from None
     if len(solutions) != 1:
-        raise ValueError(f"{where}: the puzzle has {'several solutions' if solutions else 'no solution'}")
+        raise ValueError(f"{where}: the puzzle has {'several solutions' if solutions else 'no solution'}.")
     return solutions[0]

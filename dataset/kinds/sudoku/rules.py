@@ -4,8 +4,8 @@ A box is `(rows, columns)`; a grid has n = rows * columns digits, n rows, n colu
 make a 4x4 grid, 3x3 a 9x9 and 5x5 a 25x25. A grid is a flat array of n * n digits, row by row, 0 = empty. The
 solver works on bitboards: an integer with one bit for each cell, cell 0 the lowest.
 
-Invariant: everything random is a function of (seed, stream, index) (`randomness`), whatever the order of the
-work.
+Invariant: random values are a function of (seed, stream, index) (`randomness`). The order of the work does
+not matter.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from dataset.randomness import random_below, random_bits, random_orders
 
 Box = tuple[int, int]
 
-# The number of different minimal puzzles, from trying all clue sets of all 4x4 grids; 36 up to symmetry.
-# There are always enough with larger boxes.
+# The number of different minimal puzzles, counted over all clue sets of all 4x4 grids. Up to symmetry, there
+# are 36. Larger boxes have more puzzles than anyone can ask for.
 NUM_MINIMAL_PUZZLES = {(2, 2): 85_632}
 
 _SIDES = range(2, 6)
@@ -29,13 +29,13 @@ BOXES: dict[str, Box] = {
     f"{rows}x{columns}": (rows, columns) for rows in _SIDES for columns in _SIDES[rows - 2 :]
 }
 
-_MOST_GUESSES = 10_000  # in one search: some seconds
-_LARGEST_MINIMAL = 9  # digits: puzzles of larger grids are not quite minimal (`generate_puzzle`)
+_MOST_GUESSES = 10_000  # limit of one search: some seconds
+_LARGEST_MINIMAL = 9  # digits; puzzles of larger grids may have spare clues
 _GUESSES_A_CLUE = 10
 
 
 class TooHardError(ValueError):
-    """The error of a puzzle that takes the solver too many guesses."""
+    """The error if the solver needs too many guesses for a puzzle."""
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def unit_cells(box: Box) -> np.ndarray:
 
 
 def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
-    """Returns whether every row, column and box holds each digit once: [count, n * n] -> bool [count]."""
+    """Returns whether every row, column and box contains each digit once. grids: [count, n * n]."""
     units = unit_cells(box)
     digit_bits = np.left_shift(1, grids, dtype=np.uint32)
     held = np.zeros((len(grids), len(units)), np.uint32)
@@ -62,7 +62,7 @@ def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
 def find_solutions(
     question: Sequence[int], *, box: Box, limit: int = 2, most_guesses: int = _MOST_GUESSES
 ) -> list[list[int]]:
-    """Returns up to `limit` solutions, 2 to see if there is one only. TooHardError after `most_guesses`."""
+    """Returns up to `limit` solutions. TooHardError after `most_guesses` guesses."""
     found = _solutions(_candidates(question, box), box, guesses=iter(range(most_guesses)))
     return [_grid(solution) for solution in itertools.islice(found, limit)]
 
@@ -105,12 +105,14 @@ def _solutions(
     unplaced: int | None = None,
     guesses: Iterator[int] | None = None,
 ) -> Iterator[list[int]]:
-    """Yields every solution within `candidates` (a bitboard for each digit, modified), as bitboards too.
+    """Yields every solution within `candidates`, as bitboards of the digits. Modifies `candidates`.
 
-    Fills in naked singles, then hidden singles, then guesses the digit of a cell with two candidates or,
-    without such a cell, the cell of a digit with two candidates in a unit. digit_orders: the order in which
-    each cell tries digits; only cells are guessed then. unplaced: the cells with a digit still to be removed
-    from their peers. Each guess takes one of `guesses`; TooHardError where none is left.
+    It fills in naked singles, then hidden singles. Then it guesses the digit of a cell with two candidates.
+    If there is no such cell, it guesses the cell of a digit that has two cells in a unit.
+
+    candidates: A bitboard for each digit. digit_orders: Order in which each cell tries digits. If given, only
+    digits of cells are guessed. unplaced: Cells with a digit that is not yet removed from their peers.
+    guesses: Each guess takes one item. TooHardError if no item is left.
     """
     whole, units, peers = _bitboards(box)
     unplaced = whole if unplaced is None else unplaced
@@ -151,7 +153,7 @@ def _solutions(
         if not found:
             break
     if guesses is not None and next(guesses, None) is None:
-        raise TooHardError("the puzzle is too hard for the solver: it may have any number of solutions")
+        raise TooHardError("the puzzle is too hard for the solver. The number of its solutions is not known")
     doubtful = twice & ~thrice
     if doubtful or not pair or digit_orders is not None:
         cell_bit = (doubtful or unplaced) & -(doubtful or unplaced)
@@ -168,15 +170,16 @@ def _solutions(
 def generate_puzzle(
     seed: int, *, stream: int, index: int, box: Box, clues: range | None = None
 ) -> tuple[list[int], list[int]] | None:
-    """Generates a minimal puzzle, (question, answer): without any one clue it has several solutions.
+    """Generates a minimal puzzle, (question, answer). Without any of its clues, it has several solutions.
 
-    A random full grid loses its clues in random order. A clue stays if the puzzle without it has a solution
-    with another digit in the cell; the solver decides this exactly. One pass is enough, since a clue that is
-    needed among many clues is needed among fewer. Grids larger than 9x9 need not become minimal: a clue also
-    stays where a few guesses do not decide, and once only the least number of `clues` is left.
+    Clues of a random full grid are removed in random order. A clue stays if the puzzle without it has a
+    solution with another digit in the cell. The solver decides this exactly. One pass is enough, because a
+    clue that is needed among many clues is also needed among fewer. A grid larger than 9x9 may have spare
+    clues. There, a clue also stays if a few guesses cannot decide, and no clue is removed below the minimum
+    of `clues`.
 
-    clues: the wanted numbers of clues; if the puzzle has fewer, some are added (`with_more_clues`), and if it
-    has more, the result is None.
+    clues: Range of the number of clues. If the puzzle has fewer, clues are added (`with_more_clues`). If it
+    has more, returns None.
     """
     whole, _, _ = _bitboards(box)
     num_cells, size = whole.bit_length(), box[0] * box[1]
@@ -209,9 +212,9 @@ def generate_puzzle(
 def with_more_clues(
     question: Sequence[int], grid: Sequence[int], *, clues: range, bits: np.ndarray
 ) -> list[int] | None:
-    """Returns a puzzle with random clues of its answer `grid` added, up to a number drawn from `clues`.
+    """Adds random clues of the answer `grid` to a puzzle, up to a random number in `clues`.
 
-    Numbers below the puzzle's own are not drawn; None if all are. bits: random uint64 [1 + cells].
+    Returns None if the puzzle has more clues than every number in `clues`. bits: Random uint64 [1 + cells].
     """
     num_clues = sum(digit > 0 for digit in question)
     fitting = [number for number in clues if number >= num_clues]
@@ -225,7 +228,7 @@ def with_more_clues(
 
 
 def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
-    """Makes transforms, uint8 [count, 1 + 3 n], of random bits, uint64 [count, `bits_per_symmetry`(box)]."""
+    """Returns random transforms, uint8 [count, 1 + 3 n]. bits: uint64 [count, `bits_per_symmetry`(box)]."""
     rows, columns = box
     count, size = len(bits), rows * columns
     ends = np.cumsum([1, columns, rows, size, size])
@@ -252,7 +255,7 @@ def bits_per_symmetry(box: Box) -> int:
 
 
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Returns random orders of n lines, [count, n], that keep blocks together; both arguments are bits."""
+    """Returns random orders of n lines, [count, n], that keep the lines of a block together."""
     count, num_blocks, num_lines = in_blocks.shape
     order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)
     return order.reshape(count, num_blocks * num_lines)

@@ -1,7 +1,8 @@
 """Reads Sudokus as people write them: rows of cells, drawings with frames, lists with a puzzle a line.
 
-The symbols are digits, then letters: 1 to 9 and A to G for a 16x16 grid, up to P for a 25x25 one. Letters
-alone (A is 1), 0 to F, and numbers separated by spaces are read too. An empty cell is one of `EMPTY_CELLS`.
+The symbols are digits, then letters: 1 to 9 and A to G for a 16x16 grid, 1 to 9 and A to P for 25x25. Also
+accepted are letters only (A is 1), 0 to F, and numbers separated by spaces. An empty cell is one of
+`EMPTY_CELLS`.
 """
 
 import dataclasses
@@ -25,11 +26,11 @@ _TITLE = re.compile(r"(?:grid|puzzle|sudoku|board|game|no)\W*\d*\W*", re.IGNOREC
 
 @dataclasses.dataclass(frozen=True)
 class GridText:
-    """A puzzle as it stands in a text.
+    """A puzzle in a text.
 
     line    number of its first line, from 1
-    cells   `SYMBOLS`, and "." where one is empty, row by row
-    answer  the same, without empty cells; None: not there
+    cells   `SYMBOLS`, or "." for empty cells, row by row
+    answer  the same for the answer, without empty cells. None if the text has no answer
     """
 
     line: int
@@ -38,7 +39,7 @@ class GridText:
 
 
 def in_symbols(*texts: str, num_cells: int) -> list[str]:
-    """Rewrites grids of one puzzle in `SYMBOLS`, and "." for empty cells; unknown characters stay."""
+    """Rewrites grids of one puzzle in `SYMBOLS`, with "." for empty cells. Unknown characters stay."""
     grids = ["".join(_split_cells(text)).upper() for text in texts]
     used = set("".join(grids))
     others, first = used - set(EMPTY_CELLS), None
@@ -52,20 +53,21 @@ def in_symbols(*texts: str, num_cells: int) -> list[str]:
 
 
 def read_grids(text: str) -> list[GridText]:
-    """Reads the puzzles of a text. ValueError for JSON, or where a line of a list has no puzzle.
+    """Reads the puzzles of a text. ValueError for JSON, or if a line of a list has no puzzle.
 
-    A text is one grid or several, each in several lines, or a list with a puzzle in every line, perhaps
-    beside other fields such as a number. A full grid that has all clues of the last puzzle is its answer.
+    A text contains one or more grids of several lines each. Or it is a list with a puzzle in every line. A
+    line may also contain other fields, such as a number. A full grid with all clues of the puzzle before it
+    is its answer.
     """
     if "{" in text:
-        raise ValueError("it is no list of puzzles, with characters for cells")
+        raise ValueError("it is not a list of puzzles with a character for each cell")
     lines = list(_lines(text))
     found = [(number, _whole_grids(line)) for number, line in lines]
     if any(grids for _, grids in found):
         grids = []
         for index, (number, of_line) in enumerate(found):
             if not of_line and index:  # the first line may name columns
-                raise ValueError(f"line {number} has no Sudoku, which has one of {list_sizes()} cells")
+                raise ValueError(f"line {number} has no Sudoku. It must have one of {list_sizes()} cells.")
             grids += [(number, cells) for cells in of_line]
     else:
         rows = [(number, "".join(_split_cells(line))) for number, line in _without_frames(lines)]
@@ -82,9 +84,9 @@ def read_grids(text: str) -> list[GridText]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields (number, line) of lines with cells, without comments after # and titles such as "Grid 01".
+    """Yields (number, line) of lines with cells. Skips comments after # and titles such as "Grid 01".
 
-    In a text with sections, these are [Puzzle], and a [State] without empty cells.
+    In a text with sections, it yields [Puzzle], and [State] if that has no empty cells.
     """
     section, state = "puzzle", []
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
@@ -100,7 +102,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _split_cells(text: str) -> Sequence[str]:
-    """Splits a text into cells: between separators, if symbols or numbers are there; else one a character."""
+    """Splits a text into cells: at separators between symbols or numbers, otherwise into characters."""
     text = re.sub(r"[]|[]", " ", text)
     separator = next((each for each in "\t;," if each in text), None)
     fields, known = [field.strip() for field in text.split(separator)], _SIZES | BOX_OF.keys()
@@ -114,7 +116,7 @@ def _split_cells(text: str) -> Sequence[str]:
 
 
 def _whole_grids(line: str) -> list[str]:
-    """Returns those fields of a line that are whole grids; or the line, if it is one."""
+    """Returns the fields of a line that are complete grids, or the line itself if it is one."""
     fields = [field.strip("\"'") for field in _BETWEEN.split(line)]
     joined = "".join(_split_cells(line))
     grids = [field for field in fields if _is_grid(field)]
@@ -137,7 +139,7 @@ def _has_symbols(cells: str) -> bool:
 
 
 def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Drops the lines of a drawing's frames, but keeps rows in which - is an empty cell."""
+    """Removes the frame lines of a drawing. Keeps rows in which - is an empty cell."""
     rows = [(number, line) for number, line in lines if not _FRAME.fullmatch(line)]
     if len(lines) in _SIZES and all(len(line) == len(lines) for _, line in lines):
         return lines
@@ -145,7 +147,7 @@ def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def _join(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Joins rows into square grids if all have equal length, else all rows into one grid."""
+    """Joins rows into square grids if all have the same length, otherwise all rows into one grid."""
     lengths = {len(cells) for _, cells in rows}
     text = "".join(cells for _, cells in rows)
     if len(lengths) == 1:
