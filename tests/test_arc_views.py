@@ -75,7 +75,7 @@ BAD_FILES = [
     ("test_puzzles.json", "[]", "is not a JSON object of tasks"),
     ("test_puzzles.json", "{}", "is not a JSON object of tasks"),
     ("test_puzzles.json", '{"a": []}', "task a: not a task.*Build the dataset again"),
-    ("test_puzzles.json", _task(test=[{"output": A}]), "test pair 1 has no input; build"),
+    ("test_puzzles.json", _task(test=[{"output": A}]), "test pair 1 has no input. Build"),
     ("test_puzzles.json", _task().replace('"a"', '"b"'), "'a', identifier 1, is in the test split"),
     ("identifiers.json", None, "does not contain the names of 4 identifiers"),
     ("identifiers.json", '{"a": 1}', "does not contain the names of 4 identifiers"),

@@ -28,8 +28,8 @@ def test_reading_back_gives_the_same_pairs(tmp_path, capsys, tasks):
         assert 1 <= counted[1] <= sum(counted) * 0.2 + 1
     printed = capsys.readouterr()
     assert "symbols (5): space # . a b\n" in printed.out
-    assert "grids: 20 sizes from 1x1 to 4x5, each with its end marked in 4x5\n" in printed.out
-    assert ("tasks (3), a puzzle identifier each: task 0 (20)," in printed.out) == (tasks > 1)
+    assert "grids: 20 sizes from 1x1 to 4x5, each with its end marked in a field of 4x5\n" in printed.out
+    assert ("tasks (3), each with a puzzle identifier: task 0 (20)," in printed.out) == (tasks > 1)
 
 
 def test_all_ways_of_writing_give_the_same_bytes(tmp_path, capsys):

@@ -234,7 +234,7 @@ def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, 
     with pytest.raises(ValueError, match="checkpoint missing does not exist: give a run folder"):
         _write(Path("missing"), page, runtime=str(files))
     (files / "dist" / browser.FILES[1]).rename(files / browser.FILES[1])  # there it counts as well
-    with pytest.raises(ValueError, match="does not exist: build it"):
+    with pytest.raises(ValueError, match="does not exist. Build it"):
         _write(trained, page, runtime=str(files), data_path=["nowhere"])
     (files / browser.FILES[1]).unlink()
     with pytest.raises(ValueError, match=f"has no {browser.FILES[1]}: give runtime=FOLDER with the files of"):
