@@ -21,6 +21,7 @@ from config.schema import validate_config
 from dataset.format import open_split
 from dataset.kinds.maze import rules as maze
 from dataset.kinds.sudoku import check_answers as check_sudoku
+from dataset.kinds.sudoku.rules import unit_cells
 from dataset.loader import choose_rows
 from share.browser import write_page
 from tests.checkpoints import save_on
@@ -318,7 +319,8 @@ def test_its_rules_are_those_of_the_kinds(visit, address, sudoku_folder):
 
     test, box = open_split(sudoku_folder, "test").sets["all"], (2, 2)
     questions, answers = test.inputs[:90], _spoil(test.labels[:90], most=6)
-    facts = {"kind": "sudoku", "rows": 4, "columns": 4, "box": box, "vocab_size": 6}
+    facts = {"kind": "sudoku", "rows": 4, "columns": 4, "plural": "Sudoku", "symbols": ["", "", *"1234"]}
+    facts["groups"] = unit_cells(box).tolist()
     is_valid = shown.evaluate(_IN_KIND, [facts, np.stack([questions, answers], axis=1).tolist()])
     assert is_valid == check_sudoku(questions, answers, box=box)["valid"].tolist()
     assert 10 < sum(is_valid) < 80
