@@ -112,7 +112,7 @@ class CheckpointWriter:
         """Copies tensors into host buffers, which later saves use again; pinned memory for CUDA tensors."""
         for section, tensors in sections.items():
             copies = self._copies.setdefault(section, {})
-            for name, kept in own_part(tensors).items():
+            for name, kept in local_part(tensors).items():
                 tensor = tensor_of(kept)
                 if name not in copies:
                     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -181,7 +181,7 @@ class CheckpointWriter:
                     log.warning(f"the old checkpoint {folder} cannot be removed ({error})")
 
 
-def own_part(tensors: Tensors) -> Tensors:
+def local_part(tensors: Tensors) -> Tensors:
     """Returns what this rank writes: rank 0 the whole tensors, every rank its shards, without copies.
 
     All ranks must give shards of the same names, some perhaps empty. Together, the shards that are no copies
@@ -264,7 +264,7 @@ def remove_unfinished(run_folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def newest_whole(folders: list[Path], *, are_ours: bool) -> Path | None:
+def newest_intact(folders: list[Path], *, are_ours: bool) -> Path | None:
     """Returns the newest undamaged checkpoint among `folders` (newest last); None without folders.
 
     Warns of newer, damaged ones, and renames them to <name>.corrupt if `are_ours`. Raises ValueError if all

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from checkpointing.files import own_part
+from checkpointing.files import local_part
 from checkpointing.tensors import find_files, load_into_, load_joined, save_section
 from distributed.collectives import Ranks
 from distributed.shards import Shard, Span, Tensors, as_shard, shard_of_own, shard_of_rows, tensor_of
@@ -50,7 +50,7 @@ def _kept(rank: int, size: int, *, is_blank: bool = False) -> Tensors:
 def _write(folder: Path, size: int, monkeypatch) -> None:
     for rank in range(size):
         _become(monkeypatch, rank, size)
-        save_section(own_part(_kept(rank, size)), folder, _PART)
+        save_section(local_part(_kept(rank, size)), folder, _PART)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

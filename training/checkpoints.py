@@ -25,7 +25,7 @@ from checkpointing.files import (
     STATE_FILE,
     CheckpointWriter,
     checkpoints_in,
-    newest_whole,
+    newest_intact,
     read_state,
     remove_unfinished,
     step_of,
@@ -211,7 +211,7 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
                 "or resume=auto"
             )
         return None
-    newest = newest_whole(own, are_ours=True)
+    newest = newest_intact(own, are_ours=True)
     if config.resume == "must" and newest is None:
         raise ValueError(f"resume=must, but {run_folder} has no checkpoint")
     if config.resume in ("auto", "must"):
@@ -234,7 +234,7 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
     if step_of(path) is not None:
         verify_checkpoint(path)
         return path
-    found = newest_whole(checkpoints_in(path), are_ours=False)
+    found = newest_intact(checkpoints_in(path), are_ours=False)
     if found is None:
         raise ValueError(f"resume={path}: there is no checkpoint step_<N> in it")
     return found

@@ -22,7 +22,7 @@ from training.cut import cut
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnModel:
+class LocalModel:
     """The part of a run's model that this rank holds.
 
     cuts: {name of a weight that this rank has a part of: which part}. shapes: of all weights of the whole
@@ -40,9 +40,9 @@ class OwnModel:
             compile_blocks(self.model)
 
 
-def build_own_model(
+def build_local_model(
     config: PretrainConfig, metadata: Metadata, mesh: Mesh, *, device: torch.device, total_steps: int
-) -> OwnModel:
+) -> LocalModel:
     """Builds this rank's part of the model on the device; all ranks call it.
 
     metadata: num_puzzle_identifiers is the number of puzzle embeddings on this rank. total_steps: number of
@@ -68,7 +68,7 @@ def build_own_model(
         mesh.replicas.broadcast_([named[name]])
     if mesh.pipeline.size > 1:
         pipe_levels(levels_of(network).values(), Ring(mesh.pipeline, mesh.homes))
-    return OwnModel(model, cuts, shapes, COMPILER_OPTIONS if compiles else None)
+    return LocalModel(model, cuts, shapes, COMPILER_OPTIONS if compiles else None)
 
 
 def count_steps(config: PretrainConfig, metadata: Metadata) -> StepCounter:
