@@ -244,7 +244,8 @@ _Index = slice | Tensor
 def _common(stored: Spans, kept: Spans) -> tuple[int, _Index, _Index] | None:
     """Returns the elements that two shards have in common. None if they have none in common.
 
-    The result is (unit, index into `stored`, index into `kept`). Both indices count groups of `unit` elements.
+    The result is (unit, index into `stored`, index into `kept`). Both indices count groups of `unit`
+    elements.
     """
     if not stored or not kept:
         return None
