@@ -1,4 +1,4 @@
-"""Trains a model: the whole course of a run, from the command line to the last checkpoint.
+"""Trains a model. `train` and `run_steps` show a run from the command line to the last checkpoint.
 
     python pretrain.py data_path=... [key=value ...]
     torchrun --nproc-per-node N pretrain.py data_path=... [key=value ...]
@@ -9,7 +9,9 @@ From Python, in new processes:
     result = pretrain.run(["experiment=demo"], processes=2)
     result.metrics["all"]["exact_accuracy"], result.folder
 
-A run that is started again with the same run_name continues from its newest checkpoint.
+If a run is launched again with the same run_name, it continues from its newest checkpoint.
+
+training/step.py contains the training step, with a table of its modes.
 """
 
 import contextlib
@@ -19,9 +21,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))  # with PYTHONSAFEPATH set, Python leaves this folder out
+sys.path.insert(0, str(Path(__file__).parent))  # Python omits it if PYTHONSAFEPATH is set
 
-import runtime.environment  # noqa: F401 - before torch: sets variables that OpenMP reads on loading
+import runtime.environment  # noqa: F401 - before torch, because OpenMP reads these variables on loading
 
 from config.schema import PretrainConfig
 from distributed import log
@@ -40,7 +42,7 @@ from training.step import train_step
 
 
 def main() -> None:
-    """Launches this process as one rank of a run, and trains."""
+    """Runs this process as one rank of a run. `launch` reads the command line and connects the ranks."""
     with launch(PretrainConfig, compose_run) as program:
         advice = memory_advice(program.config, program.device)
         with memory_errors(advice, folder=Path(program.config.checkpoint_path)):
@@ -49,7 +51,10 @@ def main() -> None:
 
 
 def train(program: Program[PretrainConfig]) -> int:
-    """Trains to the last step, or until a signal asks to stop; returns the exit status. All ranks call it."""
+    """Trains until the last step, or until a signal stops the run. All ranks call it.
+
+    Returns the exit status of this process.
+    """
     config, folder = program.config, Path(program.config.checkpoint_path)
     if config.report:
         from report.page import check_packages
@@ -57,20 +62,24 @@ def train(program: Program[PretrainConfig]) -> int:
         with collective_errors():
             check_packages()
 
-    # Open the data, and the schedule: what is due after which step. Build the state of step 0 from the seed;
-    # with sharded tensors or pipeline stages, each rank builds only its part.
+    # Open the datasets. The schedule says which work is due after which step: a log row, an evaluation, a
+    # checkpoint, or a comparison of replicas.
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
+    # Build the state of step 0 from the seed: weights, optimizer state, averages (EMA), and the carry of this
+    # rank's slots. With a mesh or shards, each rank holds only its part.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Resume from the newest checkpoint, if there is one. is_logged: whether the log has a row of its step.
+    # Load the checkpoint that the key `resume` selects (by default the newest one), or the weights that
+    # `init_from` names. `is_logged` is True if metrics.jsonl contains the row of this step, and at step 0.
     described = {"fingerprint": data.fingerprint, "dataset_info": data.info().to_json()}
     checkpoints = open_checkpoints(config, **described)
-    with program.watchdog.paused():  # init_from may have to be downloaded
+    with program.watchdog.paused():  # a download for `init_from` may take long
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
 
-    # End here if this start has nothing left to do: its last step (`max_steps`, or the run's last) is done
-    # and logged. A run that was killed in the evaluation after that step lacks the row: `run_steps` logs it.
+    # Return if the last step of this launch (`max_steps`, or the last step of the run) is done and logged.
+    # Example: the run was killed during its last evaluation, so its last row is missing. `run_steps` then
+    # evaluates and logs without training.
     if state.step >= schedule.end_step and is_logged:
         write_status(folder, schedule.status(state.step), step=state.step)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
@@ -78,14 +87,16 @@ def train(program: Program[PretrainConfig]) -> int:
 
     is_stopped = run_steps(program, state, data, checkpoints, is_logged=is_logged)
 
-    if checkpoints.last_save_failed:  # the same on all ranks, since `close`
-        abort_all(f"the last checkpoint could not be saved: {config.checkpoint_path} lacks the newest steps")
-    stopped = f"stopped: the same command goes on from here, with run_name={config.run_name};"
-    outcome = stopped if is_stopped else "done:"
-    log.info(f"{outcome} {schedule.describe(state.step)}")
-    # After a stop by a signal, `end_torchrun` also ends a plain torchrun. An elastic one goes on with the
-    # machines that are left, which the exit status asks for.
-    return end_torchrun() if is_stopped else 0
+    if checkpoints.last_save_failed:  # equal on all ranks, because `run_steps` has called `close`
+        abort_all(f"the last checkpoint was not saved: {config.checkpoint_path} lacks the newest steps")
+    reached = schedule.describe(state.step)
+    if not is_stopped:
+        log.info(f"done: {reached}")
+        return 0
+    log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
+    # After a signal, `end_torchrun` stops torchrun on every node. An elastic torchrun is not stopped. The
+    # exit status makes it restart the processes on the remaining machines.
+    return end_torchrun()
 
 
 def run_steps(
@@ -96,9 +107,14 @@ def run_steps(
     *,
     is_logged: bool,
 ) -> bool:
-    """Runs the steps, and what is due between steps; returns whether a signal has stopped the run.
+    """Runs the training steps, and between steps the work that is due. All ranks call it.
 
-    All ranks call it. is_logged: whether the log already has the row of `state.step`.
+    With `local_steps`, ranks hold equal weights only after a merge. Work that is due between two merges then
+    runs after the next merge.
+
+    is_logged: Whether metrics.jsonl already contains the row of `state.step`. True at step 0.
+
+    Returns whether a signal stopped the run.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     with (
@@ -107,28 +123,29 @@ def run_steps(
         Monitor(program, state, data, checkpoints, is_logged=is_logged) as monitor,
         Interruption(program.watchdog.is_paused) as interruption,
     ):
-        # Evaluate one batch of each set, so that a broken evaluation fails before training.
+        # Evaluate one batch of each set. An error in the evaluation then appears before the training.
         if config.sanity_check and state.step == 0:
             with monitor.paused():
                 checkpoints.best.check(evaluate(config, state, data, only_first_batches=True))
 
         while True:
-            # Save before the evaluation, so that a failed evaluation loses nothing. Here and at the end,
-            # `save` does nothing for a step that is saved already, or that was resumed.
+            # Save before evaluating, so that a failed evaluation loses no training. `save` does nothing if it
+            # was already called at this step, or if the run was resumed from this step.
             if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Log a row: the metrics since the last row, over all ranks, and an evaluation if one is due.
-            # `log` resets the metric sums, `reduce` does not: where a signal stops the run between the two,
-            # the checkpoint saved below still has the sums, and the next start logs the row.
+            # Log a row of metrics.jsonl: the training metrics since the last row, summed over all ranks, and
+            # the evaluation if one is due. If a signal interrupts the evaluation, this row is not logged. The
+            # last checkpoint still contains the metric sums, because only `monitor.log` resets them. The next
+            # launch then evaluates again, and logs the row.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):
                     with monitor.paused():
                         results = evaluate(config, state, data, interruption)
                     if results is None:
-                        break  # a signal asked to stop: the next start evaluates, and logs the row
+                        break
                     row |= results
                     monitor.show_puzzles(state)
                 monitor.log(state, row)
@@ -136,10 +153,20 @@ def run_steps(
             if interruption.is_agreed() or state.step >= schedule.end_step:
                 break
 
-            # Step. Each rank sends along with its gradients whether a signal has asked it to stop, so that
-            # all ranks stop after the same step. With local_steps this is sent at the next synchronisation.
+            # Read this rank's part of the next global batch: one puzzle for each slot. Slots that have not
+            # halted ignore theirs. All puzzles of a batch are from one training set. With a curriculum, the
+            # step decides which data are read.
             with monitor.reading():
                 set_name, batch = next(batches)
+
+            # Run one training step. It adds 1 to `state.step`. `rates` are the learning rates of the step.
+            # `reasoning` contains the number of cycles, and a curriculum may change it between steps.
+            #
+            # A signal may reach only one rank, but all ranks must stop after the same step. Each rank
+            # therefore sends a stop request (0 or 1) together with its gradients. With `local_steps`, it
+            # sends the sum of its requests at the next merge. `result.stop_requests` is the sum over ranks,
+            # or None after a step without a merge. If it is positive, all ranks stop. On CUDA, ranks read the
+            # sum one step later, so that the host does not wait for the device.
             result = train_step(
                 state,
                 batch.to(program.device),
@@ -152,14 +179,16 @@ def run_steps(
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
+            # Compare the tensors that should be equal on several ranks, and end the run if they differ.
             if schedule.is_replica_check(state.step):
                 with monitor.paused():
                     state.check_replicas()
 
-        # End: save, wait for the save, then write status and report, on rank 0. Checkpoints are closed before
-        # the status is written: after a failed save the old status stays. `with` closes again: no effect.
+        # End the run: save the last step and wait until it is written. Then rank 0 writes the status and the
+        # report. After a failed save, the old status stays. At the end of `with`, `checkpoints` and `monitor`
+        # are closed a second time, without effect.
         is_stopped = interruption.is_agreed()
-        with monitor.paused():  # the last checkpoint may have much to write, W&B much to send
+        with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)
             checkpoints.close()
             if not checkpoints.last_save_failed:
@@ -174,7 +203,13 @@ def run_steps(
 
 
 class Trained(NamedTuple):
-    """The results of a run: its folder, metrics[set][name] of the last evaluation, all rows of the log."""
+    """The result of `run`.
+
+    Attributes:
+        folder: Run folder.
+        metrics: Metrics of the last evaluation, as {set: {metric: value}}.
+        rows: All rows of metrics.jsonl.
+    """
 
     folder: Path
     metrics: dict[str, dict[str, float]]
@@ -182,16 +217,26 @@ class Trained(NamedTuple):
 
 
 def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
-    """Trains in new processes, as `pretrain.py` with these command-line words does, and prints their output.
+    """Trains in new processes, like `pretrain.py` from the command line, and prints their output.
 
-    overrides: key=value each; the run_name of an existing run continues that run. Ctrl-C asks the run to
-    stop; the run saves, and then KeyboardInterrupt is raised here. Raises ValueError where the run fails.
+    Ctrl-C stops the run: the run saves a checkpoint, then this function raises KeyboardInterrupt.
+
+    Args:
+        overrides: Command-line arguments of pretrain.py, such as "lr=1e-3". With the run_name of an existing
+            run, that run continues.
+        processes: Number of processes.
+
+    Returns:
+        The run folder, the metrics of the last evaluation, and all rows of metrics.jsonl.
+
+    Raises:
+        ValueError: If the config is wrong, or the run fails.
     """
-    quiet = io.StringIO()  # the child process prints the same warnings
+    quiet = io.StringIO()  # discard the warnings, because the new processes print them again
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
         config = compose_run(overrides, processes=processes)
     if config is None:
-        raise ValueError(f"{' '.join(overrides)} only asks to be shown something: drop it")
+        raise ValueError(f"{' '.join(overrides)} prints help instead of training. Remove --help or --cfg.")
     run_child("pretrain.py", [*overrides, f"run_name={config.run_name}"], processes=processes)
     rows, metrics = read_results(Path(config.checkpoint_path))
     return Trained(Path(config.checkpoint_path), metrics, rows)

@@ -1,1 +1,1 @@
-"""Checkpoints on disk, for training and evaluation alike: names, manifest, verification, writing, reading."""
+"""Checkpoints on disk: write, list, verify and read them. Training and evaluation use this package."""

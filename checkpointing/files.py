@@ -1,12 +1,17 @@
-"""The folders step_<N> of a run: written while the run continues; verified, chosen, listed and removed.
+"""The checkpoint folders step_<N> of a run: write, list, choose, verify and remove them.
 
-Only the copy to host memory takes time of the run. Each rank writes its own files into
-`step_<N>.tmp-<nonce>/`, in a thread. Rank 0 then receives the sizes and hashes of all files, adds the
-manifest, and renames the folder: so `step_<N>` is complete or does not exist, whenever processes are killed.
-The threads use the key-value store and no collectives, because ranks must issue collectives in one order. The
-store also works after an error of the disk.
+docs/checkpoints.md lists the files of a checkpoint. The functions stand in the order of their calls: first
+`CheckpointWriter` and the functions that save, then the functions that resume.
 
-The manifest has the size and the sha256 of every file, and a digest of itself: any changed byte is noticed.
+Saving delays training only while the tensors are copied to host memory. Each rank then writes its files into
+`step_<N>.tmp-<nonce>/`, in a thread. Rank 0 collects the sizes and hashes of all files, writes the manifest,
+and renames the folder. If processes are killed at any time, `step_<N>` is complete or does not exist.
+
+The threads communicate through the key-value store of torch.distributed. They do not use collectives, because
+all ranks must call collectives in the same order, and threads cannot guarantee that.
+
+The manifest contains the size and the SHA-256 hash of every file, and a hash of itself. Verification detects
+every changed byte.
 """
 
 import contextlib
@@ -34,24 +39,26 @@ from distributed.shards import Shard, Tensors, tensor_of
 from runtime.reading import MissingFileError, parse_json, read_bytes, read_json, sha256_of
 from runtime.writing import flush, remove_unfinished_files
 
-WEIGHTS, EMA_WEIGHTS = "weights", "ema_weights"  # sections of a checkpoint (`checkpointing.tensors`)
+WEIGHTS, EMA_WEIGHTS = "weights", "ema_weights"  # sections of a checkpoint (checkpointing/tensors.py)
 CONFIG_FILE = "config.yaml"
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
-STARTS_FILE = "starts.jsonl"  # in a run folder: command, code and hardware of each start of the run
-SHARED_CONFIG_FILE = "config.json"  # these two files are a checkpoint that `share push` makes
+STARTS_FILE = "starts.jsonl"  # in a run folder: command, code and hardware of each launch of the run
+SHARED_CONFIG_FILE = "config.json"  # `python -m share push` writes a checkpoint as these two files
 SHARED_WEIGHTS_FILE = "model.safetensors"
 
-_OTHERS_SECONDS = 600.0  # how long rank 0, when its own files are written, waits for those of other ranks
+_OTHERS_SECONDS = 600.0  # how long rank 0 waits for the other ranks, after it has written its own files
 _POLL_SECONDS = 0.05
 
 
 class CheckpointWriter:
-    """A writer of one checkpoint at a time. All ranks have one, and call `start` together.
+    """Writes checkpoints in a thread, one at a time. All ranks have a writer, and call `start` together.
 
-    keep: how many of the newest checkpoints stay, beside the best; None: all. best_of: returns the best of
-    some steps, or None; called by the writer's thread. failure: on rank 0, why the last save failed; None if
-    it did not. saved: on rank 0, the folders of completed checkpoints.
+    keep: Number of newest checkpoints to keep, in addition to the best one. If None, all are kept.
+    best_of: Returns the best of several steps, or None. The writer's thread calls it.
+
+    On rank 0, `failure` is the reason why the last save failed, or None if it succeeded. `saved` contains the
+    folders of completed checkpoints.
     """
 
     def __init__(self, run_folder: Path, *, keep: int | None, best_of: Callable[[Iterable[int]], int | None]):
@@ -63,10 +70,12 @@ class CheckpointWriter:
         self.saved: deque[Path] = deque()
 
     def start(self, step: int, sections: dict[str, Tensors], texts: dict[str, str]) -> None:
-        """Copies the tensors of this rank to the host; a thread then writes these copies and the texts.
+        """Copies this rank's tensors to host memory, and starts a thread that writes them.
 
-        Waits first for the previous save. A failure only causes a warning, now or later. Does nothing if a
-        checkpoint of the step exists. texts: {file: content}, on rank 0 only.
+        Waits for the previous save first. Does nothing if a checkpoint of this step exists. A failure, here
+        or in the thread, only causes a warning.
+
+        texts: {file name: content} of files that the thread also writes. Empty except on rank 0.
         """
         self.wait()
         goal = self._run_folder / f"step_{step}"
@@ -76,7 +85,7 @@ class CheckpointWriter:
         failure = ""
         try:
             self._copy_to_host(sections)
-        except Exception as error:  # no memory left
+        except Exception as error:  # for example, out of memory
             failure = _describe(error)
         self._others_seconds = _OTHERS_SECONDS
         arguments = (unfinished, goal, texts, failure)
@@ -84,10 +93,11 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self, *, timeout_seconds: float | None = None, others_seconds: float | None = None) -> None:
-        """Waits until the current save has ended; ranks other than 0 wait for their own files only.
+        """Waits until the current save has ended. Ranks other than 0 wait only for their own files.
 
-        timeout_seconds: for the whole wait; None: without limit. others_seconds: how long rank 0, when its
-        own files are written, waits for those of other ranks; None: unchanged.
+        timeout_seconds: Limit of the whole wait. If None, there is no limit.
+        others_seconds: How long rank 0 waits for the other ranks, after it has written its own files. If
+            None, the limit does not change.
         """
         if others_seconds is not None:
             self._others_seconds = others_seconds
@@ -97,7 +107,7 @@ class CheckpointWriter:
                 self._thread = None
 
     def _make_folder(self, goal: Path) -> Path | None:
-        """Creates the temporary folder; None if the checkpoint exists, or this fails."""
+        """Creates the temporary folder. Returns None if the checkpoint exists, or if this fails."""
         if goal.exists():
             return None
         unfinished = _unfinished_folder(goal)
@@ -109,10 +119,10 @@ class CheckpointWriter:
         return unfinished
 
     def _copy_to_host(self, sections: dict[str, Tensors]) -> None:
-        """Copies tensors into host buffers, which later saves use again; pinned memory for CUDA tensors."""
+        """Copies tensors into host buffers, pinned for CUDA tensors. Later saves reuse the buffers."""
         for section, tensors in sections.items():
             copies = self._copies.setdefault(section, {})
-            for name, kept in own_part(tensors).items():
+            for name, kept in local_part(tensors).items():
                 tensor = tensor_of(kept)
                 if name not in copies:
                     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -122,7 +132,7 @@ class CheckpointWriter:
             torch.cuda.current_stream().synchronize()
 
     def _write(self, unfinished: Path, goal: Path, texts: dict[str, str], failure: str) -> None:
-        # Runs in the thread, with all functions that it calls.
+        # The thread runs this function.
         written = {"failure": failure} if failure else _write_own(unfinished, self._copies, texts)
         if not is_main():
             _send_to_rank_0(unfinished.name, written)
@@ -145,15 +155,19 @@ class CheckpointWriter:
         self.remove_old()
 
     def _files_of_all(self, name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Waits until all ranks have written; returns {file: manifest entry}. RuntimeError if one failed."""
+        """Waits until all ranks have written their files. Returns {file name: manifest entry}.
+
+        Raises RuntimeError if a rank failed, or did not report its files in time.
+        """
         of_ranks = [own]
         if world_size() > 1:
             store, keys = connect_store(), [f"{name}/{other}" for other in range(1, world_size())]
             began = time.monotonic()
             while not store.check(keys):
-                if time.monotonic() - began > self._others_seconds:  # `wait` may lower it meanwhile
+                if time.monotonic() - began > self._others_seconds:  # `wait` may have lowered the limit
                     missing = [other for other, key in enumerate(keys, start=1) if not store.check([key])]
-                    raise RuntimeError(f"no word of {log.name_ranks(missing)} for {self._others_seconds:g} s")
+                    ranks, seconds = log.name_ranks(missing), self._others_seconds
+                    raise RuntimeError(f"{ranks} did not report their files within {seconds:g} s")
                 time.sleep(_POLL_SECONDS)
             of_ranks += [json.loads(each) for each in store.multi_get(keys)]
             for key in keys:
@@ -165,27 +179,35 @@ class CheckpointWriter:
 
     def _fail(self, goal: Path, reason: str) -> None:
         self.failure = reason
-        log.warning(f"THE CHECKPOINT {goal} COULD NOT BE SAVED, the run goes on without it ({reason})")
+        log.warning(
+            f"checkpoint not saved: {goal} ({reason}). Training continues. Earlier checkpoints are not "
+            "removed."
+        )
 
     def remove_old(self) -> None:
-        """Removes all checkpoints but the newest and the best; to be called on rank 0."""
+        """Removes all checkpoints except the `keep` newest and the best. Only rank 0 calls it."""
         if self._keep is None:
             return
         folders = {step_of(path): path for path in checkpoints_in(self._run_folder)}
         best = self._best_of(folders)
         for step, folder in [*folders.items()][: -self._keep]:
             if step != best:
-                try:  # renamed first, so that a kill leaves no damaged checkpoint
+                try:  # rename first, so that a kill cannot leave a damaged checkpoint
                     shutil.rmtree(folder.rename(_unfinished_folder(folder)))
                 except OSError as error:
-                    log.warning(f"the old checkpoint {folder} cannot be removed ({error})")
+                    log.warning(f"cannot remove the old checkpoint {folder} ({error}). Training continues.")
 
 
-def own_part(tensors: Tensors) -> Tensors:
-    """Returns what this rank writes: rank 0 the whole tensors, every rank its shards, without copies.
+def _unfinished_folder(goal: Path) -> Path:
+    """Returns the path of a temporary folder next to `goal`, with a random suffix, without creating it."""
+    return goal.with_name(f"{goal.name}.tmp-{secrets.token_hex(4)}")
 
-    All ranks must give shards of the same names, some perhaps empty. Together, the shards that are no copies
-    must hold every element of a whole tensor exactly once.
+
+def local_part(tensors: Tensors) -> Tensors:
+    """Returns the tensors that this rank writes: its shards, and on rank 0 also the full tensors.
+
+    A shard that an earlier rank also holds (`is_copy`) becomes empty. All ranks must pass shards of the same
+    names. Together, the shards that are not copies must contain each element of a tensor exactly once.
     """
     own = {}
     for name, kept in tensors.items():
@@ -197,15 +219,8 @@ def own_part(tensors: Tensors) -> Tensors:
     return own
 
 
-def _send_to_rank_0(name: str, written: dict[str, Any]) -> None:
-    try:
-        connect_store().set(f"{name}/{rank()}", json.dumps(written))
-    except Exception as error:  # rank 0 will run into its time limit
-        log.warning(f"{name}: rank 0 cannot be reached ({_describe(error)})")
-
-
 def _write_own(folder: Path, sections: dict[str, Tensors], texts: dict[str, str]) -> dict[str, Any]:
-    """Writes the files of this rank; returns {"files": entries of the manifest, "failure": reason or ""}."""
+    """Writes the files of this rank. Returns {"files": manifest entries, "failure": reason or ""}."""
     try:
         paths = [path for name, tensors in sections.items() for path in save_section(tensors, folder, name)]
         for name, text in texts.items():
@@ -217,10 +232,10 @@ def _write_own(folder: Path, sections: dict[str, Tensors], texts: dict[str, str]
 
 
 def _close_file(path: Path) -> dict[str, Any]:
-    """Flushes a written file to disk; returns its entry in the manifest."""
+    """Flushes a written file to disk. Returns its entry of the manifest."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         os.fsync(file.fileno())
-        # One call of sha256, which releases Python's lock: training continues meanwhile.
+        # Hash the file in one call. It releases Python's global lock, so that training continues meanwhile.
         return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -228,47 +243,45 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _unfinished_folder(goal: Path) -> Path:
-    """Returns a random temporary name, beside `goal`, for a checkpoint that is not complete."""
-    return goal.with_name(f"{goal.name}.tmp-{secrets.token_hex(4)}")
+def _send_to_rank_0(name: str, written: dict[str, Any]) -> None:
+    try:
+        connect_store().set(f"{name}/{rank()}", json.dumps(written))
+    except Exception as error:  # rank 0 then reaches its time limit
+        log.warning(f"{name}: cannot reach rank 0 ({_describe(error)}). This checkpoint will not be saved.")
 
 
 def manifest_text(files: dict[str, dict[str, Any]]) -> str:
-    """Returns the text of a manifest. files: {name: {"bytes": size, "sha256": hex digest}}."""
+    """Returns the text of a manifest. files: {file name: {"bytes": size, "sha256": hex digest}}."""
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"files": files, "sha256": digest}, indent=1, sort_keys=True) + "\n"
 
 
 def step_of(path: Path) -> int | None:
-    """Returns N of a path named step_<N>, or step_<N>.pt as in URM's public code; None for other names."""
+    """Returns N of a path named step_<N> or step_<N>.pt (URM's public code). None for other names."""
     match = re.fullmatch(r"step_(\d+)(?:\.pt)?", path.absolute().name)
     return int(match[1]) if match else None
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
-    """Returns the folders step_<N> of a run, newest last, damaged ones included."""
+    """Returns the folders step_<N> of a run, in the order of steps. They may be damaged."""
     folders = [path for path in run_folder.glob("step_*") if step_of(path) is not None and path.is_dir()]
     return sorted(folders, key=step_of)
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """Returns the checkpoint with a manifest and the highest step, unverified; None if there is none."""
+    """Returns the newest checkpoint with a manifest, without verifying it. None if there is none."""
     complete = [path for path in checkpoints_in(run_folder) if (path / MANIFEST_FILE).is_file()]
     return complete[-1] if complete else None
 
 
-def remove_unfinished(run_folder: Path) -> None:
-    """Removes unfinished checkpoints and files that killed processes have left. No process may be writing."""
-    remove_unfinished_files(run_folder)
-    for path in run_folder.glob("step_*.tmp*"):
-        shutil.rmtree(path, ignore_errors=True)
+def newest_intact(folders: list[Path], *, are_ours: bool) -> Path | None:
+    """Returns the newest intact checkpoint. None if `folders` is empty.
 
+    Warns of each newer checkpoint, because it is damaged. Raises ValueError if all are damaged, so that the
+    user decides whether to start again.
 
-def newest_whole(folders: list[Path], *, are_ours: bool) -> Path | None:
-    """Returns the newest undamaged checkpoint among `folders` (newest last); None without folders.
-
-    Warns of newer, damaged ones, and renames them to <name>.corrupt if `are_ours`. Raises ValueError if all
-    are damaged, so that the user decides whether to start again.
+    folders: Checkpoints of one run, newest last.
+    are_ours: Whether this run wrote them. If True, damaged checkpoints are renamed to <name>.corrupt.
     """
     damaged = []
     for folder in reversed(folders):
@@ -278,18 +291,47 @@ def newest_whole(folders: list[Path], *, are_ours: bool) -> Path | None:
             damaged.append((folder, error))
             continue
         for other, error in damaged:
-            what = f"it is now {_set_aside(other).name}, and" if are_ours else "so"
-            log.warning(f"{error}: {what} {folder.name} is used")
+            renamed = f" It is renamed to {_set_aside(other).name}." if are_ours else ""
+            log.warning(f"{error}.{renamed} Using {folder.name} instead.")
         return folder
     if damaged:
         raise ValueError(
-            f"{damaged[0][1]}, and there is no whole one before it: remove it to begin anew, or choose "
-            "another run_name"
+            f"{damaged[0][1]}. No checkpoint in {damaged[0][0].parent} is intact. Delete the damaged ones to "
+            "start from step 0, or choose another run_name."
         )
     return None
 
 
+class CorruptCheckpointError(ValueError):
+    """Raised if a file of a checkpoint is missing or changed. The message contains the word "corrupt"."""
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """Compares every file of a checkpoint with the manifest.
+
+    Raises CorruptCheckpointError if a file differs, and ValueError if this process may not read a file.
+    """
+    try:
+        text = read_bytes(folder / MANIFEST_FILE)
+        files = parse_json(text, where=MANIFEST_FILE)["files"]
+        if text != manifest_text(files).encode():
+            raise ValueError(f"{MANIFEST_FILE} does not match its own hash")
+        for name, entry in files.items():
+            if name != Path(name).name:
+                raise ValueError(f"{MANIFEST_FILE} lists {name!r}, but this is not a file name")
+            path = folder / name
+            if path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
+                raise ValueError(f"{name} does not match the manifest")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
+            raise ValueError(
+                f"checkpoint {folder} cannot be read ({error}). Check the permissions."
+            ) from None
+        raise CorruptCheckpointError(f"checkpoint {folder} is corrupt ({error})") from None
+
+
 def _set_aside(folder: Path) -> Path:
+    """Renames a damaged checkpoint to <name>.corrupt, or to <name>.corrupt-2, ... Returns the new path."""
     number, goal = 1, folder.with_name(f"{folder.name}.corrupt")
     while goal.exists():
         number += 1
@@ -297,36 +339,10 @@ def _set_aside(folder: Path) -> Path:
     return folder.rename(goal)
 
 
-class CorruptCheckpointError(ValueError):
-    """The error for a checkpoint with a missing or changed file. The message has the word "corrupt"."""
-
-
-def verify_checkpoint(folder: Path) -> None:
-    """Compares every file of a checkpoint with the manifest.
-
-    Raises CorruptCheckpointError if anything differs, ValueError if permission to read is missing.
-    """
-    try:
-        text = read_bytes(folder / MANIFEST_FILE)
-        files = parse_json(text, where=MANIFEST_FILE)["files"]
-        if text != manifest_text(files).encode():
-            raise ValueError(f"{MANIFEST_FILE} differs from its own digest")
-        for name, entry in files.items():
-            if name != Path(name).name:
-                raise ValueError(f"{MANIFEST_FILE} names {name!r}, which is no file of this folder")
-            path = folder / name
-            if path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
-                raise ValueError(f"{name} differs from the manifest")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
-            raise ValueError(f"checkpoint {folder} cannot be read ({error})") from None
-        raise CorruptCheckpointError(f"checkpoint {folder} is corrupt ({error})") from None
-
-
 def read_state(folder: Path) -> dict[str, Any]:
-    """Reads state.json of a checkpoint; {} if the file is missing, as where somebody copied only weights.
+    """Reads state.json of a checkpoint. Returns {} if the file is missing.
 
-    Raises ValueError if the file holds no JSON object.
+    Example: somebody copied only the weights. Raises ValueError if the file does not contain a JSON object.
     """
     path = folder / STATE_FILE
     try:
@@ -334,7 +350,14 @@ def read_state(folder: Path) -> dict[str, Any]:
     except MissingFileError:
         return {}
     except ValueError as error:
-        raise ValueError(f"{error}: choose another checkpoint") from None
+        raise ValueError(f"{error}. Choose another checkpoint.") from None
     if not isinstance(state, dict):
-        raise ValueError(f"{path} holds no JSON object: choose another checkpoint")
+        raise ValueError(f"{path} does not contain a JSON object. Choose another checkpoint.")
     return state
+
+
+def remove_unfinished(run_folder: Path) -> None:
+    """Removes the temporary folders and files of killed processes. No process may be writing."""
+    remove_unfinished_files(run_folder)
+    for path in run_folder.glob("step_*.tmp*"):
+        shutil.rmtree(path, ignore_errors=True)

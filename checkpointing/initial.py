@@ -18,12 +18,16 @@ _TABLE = PuzzleEmbedding.weights_name
 
 
 def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[str, Tensor]:
-    """Overwrites this rank's weights with the averages of a checkpoint, or without averages its raw weights.
+    """Overwrites this rank's weights with the averages (EMA) of a checkpoint, or else with its raw weights.
 
-    targets: this rank's weights; tensors are overwritten, shards are not. Returns {name: whole weight} for
-    the shards, to be sent to all ranks. Sends no message. A puzzle table of another size is filled with the
-    mean of the checkpoint's rows, and facts of this run's data (`of_data`) stay; any other difference raises
-    ValueError, with keys that fit.
+    Overwrites only full tensors. For shards, it returns {name: full weight}, and the caller sends these
+    weights to all ranks. This function does not communicate.
+
+    If the puzzle table has another size, every row becomes the mean of the checkpoint's rows. Tensors
+    computed from this run's data (`of_data`) are not overwritten. Raises ValueError for any other difference.
+    The message lists the keys to set.
+
+    targets: Weights of this rank.
     """
     checkpoint, network = find_checkpoint(location), network_class(arch.name)
     of_data = network.of_data if issubclass(network, Search) else ()
@@ -35,14 +39,16 @@ def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[s
         whole = fill_(own, stored, source=f"init_from={location}")
     except ValueError as error:
         words = " ".join(_words_for(checkpoint.arch, instead_of=arch))
-        cure = f"{ARCH_WORD}, or {words}" if words else "data of its vocabulary and length"
-        raise ValueError(f"{error}: give {cure}") from None
-    log.info(f"beginning with the weights of {checkpoint}")
+        hint = (
+            f"Set {ARCH_WORD}, or {words}." if words else "Choose a dataset with its vocabulary and length."
+        )
+        raise ValueError(f"{error}. {hint}") from None
+    log.info(f"starting with the weights of {checkpoint}")
     return whole
 
 
 def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
-    """Returns the key=value words that turn the architecture `instead_of` into `arch`."""
+    """Returns the key=value overrides that turn the architecture `instead_of` into `arch`."""
     words, own = [], instead_of.model_dump()
     if arch.name != instead_of.name:
         words, own = [f"arch={arch.name}"], load_defaults(f"arch/{arch.name}")
@@ -50,10 +56,10 @@ def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
 
 
 def words_of_arch(arch: Architecture, defaults: dict[str, Any]) -> list[str]:
-    """Returns the key=value words that turn `defaults` into an architecture that fits the weights of `arch`.
+    """Returns the key=value overrides that turn `defaults` into an architecture for the weights of `arch`.
 
-    The number format is not part of it, because weights are float32 in every format. But float32 stays
-    float32: a model that was trained in it may need the precision.
+    The result includes the number format only if it is float32, because a model trained in float32 may need
+    that precision. The weights themselves are float32 in every format.
     """
     values = arch.model_dump()
     if values["forward_dtype"] != "float32":
@@ -62,25 +68,33 @@ def words_of_arch(arch: Architecture, defaults: dict[str, Any]) -> list[str]:
 
 
 def fill_(targets: Tensors, stored: dict[str, Tensor], *, source: str) -> dict[str, Tensor]:
-    """Overwrites the tensors of `targets` with `stored`; returns {name: whole weight} for the shards.
+    """Overwrites the full tensors of `targets` with `stored`. Returns {name: full weight} for the shards.
 
-    stored: {name: whole weight}. source: their origin, for messages. ValueError for other names or shapes.
+    If the puzzle table has another size, every row becomes the mean of the stored rows. Raises ValueError if
+    names or other shapes differ.
+
+    targets: Weights of this rank.
+    stored: {name: full weight}.
+    source: Origin of `stored`, for messages.
     """
     if missing := sorted(targets.keys() ^ stored.keys()):
         where = "this run" if missing[0] not in targets else "the checkpoint"
-        raise ValueError(f"{source} is of another architecture: {where} has no {missing[0]}")
+        raise ValueError(
+            f"{source} does not match the architecture of this run: {where} has no weight {missing[0]}"
+        )
     stored = dict(stored)
     for name, target in targets.items():
         value, shape = stored[name], tuple(target.shape)
         if name == _TABLE and len(value) != shape[0]:
             log.info(
-                f"{source}: its puzzle table has {len(value)} rows and this run's {shape[0]}: "
-                "every row begins as the mean of its rows"
+                f"{source}: the puzzle table has {len(value)} rows in the checkpoint, but {shape[0]} in this "
+                "run. Every row starts as the mean of the checkpoint's rows."
             )
             stored[name] = value = value.double().mean(dim=0).to(value.dtype).expand(shape[0], -1)
         if tuple(value.shape) != shape:
             raise ValueError(
-                f"{source} is of another size: {name} is {list(value.shape)} there and {list(shape)} here"
+                f"{source} does not match this run: {name} has shape {list(value.shape)} in the checkpoint, "
+                f"but {list(shape)} in this run"
             )
     with torch.no_grad():
         for name, target in targets.items():

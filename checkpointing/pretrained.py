@@ -1,7 +1,7 @@
 """Loads a trained model from a checkpoint of a run, of `python -m share push`, or of the public code.
 
-A checkpoint may be on this machine or on the Hugging Face Hub. No content is executed: weights are
-safetensors, or a `torch.save`d dict read with `weights_only=True`; configs are plain YAML or JSON.
+A checkpoint is on this machine or on the Hugging Face Hub. Loading executes no code from it. Weights are
+safetensors files, or files of `torch.save` that are read with `weights_only=True`. Configs are YAML or JSON.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ if TYPE_CHECKING:  # the Hub's modules are imported only when needed
     from runtime.hub import Address
 
 SHIPPED = Path(__file__).resolve().parent.parent / "weights"  # trained models in this repository
-_LIGHTNING = ".ckpt"  # suffix of PyTorch Lightning's checkpoints, which cannot be read
-ARCH_WORD = "arch=checkpoint"  # on a command line: the architecture of `init_from`
+_LIGHTNING = ".ckpt"  # suffix of PyTorch Lightning's checkpoints, only for an error message
+ARCH_WORD = "arch=checkpoint"  # argument that copies the architecture of `init_from`
 
 
 class _Recorded(Strict):
-    """The keys of a run's config that loading a checkpoint needs; others are ignored."""
+    """The keys of a run's config that are needed to load a checkpoint. Other keys are ignored."""
 
     arch: Architecture
     data_path: Paths
@@ -68,7 +68,7 @@ class _Recorded(Strict):
 
 
 class _Shared(Strict):
-    """The keys of a config.json by `share push` that loading needs; others are ignored."""
+    """The keys that are needed from a config.json of `share push`. Other keys are ignored."""
 
     run: dict[str, Any]
     step: NonNegativeInt
@@ -82,12 +82,20 @@ class _Shared(Strict):
 class Checkpoint:
     """A description of a checkpoint, without its weights.
 
-    path: a step_<N> folder, or a file of weights with a config in the same folder. step: None if unknown.
-    data_paths: dataset folders in the run's config. seq_len, dataset_info: of the training data, the latter
-    as JSON values (`dataset.description`); None if unknown. selected_by: the puzzles that chose the
-    checkpoint as the best of a run, "validation" or "test"; None if nothing chose it. has_averages: whether
-    the weights of the checkpoint are averages (EMA), and the raw weights are missing. address: on the Hub,
-    with the commit; None if local. fingerprint: hash of the training data; None if unknown.
+    Attributes:
+        path: A step_<N> folder, or a file of weights with a config in the same folder.
+        step: Training step. None if unknown.
+        arch: Architecture of the model.
+        data_paths: Dataset folders in the config of the run.
+        global_batch_size: Number of slots in training.
+        seq_len: Number of tokens of a puzzle in training. None if unknown.
+        dataset_info: Description of the training data as JSON values (dataset/description.py). None if
+            unknown.
+        selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test".
+            None if it was not selected.
+        has_averages: Whether the checkpoint contains only averaged (EMA) weights.
+        address: Address on the Hub, with the commit. None if the checkpoint is local.
+        fingerprint: Hash of the training data. None if unknown.
     """
 
     path: Path
@@ -111,17 +119,18 @@ class Checkpoint:
 
     @property
     def run_folder(self) -> Path:
-        """Returns the folder for results: the run's folder, or for the Hub checkpoints/hf/OWNER/NAME."""
+        """Returns the folder for results: the parent of `path`, or checkpoints/hf/OWNER/NAME for the Hub."""
         is_here = self.address is None
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
     def find_data(self) -> list[Path]:
-        """Returns the folders of `data_paths`, which the config may name relative to an unknown folder.
+        """Returns the dataset folders of `data_paths`.
 
-        Looks in the working directory, the run folder and three folders above. A path without a dataset
-        anywhere is returned relative to the working directory.
+        The paths are relative to the folder in which the run was launched, but that folder is unknown. So
+        each path is searched in the working directory, the run folder, and three folders above the run
+        folder. If no dataset is found, the path is relative to the working directory.
         """
-        above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])  # of the run's start
+        above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])
         choices = [[folder / name for folder in above] for name in self.data_paths]
         return [
             next((folder for folder in folders if (folder / "test" / "dataset.json").is_file()), folders[0])
@@ -130,16 +139,16 @@ class Checkpoint:
 
 
 def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
-    """Returns on all ranks the checkpoints that `find_checkpoint` finds on rank 0. All ranks call it.
+    """Calls `find_checkpoint` on rank 0, and returns the checkpoints on all ranks. All ranks call it.
 
-    Downloads from the Hub once for each node. An error ends all ranks with a message.
+    Each node downloads from the Hub once. An error ends all ranks with a message.
     """
     checkpoints = None
     with collective_errors():
         if is_main():
             checkpoints = [find_checkpoint(location) for location in locations]
     checkpoints = broadcast_object(checkpoints)
-    for is_first in (True, False):  # the first rank of a node downloads; then the others read the cache
+    for is_first in (True, False):  # first one rank of each node downloads, then the others read the cache
         with collective_errors():
             if is_first == (local_rank() == 0) and not is_main():
                 checkpoints = [_on_this_node(each) if each.address else each for each in checkpoints]
@@ -155,10 +164,18 @@ def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def find_checkpoint(location: str | Path) -> Checkpoint:
-    """Returns the checkpoint at a location, downloaded and verified; ValueError if there is none.
+    """Finds a checkpoint, downloads it if necessary, and verifies its files.
 
-    A location is a run folder (the newest step), RUN_FOLDER/best, a step_<N> folder, a step_<N> file of the
-    public code, a folder of `share push`, a NAME in weights/ here, or hf://OWNER/NAME[@REVISION] on the Hub.
+    Args:
+        location: A run folder (its newest checkpoint), RUN_FOLDER/best, a step_<N> folder, a step_<N> file of
+            the public code, a folder of `share push`, the name of a model in weights/, or
+            hf://OWNER/NAME[@REVISION].
+
+    Returns:
+        The description of the checkpoint.
+
+    Raises:
+        ValueError: If there is no checkpoint, or a file is damaged.
     """
     if str(location).startswith("hf:/"):
         from runtime.hub import download, parse_address
@@ -176,37 +193,37 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
         return dataclasses.replace(_read_checkpoint(path, step_of(path)), selected_by=selected_by)
     if not path.exists():
         names = ", ".join(sorted(each.parent.name for each in SHIPPED.glob(f"*/{SHARED_WEIGHTS_FILE}")))
-        what = "give a run folder, a step_<N> in one, or the name of one in weights/"
-        raise ValueError(f"checkpoint {path} does not exist: {what}: {names}")
+        hint = "Pass a run folder, a step_<N> folder in one, or the name of a model in weights/"
+        raise ValueError(f"checkpoint {path} does not exist. {hint}: {names}.")
     if (path / SHARED_WEIGHTS_FILE).is_file():
         return _read_shared(path / SHARED_WEIGHTS_FILE)
     if path.is_dir() and not find_files(path, WEIGHTS):
         path = _newest_step(path)
     step = step_of(path)
     if path.suffix == _LIGHTNING:
-        problem = "is one of Lightning, with tensors that no model here has: train its model here"
-        raise ValueError(f"checkpoint {path} {problem}")
+        reason = "was written by PyTorch Lightning, and no model in this repository has its tensors"
+        raise ValueError(f"checkpoint {path} {reason}. Train a model with pretrain.py.")
     if step is None and path.name != PUBLISHED_WEIGHTS:
-        raise ValueError(f"checkpoint {path} is not named step_<N> or step_<N>.pt")
+        raise ValueError(f"checkpoint {path} is not named step_<N> or step_<N>.pt. Rename it.")
     return _read_checkpoint(path, step)
 
 
 def _by_hand(address: Address) -> str:
-    return f"fetch its files from {address.url} by hand into a folder, and give that folder"
+    return f"download its files from {address.url} by hand into a folder, and pass that folder"
 
 
 def _choose_files(names: list[str]) -> list[str]:
-    """Chooses the files of config and weights among the file names of a repository on the Hub."""
+    """Returns the names of the config and weight files, from all file names of a repository on the Hub."""
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
             return chosen
-    known = f"neither {' and '.join(shared)} nor {PUBLISHED_CONFIGS[0]} and step_<N> or {PUBLISHED_WEIGHTS}"
-    raise ValueError(f"has no checkpoint that is known here: {known}")
+    published = f"{PUBLISHED_CONFIGS[0]} and step_<N> or {PUBLISHED_WEIGHTS}"
+    raise ValueError(f"contains no checkpoint. Expected {' and '.join(shared)}, or {published}.")
 
 
 def _newest_step(folder: Path) -> Path:
-    """Returns the newest checkpoint in a run folder: of our runs, or else of the public code."""
+    """Returns the newest checkpoint in a run folder of this repository, or else of the public code."""
     if newest := newest_checkpoint(folder):
         return newest
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -216,7 +233,7 @@ def _newest_step(folder: Path) -> Path:
     for name in names:
         if name.endswith(_LIGHTNING):
             return folder / name
-    raise ValueError(f"there is no checkpoint step_<N> in {folder}: give a run folder, or a step_<N> in one")
+    raise ValueError(f"no checkpoint step_<N> in {folder}. Pass a run folder, or a step_<N> folder in one.")
 
 
 def _newest_published(names: list[str]) -> str:
@@ -225,25 +242,25 @@ def _newest_published(names: list[str]) -> str:
 
 
 def _read_shared(path: Path) -> Checkpoint:
-    """Reads a checkpoint of `share push`. path: of model.safetensors, with config.json in the same folder."""
+    """Reads a checkpoint of `share push`. path: model.safetensors, with config.json in the same folder."""
     config_path = path.with_name(SHARED_CONFIG_FILE)
     try:
         values = read_json(config_path)
         values = {key: values[key] for key in _Shared.model_fields if key in values}
     except (ValueError, TypeError) as error:
         raise ValueError(f"{config_path} cannot be read ({error})") from None
-    shared = validate_config(_Shared, values, where=f"{config_path} is not one of `share push`")
+    shared = validate_config(_Shared, values, where=f"{config_path} is not from `share push`")
     fields = shared.model_dump(exclude={"run", "dataset"}) | _read_recorded(shared.run, config_path)
     return Checkpoint(path, **fields, dataset_info=shared.dataset)
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the fields of `Checkpoint` that a run's config has. path: of the config, for messages."""
+    """Returns the fields of `Checkpoint` that come from the config of a run. path: Config, for messages."""
     config = fill_defaults(config)
     arch, named = config.get("arch"), config.get("plugins")
     if named and isinstance(arch, dict) and arch.get("name") not in architectures():
         raise ValueError(
-            f"{path}: the model {arch.get('name')!r} is of a plugin. If you trust the plugin, add "
+            f"{path}: the model {arch.get('name')!r} is defined by a plugin. If you trust the plugin, add "
             f"plugins={named}."
         )
     values = {key: config.get(key) for key in _Recorded.model_fields}
@@ -253,17 +270,17 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """Reads a step_<N> folder of a run, or a file of the public code. step: N; None for a public file."""
+    """Reads a step_<N> folder of a run, or a file of the public code. step: N. None if unknown."""
     if path.is_file():
         beside = [path.absolute().with_name(name) for name in PUBLISHED_CONFIGS]
         config_path = next(filter(Path.is_file, beside), beside[0])
         config = translate_config(read_yaml(config_path), where=str(config_path))
         return Checkpoint(path, step, seq_len=None, **_read_recorded(config, config_path))
-    if (path / MANIFEST_FILE).is_file():  # weights can be used without a manifest too
+    if (path / MANIFEST_FILE).is_file():  # a folder with only weights has no manifest
         try:
             verify_checkpoint(path)
         except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{error}: choose another one of the run") from None
+            raise CorruptCheckpointError(f"{error}. Choose another checkpoint of the run.") from None
     config, state = read_yaml(path / CONFIG_FILE), read_state(path)
     of_data = {"seq_len": state.get("seq_len"), "dataset_info": state.get("dataset")}
     of_data["fingerprint"] = state.get("dataset_fingerprint")
@@ -273,11 +290,20 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
 def load_trained_model(
     checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False, forward_dtype: str | None = None
 ) -> HaltingModel:
-    """Builds the model of a checkpoint on the CPU, with the averages (EMA) if there are any, unless `raw`.
+    """Builds the model of a checkpoint on the CPU, and loads its weights.
 
-    metadata: Metadata of the dataset that the model will read. forward_dtype: Number format that the model
-    computes in, "bfloat16" or "float32". If None, it is the format of the training. Raises ValueError if the
-    model cannot read such a dataset, or weights and config disagree.
+    Args:
+        checkpoint: Result of `find_checkpoint`.
+        metadata: Metadata of the dataset that the model will read.
+        raw: If True, load the raw weights. If False, load the averages (EMA) if the checkpoint contains them.
+        forward_dtype: Number format of the model, "bfloat16" or "float32". If None, it is the format of the
+            training.
+
+    Returns:
+        The model in training mode.
+
+    Raises:
+        ValueError: If the model cannot read such a dataset, or the weights do not match the config.
     """
     weights = load_weights(checkpoint, raw=raw)
     arch = checkpoint.arch
@@ -294,14 +320,15 @@ def load_trained_model(
         if size != getattr(metadata, field):
             raise ValueError(
                 f"checkpoint {checkpoint} was trained with {field} {size}, but the dataset has "
-                f"{getattr(metadata, field)}: give the dataset it was trained on"
+                f"{getattr(metadata, field)}. Use the dataset that it was trained on."
             )
     with torch.device("meta"):  # only the shapes, without memory
         expected = build_model(arch, metadata).network.state_dict()
     for name in sorted(expected.keys() | weights.keys()):
         stored, own = (each[name].shape if name in each else None for each in (weights, expected))
         if stored != own:
-            raise _other_architecture(checkpoint, f"{name}: {_written(stored)} there, {_written(own)} here")
+            reason = f"{name} has shape {_written(stored)}, the config expects {_written(own)}"
+            raise _other_architecture(checkpoint, reason)
     model = build_model(arch, metadata)
     model.network.load_state_dict(weights)
     cast_blocks_(model.network)
@@ -309,12 +336,12 @@ def load_trained_model(
 
 
 def _written(shape: torch.Size | None) -> str:
-    return "nothing" if shape is None else str(list(shape))
+    return "none" if shape is None else str(list(shape))
 
 
 @contextlib.contextmanager
 def architecture_errors(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turns what a block raises that reads sizes in a checkpoint's weights into a ValueError, one line."""
+    """Converts errors from reading the sizes in a checkpoint's weights into a one-line ValueError."""
     try:
         yield
     except (KeyError, ValueError, IndexError) as error:
@@ -322,30 +349,33 @@ def architecture_errors(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _other_architecture(checkpoint: Checkpoint, reason: object) -> ValueError:
-    return ValueError(f"checkpoint {checkpoint} is of another architecture than its config says ({reason})")
+    return ValueError(
+        f"checkpoint {checkpoint}: the weights do not match the config stored with them ({reason})."
+    )
 
 
 def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tensor]:
-    """Loads the weights of a checkpoint, by their names in our network: averages if any, unless `raw`.
+    """Returns the weights of a checkpoint as {our name: tensor}.
 
-    Raises ValueError if the file is damaged, or `raw` weights are missing.
+    Returns the averages (EMA) if the checkpoint contains them, otherwise the raw weights. With `raw`, always
+    returns the raw weights. Raises ValueError if the file is damaged, or if the raw weights are missing.
     """
     path = checkpoint.path
     if raw and checkpoint.has_averages:
-        raise ValueError(f"checkpoint {checkpoint} has the averages of the weights alone: drop raw=true")
+        raise ValueError(f"checkpoint {checkpoint} contains only averaged (EMA) weights. Remove raw=true.")
     try:
         if path.name == SHARED_WEIGHTS_FILE:
             return load_file(path)
         if path.is_dir():
             has_averages = not raw and find_files(path, EMA_WEIGHTS)
             return load_joined(path, EMA_WEIGHTS if has_averages else WEIGHTS)
-        with warnings.catch_warnings():  # torch warns of other kinds of pickles
+        with warnings.catch_warnings():  # torch warns about other kinds of pickles
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # for damaged bytes, torch's unpickler raises almost anything
+    except Exception as error:  # torch's unpickler raises many types of errors for damaged bytes
         reason = (str(error) or type(error).__name__).splitlines()[0]
         if isinstance(error, pickle.UnpicklingError):  # torch's message suggests to execute the pickle
-            reason = "it is no file of tensors alone, and nothing else is unpickled"
+            reason = "it contains other objects than tensors, and they are not unpickled"
         raise ValueError(f"checkpoint {checkpoint} cannot be read ({reason})") from None
     try:
         return translate_weights(content, checkpoint.arch)

@@ -1,4 +1,4 @@
-"""Reads off trained weights which sizes the data of a model have."""
+"""Infers the sizes of a dataset (vocabulary, sequence length, puzzles) from the shapes of trained weights."""
 
 import torch
 
@@ -9,14 +9,15 @@ from models.carry import State
 
 _FIRST, _OTHER = (
     {"num_puzzle_identifiers": 2, "vocab_size": 11, "seq_len": 81},
-    {"num_puzzle_identifiers": 5, "vocab_size": 16, "seq_len": 100},  # a square: a grid needs one
+    {"num_puzzle_identifiers": 5, "vocab_size": 16, "seq_len": 100},  # a square, because grids need one
 )
 
 
 def sizes_in(weights: State, arch: Architecture) -> dict[str, int]:
     """Returns {field of `Metadata`: size} that a dataset must have for a model with these weights.
 
-    A weight with an axis that grows with a size, one to one, tells this size. KeyError without the weight.
+    If an axis of a weight grows by 1 with a size, the length of the axis gives this size. Raises KeyError if
+    that weight is missing.
     """
     first, sizes = _shapes_for(arch), {}
     for field, other in _OTHER.items():

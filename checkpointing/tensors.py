@@ -1,9 +1,10 @@
-"""Safetensors files of whole and sharded tensors: each rank writes its shards, any number of ranks can read.
+"""Saves full tensors and shards in safetensors files, and loads them on any number of ranks.
 
-A section of a checkpoint is a named set of tensors, such as "optimizer". <section>.safetensors has the whole
-tensors of a section, and <section>_<r>_of_<w>.safetensors the shards of rank r of w; the metadata say which
-elements these are. A reader need not know how many ranks have written: `load_joined` returns whole tensors,
-`load_into_` fills shards.
+A section of a checkpoint is a named set of tensors, such as "optimizer". <section>.safetensors contains the
+full (unsharded) tensors of a section. <section>_<r>_of_<w>.safetensors contains the shards of rank r of w
+ranks. The metadata of the file describe which elements of the full tensor a shard contains.
+
+`load_joined` returns full tensors. `load_into_` fills the tensors and shards of this rank.
 """
 
 import itertools
@@ -25,12 +26,12 @@ from distributed.process_group import rank, world_size
 from distributed.shards import Shard, Span, Spans, Tensors, tensor_of
 from runtime.reading import parse_json
 
-_MOST = 2**48  # elements of a tensor, at most
-_SHARDS = "shards"  # in the metadata, as JSON: {name: [spans, shape of the whole, is_by_rank]}
+_MOST = 2**48  # maximum number of elements of a tensor
+_SHARDS = "shards"  # key of the metadata, with JSON: {name: [spans, shape of the full tensor, is_by_rank]}
 
 
 def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
-    """Writes whole tensors and shards of this rank, each into a file of the section; returns the paths."""
+    """Writes this rank's full tensors into one file, and its shards into another. Returns the paths."""
     whole = {key: each for key, each in tensors.items() if isinstance(each, Tensor)}
     shards = {key: each for key, each in tensors.items() if isinstance(each, Shard)}
     paths = []
@@ -46,28 +47,28 @@ def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
 
 
 def find_files(folder: Path, section: str) -> list[Path]:
-    """Returns the existing files of a section: for whole tensors, and for the shards of each rank.
+    """Returns the files of a section: the file of full tensors, and the file of each rank's shards.
 
-    Raises ValueError if the shards of some ranks are missing.
+    Empty if the section does not exist. Raises ValueError if only some of the shard files exist.
     """
     pattern = re.compile(rf"{re.escape(section)}_(\d+)_of_(\d+)\.safetensors")
     found = [match for path in folder.iterdir() if (match := pattern.fullmatch(path.name)) and path.is_file()]
     shards = []
     for size in sorted({int(match[2]) for match in found}):
-        # The number in a file's name may be wrong and huge: check no more files than were found, and one.
+        # The number in a file name may be wrong and huge. Checking one more file than was found is enough.
         for number in range(min(size, len(found) + 1)):
             path = folder / _shard_file(section, number, size)
             if not path.is_file():
-                raise ValueError(f"{path} is missing: each process saved its own shards, and all are needed")
+                raise ValueError(f"{path} is missing. Copy the files of all processes.")
             shards.append(path)
     whole = folder / f"{section}.safetensors"
     return [whole] * whole.is_file() + shards
 
 
 def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
-    """Returns {name: whole tensor} of a section, whatever number of ranks has written it.
+    """Returns {name: full tensor} of a section that any number of ranks wrote.
 
-    Raises ValueError if files are missing, OSError or SafetensorError if one cannot be read.
+    Raises ValueError if files are missing, and OSError or SafetensorError if a file cannot be read.
     """
     values: dict[str, Tensor] = {}
     for stored in _stored(folder, section):
@@ -89,13 +90,18 @@ def load_into_(
     remote_names: tuple[str, ...] = (),
     casts: Collection[str] = (),
 ) -> bool:
-    """Overwrites this rank's tensors and shards with a saved section; any number of ranks may have saved it.
+    """Overwrites this rank's tensors and shards with a section that any number of ranks saved.
 
-    Returns False if files are missing, as they may if `is_optional`. Reads only tensors that have elements
-    for this rank. Where each rank saved its own tensor (`is_by_rank`), another number of ranks loads their
-    mean. remote_names: ends of names that may be missing in `targets`, because only other ranks hold them.
-    casts: names of tensors that may be stored in another floating-point dtype, and are cast.
-    Raises ValueError if names, shapes or dtypes differ, or files are missing.
+    Reads only tensors that contain elements of this rank. If each rank saved its own tensor (`is_by_rank`),
+    and the number of ranks has changed, every rank loads the mean of these tensors.
+
+    targets: Tensors and shards of this rank.
+    is_optional: Whether the section may be missing.
+    remote_names: Suffixes of names that `targets` may lack, because only other ranks hold these tensors.
+    casts: Names of tensors that may be stored in another floating-point dtype.
+
+    Returns False if an optional section is missing, otherwise True. Raises ValueError if names, shapes or
+    dtypes differ, or if files are missing.
     """
     if not targets or (is_optional and not find_files(folder, section)):
         return not targets
@@ -119,9 +125,11 @@ def load_into_(
 
 
 def _does_not_fit(folder: Path, key: str, *, stored: object, own: object) -> ValueError:
+    """Returns the error for a tensor of another shape or dtype. None: The tensor is missing."""
+    stored, own = ("missing" if value is None else value for value in (stored, own))
     return ValueError(
-        f"{folder} does not fit this run ({key} is {stored} there and {own} here): give the arch, optimizer "
-        "and global_batch_size that it was trained with"
+        f"{folder} does not match this run: {key} is {stored} in the checkpoint, but {own} in this run. Set "
+        "arch, optimizer and global_batch_size to the values of the checkpoint."
     )
 
 
@@ -130,7 +138,10 @@ def _shape_of(kept: Tensor | Shard) -> tuple[int, ...]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in an open file, or with `spans` a shard of one; spans, shape, is_by_rank: as in `Shard`."""
+    """A tensor or a shard in an open file. `spans`, `shape` and `is_by_rank` are those of `Shard`.
+
+    If `spans` is None, it is a full tensor.
+    """
 
     key: str
     spans: Spans | None
@@ -143,13 +154,13 @@ class _Stored(NamedTuple):
         return self.file.get_tensor(self.key)
 
     def alone(self) -> "_Stored":
-        """Returns the row that one rank saved, if `is_by_rank`, as a whole tensor of the row's shape."""
+        """Returns the row that one rank saved (`is_by_rank`) as a full tensor of shape `shape[1:]`."""
         return self._replace(spans=None, shape=self.shape[1:], is_by_rank=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0, casts: bool = False) -> None:
-        """Copies the elements that `target` holds as well: target += weight * (copy - target).
+        """Updates the elements that `target` also holds: target += weight * (stored - target).
 
-        casts: Whether floating-point numbers may be stored in another dtype than that of `target`.
+        casts: Whether the stored floating-point dtype may differ from that of `target`.
         """
         if self.shape != _shape_of(target):
             raise _does_not_fit(self.folder, self.key, stored=self.shape, own=_shape_of(target))
@@ -171,12 +182,15 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path, section: str) -> Iterator[_Stored]:
-    """Yields the tensors of a section, file by file; then ValueError if shards overlap or leave gaps."""
+    """Yields the tensors of a section, file by file.
+
+    At the end, it raises ValueError if the shards of a tensor overlap or leave gaps.
+    """
     paths = find_files(folder, section)
     if not paths:
         raise ValueError(
-            f"{folder} has no {section}.safetensors: give the config that it was trained with, or "
-            f"init_from={folder} to begin with its weights alone"
+            f"{folder} has no {section}.safetensors. Set the config that it was trained with, or "
+            f"init_from={folder} to load only its weights."
         )
     found: dict[str, list[Span]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -184,22 +198,22 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             shards = parse_json(metadata.get(_SHARDS, "{}"), where=f"{path}: {_SHARDS}")
-            for key in file.keys():  # noqa: SIM118 (a safetensors file is no dict)
+            for key in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
                 shape, spans, is_by_rank = tuple(file.get_slice(key).get_shape()), None, False
                 num_stored = math.prod(shape)
                 if key in shards:
                     spans, shape, is_by_rank = _parse_shard(shards[key], num_stored, where=f"{path}: {key}")
                 found[key] += (Span(0, num_stored),) if spans is None else spans
                 if shapes.setdefault(key, shape) != shape:
-                    raise ValueError(f"{path}: {key} has another shape than in the other files")
+                    raise ValueError(f"{path}: {key} has another shape than in the other files of {folder}")
                 yield _Stored(key, spans, shape, is_by_rank, file, folder)
     for key, spans in found.items():
         if not _are_whole(spans, math.prod(shapes[key])):
-            raise ValueError(f"{folder}: its files have an element of {key} twice, or not at all")
+            raise ValueError(f"{folder}: the shards of {key} overlap or leave gaps. Use another checkpoint.")
 
 
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
-    """Returns (spans, shape, is_by_rank) of a shard of `num_stored` elements; ValueError if invalid."""
+    """Returns (spans, shape, is_by_rank) of a shard of `num_stored` elements. ValueError if invalid."""
     try:
         spans, shape, is_by_rank = entry
         spans, size = tuple(Span(*span) for span in spans), math.prod(shape)
@@ -211,14 +225,14 @@ def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tup
             return spans, tuple(shape), bool(is_by_rank)
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"{where} is no shard as its metadata say")
+    raise ValueError(f"{where}: shard does not match its metadata (position, shape or size)")
 
 
 def _are_whole(spans: list[Span], size: int) -> bool:
     """Returns whether the spans together cover each of `size` elements exactly once."""
     spans = [span for span in spans if span.length]
     starts = [span.start + span.stride * np.arange(span.count) for span in spans]
-    starts = np.concatenate([*starts, [size]])  # each end of a piece must be a start, or `size`
+    starts = np.concatenate([*starts, [size]])  # each piece must end at the start of another, or at `size`
     lengths = np.repeat([span.length for span in spans], [span.count for span in spans])
     ends = np.append(starts[:-1] + lengths, 0)
     return np.array_equal(np.sort(starts), np.sort(ends))
@@ -228,9 +242,10 @@ _Index = slice | Tensor
 
 
 def _common(stored: Spans, kept: Spans) -> tuple[int, _Index, _Index] | None:
-    """Returns which elements two shards have in common, as indices into both; None if there are none.
+    """Returns the elements that two shards have in common. None if they have none in common.
 
-    The result is (unit, index in stored, index in kept): both indices count units of `unit` elements.
+    The result is (unit, index into `stored`, index into `kept`). Both indices count groups of `unit`
+    elements.
     """
     if not stored or not kept:
         return None
@@ -247,7 +262,7 @@ def _common(stored: Spans, kept: Spans) -> tuple[int, _Index, _Index] | None:
 
 
 def _units_of(span: Span, unit: int) -> np.ndarray:
-    """Returns the numbers of the units that a span covers, rising."""
+    """Returns the indices of the groups of `unit` elements that a span covers, in ascending order."""
     first = (span.start + span.stride * np.arange(span.count)) // unit
     return (first[:, None] + np.arange(span.length // unit)).reshape(-1)
 

@@ -180,7 +180,7 @@ def test_another_dataset_or_shape_is_refused(run, capsys):
     assert "another dataset" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         resume(run.with_name("other"), resume=str(run), global_batch_size=12)
-    assert "is (24, 16) there and (12, 16) here" in capsys.readouterr().err
+    assert "is (24, 16) in the checkpoint, but (12, 16) in this run" in capsys.readouterr().err
 
 
 def test_the_log_is_cut_back_and_leftovers_are_removed(run):

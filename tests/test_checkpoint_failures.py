@@ -155,7 +155,7 @@ def test_a_folder_that_is_gone_ends_nothing(run, capsys):
         run.touch()
         checkpoints.save(random_state(1))
     assert checkpoints.last_save_failed
-    assert "COULD NOT BE SAVED" in capsys.readouterr().err
+    assert "checkpoint not saved" in capsys.readouterr().err
 
 
 def test_a_copy_for_which_there_is_no_memory_ends_nothing(run, monkeypatch, capsys):

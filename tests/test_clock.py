@@ -128,7 +128,11 @@ def test_the_trace_holds_exactly_three_steps(tmp_path):
 
     *_, nothing, (out, err) = shown
     said = "warning (rank 0): profile=true"
-    assert nothing == ("out of the block\n", f"{said}: nothing was traced, the run has 4 steps\n")
+    assert nothing == (
+        "out of the block\n",
+        f"{said}: no step was traced. Tracing starts at the fifth step, but this launch ended "
+        "after 4 steps.\n",
+    )
     assert not (tmp_path / "d").exists()
     (warning,) = err.splitlines()
     assert warning.startswith(f"{said} failed (NotADirectoryError: ")

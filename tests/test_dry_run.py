@@ -78,7 +78,7 @@ def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     assert compose_run(words) is None
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "64 processes (pipeline 2 x replicate 32), 1 slots each"
-    assert lines[2] == "nowhere is not here, which knows better"
+    assert lines[2] == "dataset not found: nowhere. Estimates assume puzzles of 900 tokens."
     assert {"weights", "masters", "moments", "averages", "stages"} <= {
         each.partition(" ")[0] for each in lines
     }

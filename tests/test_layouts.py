@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing.files import own_part
+from checkpointing.files import local_part
 from checkpointing.tensors import load_joined, save_section
 from config.schema import PretrainConfig
 from distributed.collectives import barrier, broadcast_difference
@@ -84,7 +84,7 @@ def do_steps(state: TrainState, config: PretrainConfig, number: int, folder: Pat
         numbers += [float(result.loss), float(result.grad_norm)]
     folder.mkdir(exist_ok=True, parents=True)
     for section, tensors in (state.sections() | state.exports()).items():
-        save_section(own_part(tensors), folder, section)
+        save_section(local_part(tensors), folder, section)
     return numbers
 
 
@@ -220,7 +220,7 @@ def _begin_from_rank_0(folder: Path, layouts: list[str]) -> None:
         full = {name: torch.randn(each.shape, generator=_generator()) for name, each in shards.items()}
         state.broadcast_model_(full if rank() == 0 else {})
         (folder / layout).mkdir(exist_ok=True, parents=True)
-        save_section(own_part(state.sections()["weights"]), folder / layout, "weights")
+        save_section(local_part(state.sections()["weights"]), folder / layout, "weights")
     barrier()
 
 

@@ -39,7 +39,7 @@ def test_the_step_is_named(capsys, loss, grad_norm):
         _note(finite, 3, loss, grad_norm)
     assert ended.value.code == 1
     line = capsys.readouterr().err
-    for part in ("error: ", "step 3", "'set_3'", "nothing of it is saved"):
+    for part in ("error: ", "step 3", "'set_3'", "This step is not saved"):
         assert part in line
 
 

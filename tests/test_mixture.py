@@ -81,7 +81,7 @@ def test_test_data_that_a_model_cannot_read_is_refused(folders, tmp_path):
     for names, message in (
         (["other"], "other: pad_id is 1, but 3 in .*a. "),
         (["more"], "test_data_path: .*more has puzzles without a trained embedding"),
-        (["b", "twin/b"], "test_data_path: two folders have the name b: rename one"),
+        (["b", "twin/b"], "test_data_path: two folders have the name b. Rename one."),
     ):
         config = tiny_config(test_data_path=[str(tmp_path / name) for name in names])
         with pytest.raises(ValueError, match=message):

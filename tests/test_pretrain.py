@@ -107,7 +107,7 @@ def test_data_that_is_built_anew_changes_no_run_and_is_told(whole_run, tmp_path,
     words += ("deterministic=true",)  # as runs on CPUs are
     spoil = functools.partial(_build_anew_before_an_evaluation, data)
     finished = complete_program("pretrain", *words, folder=tmp_path, spoil=spoil)
-    assert finished.stderr.count("data: built anew since the run began") == 1
+    assert finished.stderr.count("dataset was rebuilt during the run: ") == 1
     run = tmp_path / "checkpoints" / "p" / "a"
     assert_equal(*(saved_tensors(each / f"step_{_STEPS}") for each in (run, whole_run)))
     for ours, theirs in zip(logged_rows(run), logged_rows(whole_run), strict=True):

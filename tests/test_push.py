@@ -138,9 +138,9 @@ def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):
     training = ("data_path=data/tiny", *OVERRIDES, "max_steps=1", f"init_from={_HERE}")
     training = (*training, "checkpoint_path=second")
     finished = complete_program("pretrain", *training, folder=tmp_path, world_size=2, **environment)
-    assert f"beginning with the weights of {_HERE}@{repository.find('main')}" in finished.stdout
+    assert f"starting with the weights of {_HERE}@{repository.find('main')}" in finished.stdout
     raw = _evaluate(tmp_path, f"checkpoint={_HERE}", "raw=true", **environment)
-    assert raw.error_lines[0].endswith("has the averages of the weights alone: drop raw=true")
+    assert raw.error_lines[0].endswith("contains only averaged (EMA) weights. Remove raw=true.")
 
 
 def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):

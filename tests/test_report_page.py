@@ -130,7 +130,7 @@ def test_a_log_alone_is_enough_and_the_page_says_what_is_missing(sudoku_folder, 
     main([str(run)])
     page, told = (run / "report.html").read_text(), capsys.readouterr().err
     for text in (page, told):
-        assert "there is no checkpoint step_&lt;N&gt;" in text or "there is no checkpoint step_<N>" in text
+        assert "no checkpoint step_&lt;N&gt; in" in text or "no checkpoint step_<N> in" in text
         assert "line 2: not a row of metrics, left out" in text
     assert told.count("\n") == 2
     assert 'id="pictures"' not in page

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from checkpointing.files import own_part
+from checkpointing.files import local_part
 from checkpointing.tensors import find_files, load_into_, load_joined, save_section
 from distributed.collectives import Ranks
 from distributed.shards import Shard, Span, Tensors, as_shard, shard_of_own, shard_of_rows, tensor_of
@@ -50,7 +50,7 @@ def _kept(rank: int, size: int, *, is_blank: bool = False) -> Tensors:
 def _write(folder: Path, size: int, monkeypatch) -> None:
     for rank in range(size):
         _become(monkeypatch, rank, size)
-        save_section(own_part(_kept(rank, size)), folder, _PART)
+        save_section(local_part(_kept(rank, size)), folder, _PART)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -80,17 +80,19 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path, monkeypatch):
     _become(monkeypatch, 0, 1)
     (targets,) = (_kept(0, 1, is_blank=True),)
     for changes, part in (
-        ({"more": torch.zeros(2)}, "more is None there and "),
-        ({"table": torch.zeros(12, 3)}, r"table is \(11, 3\) there and \(12, 3\) here"),
-        ({"steps": torch.zeros(11)}, "steps is torch.int32 there and torch.float32 here"),
+        ({"more": torch.zeros(2)}, "more is missing in the checkpoint, but "),
+        ({"table": torch.zeros(12, 3)}, r"table is \(11, 3\) in the checkpoint, but \(12, 3\) in"),
+        ({"steps": torch.zeros(11)}, "steps is torch.int32 in the checkpoint, but torch.float32 in"),
     ):
         with pytest.raises(ValueError, match=part):
             load_into_(targets | changes, tmp_path, _PART)
-    with pytest.raises(ValueError, match="count is .* there and None here"):
+    with pytest.raises(ValueError, match="count is .* in the checkpoint, but missing in this run"):
         load_into_({key: each for key, each in targets.items() if key != "count"}, tmp_path, _PART)
     (tmp_path / "ema_weights_1_of_3.safetensors").unlink()
     for read in (find_files, load_joined, lambda *where: load_into_(targets, *where)):
-        with pytest.raises(ValueError, match="ema_weights_1_of_3.safetensors is missing: each process"):
+        with pytest.raises(
+            ValueError, match="ema_weights_1_of_3.safetensors is missing. Copy the files of all"
+        ):
             read(tmp_path, _PART)
 
 

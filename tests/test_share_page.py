@@ -231,7 +231,7 @@ def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, 
         ValueError, match="checkpoint: 2 of them are called run, as their folders: rename them"
     ):
         _write(trained, page, checkpoint=[str(trained)] * 2)
-    with pytest.raises(ValueError, match="checkpoint missing does not exist: give a run folder"):
+    with pytest.raises(ValueError, match="checkpoint missing does not exist. Pass a run folder"):
         _write(Path("missing"), page, runtime=str(files))
     (files / "dist" / browser.FILES[1]).rename(files / browser.FILES[1])  # there it counts as well
     with pytest.raises(ValueError, match="does not exist. Build it"):

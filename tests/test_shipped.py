@@ -41,7 +41,7 @@ def test_a_path_goes_before_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_checkpoint("demo").path == SHIPPED / "demo" / SHARED_WEIGHTS_FILE
     Path("demo").mkdir()
-    with pytest.raises(ValueError, match="there is no checkpoint step_<N> in demo"):
+    with pytest.raises(ValueError, match="no checkpoint step_<N> in demo"):
         find_checkpoint("demo")
     with pytest.raises(ValueError, match="weights/: .*demo, .*sudoku_6x6"):
         find_checkpoint("demo_2")

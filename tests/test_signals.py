@@ -106,7 +106,7 @@ def test_a_run_that_is_stopped_goes_on_from_that_step(
     for each in range(2):
         log = (run / "logs" / f"rank_{each}.log").read_text()
         assert f"is at training step {step} of 16" in log
-        assert "stopped: the same command goes on from here" in log
+        assert "To continue, run the same command with run_name=" in log
     assert json.loads((run / "status").read_text()) == {"status": "stopped", "step": step}
     assert max(int(path.name[5:]) for path in run.glob("step_*")) == step
     _train(sudoku_folder, run)

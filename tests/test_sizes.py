@@ -70,7 +70,7 @@ def test_a_model_reads_what_it_can(run, arch, fields):
 )
 def test_what_it_cannot_is_refused(run, arch, field, weights_tell):
     """weights_tell: also weights as they are published, without the record of a run."""
-    expected = f"was trained with {field} {vars(FACTS)[field]}, but the dataset has {_LARGER[field]}: give"
+    expected = f"was trained with {field} {vars(FACTS)[field]}, but the dataset has {_LARGER[field]}. Use"
     with pytest.raises(ValueError, match=f"{expected} the dataset"):
         _load(run, arch, field)
     for name in ("state.json", "manifest.json") if weights_tell else ():

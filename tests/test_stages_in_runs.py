@@ -83,7 +83,7 @@ def test_beginning_with_given_weights(tmp_path, sudoku_folder, other_folder):
     options += ("train_only=puzzle_embeddings", "max_steps=3")
     options += ("replica_check_interval=1",)  # rank 0 alone reads the weights, and all have them
     finished = _run(tmp_path, "pretrain", *_TRM, *options, world_size=2)
-    assert "every row begins as the mean of its rows" in finished.stdout
+    assert "Every row starts as the mean of the checkpoint's rows" in finished.stdout
     given = load_file(tmp_path / "first" / "step_4" / "ema_weights.safetensors")
     adapted = load_file(tmp_path / "next" / "step_3" / "weights.safetensors")
     table = "puzzle_emb.weights"
@@ -98,12 +98,15 @@ def test_beginning_with_given_weights(tmp_path, sudoku_folder, other_folder):
 @pytest.mark.parametrize(
     ("stored", "expected"),
     [
-        ({}, "architecture: the checkpoint has no layer.weight"),
-        ({"layer.weight": (3, 2), "more": (1,)}, "architecture: this run has no more"),
-        ({"layer.weight": (3, 4)}, "size: layer.weight is .3, 4. there and .3, 2. here"),
+        ({}, "the architecture of this run: the checkpoint has no weight layer.weight"),
+        ({"layer.weight": (3, 2), "more": (1,)}, "the architecture of this run: this run has no weight more"),
+        (
+            {"layer.weight": (3, 4)},
+            "this run: layer.weight has shape .3, 4. in the checkpoint, but .3, 2. in this run",
+        ),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(stored, expected):
     stored = {name: torch.zeros(shape) for name, shape in stored.items()}
-    with pytest.raises(ValueError, match=f"init_from=first is of another {expected}"):
+    with pytest.raises(ValueError, match=f"init_from=first does not match {expected}"):
         fill_({"layer.weight": torch.zeros(3, 2)}, stored, source="init_from=first")

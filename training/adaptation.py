@@ -1,4 +1,4 @@
-"""Trains a new puzzle embedding on a puzzle's demonstrations; all other weights stay as they are."""
+"""Trains a new puzzle embedding on the demonstrations of a puzzle, with all other weights fixed."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ def adapt(
     raw: bool = False,
     forward_dtype: str | None = None,
 ) -> HaltingModel:
-    """Trains only new puzzle embeddings, on `demonstrations`; returns the model in evaluation mode.
+    """Trains only new puzzle embeddings on `demonstrations`. Returns the model in evaluation mode.
 
-    Runs in one process. demonstrations: one puzzle for each training step, all with the same number of
-    examples; identifiers are row numbers in the table of the returned model. Each new row starts as the mean
-    of the checkpoint's rows. raw: whether to take the raw weights instead of the averages (EMA).
-    forward_dtype: Number format of the training and of the model. If None, it is the checkpoint's.
+    Runs in one process. Each new embedding starts as the mean of the checkpoint's embeddings.
+
+    demonstrations: One puzzle for each training step, all with the same number of examples. Identifiers are
+        row indices in the puzzle table of the returned model.
+    raw: Whether to start from the raw weights instead of the averages (EMA).
+    forward_dtype: Number format of the training and of the model. If None, it is that of the checkpoint.
     """
     num_steps = len(demonstrations.puzzle_identifiers)
     num_examples = demonstrations.num_examples // num_steps
@@ -56,7 +58,7 @@ def adapt(
     state.weights.gather_()
 
     log.info(
-        f"adapting: {num_steps} steps train an embedding for this puzzle, alone, on its {num_examples} "
+        f"adapting: {num_steps} steps train only an embedding for this puzzle, on its {num_examples} "
         "demonstrations"
     )
     clock, rates = StepClock(device), dict.fromkeys(("lr", "puzzle_emb_lr"), lr)

@@ -1,4 +1,4 @@
-"""Chooses a run's best checkpoint: by which metric, on which puzzles."""
+"""Selects the best checkpoint of a run by the metric `keep_best`."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ _PASSES = ("eval", "eval_raw", "validation")
 
 
 def goal_of(name: str) -> Literal["max", "min"] | None:
-    """Returns whether high ("max") or low ("min") values of a metric are good; None where neither are."""
+    """Returns "max" or "min" if high or low values of a metric are better. None for other metrics."""
     metric = name.rpartition("/")[2]
     if metric.endswith("loss"):
         return "min"
@@ -21,12 +21,16 @@ def goal_of(name: str) -> Literal["max", "min"] | None:
 
 
 class Selection:
-    """The rule that selects the best checkpoint from the rows of the log, by the metric `keep_best`.
+    """The rule that selects the best checkpoint from the rows of metrics.jsonl.
 
-    keep_best: a metric such as exact_accuracy, averaged over sets by number of puzzles, or one value of a row
-    such as eval/all/exact_accuracy. The best loss is the lowest, any other best value the highest; of equal
-    values the newest wins. selected_by: "validation" or "test", the puzzles that the metric is of. A best
-    value on the test split is the maximum of several, and so too optimistic for new puzzles.
+    The best loss is the lowest one. For any other metric, the highest value is the best. Ties go to the
+    newest checkpoint.
+
+    keep_best: A metric such as exact_accuracy, averaged over all sets and weighted by their numbers of
+        puzzles. Or one value of a row, such as eval/all/exact_accuracy.
+
+    `selected_by` is the split of the metric, "validation" or "test". The best value on the test split is the
+    maximum of several evaluations, and therefore optimistic for new puzzles.
     """
 
     def __init__(self, keep_best: str, *, has_validation: bool):
@@ -38,7 +42,7 @@ class Selection:
         self.lowest_is_best = goal_of(keep_best) == "min"
 
     def value(self, row: Mapping[str, float]) -> float | None:
-        """Returns the value of `keep_best` in a row of the log; None where the row has no such metric."""
+        """Returns the value of `keep_best` in a row of metrics.jsonl. None if the row lacks this metric."""
         if self._is_one_value:
             return row.get(self.metric)
         evaluator, slash, _ = self.metric.rpartition("/")
@@ -49,35 +53,35 @@ class Selection:
         return sum(each[self.metric] * count for each, count in zip(sets, counts, strict=True)) / sum(counts)
 
     def short_name(self, name: str) -> str | None:
-        """Returns the metric of a name such as eval/all/exact_accuracy; None for other puzzles."""
+        """Returns the metric in a name such as eval/all/exact_accuracy. None for names of another split."""
         split, _, rest = name.partition("/")
         return rest.partition("/")[2] if split == self._pass else None
 
     def is_evaluated(self, row: Mapping[str, float]) -> bool:
-        """Returns whether a row of the log has an evaluation of the puzzles `selected_by`."""
+        """Returns whether a row of metrics.jsonl contains an evaluation of the split that selects."""
         return any(name.startswith(f"{self._pass}/") for name in row)
 
     def best_step(self, values: Mapping[int, float]) -> int | None:
-        """Returns the step of the best of the values {step: value}, or None where no value is finite."""
+        """Returns the step of the best value. values: {step: value}. None if no value is finite."""
         sign = -1 if self.lowest_is_best else 1
         rated = [(sign * value, step) for step, value in values.items() if math.isfinite(value)]
         return max(rated)[1] if rated else None
 
 
 class BestStep:
-    """The best step of a run so far by the metric `keep_best`, if the run has one; on rank 0."""
+    """The best step of a run so far, by the metric `keep_best`. Only rank 0 has values."""
 
     def __init__(self, config: PretrainConfig):
         self._selection = None
         if config.keep_best is not None:
             self._selection = Selection(config.keep_best, has_validation=config.validation_fraction > 0)
-        self._values: dict[int, float] = {}  # of the metric, by step
+        self._values: dict[int, float] = {}  # {step: value of keep_best}
 
     def record(self, step: int, row: Mapping[str, float]) -> dict[str, float | str]:
-        """Records a row of the log for the choice of the best checkpoint.
+        """Adds a row of metrics.jsonl to the values that are compared.
 
-        Returns the best value so far, as best/<metric>, best/step and best/selected_by; {} where the row has
-        no evaluation.
+        Returns the best value so far, as best/<metric>, best/step and best/selected_by. {} if the row
+        contains no evaluation.
         """
         if self._selection is None or not self._selection.is_evaluated(row):
             return {}
@@ -90,32 +94,32 @@ class BestStep:
         return {name: best["value"], BEST_STEP: best["step"], SELECTED_BY: best["selected_by"]}
 
     def check(self, row: Mapping[str, float]) -> None:
-        """Warns if an evaluation lacks the metric."""
+        """Warns if the row contains an evaluation, but not the metric `keep_best`."""
         selection = self._selection
         if selection is None or not selection.is_evaluated(row) or selection.value(row) is not None:
             return
         names = {selection.short_name(name) for name in row} - {None}
         log.warning(
-            f"keep_best={selection.metric} is no metric of an evaluation, so that no checkpoint is the best: "
-            f"choose from {', '.join(sorted(names))}"
+            f"keep_best={selection.metric} is not a metric of the evaluation, so no checkpoint is the best. "
+            f"Choose from {', '.join(sorted(names))}."
         )
 
     def among(self, steps: Iterable[int]) -> int | None:
-        """Returns the best of these steps; None where none has a value. Other threads may call it."""
+        """Returns the best of `steps`. None if none of them has a value. Other threads may call it."""
         values = {step: self._values[step] for step in steps if step in self._values}
         return None if self._selection is None else self._selection.best_step(values)
 
     def state(self) -> dict[str, float | str] | None:
-        """Returns metric, selected_by, step and value of the best evaluation, for state.json; or None."""
+        """Returns the best evaluation for state.json: metric, selected_by, step, value. None without one."""
         if (step := self.among(self._values)) is None:
             return None
         named = {"metric": self._selection.metric, "selected_by": self._selection.selected_by}
         return {**named, "step": step, "value": self._values[step]}
 
     def load_state(self, saved: dict[str, Any] | None, rows: Iterable[Mapping[str, float]]) -> None:
-        """Takes the values of a resumed run from the rows of its log, and from the checkpoint's `state`.
+        """Restores the values of a resumed run from `rows` of metrics.jsonl, and from `saved`.
 
-        The row of the best step may be missing in the log.
+        saved: Result of `state` in the checkpoint, because the row of the best step may be missing.
         """
         if self._selection is None:
             return

@@ -1,14 +1,32 @@
-"""The checkpoints of a run: how the run saves them, and resumes from one.
+"""The checkpoints of a run: how the run saves them, and how it resumes from one.
 
-A checkpoint is a folder step_<N> with
+The life of a checkpoint, in the order of the calls:
 
-- <section>.safetensors for each section of `TrainState.sections` and `exports`; where ranks hold shards, one
-  file for each rank, <section>_<rank>_of_<ranks>.safetensors (`checkpointing.tensors`)
-- state.json: the step, which is also the position in the data; every rank's metric sums since the last logged
-  row; the best value of the evaluations so far; fingerprint and description of the dataset; seq_len; versions
-- config.yaml: the run's config
+1. pretrain.py, `run_steps`, calls `CheckpointManager.save` after each step for which a checkpoint is due.
+2. `CheckpointManager.save` (this file) collects the tensors of this rank (training/state.py, `sections` and
+   `exports`) and the texts of state.json and config.yaml.
+3. `CheckpointWriter.start` (checkpointing/files.py) copies the tensors to host memory. Training continues.
+4. `CheckpointWriter._write` runs in a thread. It writes each section with `save_section`
+   (checkpointing/tensors.py), and on rank 0 also the texts.
+5. On rank 0, `CheckpointWriter._write` collects the sizes and hashes of all ranks (`_files_of_all`), writes
+   the manifest, and renames the folder to step_<N>. `CheckpointWriter.remove_old` removes older checkpoints.
+6. In the next launch, pretrain.py, `train`, calls `CheckpointManager.resume` (this file).
+7. `choose_checkpoint` (this file, rank 0) chooses a checkpoint. `verify_checkpoint` (checkpointing/files.py)
+   compares its files with the manifest.
+8. `TrainState.load_` (training/state.py) reads this rank's part with `load_into_` (checkpointing/tensors.py).
+9. `Weights.gather_` (optimizers/weights.py) copies the loaded weights into the weights of the forward pass.
+10. `cut_back_rows` (runtime/metrics_file.py) removes rows of later steps from metrics.jsonl.
 
-Reading a checkpoint unpickles and executes nothing. `checkpointing.files` writes and verifies the folders.
+A checkpoint is a folder step_<N> with these files:
+
+- <section>.safetensors for each section of `TrainState.sections` and `TrainState.exports`. If ranks hold
+  shards of a section, each rank also writes <section>_<rank>_of_<ranks>.safetensors.
+- state.json: The step, from which the position in the data follows. The metric sums of every rank since the
+  last logged row. The best evaluation so far. Fingerprint and description of the dataset, seq_len, versions.
+- config.yaml: The config of the run.
+- manifest.json: Size and hash of each file.
+
+Reading a checkpoint does not unpickle or execute anything.
 """
 
 import json
@@ -25,7 +43,7 @@ from checkpointing.files import (
     STATE_FILE,
     CheckpointWriter,
     checkpoints_in,
-    newest_whole,
+    newest_intact,
     read_state,
     remove_unfinished,
     step_of,
@@ -45,20 +63,26 @@ from training.best import BestStep
 from training.run_folder import open_run_folder, writing_errors
 from training.state import TrainState
 
-# How long a run that an exception ends waits for a save under way: for the whole save, and, where the
-# connection to a rank is lost, for the files of the other ranks.
+# If an exception ends the run during a save, this rank waits for the save: at most 60 s in total. If the
+# connection to a rank is lost, rank 0 waits at most 3 s for the files of the other ranks.
 _LAST_WAIT_SECONDS, _LAST_OTHERS_SECONDS = 60.0, 3.0
 
 
 class CheckpointManager:
-    """The manager of a run's saves and resume. All ranks call the methods together.
+    """Saves the checkpoints of a run, and resumes the run from one. All ranks call the methods together.
 
-    A context manager around the steps: leaving the block, also by an exception, waits for the current save.
-    Threads write a checkpoint after `save` has returned, and a failed save is a warning. `close` waits for
-    the last save; then `last_save_failed` says on all ranks whether it failed.
+    It is a context manager around the training steps. Leaving the block, also by an exception, waits for the
+    current save. A failed save only causes a warning.
 
-    best: the best step so far; rank 0 adds evaluations to it. fingerprint, dataset_info: of the dataset, kept
-    in every checkpoint; dataset_info has JSON values.
+    Args:
+        run_folder: Folder that contains the checkpoints.
+        config: Config of the run.
+        fingerprint: Hash of the dataset, stored in every checkpoint.
+        dataset_info: Description of the dataset as JSON values, stored in every checkpoint.
+
+    Attributes:
+        best: The best step so far. `Monitor.log` adds evaluations to it on rank 0.
+        last_save_failed: Whether the last save failed, equal on all ranks. Valid after `close`.
     """
 
     def __init__(
@@ -74,14 +98,15 @@ class CheckpointManager:
         self.best = BestStep(config)
         self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.among)
         self._stall_seconds: float | None = None
-        self._newest_step: int | None = None  # of the last save, or of the resume
+        self._newest_step: int | None = None  # step of the last save, or of the checkpoint resumed from
         self.last_save_failed = False
 
     def save(self, state: TrainState) -> None:
-        """Saves the state of all ranks as `step_<N>`; all ranks call it.
+        """Saves the state of all ranks as step_<N>. All ranks call it.
 
-        Returns when the tensors are copied, or with checkpoint_async=false when they are on disk. Does
-        nothing if this step was the last one that was saved, successfully or not, or resumed from.
+        Returns when the tensors are copied to host memory. With checkpoint_async=false, it returns when this
+        rank has written its files. Does nothing if the last save was of the same step, even if it failed, or
+        if the run was resumed from this step.
         """
         if state.step == self._newest_step:
             return
@@ -94,7 +119,7 @@ class CheckpointManager:
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
 
     def _texts(self, state: TrainState, numbers: dict[str, Any]) -> dict[str, str]:
-        """Returns the texts of state.json and config.yaml. numbers: `state.numbers()`."""
+        """Returns {file name: text} of state.json and config.yaml. numbers: Result of `state.numbers()`."""
         content = {
             **numbers,
             "best": self.best.state(),
@@ -111,12 +136,12 @@ class CheckpointManager:
         return {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_to_yaml(self._config)}
 
     def pop_stall_seconds(self) -> dict[str, float]:
-        """Returns, as a metric, how long `save` has kept the run since the last call; {} without a save."""
+        """Returns the time spent in `save` since the last call, as a metric. {} without a save."""
         seconds, self._stall_seconds = self._stall_seconds, None
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
 
     def pop_saved(self) -> list[Path]:
-        """Returns the checkpoints that were completed since the last call; on ranks other than 0, none."""
+        """Returns the checkpoints that were completed since the last call. Empty except on rank 0."""
         return [self._writer.saved.popleft() for _ in range(len(self._writer.saved))]
 
     def __enter__(self) -> "CheckpointManager":
@@ -125,24 +150,31 @@ class CheckpointManager:
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, *__: object) -> None:
         if error is None:
             self.close()
-        else:  # not `close`, in which ranks talk: other ranks may be gone, or have no exception
+        else:  # not `close`, because it communicates: other ranks may have ended, or may not have failed
             others_seconds = None if lost_connection(error) is None else _LAST_OTHERS_SECONDS
             self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS, others_seconds=others_seconds)
 
     def close(self) -> None:
-        """Waits for the last save, and sets `last_save_failed`. All ranks call it, perhaps repeatedly."""
+        """Waits for the last save, and sets `last_save_failed`. All ranks call it. It may be called again."""
         self._writer.wait()
         if is_main():
-            self._writer.remove_old()  # an evaluation after the save may have found another best
+            self._writer.remove_old()  # again, because an evaluation after the save may have found a new best
         self.last_save_failed = broadcast_object(self._writer.failure is not None)
 
     def resume(self, state: TrainState, *, total_steps: int | None = None) -> bool:
-        """Loads into `state` the checkpoint that the key `resume` chooses. All ranks call it.
+        """Loads the checkpoint that the key `resume` selects into `state`. All ranks call it.
 
-        Without a checkpoint the state stays that of step 0, with the weights of `init_from` if given. Drops
-        the log's rows of later steps. Returns whether the log has the row of this step (True at step 0); if
-        not, the state has the metric sums to log this row. Ends all ranks if the checkpoint is of another
-        dataset or other shapes, or its step is beyond `total_steps`.
+        Without a checkpoint, the state stays at step 0. If `init_from` is set, it gets the weights of that
+        checkpoint. Removes rows of later steps from metrics.jsonl. Ends all ranks with a message if the
+        checkpoint belongs to another dataset, has other shapes, or its step is greater than `total_steps`.
+
+        Args:
+            state: State of step 0.
+            total_steps: Number of steps of the run. If None, the step of the checkpoint is not checked.
+
+        Returns:
+            Whether metrics.jsonl contains a row of this step. True at step 0. If False, `state.metrics`
+            contains the sums for this row, and the caller must log it.
         """
         folder, chosen, content = self._run_folder, None, {}
         with collective_errors():
@@ -153,16 +185,16 @@ class CheckpointManager:
             with collective_errors():
                 if content["dataset_fingerprint"] != self._fingerprint:
                     other = f"{chosen} was trained on another dataset than data_path"
-                    raise ValueError(f"{other}: choose another run_name")
+                    raise ValueError(f"{other}. Choose another run_name.")
                 if total_steps is not None and content["step"] > total_steps:
-                    ends = f"this run ends at step {total_steps}: give more epochs or train_steps"
+                    ends = f"this run ends at step {total_steps}. Increase epochs or train_steps."
                     raise ValueError(f"{chosen} is at step {content['step']}, but {ends}")
                 missing = state.load_(chosen, content)
             if "ema_state" in missing:
-                log.info(f"{chosen} has no averages: ema begins with the weights as they are there")
+                log.info(f"{chosen} contains no averages (EMA). The averages start as its weights.")
             state.weights.gather_()
             self._newest_step = state.step
-            log.info(f"going on from {chosen}")
+            log.info(f"resuming from {chosen}")
         elif self._config.init_from is not None:
             full_copies = {}
             with collective_errors():
@@ -183,58 +215,67 @@ class CheckpointManager:
         return broadcast_object(is_logged) or state.step == 0
 
 
-def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointManager:
-    """Creates and locks the run folder (rank 0), and opens a log file there on each rank. All ranks call it.
-
-    described: the arguments `fingerprint` and `dataset_info` of the returned manager.
-    """
-    with collective_errors():
-        folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
-    check_folder_is_shared(folder)
-    log.open_rank_file(folder)
-    return CheckpointManager(folder, config=config, **described)
-
-
 def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
-    """Returns the verified checkpoint that the key `resume` asks for; None for a new run.
+    """Returns the checkpoint that the key `resume` selects, after verifying it. None for a new run.
 
-    - auto: the newest undamaged checkpoint of the run folder; newer damaged ones are renamed
-    - must: the same, but ValueError where there is no checkpoint
-    - never: None, but ValueError where there is a checkpoint, which the run would overwrite
-    - a path: this checkpoint, or the newest one of that run; the same as auto once this run has checkpoints
+    - auto: The newest intact checkpoint in the run folder. Newer damaged ones are renamed.
+    - must: The same as auto. Raises ValueError if there is no checkpoint.
+    - never: None. Raises ValueError if there is a checkpoint, because the run would overwrite it.
+    - a path: If this run has a checkpoint, the same as auto. Otherwise the checkpoint at this path, or the
+      newest intact one if the path is a run folder.
     """
     own = checkpoints_in(run_folder)
     if config.resume == "never":
         if own:
             raise ValueError(
-                f"resume=never, but {run_folder} has come to {own[-1].name}: choose another run_name, "
-                "or resume=auto"
+                f"resume=never, but {run_folder} already contains {own[-1].name}. Choose another run_name, "
+                "or set resume=auto."
             )
         return None
-    newest = newest_whole(own, are_ours=True)
+    newest = newest_intact(own, are_ours=True)
     if config.resume == "must" and newest is None:
-        raise ValueError(f"resume=must, but {run_folder} has no checkpoint")
+        raise ValueError(f"resume=must, but {run_folder} has no checkpoint. Set resume=auto for a new run.")
     if config.resume in ("auto", "must"):
         return newest
     return _choose_from(Path(config.resume), run_folder, newest)
 
 
 def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
-    """Returns the checkpoint for resume=`path`. newest: the newest checkpoint in the run folder, if any."""
+    """Returns the checkpoint for resume=`path`. newest: This run's newest intact checkpoint, if any."""
     if newest is not None:
         if path.resolve().parent == run_folder.resolve() and path.resolve() != newest.resolve():
             raise ValueError(
-                f"resume={path} is not the newest checkpoint of this run, that is {newest.name}: "
-                "choose another run_name, and it branches off there"
+                f"resume={path} is not the newest checkpoint of this run ({newest.name}). Choose another "
+                "run_name to start a new run from it."
             )
-        log.info(f"{run_folder} goes on from its own newest checkpoint, resume={path} is where it began")
+        log.info(f"resume={path} has no effect, because {run_folder} already has checkpoints")
         return newest
     if not path.is_dir():
-        raise ValueError(f"resume={path} is no folder: give auto, never, must, a run or a step_<N> in one")
+        raise ValueError(
+            f"resume={path} is not a folder. Set resume to auto, never, must, a run folder, or a step_<N> "
+            "folder in one."
+        )
     if step_of(path) is not None:
         verify_checkpoint(path)
         return path
-    found = newest_whole(checkpoints_in(path), are_ours=False)
+    found = newest_intact(checkpoints_in(path), are_ours=False)
     if found is None:
-        raise ValueError(f"resume={path}: there is no checkpoint step_<N> in it")
+        raise ValueError(f"resume={path} contains no checkpoint step_<N>. Choose another folder.")
     return found
+
+
+def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointManager:
+    """Opens the run folder, and returns its checkpoint manager. All ranks call it.
+
+    Rank 0 creates and locks the folder. Each rank opens a log file in it. An error ends all ranks with a
+    message.
+
+    Args:
+        config: Config of the run.
+        **described: The arguments `fingerprint` and `dataset_info` of `CheckpointManager`.
+    """
+    with collective_errors():
+        folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
+    check_folder_is_shared(folder)
+    log.open_rank_file(folder)
+    return CheckpointManager(folder, config=config, **described)

@@ -1,4 +1,4 @@
-"""Measures the speed of a run: the time of steps and waits, and a profile. Measuring adds no wait."""
+"""Measures the time of training steps and of waits, and profiles a few steps."""
 
 import contextlib
 import functools
@@ -17,19 +17,19 @@ from distributed.collectives import all_ranks
 from distributed.process_group import is_main
 from runtime.writing import write_text
 
-WAITS = ("data_wait", "sync")  # within a step: waiting for the batch, and for the other ranks
-# A rank is a straggler if a step computes for more than 1.5 times the median of the other ranks, and for at
-# least 0.05 s longer, measured over at least 5 steps.
+WAITS = ("data_wait", "sync")  # waits within a step: for the batch, and for the other ranks
+# A rank is a straggler if its steps compute more than 1.5 times as long as the median of the other ranks, and
+# at least 0.05 s longer. At least 5 steps are measured.
 _STRAGGLER = 1.5
 _NOTICEABLE_SECONDS = 0.05
 _NOTICEABLE_STEPS = 5
-# Steps of a profile: first skipped (they allocate and compile), then traced but discarded (starting the
-# profiler takes time), then traced.
+# Numbers of steps of a profile. Skipped steps come first, because they allocate and compile. Warm-up steps
+# are traced and discarded, because starting the profiler takes time. Then come the traced steps.
 _SKIPPED, _WARMUP, _TRACED = 2, 2, 3
 
 
 class StepClock:
-    """A clock for the wall time of this rank's steps; stopped while the run does anything else."""
+    """A clock for the wall time of this rank's steps. It is stopped while the run does anything else."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -42,7 +42,7 @@ class StepClock:
             self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Stops the clock, after the device has completed all steps so far."""
+        """Waits until the device has completed all steps so far, then stops the clock."""
         if self._since is not None:
             if self._device.type != "cpu":
                 getattr(torch, self._device.type).synchronize()
@@ -54,9 +54,9 @@ class StepClock:
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to `name`, one of `WAITS`: what this rank waits for within a step.
+        """Adds the time of the block to the wait `name`, one of `WAITS`.
 
-        On CUDA, events measure the wait "sync" on the device, without stopping the host.
+        On CUDA, events measure the wait "sync" on the device, so that the host does not wait.
         """
         if name == "sync" and self._device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -70,9 +70,9 @@ class StepClock:
         self._waits[name] += time.perf_counter() - begin_seconds
 
     def pop(self) -> dict[str, float]:
-        """Stops the clock; returns mean seconds of a step, and of each wait in it, since the last call.
+        """Stops the clock. Returns the mean seconds of a step, and of each wait in it, since the last call.
 
-        compute_seconds is the time of a step without the waits. Returns {} where no step was timed.
+        compute_seconds is the time of a step without the waits. Returns {} if no step was timed.
         """
         self.stop()
         self._waits["sync"] += sum(begin.elapsed_time(end) for begin, end in self._sync_events) / 1000
@@ -90,9 +90,10 @@ class StepClock:
 
 
 def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str, float], str | None]:
-    """Returns on rank 0 (metrics of speed and memory over all ranks, warning about a slow rank or None).
+    """Gathers times and memory of all ranks. All ranks call it.
 
-    All ranks call it. The metrics are {} on other ranks, and where no step was timed.
+    Returns (metrics, warning about a slow rank or None). The metrics are {} on ranks other than 0, and if no
+    step was timed.
     """
     mine, ranks = clock.pop(), all_ranks()
     if not mine:
@@ -119,13 +120,13 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
     usual = median(compute[:slowest] + compute[slowest + 1 :]) if len(compute) > 1 else max(compute)
     more = max(compute) - max(_STRAGGLER * usual, usual + _NOTICEABLE_SECONDS)
     if more > 0 and mine["steps"] >= _NOTICEABLE_STEPS:
-        compared = f"it computes more than {_STRAGGLER} times as long as the others"
-        return metrics, f"rank {slowest} is a straggler: {compared} (train/compute_seconds_slowest_rank)"
+        compared = f"its steps compute more than {_STRAGGLER} times as long as the median of the others"
+        return metrics, f"rank {slowest} is a straggler: {compared} (train/compute_seconds_slowest_rank)."
     return metrics, None
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this process: of tensors on a CUDA device, otherwise resident memory."""
+    """Returns the peak memory of this process in bytes: of CUDA tensors, or else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -134,22 +135,23 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def traced_steps(folder: Path, *, is_enabled: bool, first_step: int) -> Iterator[Callable[[], None]]:
-    """Profiles the fifth to the seventh step after `first_step`, in a block around all steps, if enabled.
+    """Profiles the fifth to the seventh step after `first_step`, if enabled. The block contains all steps.
 
-    Yields a function to call after each step. Writes a trace for chrome://tracing or ui.perfetto.dev into
-    `folder`, and prints the ten slowest operators. Work between two steps is part of the later step.
+    Yields a function that must be called after each step. Writes a trace for chrome://tracing or
+    ui.perfetto.dev into `folder`, and prints the ten slowest operators. Work between two steps counts as part
+    of the later step.
     """
     if not is_enabled:
         yield lambda: None
         return
-    import torch._inductor  # takes seconds: the profiler would import it in the middle of a step
+    import torch._inductor  # takes seconds, and the profiler would otherwise import it during a step
 
     name = "profile=true"
     profiled = profile(
         activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_initialized(),
         schedule=schedule(wait=_SKIPPED, warmup=_WARMUP, active=_TRACED, repeat=1),
         on_trace_ready=functools.partial(_write_trace, folder, first_step),
-        acc_events=True,  # without it torch 2.11 warns that several cycles would lose events; there is one
+        acc_events=True,  # otherwise torch 2.11 warns about lost events, although there is only one cycle
     )
     with log.warn_once(name):
         profiled.start()
@@ -164,7 +166,10 @@ def traced_steps(folder: Path, *, is_enabled: bool, first_step: int) -> Iterator
         with log.warn_once(name):
             profiled.stop()
             if profiled.step_num <= _SKIPPED + _WARMUP:
-                log.warning(f"{name}: nothing was traced, the run has {profiled.step_num} steps")
+                log.warning(
+                    f"{name}: no step was traced. Tracing starts at the fifth step, but this launch ended "
+                    f"after {profiled.step_num} steps."
+                )
 
 
 def _write_trace(folder: Path, first_step: int, profiled: profile) -> None:

@@ -6,16 +6,17 @@ import subprocess
 
 from distributed.launch import NOT_RUN, REPOSITORY
 
-CHANGES = "+changes"  # suffix of the commit where there are uncommitted changes
-_MOST_BYTES = 2**20  # of a recorded diff
+CHANGES = "+changes"  # suffix of the commit if there are uncommitted changes
+_MOST_BYTES = 2**20  # maximum size of a recorded diff
 _CODE = ("*.py", "*.yaml", *(f":(exclude){folder}" for folder in sorted(NOT_RUN)))
 
 
 @functools.cache
 def git_commit() -> str | None:
-    """Returns the git commit of this repository, followed by +changes if code that runs use has changed.
+    """Returns the git commit of this repository, with the suffix +changes if code that runs use has changed.
 
-    Without a repository or git, returns the environment variable CODE_COMMIT (set in images), or None.
+    Without a repository or git, returns the environment variable CODE_COMMIT (set in container images), or
+    None.
     """
     commit = git("rev-parse", "HEAD").strip()
     return commit + (CHANGES if code_diff() else "") if commit else os.environ.get("CODE_COMMIT") or None
@@ -23,7 +24,7 @@ def git_commit() -> str | None:
 
 @functools.cache
 def code_diff() -> str:
-    """Returns the uncommitted changes to code that runs use, as a diff with new files, 1 MiB at most."""
+    """Returns the diff of uncommitted changes to code that runs use, with new files, at most 1 MiB."""
     parts = [git("diff", "--no-ext-diff", "HEAD", "--", *_CODE)]
     for name in git("ls-files", "-z", "--others", "--exclude-standard", "--", *_CODE).split("\0"):
         if name and sum(map(len, parts)) <= _MOST_BYTES:
@@ -33,7 +34,7 @@ def code_diff() -> str:
 
 
 def git(*words: str) -> str:
-    """Runs git in this repository and returns stdout; "" without a repository, or where git fails."""
+    """Runs git in this repository, and returns its output. "" without a repository, or if git cannot run."""
     try:
         options = {"capture_output": True, "text": True, "errors": "replace", "timeout": 10}
         return subprocess.run(["git", *words], cwd=REPOSITORY, **options).stdout

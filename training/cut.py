@@ -1,4 +1,4 @@
-"""Cuts a built model to the part that this rank holds: its pipeline stage, and its share of the weights."""
+"""Reduces a model to the part that this rank holds: its pipeline stage, and its shard of the weights."""
 
 from torch import nn
 
@@ -12,7 +12,10 @@ from models.urm import ConvSwiGLU
 
 
 def plan_of(layer: nn.Module) -> Plan | None:
-    """Returns how tensor-parallel ranks divide a layer, whose output is the sum over ranks; None: not."""
+    """Returns how tensor-parallel ranks divide a layer. The sum of their outputs is the output of the layer.
+
+    Returns None if the layer is not divided.
+    """
     if isinstance(layer, Attention):  # by heads
         width, inner = layer.o_proj.weight.shape
         num_heads = inner // layer.head_dim
@@ -29,9 +32,10 @@ def plan_of(layer: nn.Module) -> Plan | None:
 
 
 def cut(network: Network, mesh: Mesh) -> dict[str, Cut]:
-    """Drops all blocks but those of this rank's stage, and of these its share; returns {name of weight: cut}.
+    """Removes the blocks of other pipeline stages, and divides the weights among tensor-parallel ranks.
 
-    The whole network was drawn before, so that the numbers do not depend on the mesh.
+    Returns {name of a divided weight: its cut}. The caller has initialized the complete network, so that the
+    initial weights do not depend on the mesh.
     """
     if mesh.pipeline.size > 1:
         for level in levels_of(network).values():

@@ -1,4 +1,4 @@
-"""The data of a run: opens the datasets that the config names, and plans the examples of every step."""
+"""The data of a run: opens the datasets of the config, and plans the examples of every training step."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator
@@ -26,13 +26,18 @@ from training.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class RunData:
-    """The data of a run, the same on all ranks.
+    """The data of a run, equal on all ranks.
 
-    plan: the examples of every step. schedule: what is due after which step. validation: {training set:
-    indices of held-out puzzles, int64 [n]}, only the unaugmented first puzzle of each group; {} without
-    `validation_fraction`. fingerprint: hash of the datasets' content. tests: datasets of `test_data_path`, by
-    folder name. evaluators: for `dataset`, then for each of `tests`; call `anew` before each evaluation.
-    manifests: the manifest file of each data folder at the start, to notice a rebuild.
+    Attributes:
+        dataset: The training folders, joined.
+        plan: The examples of every training step.
+        schedule: The work that is due after each step.
+        validation: {training set: indices of held-out puzzles, int64 [n]}. Contains only the first puzzle of
+            each group, which is not augmented. {} without `validation_fraction`.
+        fingerprint: Hash of the content of the datasets.
+        tests: {folder name: dataset} of `test_data_path`.
+        evaluators: Evaluators of `dataset`, then of each of `tests`. Call `anew` before each evaluation.
+        manifests: {data folder: content of its manifest} at the launch, to detect a rebuild.
     """
 
     dataset: Dataset
@@ -45,13 +50,19 @@ class RunData:
     manifests: dict[Path, bytes]
 
     def warn_if_built_anew(self) -> None:
-        """Warns on rank 0 if a data folder was rebuilt since the start; the run keeps the data it opened."""
+        """Warns on rank 0 if a data folder was rebuilt since the launch.
+
+        The run keeps using the old files.
+        """
         if is_main() and _read_manifests(self.manifests) != self.manifests:
             names = ", ".join(map(str, self.manifests))
-            log.warning(f"{names}: built anew since the run began, which goes on with what it has opened")
+            log.warning(
+                f"dataset was rebuilt during the run: {names}. The run keeps using the files it opened at the "
+                "start."
+            )
 
     def info(self) -> DatasetInfo:
-        """Returns the description of all training folders together, which every checkpoint holds."""
+        """Returns the description of all training folders together. Every checkpoint contains it."""
         return read_info(self.dataset.folders, self.dataset.metadata)
 
     def info_of(self, folder: Path) -> DatasetInfo:
@@ -60,17 +71,20 @@ class RunData:
     def read_train_batches(
         self, *, first_step: int, ranks: Ranks, device: torch.device
     ) -> AbstractContextManager[Iterator[tuple[str, Batch]]]:
-        """Returns a context that yields an iterator of (set name, this rank's batch), after `first_step`."""
+        """Returns a context that yields an iterator over (set name, this rank's batch).
+
+        The first batch is that of step `first_step` + 1.
+        """
         share = {"rank": ranks.index, "world_size": ranks.size}
         dataset = PuzzleDataset(self.dataset, "train", self.plan, first_step=first_step, **share)
         return read_batches(dataset, device=device)
 
 
 def open_data(config: PretrainConfig) -> RunData:
-    """Opens and checks the data of a run. All ranks call it; a failure on one ends all.
+    """Opens and checks the data of a run. All ranks call it. An error on one rank ends all ranks.
 
-    Rank 0 checks every token. The first rank of each node computes a fingerprint of the data (or takes the
-    one in the builder's manifest), and all nodes must have the same.
+    Rank 0 checks every token. The first rank of each node computes a fingerprint of the data, or reads it
+    from the builder's manifest. The fingerprints of all nodes must be equal.
     """
     fingerprint = ""
     with collective_errors():
@@ -86,7 +100,10 @@ def open_data(config: PretrainConfig) -> RunData:
         if local_rank() == 0:
             fingerprint = fingerprint_of(dataset.folders)
         if _read_manifests(manifests) != manifests:
-            raise ValueError(f"{', '.join(map(str, manifests))}: built anew at this moment; start again")
+            names = ", ".join(map(str, manifests))
+            raise ValueError(
+                f"dataset was rebuilt while it was being opened: {names}. Run the command again."
+            )
     check_same_data(fingerprint, names=config.data_paths)
     sets = dataset.splits["train"].sets
     validation = {name: sets[name].group_indices[:-1][groups] for name, groups in held_out.items()}
@@ -103,21 +120,21 @@ def open_data(config: PretrainConfig) -> RunData:
 
 
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
-    """Opens the datasets of `test_data_path`, by folder name; ValueError if the model cannot read one."""
+    """Returns {folder name: dataset} of `test_data_path`. ValueError if the model cannot read one of them."""
     tests = {}
     for path in map(Path, config.test_data_path or []):
         data, name = open_datasets([path], splits=("test",), read_everything=is_main()), path.resolve().name
         check_same_tokens(trained, data)
         needed, rows = (each.metadata.num_puzzle_identifiers for each in (data, trained))
         if config.arch.has_puzzle_embeddings and needed > rows:
-            raise ValueError(f"test_data_path: {path} has puzzles without a trained embedding: leave it out")
+            raise ValueError(f"test_data_path: {path} has puzzles without a trained embedding. Remove it.")
         if tests.setdefault(name, data) is not data:
-            raise ValueError(f"test_data_path: two folders have the name {name}: rename one")
+            raise ValueError(f"test_data_path: two folders have the name {name}. Rename one.")
     return tests
 
 
 def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
-    """Reads the manifest of each folder, to notice later changes; b"" where there is none to read."""
+    """Reads the manifest of each folder, to detect later changes. b"" if it cannot be read."""
     found = {}
     for folder in folders:
         try:
@@ -128,10 +145,10 @@ def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
 
 
 def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
-    """Returns {training set: groups to hold out for validation, bool [num_groups]}; {} if none is wanted.
+    """Returns {training set: groups to hold out for validation, bool [num_groups]}.
 
-    Raises ValueError if the fraction gives no group, or if held-out puzzles have a puzzle embedding that no
-    other puzzle trains: answers with an untrained embedding would mean nothing.
+    Returns {} without `validation_fraction`. Raises ValueError if the fraction selects no group. Also raises
+    ValueError if only held-out puzzles use some puzzle embedding, because it would not be trained.
     """
     if not config.validation_fraction:
         return {}
@@ -142,14 +159,15 @@ def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
         held_out, trained = (each.puzzle_identifiers[side] for side in (is_held_out, ~is_held_out))
         if config.arch.has_puzzle_embeddings and not np.isin(held_out, trained).all():
             raise ValueError(
-                f"validation_fraction: puzzles of the set {name!r} have embeddings of their own, which would "
-                "not be trained where they are held out: leave it out, and the test split selects the best"
+                f"validation_fraction: each puzzle of set {name!r} has its own embedding, and the embeddings "
+                "of held-out puzzles would not be trained. Remove it; the test split then selects the best."
             )
         chosen[name] = groups
     if not any(groups.any() for groups in chosen.values()):
         total = sum(map(len, chosen.values()))
         raise ValueError(
-            f"validation_fraction {config.validation_fraction} of {total} training puzzles is none: raise it"
+            f"validation_fraction={config.validation_fraction} selects none of {total} training puzzles. "
+            "Increase it."
         )
     return chosen
 
@@ -157,10 +175,12 @@ def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
 def build_plan(
     config: PretrainConfig, data: Dataset, held_out: dict[str, np.ndarray] | None = None
 ) -> TrainPlan:
-    """Plans the examples of every step: first the curriculum's stages, then the main training.
+    """Plans the examples of every step: the stages of the curriculum, then the main training.
 
-    data: the dataset of all `config.data_paths`. held_out: as `hold_out` returns it; None: all groups are
-    trained on. Raises ValueError if a stage is too short for one batch.
+    Raises ValueError if a stage is too short for one batch.
+
+    data: Dataset of all `config.data_paths`.
+    held_out: Result of `hold_out`. If None, all groups are trained on.
     """
     number = {path: position for position, path in enumerate(config.data_paths)}
     before = [stage for stage in config.curriculum if stage.share is None]

@@ -1,4 +1,4 @@
-"""Estimates what a run needs on any number of processes, before it starts: memory, messages, operations.
+"""Estimates the memory, messages and operations of a run on any number of processes, without running it.
 
 docs/parallel.md shows the output.
 """
@@ -25,25 +25,26 @@ from training.layout import check_layout, layout_of
 from training.schedule import Schedule
 
 _MB, _GB, _PETA = 10**6, 10**9, 10**15
-# Bytes of bfloat16 activations that a block with gradient keeps for each position and feature: those that
-# every tensor-parallel rank has whole (_WHOLE), and those that these ranks divide (_SHARED, by architecture).
-# With activation_checkpointing=block, only the block's input is kept (_INPUT).
+# Bytes of saved bfloat16 activations per block, position and feature. _WHOLE: bytes on every tensor-parallel
+# rank. _SHARED: {architecture: bytes that tensor-parallel ranks divide among themselves}. _INPUT: bytes of
+# the input of the block; only the input is saved with activation_checkpointing=block.
 _WHOLE, _SHARED, _INPUT = 12, {"urm": 53}, 2
 _USUALLY_SHARED = 35
 _BUCKET_MB = 25  # bucket_size_mb=auto on NCCL
 
 
 class Sent(NamedTuple):
-    """The number of messages that a process sends in a step, and their bytes in sum."""
+    """The number of messages that a process sends in a step, and their total number of bytes."""
 
     messages: float
     bytes: float
 
 
 class Needs:
-    """An estimate of what one process of a run needs, as the mean over all processes.
+    """Estimates the memory and messages of one process of a run, as the mean over all processes.
 
-    counter: of the whole model's steps. sizes: {axis of the mesh: number of ranks}.
+    counter: Counter of the operations of the full model.
+    sizes: {axis of the mesh: number of ranks}.
     """
 
     def __init__(self, config: PretrainConfig, counter: StepCounter, sizes: Mapping[str, int]):
@@ -88,21 +89,23 @@ class Needs:
         return {part: num_bytes for part, num_bytes in memory.items() if num_bytes}
 
     def activations(self, reasoning: Reasoning) -> float:
-        """Estimates the bytes of activations that the backward pass of one micro-batch needs."""
+        """Estimates the bytes of activations that are saved for the backward pass of one micro-batch."""
         of_block = _WHOLE + _SHARED.get(self._config.arch.name, _USUALLY_SHARED) / self._tensor
         if self._config.activation_checkpointing == "block":
             of_block = _INPUT
         step = self._counter.count(reasoning, trains=True)
         num_blocks = sum(graded * len(level.layers) for level, _, graded, _ in step.calls)
         at_once = self.slots / self._config.gradient_accumulation_steps
-        # Of its own blocks, a pipeline stage keeps the activations of the slots of all stages.
+        # A pipeline stage saves activations of its blocks for the slots of all stages, so the sum is the
+        # same.
         return at_once * num_blocks * of_block / 2 * self._state_bytes(reasoning)
 
     def sent(self, reasoning: Reasoning) -> dict[str, Sent]:
-        """Returns {purpose: what a process sends in a step}, for the process that sends most.
+        """Returns {purpose: messages that a process sends in a step}, for the process that sends most.
 
-        Puzzle rows are an upper limit: with local steps, or by owner, rows of the same puzzle are sent once.
-        Buckets and calls of q_target=deferred are estimates. Messages of metrics and clipping are left out.
+        Puzzle rows are an upper limit. With local steps or puzzle_emb_sharding=rows, rows of the same puzzle
+        are sent once. Buckets and calls of q_target=deferred are estimates. Messages for metrics and gradient
+        clipping are not counted.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(reasoning)
@@ -122,7 +125,7 @@ class Needs:
         gathered = (blocks + rest * self._is_plain) * (self._network.dtype.itemsize if self._is_mixed else 4)
         hops = self._stages + (self._stages > 2)
         row, others = self.slots * 4 * (self._row + 1) * bool(self._row), (self._data - 1) / self._data
-        if config.puzzle_emb_sharding == "rows":  # numbers, rows, and sums in float64
+        if config.puzzle_emb_sharding == "rows":  # row indices, rows, and sums in float64
             rows = Sent(3, others * self.slots * (12 * self._row + 8))
         else:
             rows = Sent(1, (self._data - 1) * row)
@@ -149,7 +152,7 @@ def _ring(num_bytes: float, ranks: int) -> float:
 
 
 def describe(config: PretrainConfig, world_size: int) -> str:
-    """Returns a text about the needs of a run on `world_size` processes; ValueError for a wrong layout."""
+    """Returns the estimate for a run on `world_size` processes as text. ValueError for a wrong layout."""
     check_layout(config, world_size)
     model, seq_len, num_steps, missing = _build(config)
     network, sizes = model.network, layout_of(config, world_size)
@@ -166,7 +169,10 @@ def describe(config: PretrainConfig, world_size: int) -> str:
         [
             f"{world_size} processes ({mesh}), {needs.slots:g} slots each",
             f"{number:,} weights, {seq_len} tokens a puzzle",
-            *(f"{path} is not here, which knows better" for path in missing[:1]),
+            *(
+                f"dataset not found: {path}. Estimates assume puzzles of {seq_len} tokens."
+                for path in missing[:1]
+            ),
             f"\n{'GB a process':<24}",
             *(f"{part:<24}{num_bytes / _GB:10.3g}" for part, num_bytes in memory.items()),
             f"\n{'a process sends a step':<24}{'messages':>10}{'MB':>10}",
@@ -179,7 +185,8 @@ def describe(config: PretrainConfig, world_size: int) -> str:
 def _build(config: PretrainConfig) -> tuple[HaltingModel, int, int | None, list[str]]:
     """Returns (model on the meta device, seq_len, number of steps or None, missing dataset folders).
 
-    Without the data, the sizes are usual ones, and the number of steps is the key `train_steps`, or None.
+    If a dataset is missing, usual sizes are assumed, and the number of steps is `train_steps` (None with a
+    curriculum).
     """
     missing = [path for path in config.data_paths if not Path(path).is_dir()]
     metadata, num_steps = usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps

@@ -1,4 +1,4 @@
-"""Evaluation during a run: of the test split, other test sets, and puzzles held out for validation."""
+"""Evaluates a model during a run, on the test split, other test sets, and held-out training puzzles."""
 
 from __future__ import annotations
 
@@ -26,12 +26,24 @@ def evaluate(
     *,
     only_first_batches: bool = False,
 ) -> dict[str, float] | None:
-    """Evaluates all test and validation sets; returns on rank 0 {"eval/<set>/<metric>": value, ...} to log.
+    """Evaluates all test and validation sets. All ranks call it.
 
-    All ranks call it. Returns None if `interruption` asks to stop before the end. With EMA the averages are
-    evaluated, and with the key `raw` the raw weights too (eval_raw/...). Sets of `test_data_path` are named
-    test/<folder>.<set>/..., held-out puzzles validation/... (without evaluators). The cycles are the
-    architecture's, whatever the curriculum's are. only_first_batches: of each set; no files are written.
+    With EMA, this evaluates the averages, and with the key `raw` also the raw weights. The number of cycles
+    is that of the architecture, also during a curriculum.
+
+    Args:
+        config: Config of the run.
+        state: Weights and averages of this rank.
+        data: Result of `open_data`.
+        interruption: Checked during the evaluation for a request to stop. If None, the evaluation always
+            completes.
+        only_first_batches: Whether to evaluate only the first batch of each set, and write no files.
+
+    Returns:
+        On rank 0 the metrics, for example {"eval/all/accuracy": 0.5}. Names start with eval/<set>/ for the
+        test split, eval_raw/<set>/ for the raw weights, test/<folder>.<set>/ for `test_data_path`, and
+        validation/<set>/ for held-out puzzles, which have no evaluators. None if a signal stopped the
+        evaluation.
     """
     options: dict[str, Any] = {"only_first_batches": only_first_batches, "fetch_rows": state.table.fetch}
     options |= {"ranks": state.ranks, "stages": state.mesh.pipeline}
@@ -74,7 +86,7 @@ def evaluate(
 
 
 def read_results(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """Returns all rows of a run's log, and {set: {metric: value}} of the last evaluation."""
+    """Returns all rows of metrics.jsonl, and {set: {metric: value}} of the last evaluation."""
     rows = [row for row, _ in read_rows(folder)]
     metrics = [found for row in rows if (found := metrics_by_set(row))]
     return rows, metrics[-1] if metrics else {}

@@ -1,4 +1,4 @@
-"""The layout of a run's ranks along the axes of the mesh: pipeline, replicate, shard and tensor."""
+"""Arranges the ranks of a run along the axes of the mesh: pipeline, replicate, shard and tensor."""
 
 import functools
 
@@ -15,7 +15,7 @@ def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:
 
 
 def build_mesh(config: PretrainConfig) -> Mesh:
-    """Builds the process groups of this rank. All ranks call it; log messages then name a rank's position."""
+    """Builds the process groups of this rank. All ranks call it. Later messages name a rank's position."""
     mesh = Mesh(layout_of(config, world_size()))
     if not mesh.is_plain:
         log.locate_ranks(functools.partial(describe_position, sizes=mesh.sizes))
@@ -31,10 +31,13 @@ def check_layout(config: PretrainConfig, world_size: int) -> None:
             f"global_batch_size {config.global_batch_size} is not divisible by the {world_size} processes"
         )
         if not is_elastic() or config.local_steps > 1 or sizes["pipeline"] > 1:
-            raise ValueError(f"{uneven}: change one of them")
-        log.warning(f"{uneven}: each has {slots + 1} slots, the last what is left")
+            raise ValueError(f"{uneven}. Change one of them.")
+        log.warning(
+            f"{uneven}. Processes get {slots + 1} slots each until all are assigned; the last ones get fewer "
+            "or none."
+        )
     elif slots % config.gradient_accumulation_steps:
         raise ValueError(
             f"the {slots} slots of each process are not divisible by "
-            f"gradient_accumulation_steps {config.gradient_accumulation_steps}"
+            f"gradient_accumulation_steps {config.gradient_accumulation_steps}. Change one of them."
         )

@@ -1,4 +1,4 @@
-"""The loggers of a run: metrics.jsonl, the console, W&B. A logger that fails only causes a warning."""
+"""The loggers of a run: metrics.jsonl, the console and W&B. A failing logger only causes a warning."""
 
 import os
 import sys
@@ -14,26 +14,28 @@ from evaluation.results import is_share, metrics_by_set
 from runtime.metrics_file import MetricsFile
 from runtime.reading import printable
 
-# The metrics on the console, under the names that the report uses.
+# {metric: its name on the console}. The report uses the same names.
 _TRAINED = {"lm_loss": "loss", "exact_accuracy": "solved", "accuracy": "cells right"}
 _EVALUATED = {"exact_accuracy": "solved", "wrong": "wrong", "undecided": "undecided"}
 _EVALUATED |= {"accuracy": "cells right", "lm_loss": "loss", "act_steps": "thinking steps"}
 _SPLITS = ("validation", "eval", "eval_raw", "test")
-_MOST = 4  # metrics on the progress bar
+_MOST = 4  # maximum number of metrics on the progress bar
 _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
 
 
 class Loggers:
-    """The loggers of a run on rank 0: metrics.jsonl, the console and W&B; on other ranks there are none.
+    """The loggers of a run: metrics.jsonl, the console and W&B. Only rank 0 has loggers.
 
-    steps: range(number of steps done, last step of this start). run_info: more values for W&B's config.
+    steps: range(number of steps done, last step of this launch).
+    run_info: Values that W&B's config contains in addition to the config.
+    tags: Tags of the run at W&B.
     """
 
     def __init__(
         self, config: PretrainConfig, steps: range, *, run_info: dict[str, Any], tags: Sequence[str]
     ):
-        self._all: list[Any] = []  # each has a name, log and close, and perhaps step_done
-        self.wandb: Any = None  # a WandbRun, where W&B is not disabled
+        self._all: list[Any] = []  # objects with name, log, close, and perhaps step_done
+        self.wandb: Any = None  # a WandbRun, unless W&B is disabled
         if not is_main():
             return
         with log.warn_once(MetricsFile.name):
@@ -43,7 +45,7 @@ class Loggers:
         mode = config.wandb_mode if config.wandb_mode != "auto" else os.environ.get("WANDB_MODE")
         if mode != "disabled":
             with log.warn_once("W&B"):
-                from training.wandb import WandbRun  # imports the client, which takes a third of a second
+                from training.wandb import WandbRun  # here, because importing the client takes time
 
                 self.wandb = WandbRun(config, run_info=run_info, tags=tags)
                 self._all.append(self.wandb)
@@ -56,7 +58,7 @@ class Loggers:
         self._call("step_done")
 
     def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
-        """Closes the loggers. error_type: the exception that ended the run; None: the run has not failed."""
+        """Closes the loggers. error_type: Type of the exception that ended the run. None without one."""
         self._call("close", has_failed=error_type is not None)
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> None:
@@ -67,10 +69,11 @@ class Loggers:
 
 
 class Console:
-    """A progress bar with training metrics, and above the bar a line for each evaluated set.
+    """Shows a progress bar with training metrics, and above it a line for each evaluated set.
 
-    In training, "solved" is the exact accuracy of slots at halting. steps: range(steps done, last step of
-    this start).
+    In training, "solved" is the exact accuracy of slots when they halt.
+
+    steps: range(number of steps done, last step of this launch).
     """
 
     name = "the progress bar"
@@ -83,7 +86,7 @@ class Console:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         trained = {name.removeprefix("train/"): value for name, value in metrics.items() if "train/" in name}
         known = [name for name in _TRAINED if name in trained]
-        shown = known or list(trained)[:_MOST]  # for networks without these metrics: the first ones
+        shown = known or list(trained)[:_MOST]  # a network without these metrics shows its first ones
         self._bar.set_postfix_str(
             "  ".join(f"{_TRAINED.get(name, name)} {trained[name]:.3f}" for name in shown), refresh=False
         )
@@ -98,7 +101,10 @@ class Console:
             self._show_evaluation(step, where, dict(_shown_metrics(each, self._keep_best)), is_best=is_best)
 
     def _show_evaluation(self, step: int, where: str, words: dict[str, str], *, is_best: bool) -> None:
-        """Prints the line of an evaluated set. words: {name: value}, the first perhaps the best so far."""
+        """Prints the line of an evaluated set.
+
+        words: {name: value}. is_best: Whether the first is the best.
+        """
         elapsed = self._bar.format_interval(self._bar.format_dict["elapsed"])
         head = f"step {step:>{len(str(self._bar.total))}}  {elapsed:>6}{where}"
         line, colored = [head], [self._paint(head, _FAINT)]

@@ -1,4 +1,4 @@
-"""The metrics of training steps, and the check that loss and gradients are finite."""
+"""Computes the metrics of training steps, and checks that loss and gradients are finite."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from models.objective import divide
 def training_metrics(
     network: Network | type[Network], sums: dict[str, float], *, steps: int, global_batch_size: int
 ) -> dict[str, float]:
-    """Returns {metric: value} from sums over all ranks and `steps` steps; leaves out metrics without data."""
+    """Returns {metric: value} from sums over all ranks and `steps` steps. Omits metrics without data."""
     metrics = (
         network.objective_class.metrics | network.objective_class.training_metrics | {"grad_norm": "updates"}
     )
@@ -20,9 +20,9 @@ def training_metrics(
 
 
 class FiniteCheck:
-    """A check that loss and gradient norm are finite: if not, the run ends before the next checkpoint.
+    """Ends the run before the next checkpoint if a loss or gradient norm is not finite.
 
-    `add` keeps its finding on the device, so that the host waits for a GPU only in `check`.
+    `add` stores its result on the device, so that the host waits for a GPU only in `check`.
     """
 
     def __init__(self, device: torch.device):
@@ -32,7 +32,10 @@ class FiniteCheck:
         self._set_names: dict[int, str] = {}
 
     def add(self, step: int, *, set_name: str, loss: Tensor, grad_norm: Tensor) -> None:
-        """Notes whether a step's loss and gradient norm, equal on all ranks, are finite; a CPU checks now."""
+        """Records whether the loss and gradient norm of a step are finite. On a CPU, also calls `check`.
+
+        loss, grad_norm: Scalars, equal on all ranks.
+        """
         self._set_names[step] = set_name
         values = torch.stack((loss.detach().float(), grad_norm.float()))
         is_first_bad = ~torch.isfinite(values).all() & (self._first_bad == 0)
@@ -42,13 +45,13 @@ class FiniteCheck:
             self.check()
 
     def check(self) -> None:
-        """Ends all ranks if a step was not finite. All ranks call it after the same step."""
+        """Ends all ranks with a message if a step was not finite. All ranks call it after the same step."""
         step = int(self._first_bad)
         if step:
             loss, grad_norm = self._values.tolist()
             abort_all(
                 f"the loss is {loss:.4g} and the gradient norm {grad_norm:.4g} at step {step}, on a batch of "
-                f"set {self._set_names[step]!r}: nothing of it is saved. Try a lower lr, a longer "
-                "lr_warmup_steps, grad_clip_norm=1 or arch.forward_dtype=float32"
+                f"set {self._set_names[step]!r}. This step is not saved. Try a lower lr, more "
+                "lr_warmup_steps, grad_clip_norm=1, or arch.forward_dtype=float32."
             )
         self._set_names.clear()

@@ -1,4 +1,4 @@
-"""The model of a run on one rank: initialized from the seed, with the blocks and weights of this rank."""
+"""Builds this rank's part of the model of a run, initialized from the seed."""
 
 import dataclasses
 from typing import Any
@@ -22,11 +22,14 @@ from training.cut import cut
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnModel:
-    """The part of a run's model that this rank holds.
+class LocalModel:
+    """The part of the model that this rank holds.
 
-    cuts: {name of a weight that this rank has a part of: which part}. shapes: of all weights of the whole
-    model, by name. compiler_options: of torch.compile, for blocks and optimizer; None: nothing is compiled.
+    Attributes:
+        model: The model with the blocks and weights of this rank.
+        cuts: {name of a weight that tensor-parallel ranks divide: this rank's part}.
+        shapes: {name: shape} of all weights of the full model.
+        compiler_options: Options of torch.compile for blocks and optimizer. If None, nothing is compiled.
     """
 
     model: HaltingModel
@@ -35,18 +38,24 @@ class OwnModel:
     compiler_options: dict[str, Any] | None
 
     def compile_(self) -> None:
-        """Compiles the blocks, if the run compiles; to be called when the weights are in flat buffers."""
+        """Compiles the blocks, if the run compiles.
+
+        Call it after the weights have moved into flat buffers.
+        """
         if self.compiler_options is not None:
             compile_blocks(self.model)
 
 
-def build_own_model(
+def build_local_model(
     config: PretrainConfig, metadata: Metadata, mesh: Mesh, *, device: torch.device, total_steps: int
-) -> OwnModel:
-    """Builds this rank's part of the model on the device; all ranks call it.
+) -> LocalModel:
+    """Builds this rank's part of the model on the device. All ranks call it.
 
-    metadata: num_puzzle_identifiers is the number of puzzle embeddings on this rank. total_steps: number of
-    steps of the run, from which compile=auto decides.
+    Every rank initializes all blocks, in the same order, and keeps only its part. The initial weights
+    therefore do not depend on the mesh.
+
+    metadata: Metadata of the dataset. Its num_puzzle_identifiers is the number of embeddings on this rank.
+    total_steps: Number of steps of the run. compile=auto depends on it.
     """
     compiles = compiles_on_all_ranks(config.compile, device, num_steps=total_steps)
     with collective_errors():
@@ -60,19 +69,19 @@ def build_own_model(
         if config.activation_checkpointing == "block":
             recompute_blocks(model)
     network = model.network
-    # Broadcast the initial weights, because ranks on other hardware may have drawn other numbers.
+    # Broadcast the initial weights, because random numbers may differ between kinds of hardware.
     buffers = {n: each for n, each in network.named_buffers() if n != PuzzleEmbedding.weights_name}
     blocks, named = block_weights(network), dict(network.named_parameters())
     all_ranks().broadcast_([*(each for n, each in named.items() if n not in blocks), *buffers.values()])
-    for name in sorted(blocks):  # one by one: the message needs a copy of all its tensors
+    for name in sorted(blocks):  # one at a time, because `broadcast_` copies all its tensors
         mesh.replicas.broadcast_([named[name]])
     if mesh.pipeline.size > 1:
         pipe_levels(levels_of(network).values(), Ring(mesh.pipeline, mesh.owners))
-    return OwnModel(model, cuts, shapes, COMPILER_OPTIONS if compiles else None)
+    return LocalModel(model, cuts, shapes, COMPILER_OPTIONS if compiles else None)
 
 
 def count_steps(config: PretrainConfig, metadata: Metadata) -> StepCounter:
-    """Returns the counter of operations of the whole model of a run."""
+    """Returns a counter of the operations of the full model of a run."""
     with torch.device("meta"):
         model = build_model(config.arch, metadata)
     model.requires_grad_(config.train_only == "all")

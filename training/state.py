@@ -28,7 +28,7 @@ from optimizers.average import Average, build_average
 from optimizers.puzzle_table import PuzzleTable, build_table, num_local_rows
 from optimizers.weights import Weights, build_flats, build_weights
 from training.layout import build_mesh
-from training.model import build_own_model
+from training.model import build_local_model
 from training.strategy import Strategy, build_strategy
 
 
@@ -183,7 +183,7 @@ def build_first_state(
     own = dataclasses.replace(metadata, num_puzzle_identifiers=num_local_rows(config, num_rows, ranks))
     # The order matters: cut the model to this rank's part, move the parameters into flat buffers, build
     # optimizers and averages on these, and compile last.
-    model = build_own_model(config, own, mesh, device=device, total_steps=total_steps or 0)
+    model = build_local_model(config, own, mesh, device=device, total_steps=total_steps or 0)
     network = model.model.network
     flats = build_flats(config, network, mesh, blocks=block_weights(network), cuts=model.cuts)
     with collective_errors():

@@ -73,7 +73,7 @@ def test_a_run_on_a_list_of_hosts_stops_saved(machines, tmp_path, sudoku_folder,
     status = json.loads(read(run / "status"))
     assert status["status"] == "stopped"
     assert (run / f"step_{status['step']}").exists()
-    assert any(line.startswith("node0: stopped: the same command goes on from here") for line in lines)
+    assert any(line.startswith("node0: stopped: ") for line in lines)
     assert {"node0: ended with status 1", "node1: ended with status 1"} <= set(lines)
     assert all(line.startswith(("node0: ", "node1: ")) for line in lines), read(output)
     assert sorted(path.name for path in (run / "logs").glob("rank_*")) == ["rank_0.log", "rank_1.log"]

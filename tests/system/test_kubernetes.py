@@ -52,5 +52,5 @@ def test_pods_save_when_one_is_preempted_and_go_on_when_started_again(tmp_path, 
             assert found["status"] == status
             assert (run / f"step_{found['step']}").exists()
     assert found["step"] == 50
-    assert read(output).count("going on from") == 1
+    assert read(output).count("resuming from") == 1
     assert "recovered: " not in read(output), "nothing has failed"

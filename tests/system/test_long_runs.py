@@ -136,7 +136,7 @@ def test_a_killed_and_a_frozen_rank_cost_only_time(tmp_path, sudoku_folder):
         assert run.process.wait(60) == 1, "so torchrun ends after a signal, whatever the workers do"
         output, log = run.output, run.log(0)
 
-    assert "stopped: the same command goes on from here" in output
+    assert "To continue, run the same command with run_name=" in output
     stopped = json.loads((run.run / "status").read_text())
     assert stopped["status"] == "stopped"
     assert (run.run / f"step_{stopped['step']}").is_dir()
@@ -181,7 +181,7 @@ def test_killed_and_started_again_it_comes_to_the_same_trials(tmp_path, sudoku_f
     again = start_program(*command, folder=tmp_path)
     again.join(280)
     assert again.exitcode == 0, Path("search.stderr").read_text()
-    assert "going on with trial 0" in Path("search.stdout").read_text()
+    assert "resuming trial 0" in Path("search.stdout").read_text()
 
     monkeypatch.setattr(sys, "argv", list(command))
     config, space, run = compose_search()

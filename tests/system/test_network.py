@@ -141,10 +141,10 @@ def test_a_node_with_a_full_disk_and_other_code(machines, tmp_path, sudoku_folde
     assert statuses == [1, 1]
     warnings = "\n".join(_told(first, "warning"))
     assert "rank 1 on node1: code differs from rank 0 in models/trm.py. Use the same commit" in warnings
-    assert f"THE CHECKPOINT {run}/step_14 COULD NOT BE SAVED" in first
-    assert "rank 1: " in first.partition("COULD NOT BE SAVED")[2].partition("\n")[0]
+    assert f"checkpoint not saved: {run}/step_14 (" in first
+    assert "rank 1: " in first.partition("checkpoint not saved")[2].partition("\n")[0]
     (line,) = _told(first, "error")
-    assert line == f"error: the last checkpoint could not be saved: {run} lacks the newest steps"
+    assert line == f"error: the last checkpoint was not saved: {run} lacks the newest steps"
     assert [path.name for path in run.glob("step_*")] == ["step_7"]
 
 

@@ -54,7 +54,7 @@ class _Job:
         return json.loads((self.run / "status").read_text())
 
     def wait_until_back(self, step: int) -> None:
-        line = f"going on from checkpoints/run/step_{step}\n"
+        line = f"resuming from checkpoints/run/step_{step}\n"
         wait_for(lambda: line in self.output, "not back", output=self.output_file)
 
     def wait_for_checkpoint(self, *, after: int) -> int:
