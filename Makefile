@@ -1,4 +1,4 @@
-# `make help` lists the targets. Everything happens in .venv, made by `make setup`.
+# `make help` lists the targets. `make setup` creates .venv, and all targets run in it.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,20 +6,19 @@ DEMO_DATA := data/demo
 DEMO_RUN := checkpoints/demo
 DEMO_PAGE := page
 
-# uv installs in seconds, but ignores pip's settings, so that the registry and the folders of wheels are read from
-# pip here. Compiling to bytecode takes 10 s once, and halves every start where Python may not write bytecode
-# (containers).
+# uv installs in seconds but ignores the settings of pip. Read the registry and the folders of wheels from pip here.
+# Compiling to bytecode takes 10 s once. It halves every start if Python cannot write bytecode (containers).
 INDEX = $(or $(PIP_INDEX_URL),$(shell $(PYTHON) -m pip config get global.index-url 2>/dev/null))
 FIND_LINKS = $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(if $(INDEX),--default-index $(INDEX)) \
     -c constraints.txt $(if $(FIND_LINKS),--find-links $(FIND_LINKS))
 
-# Three workers for two cores: while one waits, as for programs that it has started, the others compute. A module's tests,
-# and what they share, stay with one of them until another has nothing to do. Rewritten asserts are kept for the next run:
-# to rewrite them takes each worker 3 s.
+# Three workers for two cores: while one worker waits for a program that it started, the others compute. The tests of a
+# module and their fixtures stay on one worker until another worker is idle. Rewritten asserts are stored for the next run,
+# because rewriting takes 3 s per worker.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
 
-# Where the home folder cannot be written, as in some containers, uv's cache is beside what it installs.
+# If the home folder is not writable, as in some containers, put the cache of uv into .venv.
 ifneq ($(shell test -w "$(or $(XDG_CACHE_HOME),$(HOME))" || echo no),)
 export UV_CACHE_DIR ?= $(CURDIR)/.venv/cache
 endif
@@ -30,19 +29,19 @@ endif
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-setup: .venv/installed ## make .venv with everything, development included
+setup: .venv/installed ## create .venv with all packages, including those for development
 
-# uv chooses torch's build for the GPU at hand, or the small CPU build. Where pip has folders of wheels, or uv cannot
-# reach torch's own registry, the build is the default registry's.
+# uv chooses the build of torch for the GPU, or the small CPU build. If pip has folders of wheels, or if uv cannot reach
+# the registry of torch, the build comes from the default registry.
 .venv/installed: requirements.txt constraints.txt pyproject.toml
-	@echo "installing everything into .venv: some minutes, most of them for torch"
+	@echo "installing packages into .venv. This takes some minutes, most of them for torch."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet uv
 	@if [ -n "$(FIND_LINKS)" ]; then $(INSTALL) -r requirements.txt --group dev; \
 	else $(INSTALL) -r requirements.txt --group dev --torch-backend=auto || $(INSTALL) -r requirements.txt --group dev; fi
 	@touch $@
 
-demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in a minute or two; replaces checkpoints/demo
+demo: setup ## build 4x4 Sudoku, train on two processes, evaluate and solve, in 1 to 2 minutes; replaces checkpoints/demo
 	rm -rf $(DEMO_RUN)
 	$(BIN)/python -m dataset.build sudoku --output-dir $(DEMO_DATA) --box 2x2 --generate 4000 --num-test 1000 --num-aug 8
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 pretrain.py experiment=demo \
@@ -50,22 +49,22 @@ demo: setup ## learn 4x4 Sudoku on two processes, from nothing to answers, in a 
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 evaluate.py checkpoint=$(DEMO_RUN) \
 	    output_dir=$(DEMO_RUN)/evaluation/demo save_outputs=[inputs,labels,preds] report=true
 	$(BIN)/python solve.py checkpoint=$(DEMO_RUN) puzzle="1... ..2. .3.. ...4"
-	@echo "how the model learned, and how it thinks: file://$(CURDIR)/$(DEMO_RUN)/report.html"
+	@echo "report with learning curves and solved puzzles: file://$(CURDIR)/$(DEMO_RUN)/report.html"
 
-page: setup ## all models of weights/ on a page that runs them in a browser
+page: setup ## write a web page that runs all models of weights/ in the browser
 	$(BIN)/python -m dataset.build arc --output-dir data/arc-mini --generate 40 --max-size 8 --dihedral
 	OMP_NUM_THREADS=1 $(BIN)/python -m share page output=$(DEMO_PAGE)
 
-test: setup ## all tests but test-system
+test: setup ## all tests except test-system
 	$(PYTEST) -n 4 --ignore tests/system  # many of the slow ones wait: for a timeout, a server, torchrun
 
-test-fast: setup ## the tests that take tenths of a second each, in about one minute
+test-fast: setup ## the fast tests, in about one minute
 	$(PYTEST) --ignore tests/system -m "not slow"
 
-test-system: setup .venv/system ## the long tests, and those that need a browser, root, Slurm, sshd or packages; they skip, with the reason, without
-	$(BIN)/python -m pytest tests/system  # one after the other: emulated machines and clusters need both cores
+test-system: setup .venv/system ## long tests, and tests that need a browser, root, Slurm, sshd or packages; skipped, with the reason, if missing
+	$(BIN)/python -m pytest tests/system  # without workers: emulated machines and clusters need both cores
 
-# What cannot be installed here is named, and its tests skip.
+# If a package cannot be installed, its tests skip.
 .venv/system: .venv/installed
 	$(INSTALL) --group system && touch $@ || true
 
@@ -74,23 +73,23 @@ check: setup ## format, lint, test-fast
 	$(BIN)/ruff check .
 	$(PYTEST) --ignore tests/system -m "not slow"
 
-stress: setup ## kills of ranks, for an hour, and damaged files: 80 minutes
+stress: setup ## kill ranks and damage files at random, for 80 minutes
 	$(BIN)/python -m tests.stress.fuzz
 	$(BIN)/python -m tests.stress.kills
 	$(BIN)/python -m tests.stress.kills --minutes 60
 
-parity: setup ## how far our numbers are from those of the public implementations
+parity: setup ## print the differences to the public implementations
 	$(BIN)/python -m tests.golden
 
-record: setup ## run a rung of records/README.md again: make record RUNG=demo (SEEDS, FIRST_SEED, DTYPE=float32, FOLDER to keep the runs)
+record: setup ## rerun a task of records/README.md: make record RUNG=demo (SEEDS, FIRST_SEED, DTYPE=float32, SOURCE, FOLDER to keep runs)
 	$(BIN)/python -m records --rung $(or $(RUNG),demo) --seeds $(or $(SEEDS),3) \
 	    --first-seed $(or $(FIRST_SEED),0) $(if $(DTYPE),--dtype $(DTYPE)) $(if $(FOLDER),--folder $(FOLDER)) \
 	    $(if $(SOURCE),--source $(SOURCE))
 
-matrix: setup ## the tests with other versions of Python and torch, each in a new environment: hours
+matrix: setup ## run the tests with other versions of Python and torch, in new environments, for hours
 	.ci/matrix
 
-bench: setup ## every benchmark that needs neither hours nor root nor a GPU, in ten minutes
+bench: setup ## all short benchmarks that need neither root nor a GPU, in ten minutes
 	@status=0; for words in "start --rounds 2" "optimizers --threads 1 --rounds 10" "parallel --rounds 5 --rows 300000" \
 	    "checkpoint --rounds 2 --rows 300000" "dataset --rounds 2" "evaluation --rounds 2" "step --rounds 6"; do \
 	    echo "python -m benchmarks.$$words"; timeout 600 $(BIN)/python -m benchmarks.$$words || status=1; done; exit $$status

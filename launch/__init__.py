@@ -1,1 +1,1 @@
-"""Scripts that start a run on one machine or many, and a check of the machines before a run."""
+"""Scripts that launch a run on many machines, and a check of the machines before a run."""

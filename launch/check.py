@@ -3,8 +3,8 @@
     python -m launch.check
     torchrun --nproc-per-node N -m launch.check [--quick] [--timeout SECONDS]
 
-Ranks report through torchrun's TCP store, not through the group under test; a watchdog ends all ranks where
-one hangs, and names it. `python -m torch.utils.collect_env` says more about the software.
+Ranks report through torchrun's TCP store, not through the process group under test. If a rank hangs, a
+watchdog names it and ends all ranks. `python -m torch.utils.collect_env` prints more about the software.
 """
 
 from runtime.environment import num_cores
@@ -44,13 +44,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m launch.check", description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--backend", default="auto", choices=["auto", "nccl", "gloo"])
-    parser.add_argument("--timeout", default=30.0, type=float, metavar="SECONDS", help="of each check (30)")
-    parser.add_argument("--quick", action="store_true", help="fewer and smaller messages")
+    parser.add_argument(
+        "--timeout", default=30.0, type=float, metavar="SECONDS", help="limit of each check (default: 30)"
+    )
+    parser.add_argument("--quick", action="store_true", help="measure with fewer and smaller messages")
     out, err = (sys.stdout, sys.stderr) if is_main() else (io.StringIO(), io.StringIO())  # only rank 0 prints
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         options = parser.parse_args()
         if options.timeout <= 0:
-            parser.error(f"--timeout {options.timeout:g} is not above 0")
+            parser.error(f"--timeout {options.timeout:g} must be greater than 0")
     with local_errors():
         group.check_launcher()
     log.info(describe_process())
@@ -64,9 +66,9 @@ def main() -> None:
 
 
 def describe_process() -> str:
-    """Returns a table of versions, hardware and environment variables that matter to distributed runs.
+    """Returns a table of versions, hardware and environment variables that affect distributed runs.
 
-    Sets the number of threads as a run does.
+    Also sets the number of CPU threads, as a run does.
     """
     return _table(
         ("python", f"{platform.python_version()} ({sys.executable})"),
@@ -82,10 +84,11 @@ def describe_process() -> str:
 
 
 def check_ranks(options: argparse.Namespace) -> None:
-    """Prints a table of ranks, warns of ranks that cannot be reached, and measures links between hosts.
+    """Prints a table of ranks, warns of unreachable ranks, and measures the links between hosts.
 
-    The table has the rates of both number formats. A line says whether the rates contradict the rule.
-    All ranks call it. Ends all ranks with status 1 where one fails or does not start, 124 where one hangs.
+    The table contains the speed of both number formats. A line states whether the speed contradicts the rule
+    for `arch.forward_dtype=auto`. All ranks call it. If a rank fails or does not start, all ranks exit with
+    status 1. If a rank hangs, they exit with status 124.
     """
     limit = options.timeout
     watchdog = Watchdog(init_timeout_seconds=3 * limit, step_timeout_seconds=limit)
@@ -113,14 +116,14 @@ def check_ranks(options: argparse.Namespace) -> None:
         watchdog.step_done(1)
         opened = group.process_group(device, options.backend, timeout=timedelta(seconds=limit / 2))
         _on_all_ranks("open the group", lambda: stack.enter_context(opened))
-        is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo only sends CPU tensors
+        is_nccl = "nccl" in group.choose_backend(options.backend, device)  # gloo sends only CPU tensors
         device = device if is_nccl else torch.device("cpu")
         _measure_links(device, rows, is_quick=options.quick, watchdog=watchdog)
-        dist.barrier()  # rank 0 may serve the store, and must not leave first
+        dist.barrier()  # rank 0 may serve the store, so it must not exit first
 
 
 def _compare_rates(rates: Sequence[Rates]) -> None:
-    """Prints whether the measured rates contradict the rule: one line, or one for each kind of rank."""
+    """Prints whether the measured rates contradict the rule, in one line for each kind of rank."""
     ranks: dict[str, list[int]] = {}
     for number, each in enumerate(rates):
         ranks.setdefault(each.compare(), []).append(number)
@@ -129,15 +132,15 @@ def _compare_rates(rates: Sequence[Rates]) -> None:
 
 
 def _check_names(hosts: Sequence[str]) -> None:
-    """Warns of host names that another host cannot resolve; torchrun would hang there without a message."""
+    """Warns of host names that another host cannot resolve. torchrun would hang without a message."""
     unknown = _on_all_ranks("look up names", lambda: [host for host in set(hosts) if not _is_known(host)])
     for name in dict.fromkeys(hosts) if is_main() else ():
         if callers := list(
             dict.fromkeys(hosts[number] for number in range(len(hosts)) if name in unknown[number])
         ):
             log.warning(
-                f"the name {name} does not resolve on {', '.join(callers)}: give torchrun on {name} one that "
-                "all nodes know, or an address, as --local-addr"
+                f"host name {name} does not resolve on {', '.join(callers)}. Pass --local-addr to torchrun "
+                f"on {name}, with an address or a name that all nodes can resolve."
             )
 
 
@@ -149,30 +152,32 @@ def _is_known(host: str) -> bool:
 
 
 def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -> None:
-    """Warns of each rank that another cannot reach. Ends all ranks where a pair has no link either way."""
+    """Warns of ranks that another rank cannot reach. Ends all ranks if two cannot connect at all."""
     connect = functools.partial(links.connect, timeout_seconds=timeout_seconds)
     addresses = [row[-2:] for row in rows]
-    # faults[a][b]: why rank a does not reach rank b; empty where it does.
-    faults = _on_all_ranks("try the others", lambda: list(ThreadPoolExecutor(128).map(connect, addresses)))
+    # faults[a][b]: reason why rank a cannot reach rank b; empty if it can.
+    faults = _on_all_ranks(
+        "connect to all ranks", lambda: list(ThreadPoolExecutor(128).map(connect, addresses))
+    )
     for number, (host, *_, interface, address, _) in enumerate(rows if is_main() else ()):
         if callers := [caller for caller, texts in enumerate(faults) if texts[number]]:
             hosts = ", ".join(dict.fromkeys(rows[caller][0] for caller in callers))
             log.warning(
                 f"rank {number} ({host}, {interface} {address}) cannot be reached by "
-                f"{log.name_ranks(callers)} on {hosts} ({faults[callers[0]][number]}): set "
-                "GLOO_SOCKET_IFNAME to the interface that leads to the others, and let their TCP through its "
-                "firewall, to any port"
+                f"{log.name_ranks(callers)} on {hosts} ({faults[callers[0]][number]}). Set "
+                "GLOO_SOCKET_IFNAME to the interface that leads to the other hosts. Allow TCP connections "
+                "from them to any port in the firewall."
             )
     for a, b in itertools.combinations(range(len(rows)), 2):
         if faults[a][b] and faults[b][a]:
-            _end_all(f"neither of ranks {a} and {b} reaches the other")
+            _end_all(f"ranks {a} and {b} cannot connect to each other")
 
 
 def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
-    """Runs `action` on all ranks; returns the list of results, exchanged as JSON through the store.
+    """Runs `action` on all ranks. Returns the results of all ranks, exchanged as JSON through the store.
 
-    All ranks call it, with a new name each time. An exception on a rank ends all ranks with status 1; where a
-    rank hangs, the watchdog ends all.
+    All ranks call it, with a new name each time. An exception on one rank ends all ranks with status 1. If a
+    rank hangs, the watchdog ends all ranks.
     """
     try:
         outcome = (action(), None)
@@ -183,17 +188,17 @@ def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
     store.wait(keys)
     results, errors = zip(*map(json.loads, store.multi_get(keys)), strict=True)
     if failed := [number for number, error in enumerate(errors) if error is not None]:
-        _end_all(f"{log.name_ranks(failed)} of {world_size()} did not {name}: {errors[failed[0]]}")
+        _end_all(f"{log.name_ranks(failed)} of {world_size()} could not {name}: {errors[failed[0]]}")
     return list(results)
 
 
 def _end_all(reason: str) -> NoReturn:
-    """Ends all ranks with status 1; rank 0 prints the reason. All ranks call it, for the same reason."""
+    """Ends all ranks with status 1. Rank 0 prints the reason. All ranks call it with the same reason."""
     store = group.rendezvous_store()
     if is_main():
         log.error(reason)
         store.set("printed", "")
-    with contextlib.suppress(RuntimeError):  # rank 0, which may serve the store, has ended
+    with contextlib.suppress(RuntimeError):  # rank 0 may serve the store, and may have exited
         store.wait(["printed"])
     raise SystemExit(1)
 
@@ -207,9 +212,9 @@ def _table(*rows: Sequence[object]) -> str:
 def _measure_links(
     device: torch.device, rows: Sequence[Sequence[Any]], *, is_quick: bool, watchdog: Watchdog
 ) -> None:
-    """Measures and prints messages between pairs of ranks, then an all-reduce; names the slowest link."""
+    """Measures messages between pairs of ranks, then an all-reduce. Prints the slowest link."""
     size, repeats, large = world_size(), 10 if is_quick else 100, 2**20 if is_quick else 2**24  # large: bytes
-    log.info(f"\n{device.type} tensors: 4 bytes in both directions, and {large >> 20} MiB")
+    log.info(f"\n{device.type} tensors: round trip of 4 bytes, and rate of {large >> 20} MiB messages")
     hosts, durations = [row[0] for row in rows], {}
     for pair in links.pairs_to_measure(hosts):
         measure = functools.partial(links.measure_link, pair, device, repeats=repeats, num_bytes=large)
@@ -225,7 +230,7 @@ def _measure_links(
 
     seconds, duration = map(max, zip(*_on_all_ranks("all-reduce", all_reduces), strict=True))
     log.info(f"{_describe_link('all-reduce', seconds, 2 * (size - 1) / size * large / duration)} on the bus")
-    log.info(f"\nall {size} ranks reach each other")
+    log.info(f"\nall {size} ranks can reach each other")
     if len(set(hosts)) > 1:
         ends = (f"{hosts[number]} ({rows[number][4]})" for number in max(durations, key=durations.get))
         log.info(f"\nthe slowest link is between {' and '.join(ends)}")

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Trains on a list of machines over ssh, with one torchrun on each:
 #     PROCESSES=8 launch/hosts.sh node1,user@node2 pretrain.py experiment=sudoku_extreme run_name=two_machines
-#     launch/hosts.sh --print node1,node2 pretrain.py ...      # without ssh: prints what to paste on each
-# All machines have the repository with its .venv at the same path, and share the run folder. They meet on the
-# first one, at PORT. Ctrl-C, SIGTERM and SIGUSR1 reach all: the run is saved and ends. A machine that fails
-# ends the others. OMP_NUM_THREADS, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME are passed on.
+#     launch/hosts.sh --print node1,node2 pretrain.py ...      # without ssh: prints the commands for each machine
+# All machines need the repository with its .venv at the same path, and a shared run folder. The first machine
+# serves the rendezvous at PORT (default 29400). Ctrl-C, SIGTERM and SIGUSR1 save and end the run on all machines.
+# If a machine fails, the others end too. Passes on OMP_NUM_THREADS, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
 set -u
 
 usage() { sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 2; }
@@ -13,9 +13,9 @@ only_prints=no
 [ $# -ge 2 ] || usage
 IFS=, read -r -a hosts <<<"$1"
 shift
-for host in "${hosts[@]}"; do # a letter beyond these could be an option of ssh, or a command
+for host in "${hosts[@]}"; do # other characters could form an option of ssh, or a command
     case $host in
-    '' | -* | *@-* | *[!]A-Za-z0-9_.:@%[-]*) echo "error: ${host@Q} is no name of a host, nor USER@HOST" >&2 && exit 2 ;;
+    '' | -* | *@-* | *[!]A-Za-z0-9_.:@%[-]*) echo "error: ${host@Q} is not a host name or USER@HOST. Check the list of hosts." >&2 && exit 2 ;;
     esac
 done
 here=$(cd "$(dirname "$0")/.." && pwd)
@@ -26,7 +26,7 @@ for name in OMP_NUM_THREADS GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME; do
 done
 rendezvous=(--rdzv-backend c10d --rdzv-endpoint "$head:$port" --rdzv-id "$(date +%s)")
 signals=(--signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGUSR1)
-quote() { # prints the words as a shell reads them
+quote() { # prints the arguments, quoted for a shell
     for word; do
         case $word in
         '' | *[!A-Za-z0-9_./:=,@%+-]*) printf "'%s' " "${word//\'/\'\\\'\'}" ;;
@@ -34,7 +34,7 @@ quote() { # prints the words as a shell reads them
         esac
     done
 }
-torchrun_on() { # sets `command` to the words of torchrun on that host
+torchrun_on() { # sets `command` to the torchrun command line for a host
     command=(torchrun --nnodes ${#hosts[@]} --nproc-per-node "${PROCESSES:-1}" --local-addr "${1#*@}"
         "${rendezvous[@]}" "${signals[@]}" "${@:2}")
 }
@@ -48,7 +48,7 @@ if [ $only_prints = yes ] || ! type ssh >/dev/null 2>&1; then
     exit
 fi
 
-# Checks that the first host has the port free and that the others know the first; torchrun would wait for minutes.
+# Checks that the port is free on the first host, and that the others can resolve its name. torchrun would wait for minutes.
 check='
 import socket, sys
 host, port, is_first = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "0"
@@ -56,13 +56,13 @@ try:
     if is_first:
         socket.create_server(("", port)).close()
     elif socket.gethostbyname(host).startswith("127."):
-        raise OSError(0, "that is this machine itself")
+        raise OSError(0, "the name resolves to the local machine")
 except OSError as error:
-    remedy = "choose another, PORT=n" if is_first else "name the first host as the others know it"
+    remedy = "Set PORT to a free port" if is_first else "Pass a name of the first host that all hosts can resolve"
     reason = error.strerror.partition(" (")[0]
-    sys.exit(f"error: {host}:{port}, where all are to meet: {reason}; {remedy}")'
+    sys.exit(f"error: cannot use {host}:{port} for the rendezvous: {reason}. {remedy}.")'
 
-# ssh forwards no signals: they are lines of its input. The end of the input, when this script is gone, ends the run too.
+# ssh does not forward signals, so send them as lines of its input. When this script ends, its input ends, and the run too.
 remote='
 cd "$1" && . .venv/bin/activate && python -c "$2" "$3" "$4" "$5" || exit
 shift 5
@@ -79,12 +79,12 @@ trap 'rm -rf "$folder"' EXIT
 pids=()
 for i in "${!hosts[@]}"; do
     mkfifo "$folder/$i"
-    eval "exec $((10 + i))<>'$folder/$i'" # open for as long as this script lives
+    eval "exec $((10 + i))<>'$folder/$i'" # open until this script ends
 done
 for i in "${!hosts[@]}"; do
     torchrun_on "${hosts[i]}" "$@"
     (
-        trap '' INT TERM USR1 # these are for us to forward
+        trap '' INT TERM USR1 # the parent shell forwards these
         for j in "${!hosts[@]}"; do eval "exec $((10 + j))>&-"; done
         set -o pipefail
         ssh -o BatchMode=yes -o ConnectTimeout=10 -- "${hosts[i]}" \

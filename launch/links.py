@@ -1,4 +1,4 @@
-"""Network links between ranks: listening as gloo does, connecting, and measuring messages."""
+"""Network links between ranks: listens as gloo does, connects, and measures messages."""
 
 import contextlib
 import fcntl
@@ -21,14 +21,16 @@ _SIOCGIFADDR = 0x8915  # from Linux's sockios.h
 
 
 def listen_like_gloo() -> socket.socket:
-    """Opens a TCP server where gloo would: on GLOO_SOCKET_IFNAME, else the host's address, else 127.0.0.1."""
+    """Opens a TCP server where gloo would: GLOO_SOCKET_IFNAME, else the host's address, else 127.0.0.1."""
     interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
     if interface:
         try:
             host = _address_of(interface)
         except OSError as error:
             known = [name for _, name in socket.if_nameindex()]
-            raise ValueError(f"GLOO_SOCKET_IFNAME={interface}: {error.strerror}; there are {known}") from None
+            raise ValueError(
+                f"GLOO_SOCKET_IFNAME={interface}: {error.strerror}. Choose one of {known}."
+            ) from None
     with contextlib.suppress(OSError):
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=world_size())
@@ -36,7 +38,7 @@ def listen_like_gloo() -> socket.socket:
 
 
 def interface_of(address: str) -> str:
-    """Returns the name of the network interface with an address; `lo` for 127.*, `?` where there is none."""
+    """Returns the name of the network interface with an address: `lo` for 127.*, `?` if none has it."""
     if address.startswith("127."):
         return "lo"
     for _, name in socket.if_nameindex():
@@ -47,14 +49,14 @@ def interface_of(address: str) -> str:
 
 
 def _address_of(interface: str) -> str:
-    """Returns the IPv4 address of an interface. OSError where there is none."""
+    """Returns the IPv4 address of an interface. Raises OSError if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = struct.pack("256s", interface.encode())
         return socket.inet_ntoa(fcntl.ioctl(asking, _SIOCGIFADDR, request)[20:24])
 
 
 def connect(address: Sequence[Any], timeout_seconds: float) -> str:
-    """Tries to connect to (host, port); returns the reason of a failure, or an empty text."""
+    """Tries to connect to (host, port). Returns the reason of a failure, or an empty text."""
     try:
         socket.create_connection(tuple(address), timeout=timeout_seconds).close()
     except OSError as error:
@@ -63,10 +65,10 @@ def connect(address: Sequence[Any], timeout_seconds: float) -> str:
 
 
 def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Chooses the pairs of ranks to measure: a pair for every two hosts, or all ranks of a single host.
+    """Chooses the pairs of ranks to measure: one for every two hosts, or all ranks of a single host.
 
-    hosts: the host of each rank. With more than 8 hosts (or ranks of a single host), only pairs with the
-    first, and pairs of neighbours.
+    hosts: Host of each rank. With more than 8 hosts (or 8 ranks on a single host), only pairs with the first
+    and pairs of neighbors are chosen.
     """
     first = list({host: number for number, host in reversed(list(enumerate(hosts)))}.values())[::-1]
     chosen = sorted(first) if len(first) > 1 else list(range(len(hosts)))
@@ -78,9 +80,9 @@ def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
 def measure_link(
     pair: tuple[int, int], device: torch.device, *, repeats: int, num_bytes: int
 ) -> tuple[float, float] | None:
-    """Returns (seconds of a round trip of 4 bytes, bytes a second of a message of `num_bytes`).
+    """Returns (seconds of a round trip of 4 bytes, bytes per second of a message of `num_bytes`).
 
-    Both ranks of the pair must call it, with an open process group. Other ranks get None at once.
+    Both ranks of the pair must call it, with an open process group. For other ranks it returns None.
     """
     if rank() not in pair:
         return None
@@ -93,7 +95,7 @@ def measure_link(
 
 
 def median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:
-    """Returns the median seconds of calling each of `calls` with the message, after one warm-up round."""
+    """Returns the median seconds of a round of `calls` with the message, after one warm-up round."""
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()

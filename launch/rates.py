@@ -1,4 +1,4 @@
-"""Matrix products in both number formats, measured, and compared with the rule for `forward_dtype=auto`."""
+"""Measures matrix products in both number formats, and checks the rule of `forward_dtype=auto`."""
 
 import statistics
 import time
@@ -9,14 +9,14 @@ import torch
 from distributed.number_format import NumberFormat, choose_format
 
 RATES: tuple[NumberFormat, ...] = ("bfloat16", "float32")  # in the order of `Rates`
-_SIZE, _SIZE_OF_GPU = 256, 4096  # rows and columns; on a GPU, a smaller product takes as long as its launch
-_SECONDS = 0.2  # for the products of a number format
+_SIZE, _SIZE_OF_GPU = 256, 4096  # rows and columns; on a GPU, the launch would dominate a smaller product
+_SECONDS = 0.2  # measuring time per number format
 _MIN_PRODUCTS = 3
 _CLEARLY = 1.25  # the other format must be faster by this factor to contradict the rule
 
 
 class Rates(NamedTuple):
-    """Measured operations a second in both number formats, and the choice of the rule with its reason."""
+    """Measured operations per second in both number formats; the choice of the rule and its reason."""
 
     bfloat16: float
     float32: float
@@ -24,7 +24,7 @@ class Rates(NamedTuple):
     reason: str
 
     def compare(self) -> str:
-        """Returns as text whether the measurement agrees with the rule, and if not, what to set."""
+        """Returns a text: whether the measurement agrees with the rule, and if not, what to set."""
         rule = f"arch.forward_dtype=auto means {self.choice} here, because {self.reason}."
         other = "float32" if self.choice == "bfloat16" else "bfloat16"
         if getattr(self, other) < _CLEARLY * getattr(self, self.choice):
@@ -39,13 +39,13 @@ class Rates(NamedTuple):
 def measure_rates(device: torch.device) -> Rates:
     """Measures a matrix product in both number formats, with the current number of threads.
 
-    The product is 256^3, on a GPU 4096^3. It takes about half a second.
+    The matrices have 256 x 256 elements, on a GPU 4096 x 4096. It takes about half a second.
     """
     return Rates(*(_rate(device, getattr(torch, name)) for name in RATES), *choose_format(device))
 
 
 def _rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns operations a second: the median of several products, after one that does not count."""
+    """Returns operations per second: the median of several products, after a warm-up product."""
     size = _SIZE if device.type == "cpu" else _SIZE_OF_GPU
     x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     seconds: list[float] = []

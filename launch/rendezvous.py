@@ -1,9 +1,9 @@
-"""Serves the TCP store of an elastic torchrun job on a machine outside the job, so that any node may leave.
+"""Serves the TCP store of an elastic torchrun job from outside the job, so that any node may leave.
 
     python -m launch.rendezvous [PORT]
 
-Run it on a machine that stays up, such as a login node. On the nodes start torchrun with --rdzv-endpoint
-NAME:PORT of that machine, and --rdzv-conf is_host=false.
+Run it on a machine that stays up, such as a login node. On each node, start torchrun with --rdzv-endpoint
+NAME:PORT of this machine, and with --rdzv-conf is_host=false.
 """
 
 import argparse
@@ -17,17 +17,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m launch.rendezvous", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("port", nargs="?", type=int, default=29400, help="default: 29400")
+    parser.add_argument("port", nargs="?", type=int, default=29400, help="port to listen on (default: 29400)")
     port = parser.parse_args().port
     if not 0 <= port < 2**16:
-        parser.error(f"port {port} is not from 0 to 65535")
+        parser.error(f"port {port} is not in 0 to 65535")
     try:
         store = TCPStore("localhost", port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
         parser.exit(
-            1, f"error: port {port} cannot be opened: choose another ({str(error).partition('. ')[0]})\n"
+            1, f"error: cannot open port {port} ({str(error).partition('. ')[0]}). Choose another port.\n"
         )
-    print(f"machines may meet at port {store.port}", flush=True)
+    print(f"rendezvous store is listening on port {store.port}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         signal.pause()
 

@@ -1,1 +1,1 @@
-"""Reports as HTML pages: of a run, of several runs compared, and of a hyper-parameter search."""
+"""HTML reports of a run, of a comparison of runs, and of a hyper-parameter search."""

@@ -1,4 +1,4 @@
-"""Writes the report of a run as an HTML page: learning curves, results, and puzzles solved step by step.
+"""Writes an HTML report of a run: learning curves, results, and puzzles solved step by step.
 
 python -m report checkpoints/demo
 python -m report RUN RUN ... [--output FILE] [--table FILE.md]      compares runs
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         warn_of = functools.partial(warn, "report")
         for run in options.runs:
             if re.fullmatch(r"step_\d+|best", run.name):
-                raise ValueError(f"{run} is a checkpoint: give its run folder, {run.parent}")
+                raise ValueError(f"{run} is a checkpoint, not a run folder. Pass {run.parent}.")
         if options.table:
             from report.table import write_table
 
@@ -42,21 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser("report", description=__doc__.partition("\n")[0])
     add_plugin_option(parser)
-    runs = "run folder, such as checkpoints/demo; several are compared"
+    runs = "run folder, such as checkpoints/demo. Several run folders are compared"
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help=runs)
-    output = "the page (default report.html in the run folder; comparison.html here for several runs)"
+    output = "HTML file (default: RUN/report.html; for several runs, comparison.html in the current folder)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
-    table = "also writes the table of a comparison, as Markdown (.md), LaTeX (.tex) or CSV (.csv)"
+    table = "also write the comparison table to this file, as Markdown (.md), LaTeX (.tex) or CSV (.csv)"
     parser.add_argument("--table", type=Path, metavar="FILE", help=table)
-    data = "dataset folder, or several, to show test puzzles of (default: of the run)"
+    data = "dataset folders to take the shown test puzzles from (default: the data of the run)"
     parser.add_argument("--data", type=Path, nargs="+", metavar="FOLDER", help=data)
-    puzzles = "how many test puzzles the model thinks about (default 400; 0: none, the log is enough)"
+    puzzles = "maximum number of test puzzles to run the model on (default: 400). 0: do not run it"
     parser.add_argument("--puzzles", type=integer(at_least=0), metavar="N", help=puzzles)
     options = parser.parse_args(arguments)
     if len(options.runs) == 1 and options.table:
-        raise ValueError("--table is for a comparison: give several runs")
+        raise ValueError("--table needs several runs to compare. Pass more run folders.")
     if len(options.runs) > 1 and (options.data or options.puzzles is not None):
-        raise ValueError("--data and --puzzles are for the report of one run: drop them")
+        raise ValueError("--data and --puzzles apply only to the report of one run. Remove them.")
     return options
 
 

@@ -1,7 +1,7 @@
-"""An animated SVG of a model that solves a puzzle: the grid after each step, and the model's confidence.
+"""An animated SVG of a model that solves a puzzle: the grid and the confidence after each step.
 
-The animation is CSS, so that it also runs inside an <img>. With prefers-reduced-motion, and in programs
-without CSS animation, the last step is shown.
+The animation uses CSS, so it also runs inside an <img>. With prefers-reduced-motion, or in programs that do
+not support CSS animation, the SVG shows the last step.
 """
 
 import itertools
@@ -17,26 +17,26 @@ from evaluation.solving import Answer, Step
 
 _PUZZLE_SECONDS, _STEP_SECONDS, _LAST_SECONDS, _FADE_SECONDS = 1.6, 1.0, 4.0, 0.25
 _MARGIN, _BOARD, _GAP, _PANEL = 26, 360, 40, 226
-_SURE = 0.95  # confidence from which the model counts as sure of a cell
-_LEVELS = 6  # doubt is rounded to so many levels: tiny changes are not drawn
+_SURE = 0.95  # minimum confidence at which the model counts as sure of a cell
+_LEVELS = 6  # doubt is rounded to multiples of 1 / 6, so that tiny changes are not drawn
 _STYLE = f"""{SVG_STYLE}.big{{font-size:30px;font-weight:650;fill:var(--ink)}}
 @media(prefers-reduced-motion:reduce){{*{{animation:none!important}}}}
 """
 
 
 class _Frame(NamedTuple):
-    """A frame of the animation: the look of each cell, and title and text of the panel beside the grid."""
+    """A frame of the animation: the look of each cell, and the title and text beside the grid."""
 
     paints: dict[tuple[int, int], Paint]
     title: str
     text: str
-    changes: Sequence[tuple[int, int, Paint]] = ()  # against the previous frame: row, column, look
+    changes: Sequence[tuple[int, int, Paint]] = ()  # (row, column, look) that differ from the previous frame
 
 
 def draw_animation(answer: Answer) -> str:
-    """Returns the SVG file as text: the puzzle, then the answer after each step until it is final.
+    """Returns an SVG file as text: the puzzle, then the answer after each step until it is final.
 
-    Each frame fades in over the previous ones, and draws only the cells that changed.
+    Each frame draws only the cells that changed, and fades in over the previous frames.
     """
     steps = _shown_steps(answer)
     frames = list(_frames(answer, steps))
@@ -73,7 +73,7 @@ def draw_animation(answer: Answer) -> str:
 
 
 def _movement(num_steps: int) -> str:
-    """Returns the CSS that makes the steps appear one after the other, and stay to the end."""
+    """Returns the CSS that makes the steps appear one by one and stay visible until the end."""
     whole, lines = _PUZZLE_SECONDS + _STEP_SECONDS * (num_steps - 1) + _LAST_SECONDS, []
     for number in range(num_steps):
         begin = _PUZZLE_SECONDS + _STEP_SECONDS * number

@@ -1,7 +1,7 @@
-"""Charts drawn by matplotlib, as SVG with the colours and the font of the page.
+"""Charts drawn by matplotlib, as SVG with the colors and the font of the page.
 
-A colour is given as a role, such as `accent`. matplotlib draws placeholder colours, which are replaced by CSS
-variables, so that one SVG serves a light and a dark page. Equal data give equal bytes.
+Callers choose a color by its role, such as `accent`. matplotlib draws placeholder colors. This module
+replaces them by CSS variables, so that one SVG works on light and dark pages. Equal data give equal bytes.
 """
 
 import dataclasses
@@ -38,16 +38,18 @@ _SETTINGS = {
     "lines.solid_capstyle": "round",
     "lines.solid_joinstyle": "round",
 }
-_FRACTION = "{x:.2g}"  # of a tick
-_MOST_POINTS = 240  # of a line; longer lines are averaged
+_FRACTION = "{x:.2g}"  # format of tick labels
+_MOST_POINTS = 240  # per line; longer lines are averaged
 _PANELS_A_ROW, _LINE_HEIGHT, _EDGE = 3, 20, 12  # layout of `chart_file`; the last two in points
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of a chart. name: in the legend; empty: not there. role: of the colour.
+    """A line of a chart.
 
-    low, high: the edges of a shaded band; empty: no band. is_faint: drawn thin and pale.
+    name: Label in the legend. If empty, the legend has no entry for the line. role: Color role of the line.
+    low, high: Edges of a shaded band. If empty, no band is drawn. is_faint: If True, the line is thin and
+    pale.
     """
 
     name: str
@@ -63,9 +65,10 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A chart on the page. svg: for use inside HTML. legend: (name, colour role) each. caption: text below.
+    """A chart on the page.
 
-    points: the tooltips, [x, y, text] each, with x and y in units of the SVG.
+    svg: SVG element for use inside HTML. legend: List of (name, color role). caption: Text below the chart.
+    points: List of tooltips [x, y, text], with x and y in units of the SVG.
     """
 
     title: str
@@ -88,7 +91,10 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     caption: str = "",
 ) -> Chart | None:
-    """Draws lines in one chart; returns None where no line has a point. share: values are fractions of 1."""
+    """Draws lines in one chart. Returns None if no line has a point.
+
+    share: If True, the values are fractions in [0, 1].
+    """
     lines = [_thinned(line) for line in lines if len(line.x)]
     if not lines:
         return None
@@ -131,7 +137,10 @@ def line_chart(
 def bar_chart(
     title: str, stacks: Sequence[tuple[str, str, Sequence[int]]], *, x_label: str, caption: str = ""
 ) -> Chart:
-    """Draws stacked bars at x = 1, 2, ... stacks: (name in the legend, colour role, height at each x)."""
+    """Draws stacked bars at x = 1, 2, ...
+
+    stacks: List of (name in the legend, color role, height of the bar at each x).
+    """
 
     def draw(axes) -> list[list[Any]]:
         count = len(stacks[0][2])
@@ -151,7 +160,7 @@ def bar_chart(
 
 
 def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, caption: str = "") -> Chart:
-    """Draws a reliability diagram. bins: (mean predicted probability, share right, count)."""
+    """Draws a reliability diagram. bins: List of (mean predicted probability, fraction correct, count)."""
 
     def draw(axes) -> list[list[Any]]:
         most = max(count for _, _, count in bins)
@@ -162,15 +171,15 @@ def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, c
         axes.scatter(said, right, s=sizes, color=_PLACEHOLDERS["accent"], linewidth=0, alpha=0.9, zorder=3)
         axes.set_xlim(-0.04, 1.04)
         axes.set_ylim(-0.06, 1.08)
-        axes.set_xlabel("probability the Q head gives")
+        axes.set_xlabel("probability predicted by the Q head")
         axes.xaxis.set_major_formatter(_FRACTION)
         _format_axes(axes, share=True)
         return [
-            [mean, share, f"said {mean:.2f}, right {share:.2f} of {count:,} answers"]
+            [mean, share, f"predicted {mean:.2f}, correct {share:.2f} of {count:,} answers"]
             for mean, share, count in bins
         ]
 
-    legend = [("share that is right", "accent"), ("a perfect judge", "muted")]
+    legend = [("fraction of correct answers", "accent"), ("perfect calibration", "muted")]
     return _chart(title, draw, legend=legend, caption=caption)
 
 
@@ -208,7 +217,7 @@ def _format_axes(
     if from_zero:
         axes.set_ylim(bottom=0)
     if log_x:
-        if axes.get_xlim()[0] < 0.5:  # rates: few labels, as they are long
+        if axes.get_xlim()[0] < 0.5:  # learning rates: their labels are long, so show few
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axes.xaxis.set_major_formatter(exact)
         axes.xaxis.set_minor_formatter("")
@@ -218,7 +227,7 @@ def _format_axes(
 
 
 def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], caption: str) -> Chart:
-    """Calls `draw` on new axes, and converts the tooltips that it returns from data units to SVG units."""
+    """Calls `draw` on new axes. Converts the tooltips that it returns from data units to SVG units."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -237,7 +246,7 @@ def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], cap
 
 
 def _as_inline(svg: str, title: str) -> str:
-    """Converts a standalone SVG for use inside HTML: no namespaces, ids or sizes; colours by CSS."""
+    """Converts a standalone SVG for use inside HTML: no namespaces, ids or sizes; CSS colors."""
     head, _, body = svg[svg.index("<svg") :].partition(">")
     head = re.sub(r' (xmlns(:xlink)?|width|height|version)="[^"]*"', "", head)
     head = head.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"')
@@ -255,7 +264,7 @@ def _as_inline(svg: str, title: str) -> str:
 
 
 def chart_file(panels: Sequence[tuple[Sequence[str], Chart]], *, title: str) -> str:
-    """Returns an SVG file as text, three charts a row. panels: (lines of SVG text, chart below them) each."""
+    """Returns an SVG file as text, with three charts per row. panels: List of (lines of SVG text, chart)."""
     head, content = _LINE_HEIGHT * max(len(lines) for lines, _ in panels) + 4, []
     width, height = (72 * inches for inches in _SIZE_INCHES)
     for number, (lines, chart) in enumerate(panels):
@@ -275,7 +284,7 @@ def chart_file(panels: Sequence[tuple[Sequence[str], Chart]], *, title: str) -> 
 
 
 def _thinned(line: Line) -> Line:
-    """Replaces neighbouring points by their mean where a line has more than _MOST_POINTS points."""
+    """Averages neighboring points if a line has more than _MOST_POINTS points."""
     if len(line.x) <= _MOST_POINTS:
         return line
     size = -(-len(line.x) // _MOST_POINTS)

@@ -1,6 +1,6 @@
-"""The page that compares runs: curves over steps, examples, operations and seconds, and a table.
+"""The page that compares runs: a table, and curves over steps, examples, operations and seconds.
 
-Runs with configs that differ only in seed and name are one group, with a mean and an interval.
+Runs form a group if their configs differ only in the seed and the names. The page also shows group means.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +19,24 @@ _METRICS = (  # title, metric, options of the chart
     ("Loss, training", "train/lm_loss", {"log_y": True}),
     ("Thinking steps until halting, training", "train/steps", {}),
     ("Gradient norm", "train/grad_norm", {"log_y": True}),
-    ("Examples a second", "train/examples_per_second", {"from_zero": True}),
+    ("Examples per second", "train/examples_per_second", {"from_zero": True}),
 )
 
 
 def write_comparison(folders: Sequence[Path], *, output: Path, warn: Callable[[str], None]) -> Path:
-    """Writes the page that compares runs to `output`, and returns this path. warn: called with each warning.
+    """Writes the page that compares runs to `output`, and returns this path.
 
-    Raises ValueError, one line, where a folder has no run, or the page cannot be written.
+    Args:
+        folders: Run folders, each listed once.
+        output: HTML file to write.
+        warn: Function that is called with the text of each warning.
+
+    Raises:
+        ValueError: A folder has no run, a run is listed twice, or the page cannot be written.
     """
     check_packages()
     if len({each.resolve() for each in folders}) < len(folders):
-        raise ValueError("the same run is given twice: give each run folder once")
+        raise ValueError("a run folder is listed twice. Pass each run folder only once.")
     check_output(output)
     runs = [read_run(folder) for folder in folders]
     for text in (text for run in runs for text in run.warnings):
@@ -44,13 +50,13 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
     table = build_table(groups)
     formats = {"Markdown": table.to_markdown(), "LaTeX": table.to_latex(), "CSV": table.to_csv()}
     differs = "data_path" in groups[0].settings
-    other_data = ", and the data differ: their accuracies do not compare" if differs else ""
+    other_data = (". The runs use different data, so their accuracies are not comparable") if differs else ""
     grouped = f" in {len(groups)} groups" if len(groups) > 1 else " in one group"
     count = f"{len(runs)} runs" + (grouped if len(groups) < len(runs) else "")
     return render(
         "comparison.html.jinja",
         title="Runs side by side",
-        subtitle=f"{count}; runs that differ only in their seed are one group, their mean is the heavy line"
+        subtitle=f"{count}. Runs that differ only in the seed form a group. Thick lines show its mean"
         + other_data,
         axes=[(name, comparison_charts(groups, name)) for name in _AXES],
         table=table,
@@ -65,8 +71,8 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     """Draws a chart for each metric, with the curves of all runs.
 
-    axis: `training steps`, `examples`, `petaflops` or `seconds`. A group of several runs also gets the curve
-    of their mean, up to the end of the shortest run.
+    axis: `training steps`, `examples`, `petaflops` or `seconds`. If a group has several runs, a line shows
+    their mean, up to the end of the shortest run.
     """
     drawn = []
     own = dict.fromkeys(name for group in groups for run in group.runs for name in run.other_metrics)
@@ -84,7 +90,7 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
 
 
 def _curve(run: RunRecord, metric: str, axis: str) -> Curve | None:
-    """Returns a metric's curve over an axis; None if the log lacks one. `{set}`: the first test set."""
+    """Returns the curve of a metric over an axis; None if the log lacks it. `{set}`: the first test set."""
     if "{set}" in metric and not run.eval_sets():
         return None
     steps, values = run.curve(metric.format(set=next(iter(run.eval_sets()), "")))

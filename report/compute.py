@@ -1,4 +1,4 @@
-"""Charts of accuracy over network calls, from scaling.json of an evaluation: for pages and scaling.svg."""
+"""Charts of accuracy over network calls, from the scaling.json of an evaluation."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -11,10 +11,11 @@ from report.charts import Chart, Line, chart_file, line_chart
 def compute_chart(
     title: str, settings: Sequence[Mapping[str, Any]], by: str, *, has_oracle: bool, **options: Any
 ) -> Chart | None:
-    """Draws exact accuracy over network calls, a line for each number of samples.
+    """Draws exact accuracy over network calls, with a line for each number of samples.
 
-    settings: the list `corners` of a test set in scaling.json. by: how one sample is selected, such as
-    `vote`. has_oracle: adds dashed lines, the share with any right sample. options: of `line_chart`.
+    settings: List `corners` of a test set in scaling.json. by: Rule that selects one sample, such as `vote`.
+    has_oracle: If True, dashed lines show the fraction of puzzles with at least one correct sample. options:
+    Further arguments of `line_chart`.
     """
     lines = []
     for number, samples in enumerate(sorted({each["samples"] for each in settings})):
@@ -26,11 +27,11 @@ def compute_chart(
         if has_oracle and samples > 1 and ORACLE in rows[0]:
             oracle = [row[ORACLE]["exact_accuracy"] for row in rows]
             lines.append(Line(f"any of {samples}", calls, oracle, role, is_dashed=True))
-    return line_chart(title, lines, x_label="network calls a puzzle", share=True, log_x=True, **options)
+    return line_chart(title, lines, x_label="network calls per puzzle", share=True, log_x=True, **options)
 
 
 def compute_picture(scaling: Mapping[str, Any]) -> str:
-    """Returns scaling.svg as text: a panel for each test set and each way to select an answer."""
+    """Returns scaling.svg as text: a panel for each test set and each rule that selects an answer."""
     sets = scaling["sets"]
     panels = [
         (by if len(sets) == 1 else f"{name}: {by}", content["corners"], by)

@@ -51,7 +51,7 @@ function addButton(parent, properties, onClick = null) {
   return button;
 }
 
-// The state of the page. list: the puzzles in the map. timer: of the playback.
+// The state of the page. list: puzzles in the map. timer: timer of the playback, or null.
 const now = { puzzle: null, step: 1, list: [], timer: null };
 let content = null, filters = [];
 
@@ -88,9 +88,9 @@ function searchFacts({ board, boardBefore, guess }) {
   const isSolved = puzzle.halts_at <= step && board.every(isOne);
   return [
     ["candidates", numCandidates(board)],
-    ["just struck out", boardBefore ? numCandidates(boardBefore) - numCandidates(board) : "\u2013"],
+    ["just removed", boardBefore ? numCandidates(boardBefore) - numCandidates(board) : "\u2013"],
     ["guess", guess < 0 ? "\u2013" : `${content.symbols[puzzle.answers[step - 1][guess]]} in ${place}`],
-    ["this step", guess === ANEW ? "a contradiction: it begins anew" : isSolved ? "solved" : "goes on", guess === ANEW ? "bad" : isSolved ? "good" : ""],
+    ["this step", guess === ANEW ? "contradiction: the search restarts" : isSolved ? "solved" : "continues", guess === ANEW ? "bad" : isSolved ? "good" : ""],
   ];
 }
 
@@ -101,8 +101,8 @@ function showFacts({ board, boardBefore, guess, counted, numWrong, numChanged, l
     ...(counted && !board ? [["cells right", `${counted - numWrong} of ${counted}`, numWrong ? "bad" : "good"]] : []),
     ...(board ? searchFacts({ board, boardBefore, guess }) : [
       ["cells just changed", numChanged ?? "\u2013"],
-      ["least sure of a cell", fraction(leastSure)],
-      ["Q head: it is right", fraction(puzzle.rated[step - 1] / 100)],
+      ["lowest confidence of a cell", fraction(leastSure)],
+      ["probability of being right (Q head)", fraction(puzzle.rated[step - 1] / 100)],
       ["would halt", `after step ${puzzle.halts_at}`],
     ]),
   ];
@@ -136,7 +136,7 @@ function showList(list) {
     const { answers, has_label, label, name, row, stays_right_from: from } = puzzle, { steps } = content;
     const shareWrong = count(wrongIn(answers[steps - 1], puzzle)) / label.length;
     const depth = from ? 12 + (78 * (from - 1)) / Math.max(steps - 1, 1) : 40 + 60 * shareWrong;
-    const outcome = !has_label ? "no label" : from ? `right from step ${from}` : isOpen(puzzle) ? "not decided" : "wrong";
+    const outcome = !has_label ? "no label" : from ? `right from step ${from}` : isOpen(puzzle) ? "undecided" : "wrong";
     const className = !has_label || isOpen(puzzle) ? "unlabelled" : from ? "" : "failed";
     const title = `${row}${name ? ` ${name}` : ""}: ${outcome}`;
     const square = addButton($("map"), { tabIndex: -1, puzzle, role: "option", className, title });
@@ -172,7 +172,7 @@ function search(text) {
   if (!text) return;
   const { puzzles } = content;
   const found = puzzles.find(({ row }) => String(row) === text) ?? puzzles.find(({ name }) => name.toLowerCase().includes(text));
-  if (!found) { $("found").textContent = `No puzzle ${text} is on this page.`; return; }
+  if (!found) { $("found").textContent = `Puzzle not found on this page: ${text}.`; return; }
   if (!now.list.includes(found)) showList(puzzles);
   showPuzzle(found);
 }
@@ -194,7 +194,7 @@ function watch(unpacked) {
   const solved = puzzles.filter((puzzle) => puzzle.stays_right_from !== null);
   const failed = puzzles.filter((puzzle) => puzzle.has_label && puzzle.stays_right_from === null && !isOpen(puzzle));
   const lists = { All: puzzles, Easiest: solved.slice(0, 24), "Hardest solved": solved.toReversed().slice(0, 24), Wrong: failed };
-  if (content.is_search) lists["Not decided"] = puzzles.filter(isOpen);
+  if (content.is_search) lists["Undecided"] = puzzles.filter(isOpen);
   filters = Object.entries(lists).map(([name, list]) => {
     const onClick = () => { showList(list); showPuzzle(list[0]); };
     const labels = { textContent: `${name} ${list.length}`, disabled: !list.length };
@@ -211,7 +211,7 @@ function watch(unpacked) {
   $("search").addEventListener("input", (event) => search(event.target.value));
   document.addEventListener("keydown", onKey);
   showList(puzzles);
-  showPuzzle(solved.at(-1) ?? puzzles[0], 1); // starts with a puzzle that takes the model most steps to solve
+  showPuzzle(solved.at(-1) ?? puzzles[0], 1); // the puzzle that took the most steps to solve
 }
 
 if ($("pictures")) unpack($("pictures").textContent).then(watch);

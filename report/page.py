@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained HTML file with numbers, charts and solved puzzles."""
+"""The report of a run: a self-contained HTML file with results, charts and solved puzzles."""
 
 import contextlib
 import importlib.util
@@ -33,7 +33,7 @@ from runtime.writing import to_yaml, write_text
 from training.code import CHANGES
 from training.run_folder import REPORT_FILE
 
-NUM_PUZZLES = 400  # test puzzles that the model is run on
+NUM_PUZZLES = 400  # test puzzles to run the model on
 
 _HERE = Path(__file__).parent
 
@@ -48,11 +48,21 @@ def write_report(
     evaluation: Path | None = None,
     warn: Callable[[str], None] = lambda _: None,
 ) -> Path:
-    """Writes the report of a run to `output`, else to report.html in the run folder; returns the path.
+    """Writes the report of a run as an HTML file, and returns its path.
 
-    Without a checkpoint or its data the page has no solved puzzles; a note there, and `warn`, say so.
-    traced: the answers of the model, if it was run already. evaluation: the evaluation's folder; None: the
-    newest. Raises ValueError, one line, where there is no run, or the page cannot be written.
+    If the checkpoint or its data is missing, the report has no solved puzzles, and a note explains why.
+
+    Args:
+        folder: Run folder.
+        output: File to write. If None, report.html in the run folder.
+        data: Dataset folders to take test puzzles from. If None, the data of the run.
+        num_puzzles: Maximum number of test puzzles to run the model on. If 0, the model does not run.
+        traced: Answers of the model, if it has run already. `data` and `num_puzzles` then have no effect.
+        evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
+        warn: Function that is called with the text of each warning.
+
+    Raises:
+        ValueError: The folder has no run, `data` does not fit the model, or the page cannot be written.
     """
     check_packages()
     run = read_run(folder, evaluation=evaluation)
@@ -65,7 +75,7 @@ def write_report(
         except ValueError as error:
             if data is not None:  # the caller asked for this data
                 raise
-            missing.append(f"no pictures and no halting steps: {error}")
+            missing.append(f"This report has no solved puzzles and no halting steps: {error}")
     notes = [*run.warnings, *missing]
     for text in notes:
         warn(text)
@@ -74,12 +84,12 @@ def write_report(
 
 
 def report_run(folder: Path) -> None:
-    """Writes the report at the end of a run, on rank 0 alone. An error only becomes a warning."""
+    """Writes the report at the end of a run, on rank 0 only. Converts errors to warnings."""
     if is_main():
         try:
             log.info(f"wrote {write_report(folder, warn=log.warning)}")
-        except Exception as error:  # the training is done: no error may fail the run
-            log.warning(f"there is no report: {error}")
+        except Exception as error:  # The training is complete: do not fail the run.
+            log.warning(f"report not written: {error}")
 
 
 def write_evaluation_report(
@@ -91,9 +101,10 @@ def write_evaluation_report(
     seed: int,
     batch_size: int,
 ) -> None:
-    """Writes report.html into the run folder after an evaluation; rank 0 alone calls it.
+    """Writes report.html into the run folder after an evaluation. Only rank 0 calls it.
 
-    seed: of noise. batch_size: the most puzzles at once.
+    evaluation: Folder of the evaluation. seed: Seed of the noise in reasoning. batch_size: Maximum number of
+    puzzles per batch.
     """
     options = {"batch_size": batch_size, "path": checkpoint.path, "seed": seed}
     traced = trace_puzzles(model.eval(), data, num_puzzles=NUM_PUZZLES, **options)
@@ -102,9 +113,9 @@ def write_evaluation_report(
 
 
 def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Draws the content of scaling.json as an SVG file; without matplotlib only warns."""
+    """Draws the content of scaling.json as an SVG file. If matplotlib is not installed, only warns."""
     if importlib.util.find_spec("matplotlib") is None:
-        log.warning(f"matplotlib is missing: there is no {path.name} (pip install matplotlib)")
+        log.warning(f"{path.name} not written: matplotlib is missing. Run pip install matplotlib.")
     elif scaling["sets"]:
         write_text(path, compute_picture(scaling))
 
@@ -135,13 +146,13 @@ def _run_page(run: RunRecord, traced: TracedPuzzles | None, *, notes: Sequence[s
 
 
 def check_packages() -> None:
-    """Raises ValueError where matplotlib is not installed."""
+    """Raises ValueError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("a report needs matplotlib: pip install matplotlib")
+        raise ValueError("a report needs matplotlib. Run pip install matplotlib.")
 
 
 def render(template: str, **values: Any) -> str:
-    """Renders a jinja2 template of this folder as HTML; values are escaped."""
+    """Renders a jinja2 template of this folder as HTML. Values are escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
@@ -152,27 +163,27 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Makes the folder of a page, before a model runs for minutes. ValueError where it cannot be written."""
+    """Creates the folder of a page before long work. Raises ValueError if the page cannot be written."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ValueError(f"cannot write {path}: give another file, in a folder")
+        raise ValueError(f"cannot write {path}. Pass a file in a writable folder.")
 
 
 def write_page(path: Path, text: str) -> None:
-    """Writes the page atomically. Raises ValueError where the file cannot be written."""
+    """Writes the page atomically. Raises ValueError if the file cannot be written."""
     try:
         write_text(path, text)
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"cannot write {path} ({reason}): give another file") from None
+        raise ValueError(f"cannot write {path} ({reason}). Choose another file.") from None
 
 
 # ------------------------------------------------------------------------------------------------------ words
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration as text in its two largest units: 2 min 5 s."""
+    """Returns a duration as text in its two largest units, such as 2 min 5 s."""
     seconds, units = round(seconds), [(86400, "d"), (3600, "h"), (60, "min"), (1, "s")]
     for (size, unit), (smaller, next_unit) in zip(units, units[1:], strict=False):
         if seconds >= size:
@@ -184,14 +195,14 @@ def duration(seconds: float) -> str:
 def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
     """Returns the subtitle: the model and the dataset."""
     on = None
-    # A dataset with symbols of its own is named by its folder.
+    # If a dataset defines its own symbols, the subtitle shows the name of its folder instead.
     if traced and (kind := traced.info.kind) and traced.info.vocabulary is None:
         style, name = traced.info.style, kind.title or kind.name.capitalize()
         rows, columns = to_grid(traced.inputs[0], num_columns=style.num_columns).shape
         on = name if style.first_of_field is not None else f"{rows} \u00d7 {columns} {name}"
     data = run.config.get("data_path")
     names = [Path(str(path)).name for path in data] if isinstance(data, list) else []
-    return " on ".join(filter(None, [run.architecture, on or ", ".join(names)])) or "a run without its config"
+    return " on ".join(filter(None, [run.architecture, on or ", ".join(names)])) or "run without config.yaml"
 
 
 def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str, str]]:
@@ -206,13 +217,13 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
     if traced:
         halts, steps = traced.trace.halting_steps.mean(), traced.trace.preds.shape[1]
         judge = "search" if traced.is_search else "Q head"
-        found.append(("thinking steps to an answer", f"{halts:.1f}", f"of {steps}, as the {judge} halts"))
+        found.append(("thinking steps per answer", f"{halts:.1f}", f"of {steps}, halted by the {judge}"))
     each = run.starts[-1].get("gigaflops_per_step") if run.starts else None
-    # `calls@...` counts the calls of all samples of an answer; the largest setting made the accuracy above.
+    # `calls@...` counts the calls for all samples. The accuracy above belongs to the largest setting.
     calls = [value for name, value in values.items() if name.startswith("calls@")] or [values.get("steps")]
     if each and is_number(calls := max(calls)):
         what = f"{calls:.4g} network calls of {each:.3g} GFLOP"
-        found.append(("GFLOP of an answer", f"{calls * each:.3g}", what))
+        found.append(("GFLOP per answer", f"{calls * each:.3g}", what))
     if run.num_parameters:
         found.append(("parameters", short(run.num_parameters), "without puzzle embeddings"))
     if seconds := run.seconds().get(run.last_step):
@@ -222,7 +233,7 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
 
 
 def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str]]:
-    """Returns the facts of how the run was made, as (name, value); a missing value is `not recorded`."""
+    """Returns how the run was made, as (name, value) pairs. A missing value becomes `not recorded`."""
     config, start = run.config, run.starts[-1] if run.starts else {}
     commit = start.get("git_commit") or ""
 
@@ -263,7 +274,7 @@ def _moment(text: Any) -> str:
 
 
 def _results_table(run: RunRecord) -> dict[str, Any]:
-    """Returns the test sets, their sizes, and rows (metric, [(value, interval) for each set]), as texts."""
+    """Returns test sets, their sizes, and rows (metric, [(value, interval) for each set]), as texts."""
     drawn = [
         name
         for name in metric_names(run.evaluation)
@@ -311,22 +322,22 @@ def learning_charts(run: RunRecord) -> list[Chart]:
     solved.insert(1, Line("training, after one thinking step", *after_first, role="series2"))
     log, share, zero = {"log_y": True}, {"share": True}, {"from_zero": True}
     of_solved = (
-        "Share of puzzles with every cell right. In training where they halt, which is where the Q head "
-        "believes in the answer (it is the model's judge of its own answers); and after the first thinking "
-        "step, whatever it believes."
+        "Fraction of puzzles with every cell right. The Q head predicts whether the answer is right, and "
+        "halts a puzzle. Training: at halting, and after the first thinking step of every puzzle."
     )
-    of_steps = "In training some puzzles halt later by chance; on the test split the Q head decides."
+    of_q_head = "How often the Q head predicts correctly whether the answer is right."
+    of_steps = "Training: randomly chosen puzzles must think longer. Test: the Q head halts every puzzle."
     table = [
-        ("Loss", curves("lm_loss"), log, "Cross-entropy of a cell."),
+        ("Loss", curves("lm_loss"), log, "Cross-entropy per cell."),
         ("Puzzles solved", solved, share | zero, of_solved),
-        ("Cells right", curves("accuracy"), share, "Mean share of a puzzle's cells."),
+        ("Cells right", curves("accuracy"), share, "Fraction of right cells in a puzzle."),
         ("Thinking steps until halting", steps, {}, of_steps),
-        ("Q head right", curves("q_halt_accuracy"), share, "How often it knows whether the answer is right."),
+        ("Q head right", curves("q_halt_accuracy"), share, of_q_head),
         ("Halting loss", curves("q_halt_loss"), log, "Binary cross-entropy of the Q head."),
         *((name, curves(name), {}, "") for name in run.other_metrics),
         ("Gradient norm", [trained("grad_norm")], log, "Before clipping, if any."),
-        ("Throughput", [trained("examples_per_second")], zero, "Examples a second, over all processes."),
-        ("Learning rate", [trained("lr")], zero, "Of the dense weights."),
+        ("Throughput", [trained("examples_per_second")], zero, "Examples per second, summed over processes."),
+        ("Learning rate", [trained("lr")], zero, "Learning rate of the dense weights."),
     ]
     drawn = [
         line_chart(title, lines, x_label="training steps", caption=caption, **options)
@@ -336,33 +347,33 @@ def learning_charts(run: RunRecord) -> list[Chart]:
 
 
 def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]:
-    """Draws accuracy over steps and compute, a histogram of halting steps, and the Q head's reliability."""
+    """Draws accuracy over steps and over compute, halting steps, and the calibration of the Q head."""
     drawn: list[Chart | None] = [_accuracy_over_steps(run, traced)]
     if traced:
         right, wrong = halting_histogram(traced)
         num_labelled = sum(right) + sum(wrong)
-        judge = "where the search ends" if traced.is_search else "by the Q head"
-        caption = f"Stopped there {judge}, {sum(right):,} of {num_labelled:,} puzzles are right."
+        judge = "at the end of the search" if traced.is_search else "by the Q head"
+        caption = f"With halting {judge}, {sum(right):,} of {num_labelled:,} puzzles are right."
         stacks = [("right", "good", right), ("wrong", "bad", wrong)]
         if num_labelled:
-            drawn.append(bar_chart("Where puzzles halt", stacks, x_label="thinking step", caption=caption))
+            drawn.append(bar_chart("Halting steps", stacks, x_label="thinking step", caption=caption))
         if judged := reliability(traced):
             caption = (
-                "On the diagonal its word can be taken. The larger a dot, the more answers; "
-                f"expected calibration error {judged[1]:.3f}."
+                "A calibrated Q head lies on the diagonal. Larger dots stand for more answers. "
+                f"Expected calibration error: {judged[1]:.3f}."
             )
-            drawn.append(reliability_chart("Does the Q head know?", judged[0], caption=caption))
+            drawn.append(reliability_chart("Calibration of the Q head", judged[0], caption=caption))
     sets = run.scaling["sets"] if run.scaling else {}
     for name, content in sets.items():
         by = next(iter(content["corners"][0]["ways"]))
         title = "Accuracy over compute" + (f", {name}" if len(sets) > 1 else "")
-        caption = f"Thinking steps times samples; of several samples the answer is selected by {by}."
+        caption = f"Compute: thinking steps times samples. Of several samples, {by} selects the answer."
         drawn.append(compute_chart(title, content["corners"], by, has_oracle=False, caption=caption))
     return [chart for chart in drawn if chart]
 
 
 def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart | None:
-    """Draws accuracy after each thinking step: of the evaluation, or else of the puzzles on this page."""
+    """Draws accuracy after each thinking step, of the evaluation or else of the puzzles on this page."""
     lines, key = [], "exact_accuracy_after_step_"
     for number, (name, values) in enumerate(run.evaluation.items()):
         steps = sorted(int(rest) for metric in values if (rest := metric.removeprefix(key)).isdigit())
@@ -380,11 +391,16 @@ def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart 
                 high=[high for _, high in ends],
             )
         )
-    caption = "Share of test puzzles solved after each thinking step, with its 95 % interval."
+    caption = "Fraction of test puzzles solved after each thinking step, with a 95 % interval."
     if traced and not any(line.x for line in lines):
         shares, count = accuracy_after_steps(traced), int(traced.has_labels.sum())
         lines = [Line("", range(1, len(shares) + 1), shares, has_dots=len(shares) <= 20)]
-        caption = f"Share solved after each thinking step, of the {count:,} puzzles on this page."
+        caption = f"Fraction of the {count:,} puzzles on this page that are solved after each thinking step."
     return line_chart(
-        "Thinking longer", lines, x_label="thinking steps", share=True, integer_x=True, caption=caption
+        "Accuracy over thinking steps",
+        lines,
+        x_label="thinking steps",
+        share=True,
+        integer_x=True,
+        caption=caption,
     )

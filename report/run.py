@@ -1,6 +1,6 @@
-"""Reading of a run folder, for pages and tables: config, log, starts, the last evaluation.
+"""Reads a run folder for reports and tables: config, log, launches and the last evaluation.
 
-A missing or broken config or log becomes a warning: metrics.jsonl alone is enough for a report.
+A missing or damaged config or log becomes a warning, so that metrics.jsonl is enough for a report.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from runtime.metrics_file import METRICS_FILE, read_rows
 from runtime.reading import read_json, read_lines, read_yaml
 from training.run_folder import STATUS_FILE
 
-# Metrics with a chart of their own on the pages and the dashboard, or with none on purpose.
+# Metrics that have a separate chart on the pages and the dashboard, or deliberately none.
 _KNOWN_METRICS = (
     *("count", "accuracy", "exact_accuracy", "exact_accuracy_after_step_1", "steps"),
     *("lm_loss", "q_halt_accuracy", "q_halt_loss", "q_continue_loss"),
 )
 
-# The fields of starts.jsonl and of the status that the pages show, with their types.
+# Fields of starts.jsonl and of the status that the pages show, with their types.
 _START = dict.fromkeys(("time", "command", "git_commit", "hardware", "gradient_sync", "torch"), str)
 _START |= dict.fromkeys(("step", "processes", "num_parameters"), int)
 _START["gigaflops_per_step"] = float
@@ -43,7 +43,7 @@ Curve = tuple[list[float], list[float]]  # x and y
 
 
 def other_metrics(arch: str) -> list[str]:
-    """Returns the metrics of a model that the report shows in a generic chart. arch: its `arch.name`."""
+    """Returns the metrics of an architecture (`arch.name`) that the report shows in generic charts."""
     objective = network_class(arch).objective_class
     return [name for name in objective.metrics | objective.training_metrics if name not in _KNOWN_METRICS]
 
@@ -52,9 +52,9 @@ def other_metrics(arch: str) -> list[str]:
 class RunRecord:
     """The content of a run folder.
 
-    config      config.yaml with defaults filled in; empty where the file is missing
-    rows        the rows of metrics.jsonl, sorted by step
-    starts      the rows of starts.jsonl, a dict for each start: command, git_commit, hardware, ...
+    config      config.yaml, completed with defaults; empty if the file is missing
+    rows        records of metrics.jsonl, sorted by step
+    starts      records of starts.jsonl, one for each launch: command, git_commit, hardware, ...
     evaluation  {set: {metric: value}} of the newest evaluation by evaluate.py, else of the last in the log
     scaling     the newest scaling.json (accuracy over test-time compute), if any
     warnings    a sentence for each problem, such as a missing log
@@ -81,7 +81,7 @@ class RunRecord:
 
     @property
     def architecture(self) -> str:
-        """Returns the short name of the model in papers, such as HRM."""
+        """Returns the short name of the architecture in papers, such as HRM."""
         return architectures()[self._arch].title if self._arch in architectures() else self._arch
 
     @property
@@ -98,16 +98,16 @@ class RunRecord:
 
     @property
     def petaflops(self) -> float | None:
-        """Returns the operations of all training steps, in 1e15; None for a log without them (older runs)."""
+        """Returns the operations of all training steps in 1e15; None if the log lacks them (older runs)."""
         return (self.curve("train/petaflops")[1] or [None])[-1]
 
     def curve(self, name: str) -> Curve:
-        """Returns (steps, values) of a metric in the log, without values that are not finite."""
+        """Returns (steps, values) of a metric in the log. Values that are not finite are left out."""
         points = [(row["step"], float(row[name])) for row in self.rows if is_number(row.get(name))]
         return [step for step, _ in points], [value for _, value in points]
 
     def seconds(self) -> dict[int, float]:
-        """Returns {step of a row: seconds of all training steps so far}, without evaluations and saving."""
+        """Returns {step: seconds of all training steps up to it}, without evaluations and checkpoints."""
         total, before, seconds = 0.0, 0, {}
         for row in self.rows:
             step_seconds = row.get("train/step_seconds")
@@ -117,27 +117,27 @@ class RunRecord:
         return seconds
 
     def eval_sets(self, split: str = "eval") -> list[str]:
-        """Returns the names of the sets for which the log has metrics `<split>/<set>/<metric>`."""
+        """Returns the names of the sets that have metrics `<split>/<set>/<metric>` in the log."""
         return list(dict.fromkeys(name for row in self.rows for name in metrics_by_set(row, split)))
 
 
 def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
-    """Reads a run folder. evaluation: the folder of the evaluation to report; None: the newest in the run.
+    """Reads a run folder. Raises ValueError if the folder does not exist or has no run.
 
-    Raises ValueError, one line, where the folder does not exist or has no run.
+    evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist: give a run folder, such as checkpoints/demo")
+        raise ValueError(f"{folder} does not exist. Pass a run folder, such as checkpoints/demo.")
     log, config_path = folder / METRICS_FILE, folder / CONFIG_FILE
     if evaluation is None and not (log.exists() or config_path.exists() or any(folder.glob("step_*"))):
-        raise ValueError(f"{folder} is no run folder: it has neither {CONFIG_FILE} nor {METRICS_FILE}")
+        raise ValueError(f"{folder} is not a run folder: {CONFIG_FILE} and {METRICS_FILE} are missing")
     warnings: list[str] = []
     config: dict[str, Any] = {}
     try:
         config = fill_defaults(read_yaml(config_path))
     except ValueError as error:
         warnings.append(str(error))
-    rows = {values["step"]: values for values, _ in read_rows(folder)}  # a later row of a step wins
+    rows = {values["step"]: values for values, _ in read_rows(folder)}  # the last record of a step counts
     warnings += _broken_lines(log)
     ordered = [rows[step] for step in sorted(rows)]
     results, scaling = _read_evaluation(folder, evaluation, ordered, warnings)
@@ -156,9 +156,9 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
 
 
 def _broken_lines(log: Path) -> list[str]:
-    """Returns a warning about broken lines of the log, if any; the last line may be unfinished."""
+    """Returns a warning about damaged lines of the log, if any. The last line may be incomplete."""
     if not log.exists():
-        return [f"{log} is missing: there are no learning curves"]
+        return [f"{log} is missing. The report has no learning curves."]
     lines, whole = [*map(str.rstrip, read_lines(log))], {text for _, text in read_rows(log.parent)}
     broken = [number for number, line in enumerate(lines, 1) if line and line not in whole]
     if broken and broken[-1] == len(lines):
@@ -166,7 +166,7 @@ def _broken_lines(log: Path) -> list[str]:
     if not broken:
         return []
     more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-    return [f"{log}, line {broken[0]}{more}: not a row of metrics, left out"]
+    return [f"{log}, line {broken[0]}{more}: not a record of metrics. It is skipped."]
 
 
 def _read_json(path: Path) -> Any:
@@ -187,11 +187,11 @@ def _fingerprint(checkpoint: Path) -> str | None:
 def _read_evaluation(
     folder: Path, evaluation: Path | None, rows: list[Row], warnings: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Returns the content of metrics.json and scaling.json in `evaluation`, an evaluation's folder.
+    """Returns the content of metrics.json and scaling.json. Appends problems to `warnings`.
 
-    None: the newest metrics.json with default options, unless the run has gone on after its step and logged a
-    later evaluation since; and the newest scaling.json on the run's own data. rows: of the log. Appends
-    problems to `warnings`.
+    evaluation: Folder of the evaluation. If None, metrics.json is the newest one with default options, unless
+    the log has a later evaluation of a later step. scaling.json is the newest one on the run's own data.
+    rows: Records of the log.
     """
     last = max((row["step"] for row in rows if metrics_by_set(row)), default=0)
     logged = (folder / METRICS_FILE).stat().st_mtime if last else 0.0
@@ -212,18 +212,18 @@ def _read_evaluation(
                 for name, values in found.items()
             }
         else:
-            warnings.append(f"{path} cannot be read: evaluate the run again")
+            warnings.append(f"cannot read {path}. Evaluate the run again.")
     return results, scaling
 
 
 def _typed(row: Any, types: Mapping[str, type]) -> Row:
-    """Returns only those values of a row that have the expected type: the file may be damaged or forged."""
+    """Returns the values of a record that have the expected type. The file may be damaged or forged."""
     row = row if isinstance(row, dict) else {}
     return {name: value for name, value in row.items() if isinstance(value, types.get(name, ()))}
 
 
 def _can_be_drawn(scaling: Any) -> bool:
-    """Returns whether a value is the content of a scaling.json, with at least one set."""
+    """Returns whether a value is the content of a valid scaling.json with at least one set."""
     try:
         for content in scaling["sets"].values():
             by = next(iter(content["corners"][0]["ways"]))

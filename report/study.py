@@ -1,4 +1,4 @@
-"""The page of a study, one self-contained HTML file: all trials, and charts of their hyper-parameters."""
+"""The page of a study: a self-contained HTML file with all trials and charts of the hyper-parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tuning.study import Study
 
 
 def write_page(study: Study, path: Path) -> None:
-    """Replaces the page of the study atomically; called after each trial."""
+    """Replaces the page of the study atomically. Called after each trial."""
     best = study.best()
     text = render(
         "study.html.jinja",
@@ -47,7 +47,7 @@ def _charts(study: Study) -> list[Chart]:
     metric, best = study.selection.metric, study.best()
     points = [_point(number, value) for number, value in zip(numbers, values, strict=True)]
     lines = [*points, Line("the best so far", numbers, so_far)]
-    drawn = [line_chart("The best so far", lines, x_label="trial", integer_x=True, caption=metric)]
+    drawn = [line_chart("Best so far", lines, x_label="trial", integer_x=True, caption=metric)]
     curves = []
     for trial in study.trials:
         is_best = best is not None and trial.number == best.number
@@ -70,7 +70,10 @@ def _point(x: float, y: float) -> Line:
 def _parameter_chart(
     study: Study, key: str, trials: list[FrozenTrial], *, importance: float | None
 ) -> Chart | None:
-    """Draws each trial's value over a parameter; numbers choices from 1. importance: for the caption."""
+    """Draws the value of each trial over a parameter. Choices are numbered from 1.
+
+    importance: Importance of the parameter, for the caption.
+    """
     of = study.space.parameters[key]
     is_choice = isinstance(of, CategoricalDistribution)
     points = []
@@ -78,7 +81,7 @@ def _parameter_chart(
         study.parameters(trial)  # raises ValueError for a value outside the space
         value = trial.params[key]
         points.append(_point(of.choices.index(value) + 1 if is_choice else value, trial.value))
-    caption = "" if importance is None else f"It explains {importance:.2f} of the differences. "
+    caption = "" if importance is None else f"It explains {importance:.0%} of the variance. "
     if is_choice:
         caption += ", ".join(f"{number}: {choice}" for number, choice in enumerate(of.choices, 1))
     return line_chart(
@@ -92,8 +95,8 @@ def _parameter_chart(
 
 
 def _importances(study: Study) -> dict[str, float]:
-    """Returns {parameter: share of the variance that it explains}; {} where Optuna cannot compute it."""
+    """Returns {parameter: fraction of the variance that it explains}; {} if Optuna cannot compute it."""
     with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError, ImportError):
-        warnings.simplefilter("ignore")  # about few or equal trials
+        warnings.simplefilter("ignore")  # warnings about few trials, or trials with equal values
         return optuna.importance.get_param_importances(study.optuna)
     return {}

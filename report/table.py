@@ -1,4 +1,4 @@
-"""The table that compares runs: a row for each group of seeds, with accuracy, interval and t-test."""
+"""The table that compares runs: a row per group of seeds, with accuracy, interval and t-test."""
 
 import csv
 import dataclasses
@@ -16,16 +16,19 @@ from report.page import check_output, duration, write_page
 from report.run import RunRecord, read_run
 
 NOTE = (
-    "solved: mean over seeds [95 % interval of that mean (Student's t); of one seed, over test puzzles "
-    "(Wilson)]; p: two-sided t-test against the first row"
+    "solved: mean over seeds [95 % interval of the mean (Student's t); for one seed, over test puzzles "
+    "(Wilson)]. p: p-value of a two-sided t-test against the first row"
 )
 _OF_ONE_RUN = ("seed", "run_name", "project_name", "checkpoint_path", "wandb_group")
-_MOST_DIFFERENCES = 6  # only so many differing keys become columns, or a label
+_MOST_DIFFERENCES = 6  # with more differing keys, they become neither columns nor a label
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Runs that differ only in their seed. settings: keys that differ between groups. role: of the colour."""
+    """Runs that differ only in their seed.
+
+    settings: {key: value} of the keys that differ between groups. role: Color role.
+    """
 
     label: str
     role: str
@@ -34,11 +37,11 @@ class Group:
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """Groups runs with the same config apart from seed and names; groups keep the order of the runs."""
+    """Groups runs with the same config, except for seed and names. Keeps the order of the runs."""
     groups: dict[str, list[RunRecord]] = {}
     for number, run in enumerate(runs):
         settings = {key: value for key, value in run.config.items() if key not in _OF_ONE_RUN}
-        # A run without a config is a group of its own.
+        # A run without a config forms its own group.
         key = json.dumps(settings, sort_keys=True, default=str) if run.config else f"run {number}"
         groups.setdefault(key, []).append(run)
     configs = [flatten(members[0].config) for members in groups.values()]
@@ -56,14 +59,14 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 
 def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:
-    """Returns the name of a group: the settings that differ, or the name of its first run."""
+    """Returns the label of a group: the settings that differ, or the name of its first run."""
     if settings and len(settings) <= _MOST_DIFFERENCES:
         return ", ".join(f"{key.removeprefix('arch.')}={value}" for key, value in settings.items() if value)
     return members[0].name + (f" and {len(members) - 1} more" if len(members) > 1 else "")
 
 
 def _tested(run: RunRecord, metric: str) -> list[float]:
-    """Returns the values of a test metric over the log's evaluations, each the mean over test sets."""
+    """Returns a test metric for each evaluation in the log, averaged over test sets."""
     curves = [run.curve(f"eval/{name}/{metric}")[1] for name in run.eval_sets()]
     return [fmean(values) for values in zip(*filter(None, curves), strict=False)]
 
@@ -72,7 +75,7 @@ def _solved(run: RunRecord) -> float | None:
     return (_tested(run, "exact_accuracy") or [None])[-1]
 
 
-# {column: (how to write a value, how to get the value of a run; None: not known)}.
+# {column: (function that formats a value, function that returns the value of a run or None)}.
 _VALUES: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | None]]] = {
     "best": (fraction, lambda run: max(_tested(run, "exact_accuracy"), default=None)),
     "cells right": (fraction, lambda run: (_tested(run, "accuracy") or [None])[-1]),
@@ -86,7 +89,10 @@ _VALUES: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | N
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table with a row for each group. rows: as texts. records: {column: value}; None: not known."""
+    """A table with a row for each group.
+
+    rows: Cells as text. records: {column: value} for each row; None if a value is unknown.
+    """
 
     columns: list[str]
     rows: list[list[str]]
@@ -100,7 +106,7 @@ class Table:
         return "\n".join([*lines, "", NOTE + "."]) + "\n"
 
     def to_latex(self) -> str:
-        """Returns the table as LaTeX, for the package booktabs."""
+        """Returns the table as LaTeX. It needs the package booktabs."""
         rows = [" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows)]
         head = [rf"\begin{{tabular}}{{{'l' * len(self.columns)}}}", r"\toprule", rows[0], r"\midrule"]
         return "\n".join([f"% {NOTE}", *head, *rows[1:], r"\bottomrule", r"\end{tabular}"]) + "\n"
@@ -114,7 +120,7 @@ class Table:
 
 
 def build_table(groups: Sequence[Group]) -> Table:
-    """Builds the table; the t-test of each row compares its accuracies with those in the first row."""
+    """Builds the table. The t-test of a row compares its accuracies with the first row."""
     settings = list(groups[0].settings)
     settings = settings if len(settings) <= _MOST_DIFFERENCES else []
     first = [share for run in groups[0].runs if (share := _solved(run)) is not None]
@@ -141,7 +147,7 @@ def build_table(groups: Sequence[Group]) -> Table:
 
 
 def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float | None, float | None]:
-    """Returns the 95 % interval of the mean accuracy: over seeds, or for one seed over its test puzzles."""
+    """Returns the 95 % interval of the mean accuracy, over seeds, or for one seed over test puzzles."""
     if len(shares) > 1:
         low, high = mean_interval(shares)
         return max(low, 0.0), min(high, 1.0)
@@ -151,10 +157,10 @@ def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float
 
 
 def write_table(folders: Sequence[Path], path: Path) -> None:
-    """Writes the table as .md, .tex or .csv. ValueError for another ending, or a folder without a run."""
+    """Writes the table as .md, .tex or .csv. ValueError for another suffix, or a folder without a run."""
     formats = {".md": Table.to_markdown, ".tex": Table.to_latex, ".csv": Table.to_csv}
     if path.suffix not in formats:
-        raise ValueError(f"--table {path}: give a name that ends in {', '.join(formats)}")
+        raise ValueError(f"unknown table format: --table {path}. Use the suffix {' or '.join(formats)}.")
     check_output(path)
     table = build_table(group_runs([read_run(folder) for folder in folders]))
     write_page(path, formats[path.suffix](table))

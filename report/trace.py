@@ -1,4 +1,4 @@
-"""The answers of a model to test puzzles after each thinking step, as data for a report."""
+"""Runs a model on test puzzles, and returns its answers after each thinking step, for a report."""
 
 import base64
 import dataclasses
@@ -25,22 +25,22 @@ from models import HaltingModel
 from models.compilation import eager_blocks
 from models.search import Search
 
-MAX_PICTURES_BYTES = 3_500_000  # in base64; a page may have 5 MB
-_MOST_OF_SEARCH = 40  # puzzles; each takes a search of a hundred steps or more
-_MOST_CELLS = 6_000_000  # of all puzzles and steps: some 0.5 GB while the page is made
+MAX_PICTURES_BYTES = 3_500_000  # size in base64; a page should stay below 5 MB
+_MOST_OF_SEARCH = 40  # puzzles; each search takes a hundred steps or more
+_MOST_CELLS = 6_000_000  # cells over all puzzles and steps; the page then takes about 0.5 GB of memory
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedPuzzles:
-    """Test puzzles, and the trace of a model on them: its answers after each thinking step.
+    """Test puzzles, and the answers of a model after each thinking step (`trace`).
 
-    set_names     [n], the test set of each puzzle
-    rows          int64 [n], the row of each puzzle in its test set
-    names         [n], names of the puzzle identifiers; empty where the dataset has none
-    inputs        int32 [n, seq_len]
-    labels        int32 [n, seq_len]; IGNORE_LABEL_ID: the cell is not scored
-    num_puzzles   number of puzzles in the test sets, not counting variants made by augmentation
-    has_variants  whether the test sets have such variants
+    set_names     names of test sets [n]
+    rows          example indices in the test set (int64 [n])
+    names         names of the puzzle identifiers [n]; empty if the dataset has no names
+    inputs        tokens (int32 [n, seq_len])
+    labels        tokens (int32 [n, seq_len]); a cell with IGNORE_LABEL_ID is not scored
+    num_puzzles   number of puzzles in the test sets, without augmented variants
+    has_variants  whether the test sets contain augmented variants
     """
 
     info: DatasetInfo
@@ -56,13 +56,13 @@ class TracedPuzzles:
 
     @property
     def is_wrong(self) -> np.ndarray:
-        """Returns bool [n, steps, seq_len]: whether a scored cell of the answer differs from its label."""
+        """Returns whether a scored cell of the answer differs from its label (bool [n, steps, seq_len])."""
         labels = self.labels[:, None]
         return (self.trace.preds != labels) & (labels != IGNORE_LABEL_ID)
 
     @property
     def is_right(self) -> np.ndarray:
-        """Returns bool [n, steps]: whether the answer is right in all scored cells."""
+        """Returns whether the answer is right in all scored cells (bool [n, steps])."""
         return ~self.is_wrong.any(axis=2)
 
     @property
@@ -75,9 +75,10 @@ class TracedPuzzles:
 
 
 def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
-    """Runs the newest model of a run on its test puzzles. data: other dataset folders to take puzzles from.
+    """Runs the newest checkpoint of a run on test puzzles.
 
-    Raises ValueError, one line, where the checkpoint or the data is missing.
+    data: Dataset folders. If None, the data of the run. Raises ValueError if the checkpoint or the data is
+    missing.
     """
     checkpoint = find_checkpoint(folder)
     opened = open_datasets(data or checkpoint.find_data(), splits=("test",), read_everything=False)
@@ -92,11 +93,11 @@ def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int)
 def trace_puzzles(
     model: HaltingModel, data: Dataset, *, num_puzzles: int, batch_size: int, path: Path, seed: int = 0
 ) -> TracedPuzzles:
-    """Runs a model in evaluation mode on up to `num_puzzles` test puzzles, evenly spaced, without variants.
+    """Runs a model on up to `num_puzzles` evenly spaced test puzzles, without variants, in one process.
 
-    Runs in one process. A model that searches (LDT) gets 40 puzzles at most, as it is slow; of large
-    puzzles or many steps fewer fit in memory. path: of the model's checkpoint. seed: of the noise in
-    reasoning, if any.
+    The model must be in evaluation mode. A search model (LDT) is slow, so it gets at most 40 puzzles. If the
+    puzzles are large or the model takes many steps, the number is reduced to limit memory. path: Path of the
+    checkpoint. seed: Seed of the noise in reasoning.
     """
     sets = data.splits["test"].sets
     if isinstance(model.network, Search):
@@ -112,7 +113,7 @@ def trace_puzzles(
         starts = range(0, len(batch.rows), batch_size)
         with eager_blocks():
             for start in Progress(
-                iterable=starts, desc=f"thinking of {name}", unit="part", leave=False, delay=3
+                iterable=starts, desc=f"solving {name}", unit="batch", leave=False, delay=3
             ):
                 part = batch.select(slice(start, start + batch_size)).to(device)
                 traces.append(record_trace(model, part, seed=seed))
@@ -132,7 +133,7 @@ def trace_puzzles(
 
 
 def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
-    """Returns, for each step, the number of right and of wrong answers, with labels, that halt there."""
+    """Returns the numbers of right and of wrong labelled answers that halt at each step."""
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]
     labelled = puzzles.has_labels
@@ -142,7 +143,7 @@ def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
 
 
 def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
-    """Returns the share of puzzles with a label that are right after each step."""
+    """Returns the fraction of labelled puzzles that are right after each step."""
     labelled = puzzles.is_right[puzzles.has_labels]
     return labelled.mean(axis=0).tolist() if len(labelled) else []
 
@@ -150,11 +151,11 @@ def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
 def reliability(
     puzzles: TracedPuzzles, *, num_bins: int = 10
 ) -> tuple[list[tuple[float, float, int]], float] | None:
-    """Compares sigmoid(q_halt), the Q head's probability of being right, with the share of right answers.
+    """Compares sigmoid(q_halt), the predicted probability of being right, with the fraction right.
 
-    Bins the answers after all steps by that probability. Returns (mean probability, share right, number of
-    answers) for each bin with answers, and the expected calibration error (Guo et al. 2017, equation 3).
-    Returns None where no puzzle has a label, and for a search, which has no such probability.
+    Bins the answers after every step by that probability. Returns (mean probability, fraction right, number
+    of answers) for each non-empty bin, and the expected calibration error (Guo et al. 2017, equation 3).
+    Returns None if no puzzle has a label, or if the model is a search (it predicts no such probability).
     """
     if puzzles.is_search or not puzzles.has_labels.any():
         return None
@@ -177,10 +178,11 @@ def _sigmoid(values: np.ndarray) -> np.ndarray:
 def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
     """Returns the data that the page draws, as JSON values: style of the grids, and puzzles, easiest first.
 
-    A puzzle has flat lists of cells: `input`, `label`, and for each step `answers`, `confidences` (percent)
-    and, of a search, `candidates` (bit t: token t is possible). `guesses`: for each step the guessed cell, or
-    a negative code of `models.search`. `stays_right_from`: the step from which the answer stays right; null:
-    wrong at the end. `rated`: percent for each step, sigmoid(q_halt) or, of a search, the decided cells.
+    `input` and `label` are flat lists of cells. `answers` and `confidences` (percent) contain a flat list for
+    each step. For a search, `candidates` does too (bit t: token t is possible). `guesses` contains the
+    guessed cell of each step, or a negative code of `models.search`. `stays_right_from` is the step from
+    which the answer stays right, or null if it is wrong at the end. `rated` contains a percentage for each
+    step: sigmoid(q_halt), or for a search the fraction of decided cells.
     """
     style, trace, steps = puzzles.info.style, puzzles.trace, puzzles.trace.preds.shape[1]
     head = page_style(style, puzzles.info.metadata) | {"steps": steps, "clues": clue_tokens(puzzles)}
@@ -212,7 +214,7 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
 
 
 def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
-    """Returns the tokens that are always clues: where a puzzle has such a token, the label has it too."""
+    """Returns the tokens that are always clues: in every puzzle, the label has them in the same cells."""
     is_counted, is_same = puzzles.labels != IGNORE_LABEL_ID, puzzles.inputs == puzzles.labels
     if (first := puzzles.info.style.first_of_field) is not None:
         if ((puzzles.inputs >= first) != (puzzles.labels >= first)).any():  # the answer has another shape
@@ -223,7 +225,7 @@ def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
 
 
 def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, index: int) -> dict[str, Any]:
-    """Returns the grids of puzzle `index` for `picture_data`; answers are cut to the shape of the label."""
+    """Returns the grids of a puzzle for `picture_data`. Answers are cropped to the shape of the label."""
     of_input, of_answer = cells_of(style, tokens), cells_of(style, label, frame=label)
     if (label == IGNORE_LABEL_ID).all():
         of_answer = to_grid(np.arange(len(label)), num_columns=style.num_columns)
@@ -242,9 +244,9 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
 
 
 def pack(content: Mapping[str, Any], *, max_bytes: int = MAX_PICTURES_BYTES) -> tuple[str, int]:
-    """Packs the result of `picture_data` as base64 of deflated JSON; returns text and number of puzzles.
+    """Packs the result of `picture_data` as base64 of deflated JSON. Returns text and number of puzzles.
 
-    Drops every second puzzle until the text fits into `max_bytes`.
+    Removes every second puzzle until the text fits into `max_bytes`.
     """
     puzzles = content["puzzles"]
     while True:

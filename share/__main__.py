@@ -1,5 +1,7 @@
-"""Shares a trained model: weights and a model card, on the Hugging Face Hub (push) or in weights/ (keep), or
-a web page that runs the model in the browser (page).
+"""Shares a trained model.
+
+push: uploads weights and a model card to the Hugging Face Hub. keep: writes the same files to weights/. page:
+writes a web page that runs the model in the browser.
 
 python -m share push RUN OWNER/NAME [--dry-run FOLDER] [--private] [--license ID]
 python -m share keep RUN NAME [--data-path PATH] [--count N]
@@ -30,7 +32,9 @@ def main() -> None:
         elif action in ("-h", "--help"):
             print(__doc__.strip())
         else:
-            raise ValueError(f"share has the actions push, keep and page, not {action!r}; each has --help")
+            raise ValueError(
+                f"unknown action: {action!r}. Choose push, keep or page, followed by --help for its options."
+            )
 
 
 if __name__ == "__main__":

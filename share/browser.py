@@ -1,7 +1,7 @@
-"""The web page that runs models in the browser: a folder with models as ONNX, puzzles, and the page's files.
+"""Writes the web page that runs models in the browser: models as ONNX, puzzles, and the files of the page.
 
-Two files of the npm package onnxruntime-web, which are not in this repository, run ONNX as WebAssembly, in
-one thread: more threads would need a server that sends the headers COOP and COEP.
+The page needs two files of the npm package onnxruntime-web. They are not in this repository. They run ONNX as
+WebAssembly in one thread, because more threads need a server that sends the headers COOP and COEP.
 """
 
 import base64
@@ -45,12 +45,12 @@ _INTEGRITY = "q0y+JrrtukXSzsBWEMccVfqX25LRmosXHF+CaRJmg8pZClzcV7svNc4rKY3jL02Vb7
 FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 
 _TIMEOUT_SECONDS = 600
-_REMEDY = f"give runtime=FOLDER with the files of the npm package {PACKAGE}"
+_REMEDY = f"Set runtime=FOLDER to a folder with the files of the npm package {PACKAGE}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Exhibit:
-    """A model on the page. name: of the model's folder. facts: JSON values for the browser (page.json)."""
+    """A model on the page. name: Name of its folder. facts: Content of page.json, as JSON values."""
 
     name: str
     model: HaltingModel
@@ -58,7 +58,7 @@ class Exhibit:
 
     @property
     def listed(self) -> dict[str, Any]:
-        """Returns the model's entry in models.json, the list from which a visitor chooses."""
+        """Returns the entry of the model in models.json, the list that visitors choose from."""
         facts = self.facts
         first, *rest = facts["plural"]
         title = f"{first.upper()}{''.join(rest)} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
@@ -66,14 +66,14 @@ class Exhibit:
 
 
 def write_page(config: PageConfig) -> None:
-    """Writes the folder of the page (`share page`). Raises ValueError, one line, and then writes nothing."""
+    """Writes the folder of the page (`share page`). If it raises ValueError, it writes nothing."""
     output = check_output_folder(Path(config.output), mark=MODELS, maker="share page", key="output")
     check_packages()
     locations = config.checkpoint or sorted(SHIPPED.iterdir(), reverse=True)
     exhibits = [prepare(find_checkpoint(location), config) for location in locations]
     for name, count in Counter(each.name for each in exhibits).items():
         if count > 1:
-            raise ValueError(f"checkpoint: {count} of them are called {name}, as their folders: rename them")
+            raise ValueError(f"checkpoint: {count} run folders have the name {name}. Rename them.")
     with tempfile.TemporaryDirectory() as scratch, replaced_folder(output) as folder:
         for path in find_runtime(Path(config.runtime) if config.runtime else None, Path(scratch)):
             shutil.copy(path, folder)
@@ -81,7 +81,7 @@ def write_page(config: PageConfig) -> None:
         for path in (THEME, *SCRIPTS):
             shutil.copy(path, folder)
         for exhibit in exhibits:
-            log.info(f"translating {exhibit.name}, which takes a minute or so")
+            log.info(f"exporting {exhibit.name} to ONNX. This takes about a minute.")
             (folder / exhibit.name).mkdir()
             network, reasoning = exhibit.model.network, exhibit.model.eval_reasoning("max")
             path, seq_len = folder / exhibit.name / MODEL, len(exhibit.facts["puzzles"][0]["inputs"])
@@ -91,15 +91,16 @@ def write_page(config: PageConfig) -> None:
         size = sum(path.stat().st_size for path in folder.glob(f"*/{MODEL}")) / 1e6
     log.info(
         f"wrote {config.output}: {', '.join(each.name for each in exhibits)}, {size:.1f} MB\n"
-        f"open it with: python -m http.server --directory {config.output} 8000, then http://localhost:8000"
+        f"to open it, run python -m http.server --directory {config.output} 8000, then visit "
+        "http://localhost:8000"
     )
 
 
 def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     """Loads a model and chooses the puzzles that the page offers.
 
-    A model in weights/ gets newly made puzzles where possible, any other model gets test puzzles. Raises
-    ValueError for a model that a page cannot run.
+    A model in weights/ gets newly generated puzzles if its kind can generate them. Any other model gets test
+    puzzles. Raises ValueError if a page cannot run the model.
     """
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info = find_info(checkpoint, folders)
@@ -107,12 +108,13 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
     is_search = isinstance(model.network, Search)
     if is_search and info.metadata.vocab_size > MOST_TOKENS:
         raise ValueError(
-            f"a page shows candidates of {MOST_TOKENS} tokens at most, not {info.metadata.vocab_size}"
+            f"checkpoint {checkpoint.path} has {info.metadata.vocab_size} tokens. A page supports at most "
+            f"{MOST_TOKENS} for a search (LDT). Choose another checkpoint."
         )
     if model.eval_reasoning("max").is_noisy and not is_search:
         raise ValueError(
-            f"checkpoint {checkpoint.path} is of a model with init_noise or state_noise: a page has no "
-            "random numbers for it"
+            f"checkpoint {checkpoint.path} was trained with init_noise or state_noise. A page cannot "
+            "generate that noise. Choose another checkpoint."
         )
     made_up = make_up(info)
     folders = folders or checkpoint.find_data()
@@ -131,10 +133,10 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
 
 
 def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
-    """Chooses about `count` test puzzles, the same number from each set, evenly spaced, without variants.
+    """Chooses about `count` evenly spaced test puzzles, equally many from each set, without variants.
 
-    Returns a dict for each, as in page.json: `name` (None where unnamed), `identifier`, `inputs` and `labels`
-    [seq_len]; label -1: the cell is not scored.
+    Returns a dict for each puzzle, as in page.json: `name` (or None), `identifier`, `inputs` and `labels`
+    [seq_len]. A cell with label -1 is not scored.
     """
     sets = data.splits["test"].sets
     puzzles = []
@@ -149,7 +151,7 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
 
 
 def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
-    """Generates 100 puzzles like those of the dataset, as `choose_puzzles` returns them; [] if it cannot."""
+    """Generates 100 puzzles like the dataset, as dicts of `inputs` and `labels`. Returns [] if it cannot."""
     if info.kind is None or info.kind.make_up is None:
         return []
     puzzles = zip(*(each.tolist() for each in info.kind.make_up(info.metadata, _NUM_MADE_UP)), strict=True)
@@ -158,7 +160,7 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int) -> int:
-    """Returns the index of the first puzzle that the model solves within `steps`; 0 if it solves none."""
+    """Returns the index of the first puzzle that the model solves in `steps` steps; 0 if it solves none."""
     inputs, labels = (torch.tensor([puzzle[name] for puzzle in puzzles]) for name in _OF_PUZZLE[1:])
     identifiers = torch.zeros(len(puzzles), dtype=torch.int32)
     state = model.network.initial_state(len(puzzles), seq_len=inputs.shape[1])
@@ -168,7 +170,7 @@ def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int)
 
 
 def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
-    """Drops all puzzle embeddings except those of `puzzles`, and renumbers their identifiers in place."""
+    """Removes all other puzzle embeddings, and renumbers the identifiers in `puzzles` in place."""
     identifiers = sorted({puzzle["identifier"] for puzzle in puzzles})
     for puzzle in puzzles:
         puzzle["identifier"] = identifiers.index(puzzle["identifier"])
@@ -177,7 +179,7 @@ def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
 
 
 def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> dict[str, Any]:
-    """Returns the facts of page.json about the model and its kind of puzzle, as JSON values."""
+    """Returns the entries of page.json about the model and its kind of puzzle, as JSON values."""
     metadata = info.metadata
     rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=info.style.num_columns).shape
     return {
@@ -196,36 +198,37 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
 
 
 def find_runtime(folder: Path | None, scratch: Path) -> list[Path]:
-    """Returns the paths of the two files of onnxruntime-web: in `folder`; None: npm fetches into `scratch`.
+    """Returns the paths of the two files of onnxruntime-web.
 
-    Raises ValueError where a file is missing, npm is missing or fails, or the package has another digest.
+    folder: Folder that contains them. If None, npm downloads the package into `scratch`. Raises ValueError if
+    a file is missing, npm is missing or fails, or the package has another digest.
     """
     if folder is None and shutil.which("npm") is None:
-        raise ValueError(f"npm is not installed: {_REMEDY}, or install npm")
+        raise ValueError(f"npm is not installed. {_REMEDY}, or install npm.")
     of_package = folder or _fetch(scratch)
     found = [
         next(filter(Path.is_file, (of_package / "dist" / name, of_package / name)), None) for name in FILES
     ]
     if None in found:
-        raise ValueError(f"runtime={folder} has no {FILES[found.index(None)]}: {_REMEDY}")
+        raise ValueError(f"runtime={folder} has no {FILES[found.index(None)]}. {_REMEDY}.")
     return found
 
 
 def _fetch(folder: Path) -> Path:
-    """Fetches the package by npm, or from its cache, checks the digest, and unpacks the two files."""
+    """Downloads the package with npm, or takes it from its cache. Checks the digest and unpacks two files."""
     command = ["npm", "pack", PACKAGE, "--pack-destination", str(folder), "--loglevel", "error"]
     options = {"cwd": folder, "capture_output": True, "text": True, "timeout": _TIMEOUT_SECONDS}
     try:
         finished = subprocess.run(command, **options)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"npm cannot fetch {PACKAGE} ({error}): {_REMEDY}") from None
+        raise ValueError(f"npm cannot download {PACKAGE} ({error}). {_REMEDY}.") from None
     packages = list(folder.glob("*.tgz"))
     if finished.returncode or not packages:
-        lines = [line for line in finished.stderr.splitlines() if line.strip()] or ["it brought nothing"]
-        raise ValueError(f"npm cannot fetch {PACKAGE} ({lines[0]}): {_REMEDY}")
+        lines = [line for line in finished.stderr.splitlines() if line.strip()] or ["no file was downloaded"]
+        raise ValueError(f"npm cannot download {PACKAGE} ({lines[0]}). {_REMEDY}.")
     digest = base64.b64encode(hashlib.sha512(packages[0].read_bytes()).digest()).decode()
     if digest != _INTEGRITY:
-        raise ValueError(f"npm brought another {PACKAGE} than the published one (sha512 {digest}): {_REMEDY}")
+        raise ValueError(f"npm downloaded a {PACKAGE} with an unexpected sha512 digest: {digest}. {_REMEDY}.")
     with tarfile.open(packages[0]) as archive:
         members = [archive.getmember(f"package/dist/{name}") for name in FILES]
         archive.extractall(folder, members=members, filter="data")

@@ -1,4 +1,4 @@
-"""The model card: card.md.jinja, filled with results, commands and origin of a trained model."""
+"""Renders the model card (card.md.jinja) with results, commands and origin of a trained model."""
 
 import json
 import re
@@ -27,7 +27,7 @@ from runtime.metrics_file import read_rows
 from runtime.reading import read_json
 from training.code import git
 
-# {option of a builder: what stands between its parts}; other lists are options that are given several times.
+# {option of a builder: separator of its parts}. Other lists repeat the option for each item.
 _JOINED = {"clues": "-", "easier": "-", "max_size": "x", "fields": ",", "symmetries": ","}
 Metrics = Mapping[str, Mapping[str, float]]  # {set: {metric: value}}
 
@@ -44,9 +44,9 @@ def model_card(
 ) -> str:
     """Returns the text of a model card: metadata for the Hub, then a page in Markdown.
 
-    address: of the repository on the Hub. shared: content of the shared config.json. state: content of the
-    checkpoint's state.json. data_names: of its data folders, in commands. values: further variables of
-    card.md.jinja.
+    address: Address of the repository on the Hub. shared: Content of the shared config.json. state: Content
+    of state.json in the checkpoint. data_names: Names of the data folders in the commands. values: Further
+    variables of card.md.jinja.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -98,7 +98,7 @@ def model_card(
 
 
 def read_metrics(checkpoint: Checkpoint) -> Metrics:
-    """Reads {set: {metric: value}} of a checkpoint, with intervals: from the log, else by evaluate.py."""
+    """Returns {set: {metric: value}} with intervals, from the log, or else from evaluate.py."""
     metrics: dict[str, dict[str, float]] = {}
     for row, _ in read_rows(checkpoint.run_folder):
         if row["step"] == checkpoint.step:
@@ -108,9 +108,9 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
         try:
             metrics = read_json(path)
             if not isinstance(metrics, dict):
-                raise ValueError(f"{path} is no JSON object of metrics")
+                raise ValueError(f"{path} is not a JSON object of metrics")
         except ValueError as error:
-            raise ValueError(f"{error}: evaluate again") from None
+            raise ValueError(f"{error}. Evaluate the checkpoint again.") from None
     numbers = {
         _plain(name): {_plain(metric): value for metric, value in values.items() if is_number(value)}
         for name, values in metrics.items()
@@ -120,7 +120,7 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
 
 
 def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list[Any]:
-    """Returns an entry of the Hub's model index for each accuracy of each test set."""
+    """Returns entries for the model index of the Hub: one for each accuracy of each test set."""
     from huggingface_hub import EvalResult
 
     return [
@@ -145,7 +145,7 @@ def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list
 
 
 def _find_kind(checkpoint: Checkpoint) -> str | None:
-    """Returns the kind of puzzle, such as sudoku; None: unknown."""
+    """Returns the kind of puzzle, such as sudoku, or None if it is unknown."""
     try:
         kind = find_info(checkpoint, None).kind
     except ValueError:
@@ -154,23 +154,23 @@ def _find_kind(checkpoint: Checkpoint) -> str | None:
 
 
 def _build_command(folder: Path, *, name: str) -> str | None:
-    """Returns the command that builds a dataset into folder `name`, from its manifest; None: unknown."""
+    """Returns the command that builds a dataset into folder `name`, or None if it is unknown."""
     builder = read_builder(folder)
     if builder is None or builder["name"] not in builders():
         return None
     text = json.dumps(builder["arguments"], ensure_ascii=False)
     are_options = all(re.fullmatch("[a-z][a-z_]*", name) for name in builder["arguments"])
-    if not are_options or not text.isprintable() or "\\" in text:  # not safe as one line of shell
+    if not are_options or not text.isprintable() or "\\" in text:  # not safe in a shell command
         return None
     argv, comment = [f"python -m dataset.build {builder['name']} --output-dir {shlex.quote(name)}"], ""
     arguments = {key: value for key, value in builder["arguments"].items() if key != "package"}
-    if builder["name"] == "arc" and arguments.get("generate") is not None:  # of what was generated
+    if builder["name"] == "arc" and arguments.get("generate") is not None:  # derived from --generate
         arguments = {key: value for key, value in arguments.items() if key not in ("source", "evaluate")}
     for key, value in arguments.items():
         option = f"--{key.replace('_', '-')}"
         if value is True:
             argv.append(option)
-        elif isinstance(value, dict) and key == "options":  # of reasoning_gym
+        elif isinstance(value, dict) and key == "options":  # option of reasoning_gym
             argv += [option] * bool(value) + [shlex.quote(f"{name}={each}") for name, each in value.items()]
         elif isinstance(value, dict):  # {name of a file or a subset: digest}
             argv.append(f"{option} SOURCE")
@@ -184,25 +184,25 @@ def _build_command(folder: Path, *, name: str) -> str | None:
 
 
 def _plain(text: Any) -> str:
-    """Returns a text without characters that mean something in Markdown, HTML or a shell; 200 at most."""
+    """Returns the first 200 characters. Replaces characters that are special in Markdown, HTML or a shell."""
     return re.sub(r"[^\w.+@/=, -]", "-", str(text))[:200]
 
 
 def _train_command(run: Mapping[str, Any]) -> str:
-    """Returns the command that trains the model, with every key that differs from its default."""
+    """Returns the command that trains the model. It has all keys that differ from their defaults."""
     arch = run["arch"]["name"]
     defaults = load_defaults("pretrain") | {"arch": load_defaults(f"arch/{arch}")}
     return shlex.join(["python", "pretrain.py", f"arch={arch}", *changed_words(run, defaults)])
 
 
 def commit_of(checkpoint: Checkpoint) -> str | None:
-    """Returns the git commit of the code that saved a checkpoint; None: unknown."""
+    """Returns the git commit of the code that saved a checkpoint, or None if it is unknown."""
     starts = [start for start, _ in read_rows(checkpoint.run_folder, STARTS_FILE)]
     commits = [start.get("git_commit") for start in starts if start["step"] < checkpoint.step]
     return commits[-1] if commits else None
 
 
 def _origin() -> str | None:
-    """Returns the URL of the git remote `origin`; None where it is missing, or might hold a password."""
+    """Returns the URL of the git remote `origin`, or None if it is missing or may contain a password."""
     url = git("config", "--get", "remote.origin.url").strip()
     return url if url.startswith(("https://", "git@")) and "@" not in url.removeprefix("git@") else None

@@ -1,8 +1,9 @@
-"""Writes a trained model to weights/NAME of the repository: the files of `push`, in the smallest safe dtype.
+"""Writes a trained model to weights/NAME: the files of `push`, with weights in the smallest safe dtype.
 
-Weights are rounded to the smallest dtype that changes no cell of an answer to the compared test puzzles, with
-the forward pass in float32 and in the model's own forward_dtype. For a model that searches at random (LDT),
-only puzzles count that it decides before and after the rounding.
+The weights are rounded to the smallest dtype that does not change any cell of the answers to the compared
+test puzzles. The answers are compared with the forward pass in float32 and in the model's forward_dtype. LDT
+searches at random and may find no answer. For LDT, only puzzles that are answered both before and after
+rounding are compared.
 """
 
 import argparse
@@ -34,27 +35,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser("share keep", description=__doc__.partition("\n")[0])
     add_plugin_option(parser)
-    run = "a run folder (its newest step), <run folder>/best (its best one), or one step_<N> in it"
+    run = "run folder (newest checkpoint), <run folder>/best, or <run folder>/step_<N>"
     parser.add_argument("run", metavar="RUN", help=run)
-    parser.add_argument("name", metavar="NAME", help="checkpoint=NAME finds it then")
-    data_path = "what the card and the config call the dataset folder (default: as the run does)"
+    parser.add_argument("name", metavar="NAME", help="name of the model. checkpoint=NAME loads it")
+    data_path = "dataset folder that the card and config.json name (default: data_path of the run)"
     parser.add_argument("--data-path", metavar="PATH", help=data_path)
-    count = "test puzzles of each set to compare, evenly chosen (default 1000)"
+    count = "number of evenly spaced test puzzles per set to compare (default: 1000)"
     parser.add_argument("--count", type=integer(at_least=1), default=1000, metavar="N", help=count)
     return parser.parse_args(arguments)
 
 
 def keep(options: argparse.Namespace) -> None:
-    """Writes weights/NAME (`share keep`). Raises ValueError, one line, and then writes nothing."""
+    """Writes weights/NAME (`share keep`). If it raises ValueError, it writes nothing."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", options.name):
-        raise ValueError(f"NAME {options.name!r} is no name of a folder: give letters, digits and _.+-")
+        raise ValueError(
+            f"NAME {options.name!r} is not a valid folder name. Use letters, digits and _.+- only."
+        )
     goal = check_output_folder(
         SHIPPED / options.name, mark=SHARED_WEIGHTS_FILE, maker="share keep", key="NAME"
     )
     checkpoint = find_checkpoint(options.run)
     if options.data_path and len(checkpoint.data_paths) > 1:
         raise ValueError(
-            f"--data-path names one folder, but {options.run} has {len(checkpoint.data_paths)}: drop it"
+            f"--data-path names one folder, but {options.run} has {len(checkpoint.data_paths)}. Remove it."
         )
     data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=False)
     dtype = choose_dtype(checkpoint, data, count=options.count)
@@ -62,11 +65,11 @@ def keep(options: argparse.Namespace) -> None:
         kept = {"license": "apache-2.0", "dtype": dtype, "data_path": options.data_path}
         write_files(folder, checkpoint, options.name, **kept)
     size = (goal / SHARED_WEIGHTS_FILE).stat().st_size / 1e6
-    print(f"wrote {goal}: {size:.2f} MB of {dtype}; checkpoint={options.name} reads it")
+    print(f"wrote {goal}: {size:.2f} MB of {dtype}. To load it, set checkpoint={options.name}.")
 
 
 def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.dtype:
-    """Returns the smallest dtype that changes no answer to `count` puzzles of each test set."""
+    """Returns the smallest dtype that does not change any answer to `count` puzzles of each test set."""
     formats = ["float32", checkpoint.arch.forward_dtype]
     expected = [answer(checkpoint, data, torch.float32, each, count=count) for each in formats]
     for dtype in _DTYPES:
@@ -74,7 +77,7 @@ def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.
             found = answer(checkpoint, data, dtype, each, count=count)
             both = [name for name in answers if name in found]
             changed = sum((found[name] != answers[name]).any() for name in both)
-            print(f"{dtype} changes {changed} of {len(both)} answers in {each}")
+            print(f"{dtype} weights change {changed} of {len(both)} answers, computed in {each}")
             if changed:
                 break
         else:
@@ -85,12 +88,15 @@ def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.
 def answer(
     checkpoint: Checkpoint, data: Dataset, dtype: torch.dtype, forward_dtype: str, *, count: int
 ) -> dict[tuple[str, int], np.ndarray]:
-    """Answers `count` puzzles of each test set, with weights rounded to `dtype`, computed in `forward_dtype`.
+    """Answers `count` puzzles of each test set, with weights rounded to `dtype`.
 
-    Returns {(test set, number of the puzzle): tokens [seq_len]}, without undecided puzzles of a search.
+    forward_dtype: Number format of the forward pass. Returns {(test set, number of the puzzle): tokens
+    [seq_len]}. Puzzles that a search does not answer are left out.
     """
     model = load_trained_model(checkpoint, data.metadata, forward_dtype=forward_dtype)
-    weights = load_weights(checkpoint).items()  # unlike the model's, not yet rounded to its forward_dtype
+    weights = load_weights(
+        checkpoint
+    ).items()  # not yet rounded to forward_dtype, unlike the weights in `model`
     rounded = {name: each.to(dtype) if each.is_floating_point() else each for name, each in weights}
     model.network.load_state_dict(rounded)
     results = evaluate_split(
@@ -109,7 +115,7 @@ def answer(
 
 
 def choose_puzzles(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
-    """Returns the indices of up to `count` puzzles, evenly spread over the set: int64 [n], rising."""
+    """Returns the ascending indices (int64 [n]) of up to `count` evenly spaced puzzles."""
     num_puzzles = len(puzzle_set.puzzle_identifiers)
     count = min(count, num_puzzles)
     return np.arange(count) * num_puzzles // count

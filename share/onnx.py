@@ -1,18 +1,18 @@
-"""Export of one thinking step as ONNX: from tokens and a state to logits and the next state.
+"""Exports one thinking step as ONNX: from tokens and a state to logits and the next state.
 
-The computation is in float32, and the batch may have any size. Inputs and outputs:
+The step computes in float32, and the batch may have any size. Inputs and outputs:
 
     inputs              int32 [batch, seq_len]
     puzzle_identifiers  int32 [batch]
-    starts              bool [batch]: True: the slot starts a new puzzle, and its state is ignored
+    starts              bool [batch]; if True, the slot starts a new puzzle, and its state is ignored
     z_H, ...            [batch, ...], the state between steps
     next_z_H, ...       the state after the step
     logits              [batch, seq_len, vocab]
     q_halt, q_continue  [batch], logits
     wants_to_halt       bool [batch]
 
-A model without a state has no input `starts`; a model without q_continue has no such output. Of a model that
-searches (LDT) only the forward pass over boards is exported; the caller has to make the moves of the search:
+A model without a state has no input `starts`. A model without q_continue has no such output. For a search
+model (LDT), only the forward pass over boards is exported. The caller makes the moves of the search:
 
     alive               [batch, seq_len, values], 1 where the value is a candidate of the cell, else 0
     keep, digit         [batch, seq_len, values], logits of the last loop
@@ -33,13 +33,13 @@ from models.carry import Reasoning, State
 from models.network import Network
 from models.search import Search
 
-_OPSET = 18  # of early 2023: all runtimes support it
+_OPSET = 18  # from early 2023; all runtimes support it
 _PACKAGES = "onnx", "onnxscript"
 _LARGEST_COPY = 1 << 16  # elements; the exporter makes a copy of smaller constants for each use
 
 
 class Step(nn.Module):
-    """The module that is exported: one thinking step; slots where `starts` is true begin a new puzzle."""
+    """The exported module: one thinking step. Slots with `starts` start a new puzzle."""
 
     def __init__(self, network: Network, reasoning: Reasoning):
         super().__init__()
@@ -53,7 +53,7 @@ class Step(nn.Module):
             name: torch.where(starts.view(-1, *[1] * (old.ndim - 1)), fresh[name], old)
             for name, old in state.items()
         }
-        inputs, identifiers = inputs.long(), puzzle_identifiers.long()  # ONNX gathers by int64 alone
+        inputs, identifiers = inputs.long(), puzzle_identifiers.long()  # ONNX gathers only by int64
         state, prediction = self.network(state, inputs, identifiers, reasoning=self.reasoning)
         outputs = {f"next_{name}": tensor for name, tensor in state.items()} | prediction._asdict()
         outputs["wants_to_halt"] = self.network.wants_to_halt(state, prediction)
@@ -61,7 +61,7 @@ class Step(nn.Module):
 
 
 class Pass(nn.Module):
-    """The module that is exported for a search (LDT): one forward pass, with the outputs of the last loop."""
+    """The exported module for a search (LDT): one forward pass. It returns the outputs of the last loop."""
 
     def __init__(self, network: Network, reasoning: Reasoning):
         super().__init__()
@@ -72,16 +72,17 @@ class Pass(nn.Module):
 
 
 def check_packages() -> None:
-    """Raises ValueError, one line, where onnx or onnxscript is not installed."""
+    """Raises ValueError if onnx or onnxscript is not installed."""
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
         names = " and ".join(missing)
-        raise ValueError(f"share page needs the packages {names}: pip install {' '.join(missing)}")
+        raise ValueError(f"share page needs {names}. Run pip install {' '.join(missing)}.")
 
 
 def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: int) -> dict[str, list[int]]:
-    """Writes a thinking step of a network, float32 and in evaluation mode, as an ONNX file, weights included.
+    """Writes a thinking step of a network as an ONNX file that includes the weights.
 
-    Returns {name: shape without the batch} of each tensor of the state between steps.
+    The network must be in float32 and in evaluation mode. Returns {name: shape without the batch} of the
+    state between steps.
     """
     assert network.dtype == torch.float32
     assert not network.training
@@ -99,7 +100,7 @@ def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: i
             "inputs": torch.zeros(batch_size, seq_len, dtype=torch.int32),
             "puzzle_identifiers": torch.zeros(batch_size, dtype=torch.int32),
             "starts": torch.ones(batch_size, dtype=torch.bool) if state else None,
-            # Copies: two names of one tensor would become one input.
+            # Copy the tensors: two names of one tensor would become a single input.
             "state": {name: tensor.contiguous().clone() for name, tensor in state.items()},
         }
         shapes = dict.fromkeys(example, any_batch) | {"state": dict.fromkeys(state, any_batch)}
@@ -111,7 +112,7 @@ def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: i
         names = {"input_names": inputs, "output_names": list(step(**example))}
         exported = torch.export.export(step, (), example, dynamic_shapes=shapes, strict=False)
         program = torch.onnx.export(exported, **names, opset_version=_OPSET, verbose=False)
-        common.ClearMetadataAndDocStringPass()(program.model)  # drops the Python source of each node
+        common.ClearMetadataAndDocStringPass()(program.model)  # removes the Python source of each node
         common.DeduplicateInitializersPass(size_limit=_LARGEST_COPY)(program.model)
         program.save(path, external_data=False)
     return {name: list(tensor.shape[1:]) for name, tensor in state.items()}

@@ -32,7 +32,7 @@ from runtime.writing import write_json, write_text
 from share.card import commit_of, model_card, read_metrics
 from training.code import CHANGES
 
-_CARD_FILE = "README.md"  # as the Hub calls it
+_CARD_FILE = "README.md"  # name that the Hub expects
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -41,11 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def push(options: argparse.Namespace) -> None:
-    """Writes the files to share, and uploads them unless --dry-run is given. ValueError for a mistake."""
+    """Writes the files to share, and uploads them unless --dry-run is set. ValueError for wrong options."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
-        raise ValueError(f"{options.repo!r} is no repository: give OWNER/NAME; its main branch gets a commit")
+        raise ValueError(
+            f"{options.repo!r} is not a repository. Pass OWNER/NAME; push commits to its main branch."
+        )
     if not re.fullmatch(r"[a-z0-9.-]+", options.license):
-        raise ValueError(f"--license {options.license!r} is no identifier that the Hub knows: give mit, say")
+        raise ValueError(
+            f"--license {options.license!r} is not a license identifier of the Hub. Use one such as mit."
+        )
     address = parse_address(f"hf://{options.repo}", kind="model")
     dry_run = options.dry_run
     if dry_run is not None:
@@ -54,24 +58,26 @@ def push(options: argparse.Namespace) -> None:
     if dry_run is not None:
         with replaced_folder(goal) as folder:
             write_files(folder, checkpoint, address, license=options.license)
-        print(f"wrote what would be uploaded to {options.dry_run}: checkpoint={options.dry_run} reads it")
+        print(f"wrote the files to {options.dry_run}. To load them, set checkpoint={options.dry_run}.")
         return
     with tempfile.TemporaryDirectory() as folder:
         write_files(Path(folder), checkpoint, address, license=options.license)
         url = upload(Path(folder), address, message=f"{checkpoint.name} of a run", is_private=options.private)
-    print(f"pushed {checkpoint} to {url}: checkpoint={address} reads it")
+    print(f"pushed {checkpoint} to {url}. To load it, set checkpoint={address}.")
 
 
 def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser("share push", description=__doc__)
     add_plugin_option(parser)
-    run = "a run folder (its newest step), <run folder>/best (its best one), or one step_<N> in it"
+    run = "run folder (newest checkpoint), <run folder>/best, or <run folder>/step_<N>"
     parser.add_argument("run", metavar="RUN", help=run)
-    parser.add_argument("repo", metavar="OWNER/NAME", help="the repository; made if it is not there")
-    dry_run = "write what would be uploaded into this folder, and upload nothing"
+    parser.add_argument(
+        "repo", metavar="OWNER/NAME", help="repository on the Hub. It is created if it does not exist"
+    )
+    dry_run = "write the files to this folder, and upload nothing"
     parser.add_argument("--dry-run", type=Path, metavar="FOLDER", help=dry_run)
-    parser.add_argument("--private", action="store_true", help="only you and whom you invite may see it")
-    license = "of the weights, an identifier that the Hub knows (default apache-2.0, as the code)"
+    parser.add_argument("--private", action="store_true", help="create a private repository")
+    license = "license of the weights, an identifier of the Hub (default: apache-2.0, as the code)"
     parser.add_argument("--license", default="apache-2.0", metavar="ID", help=license)
     return parser.parse_args(arguments)
 
@@ -87,22 +93,25 @@ def write_files(
 ) -> None:
     """Writes config.json, model.safetensors and the model card README.md into a folder.
 
-    dtype: of the stored weights; None: unchanged. data_path: the dataset folder that config.json names; None:
-    as in the run. Raises ValueError for a checkpoint that this code did not write.
+    dtype: Dtype of the stored weights. If None, it is unchanged. data_path: Dataset folder that config.json
+    names. If None, the data_path of the run. Raises ValueError for a checkpoint that this code did not write.
     """
     state = read_state(checkpoint.path) if checkpoint.path.is_dir() else {}
     if "dataset_fingerprint" not in state or not isinstance(state.get("seq_len"), int):
         raise ValueError(
-            f"{checkpoint} is none of a run of this code: give a run folder, or a step_<N> in one"
+            f"{checkpoint} is not a checkpoint of this code. Pass a run folder, or a step_<N> in it."
         )
     if not read_metrics(checkpoint):
-        missing = f"{checkpoint} was not evaluated, and its card will have no results"
-        warn("share push", f"{missing}: python evaluate.py checkpoint={checkpoint} makes some")
+        missing = f"{checkpoint} was not evaluated. Its card will have no results."
+        warn("share push", f"{missing} To add them, run python evaluate.py checkpoint={checkpoint}.")
     if state.get("dataset") is not None:
         DatasetInfo.from_json(state["dataset"], where=f"{checkpoint.path / STATE_FILE}: dataset")
     if str(commit_of(checkpoint)).endswith(CHANGES):
-        changes = f"the code of the run is not that of its commit ({checkpoint.run_folder}/changes_*.diff)"
-        warn("share push", f"{changes}, and the card says so: commit changes before a run that is shared")
+        changes = f"the run had uncommitted code changes ({checkpoint.run_folder}/changes_*.diff)"
+        warn(
+            "share push",
+            f"{changes}. The card shows this. Commit changes before a run that you want to share.",
+        )
     weights = load_weights(checkpoint)
     shared = {
         "step": checkpoint.step,
@@ -116,7 +125,7 @@ def write_files(
     }
     num_weights = {"dense": 0, "of puzzles": 0}
     for name, value in weights.items():
-        if not name.endswith("_init"):  # initial states are drawn, not trained
+        if not name.endswith("_init"):  # initial states are random, not trained
             num_weights["of puzzles" if name.startswith("puzzle_emb.") else "dense"] += value.numel()
     values = {"shared": shared, "num_weights": num_weights, "state": state}
     names = [data_path] if data_path else _without_absolute_paths(checkpoint.data_paths, "data_path")
@@ -132,7 +141,7 @@ def write_files(
 
 
 def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the keys of the run's config that shaped the model, without machine settings or full paths."""
+    """Returns the config of the run, without machine settings and without absolute paths."""
     config = fill_defaults(read_yaml(checkpoint.path / CONFIG_FILE))
     dropped = keys_that_may_change(PretrainConfig) - {"data_path"}
     shared = {key: value for key, value in config.items() if key not in dropped}
@@ -140,12 +149,14 @@ def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _without_absolute_paths(value: Any, key: str) -> Any:
-    """Shortens absolute paths in the value of a key: dataset /home/somebody/x to data/x, another path to x.
+    """Shortens absolute paths in a value: /home/somebody/x becomes data/x for data_path, otherwise x.
 
-    Raises ValueError for a text that is not printable, as a forged file may have.
+    Raises ValueError if a text is not printable. A forged file may contain such texts.
     """
     if not all(text.isprintable() for text in (str(key), value) if isinstance(text, str)):
-        raise ValueError(f"{CONFIG_FILE} of the checkpoint: {key} is not printable: not shared")
+        raise ValueError(
+            f"{CONFIG_FILE} of the checkpoint: {key} contains unprintable characters. It cannot be shared."
+        )
     if isinstance(value, dict):
         return {inner: _without_absolute_paths(each, inner) for inner, each in value.items()}
     if isinstance(value, list):
@@ -156,15 +167,15 @@ def _without_absolute_paths(value: Any, key: str) -> Any:
 
 
 def upload(folder: Path, address: Address, *, message: str, is_private: bool) -> str:
-    """Uploads the files of a folder in one commit, with `message`; returns the URL of the repository."""
+    """Uploads the files of a folder in one commit. Returns the URL of the repository."""
     client = import_client()
-    by_hand = "--dry-run FOLDER writes the files, to be uploaded from elsewhere"
+    by_hand = "Use --dry-run FOLDER to write the files, and upload them from another machine"
     with client_errors(address, by_hand=by_hand):
         api = client.HfApi()
         api.create_repo(address.repo, private=is_private or None, exist_ok=True)
         if is_private and not api.repo_info(address.repo).private:
             raise ValueError(
-                f"{address} is there already, and public: make it private at {address.url}/settings"
+                f"{address} already exists and is public. Make it private at {address.url}/settings."
             )
         files = sorted(folder.iterdir())
         operations = [client.CommitOperationAdd(path.name, str(path)) for path in files]

@@ -153,7 +153,7 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     (trained / STARTS_FILE).write_text("".join(json.dumps(start) + "\n" for start in starts))
     push([str(trained), "owner/name", "--dry-run", str(tmp_path / "dry"), "--license", "mit"])
     (trained / STARTS_FILE).write_text(recorded)
-    assert "is not that of its commit" in capsys.readouterr().err
+    assert "the run had uncommitted code changes" in capsys.readouterr().err
     names = sorted(path.name for path in (tmp_path / "dry").iterdir())
     assert names == ["README.md", "config.json", "model.safetensors"]
     card = ModelCard.load(tmp_path / "dry" / "README.md")
@@ -194,7 +194,7 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     assert "The test puzzles themselves chose" in (tmp_path / "best" / "README.md").read_text()
     assert capsys.readouterr().err == ""
     push([str(trained / "step_5"), "owner/name", "--dry-run", str(tmp_path / "early")])
-    assert "step_5 was not evaluated, and its card will have no results" in capsys.readouterr().err
+    assert "step_5 was not evaluated. Its card will have no results." in capsys.readouterr().err
     assert "It was not evaluated before it was pushed" in (tmp_path / "early" / "README.md").read_text()
 
 

@@ -88,15 +88,15 @@ def test_the_page_is_whole_and_small_and_asks_for_nothing(reported):
     assert "://" not in page
     assert not re.search(r'(src|href)="(?!#|data:)', page)
     told = ["tiny", "TRM on 4 \u00d7 4 Sudoku", "0.500", "20 s", "1,234", "2 cores of a test"]
-    told += ["40 training steps, 5 PFLOP", "GFLOP of an answer</dt><dd>10<", "c" * 12, "f" * 16]
+    told += ["40 training steps, 5 PFLOP", "GFLOP per answer</dt><dd>10<", "c" * 12, "f" * 16]
     told += ["python pretrain.py lr=&lt;b&gt;1&lt;/b&gt;"]
     assert [text for text in told if text not in page] == []
-    assert "What this report lacks" not in page
+    assert "Missing from this report" not in page
     titles = re.findall(r"<h3>([^<]*)</h3>", page)
     assert {"Loss", "Puzzles solved", "Thinking steps until halting", "Throughput", "Gradient norm"} <= set(
         titles
     )
-    assert {"Thinking longer", "Where puzzles halt", "Does the Q head know?"} <= set(titles)
+    assert {"Accuracy over thinking steps", "Halting steps", "Calibration of the Q head"} <= set(titles)
     pictures = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
     assert not re.search(r'(fill|stroke): (?!none|var\(--)[^;"]', pictures)
 
@@ -131,7 +131,7 @@ def test_a_log_alone_is_enough_and_the_page_says_what_is_missing(sudoku_folder, 
     page, told = (run / "report.html").read_text(), capsys.readouterr().err
     for text in (page, told):
         assert "no checkpoint step_&lt;N&gt; in" in text or "no checkpoint step_<N> in" in text
-        assert "line 2: not a row of metrics, left out" in text
+        assert "line 2: not a record of metrics. It is skipped." in text
     assert told.count("\n") == 2
     assert 'id="pictures"' not in page
     assert "Gradient norm" in page
@@ -142,7 +142,7 @@ def test_a_log_alone_is_enough_and_the_page_says_what_is_missing(sudoku_folder, 
     (run / "starts.jsonl").unlink()
     main([str(run), "--puzzles", "0"])
     page = (run / "report.html").read_text()
-    for text in ("No row of metrics", "No evaluation is", "command was not", "config.yaml is missing"):
+    for text in ("No metrics are logged", "No evaluation is", "command was not", "config.yaml is missing"):
         assert text in page
 
 
@@ -155,7 +155,7 @@ def test_mistakes_are_one_line(reported, tmp_path, given, words):
 
 def test_missing_packages_are_named(reported, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "a report needs matplotlib: pip install matplotlib" in refusal(reported)
+    assert "a report needs matplotlib. Run pip install matplotlib." in refusal(reported)
 
 
 @pytest.mark.slow

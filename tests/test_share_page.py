@@ -207,29 +207,29 @@ def test_npm_must_bring_the_very_package(tmp_path, files, monkeypatch):
     scratch.mkdir()
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     _put_npm(tmp_path, f'cp {package} "$4"')
-    with pytest.raises(ValueError, match=r"npm brought another onnxruntime-web@.* \(sha512 .*runtime=FOLDER"):
+    with pytest.raises(ValueError, match=r"npm downloaded a onnxruntime-web@.* digest: .*runtime=FOLDER"):
         browser.find_runtime(None, scratch)
     digest = base64.b64encode(hashlib.sha512(package.read_bytes()).digest()).decode()
     monkeypatch.setattr(browser, "_INTEGRITY", digest)
     assert [path.read_text() for path in browser.find_runtime(None, scratch)] == list(browser.FILES)
     (scratch / package.name).unlink()
     _put_npm(tmp_path, "echo 'npm error network is down' >&2; exit 1")
-    with pytest.raises(ValueError, match=r"npm cannot fetch .* \(npm error network is down\): give runtime="):
+    with pytest.raises(
+        ValueError, match=r"npm cannot download .* \(npm error network is down\)\. Set runtime="
+    ):
         browser.find_runtime(None, scratch)
 
 
 def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, tmp_path, monkeypatch):
     page, noisy = tmp_path / "page", save_on(sudoku_folder, tmp_path / "noisy", state_noise=0.1)
-    with pytest.raises(ValueError, match="of a model with init_noise or state_noise: a page has no random"):
+    with pytest.raises(ValueError, match="was trained with init_noise or state_noise"):
         _write(noisy, page, runtime=str(files))
     search = save_on(sudoku_folder, tmp_path / "ldt", name="ldt")
     with monkeypatch.context() as change:
         change.setattr(browser, "MOST_TOKENS", 5)
-        with pytest.raises(ValueError, match="candidates of 5 tokens at most, not 6"):
+        with pytest.raises(ValueError, match="has 6 tokens. A page supports at most 5 for"):
             _write(search, page, runtime=str(files))
-    with pytest.raises(
-        ValueError, match="checkpoint: 2 of them are called run, as their folders: rename them"
-    ):
+    with pytest.raises(ValueError, match="checkpoint: 2 run folders have the name run. Rename them."):
         _write(trained, page, checkpoint=[str(trained)] * 2)
     with pytest.raises(ValueError, match="checkpoint missing does not exist. Pass a run folder"):
         _write(Path("missing"), page, runtime=str(files))
@@ -237,7 +237,9 @@ def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, 
     with pytest.raises(ValueError, match="does not exist. Build it"):
         _write(trained, page, runtime=str(files), data_path=["nowhere"])
     (files / browser.FILES[1]).unlink()
-    with pytest.raises(ValueError, match=f"has no {browser.FILES[1]}: give runtime=FOLDER with the files of"):
+    with pytest.raises(
+        ValueError, match=f"has no {browser.FILES[1]}. Set runtime=FOLDER to a folder with the"
+    ):
         _write(trained, page, runtime=str(files))
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "thesis.tex").write_text("")
@@ -259,7 +261,7 @@ def test_the_command_line(monkeypatch, capsys):
     for words, mistake in (
         (["page", "output=page", "data_path=data"], "config: data_path is of one checkpoint"),
         (["page", "checkpoint=run"], "config: output=FOLDER is needed"),
-        (["pull"], "share has the actions push, keep and page, not 'pull'"),
+        (["pull"], "unknown action: 'pull'. Choose push, keep or page"),
     ):
         with pytest.raises(SystemExit, match="1"):
             run(*words)
@@ -268,7 +270,7 @@ def test_the_command_line(monkeypatch, capsys):
 
 def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="share page needs the packages onnx and onnxscript: pip install"):
+    with pytest.raises(ValueError, match="share page needs onnx and onnxscript. Run pip install"):
         check_packages()
 
 

@@ -57,8 +57,8 @@ class RunData:
         if is_main() and _read_manifests(self.manifests) != self.manifests:
             names = ", ".join(map(str, self.manifests))
             log.warning(
-                f"dataset was rebuilt during the run: {names}. The run keeps using the files it opened at the "
-                "start."
+                f"dataset was rebuilt during the run: {names}. The run keeps using the files it opened at "
+                "the start."
             )
 
     def info(self) -> DatasetInfo:

@@ -85,7 +85,7 @@ def _write(*checkpoints: Path | str, folder: Path | None = None) -> Path:
     try:
         write_page(validate_config(PageConfig, load_defaults("page") | given))
     except ValueError as error:
-        if "npm cannot fetch" in str(error):
+        if "npm cannot download" in str(error):
             pytest.skip(str(error))
         raise
     return output

@@ -108,7 +108,7 @@ def test_search_and_play(visit, report):
     page.locator("#search").fill("117")
     assert _facts(page)["puzzle"] == "117"
     page.keyboard.type("jk")  # letters of the search, no keys of the page
-    assert page.locator("#found").inner_text() == "No puzzle 117jk is on this page."
+    assert page.locator("#found").inner_text() == "Puzzle not found on this page: 117jk."
     assert _facts(page)["puzzle"] == "117"
     page.locator("#search").fill("199")
     assert page.locator("#no-solution").is_visible()
