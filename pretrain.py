@@ -80,8 +80,9 @@ def train(program: Program[PretrainConfig]) -> int:
     # Return if the last step of this launch (`max_steps`, or the last step of the run) is done and logged.
     # Example: the run was killed during its last evaluation, so its last row is missing. `run_steps` then
     # evaluates and logs without training.
-    if state.step >= schedule.end_step and is_logged:
-        write_status(folder, schedule.status(state.step), step=state.step)
+    ends_early = is_logged and schedule.is_evaluation(state.step) and checkpoints.ends_early()
+    if ends_early or (state.step >= schedule.end_step and is_logged):
+        write_status(folder, "finished" if ends_early else schedule.status(state.step), step=state.step)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
         return 0
 
@@ -128,6 +129,7 @@ def run_steps(
             with monitor.paused():
                 checkpoints.best.check(evaluate(config, state, data, only_first_batches=True))
 
+        ends_early = False
         while True:
             # Save before evaluating, so that a failed evaluation loses no training. `save` does nothing if it
             # was already called at this step, or if the run was resumed from this step.
@@ -149,8 +151,10 @@ def run_steps(
                     row |= results
                     monitor.show_puzzles(state)
                 monitor.log(state, row)
+                if schedule.is_evaluation(state.step):
+                    ends_early = checkpoints.ends_early()
 
-            if interruption.is_agreed() or state.step >= schedule.end_step:
+            if ends_early or interruption.is_agreed() or state.step >= schedule.end_step:
                 break
 
             # Read this rank's part of the next global batch: one puzzle for each slot. Slots that have not
@@ -193,7 +197,7 @@ def run_steps(
             checkpoints.close()
             if not checkpoints.last_save_failed:
                 status = schedule.status(state.step, lacks_row=monitor.is_row_due(state.step))
-                write_status(folder, status, step=state.step)
+                write_status(folder, "finished" if ends_early else status, step=state.step)
             if config.report and not is_stopped:
                 from report.page import report_run
 

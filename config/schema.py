@@ -179,6 +179,7 @@ class PretrainConfig(MachineConfig):
     checkpoint_interval: MayChange[PositiveInt | None]
     keep_checkpoints: MayChange[Annotated[int, Field(ge=2)] | None]
     keep_best: MayChange[Text | None]
+    stop_patience: MayChange[PositiveInt | None]
     checkpoint_async: MayChange[bool]
     resume: MayChange[Text]
     evaluators: MayChange[list[str]]
@@ -196,6 +197,8 @@ class PretrainConfig(MachineConfig):
 
     def mistakes(self) -> Iterator[str]:
         yield from self._optimizer_mistakes()
+        if self.stop_patience is not None and self.keep_best is None:
+            yield "stop_patience needs keep_best, the metric that it compares. Set keep_best=exact_accuracy."
         if self.train_steps is None:
             yield from _interval_mistakes(self.epochs, self.eval_interval)
             if self.eval_steps is not None:

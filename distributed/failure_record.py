@@ -29,7 +29,7 @@ class FailureRecord:
         if self._failure is None:
             return
         (failed_at, step_then), self._failure = self._failure, None
-        self._recovery_seconds = time.time() - failed_at
+        self._recovery_seconds = max(0.0, time.time() - failed_at)  # the clock may have been set back
         self.remove()
         log.info(
             f"recovered: step {step} is done {self._recovery_seconds:.1f} s after the failure, "

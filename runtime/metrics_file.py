@@ -38,8 +38,9 @@ class MetricsFile:
 def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:
     """Yields (values, text) of each row of a run's log, or of the file `name`. Skips invalid lines."""
     with contextlib.suppress(MissingFileError):
-        for line in read_lines(run_folder / name):
+        for line in read_lines(run_folder / name, allows_zeros=True):
             with contextlib.suppress(ValueError):
+                line = line.replace("\0", "")  # of a power loss
                 values = parse_json(line, where="the line")
                 if isinstance(values, dict) and is_step(values.get("step")):
                     yield values, line.rstrip()
@@ -68,4 +69,5 @@ def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
 def last_wandb_step(run_folder: Path) -> int:
     """Returns the last step that W&B got before rows were removed from the log, or 0."""
     path = run_folder / _WANDB_STEP_FILE
-    return int(read_text(path)) if path.exists() else 0
+    text = read_text(path).strip() if path.exists() else ""
+    return int(text) if text.isdecimal() else 0  # the file is empty after a power loss

@@ -84,10 +84,11 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
 
 
-def read_lines(path: Path, *, most: int = MOST_BYTES) -> Iterator[str]:
+def read_lines(path: Path, *, most: int = MOST_BYTES, allows_zeros: bool = False) -> Iterator[str]:
     """Yields the lines of a UTF-8 file, with line ends. Invalid bytes become U+FFFD.
 
-    ValueError, one line: not readable, a line of more than `most` characters, or a zero byte.
+    allows_zeros: Whether lines may contain zero bytes, which a power loss can leave in a log. ValueError, one
+    line: not readable, a line of more than `most` characters, or a zero byte.
     """
     with _open_unpacked(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="")
@@ -95,7 +96,7 @@ def read_lines(path: Path, *, most: int = MOST_BYTES) -> Iterator[str]:
             line = text.readline(most + 1)
             if len(line) > most:
                 raise ValueError(f"{path}:{number}: more than {most:,} characters in a line")
-            if "\0" in line:
+            if "\0" in line and not allows_zeros:
                 raise ValueError(f"{path}:{number}: not UTF-8 text")
             if not line:
                 return

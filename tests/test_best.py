@@ -6,7 +6,8 @@ import pytest
 
 from checkpointing.pretrained import find_checkpoint
 from tests.checkpoints import blank_state, open_checkpoints, save
-from training.best import Selection, goal_of
+from tests.tiny import tiny_config
+from training.best import BestStep, Selection, goal_of
 
 _ROW = {
     "train/exact_accuracy": 0.9,
@@ -49,6 +50,25 @@ def test_the_best_is_the_highest_or_the_lowest_loss_and_of_equals_the_newest():
     assert Selection("exact_accuracy", has_validation=False).best_step(values) == 6
     assert Selection("lm_loss", has_validation=False).best_step(values) == 8
     assert Selection("lm_loss", has_validation=False).best_step({3: float("nan")}) is None
+
+
+@pytest.mark.parametrize(
+    ("keep_best", "values", "patience", "is_exhausted"),
+    [
+        ("exact_accuracy", [0.1, 0.5, 0.4], 1, True),
+        ("exact_accuracy", [0.1, 0.5, 0.4], 2, False),
+        ("exact_accuracy", [0.5, 0.5, 0.5], 2, True),  # an equal value is not better
+        ("exact_accuracy", [0.1, 0.2, 0.3], 1, False),
+        ("lm_loss", [0.3, 0.2, 0.2], 1, True),
+        ("lm_loss", [0.3, float("nan"), 0.2], 1, False),
+        ("lm_loss", [], 1, False),
+    ],
+)
+def test_patience_counts_the_evaluations_after_the_first_best(keep_best, values, patience, is_exhausted):
+    best = BestStep(tiny_config(keep_best=f"eval/all/{keep_best}"))
+    for step, value in enumerate(values, 1):
+        best.record(step, {f"eval/all/{keep_best}": value})
+    assert best.is_exhausted(patience) == is_exhausted
 
 
 def test_the_best_value_is_told_and_in_the_checkpoints_and_survives(run):

@@ -215,6 +215,20 @@ def test_any_folder_name_will_do_and_data_may_move(tmp_path, sudoku_folder):
 
 
 @pytest.mark.slow
+def test_a_run_that_does_not_get_better_ends_early(tmp_path, sudoku_folder):
+    words = (*OVERRIDES, f"data_path={sudoku_folder}", "checkpoint_path=run", "keep_best=accuracy", "lr=0")
+    words += ("puzzle_emb_lr=0", "eval_interval=1", "stop_patience=2", "ema=null")
+    ended = complete_program("pretrain", *words, folder=tmp_path, world_size=2)
+    assert "stop_patience=2: accuracy (test split) was not better than" in ended.stdout
+    run = tmp_path / "run"
+    assert json.loads((run / "status").read_text()) == {"status": "finished", "step": 24}
+    assert [path.name for path in run.glob("step_24")] == ["step_24"]
+    again = complete_program("pretrain", *words, folder=tmp_path, world_size=2)
+    assert "nothing to do" in again.stdout
+    more = complete_program("pretrain", *words, "stop_patience=3", folder=tmp_path, world_size=2)
+    assert "done: run is at training step 32 of 32" in more.stdout
+
+
 def test_finished_run_says_so(whole_run, sudoku_folder):
     before = (whole_run / "metrics.jsonl").read_text()
     words = (f"data_path={sudoku_folder}", "run_name=a", "project_name=p", *OVERRIDES)

@@ -25,6 +25,7 @@ from runtime.metrics_file import MetricsFile, cut_back_rows, last_wandb_step, re
 from tests.tiny import tiny_arch, tiny_config
 from tests.waiting import PATIENCE
 from training import code
+from training.run_config import read_stored_config
 from training.run_folder import open_run_folder, record_start
 
 _processes = multiprocessing.get_context("forkserver")
@@ -81,7 +82,7 @@ def test_only_what_may_change_may_change(run):
     _open(run)
     (run / "config.yaml").write_text(config_to_yaml(tiny_config(checkpoint_path=str(run))))
     _open(run, checkpoint_interval=7, keep_best="eval/all/accuracy", resume="must", max_steps=3)
-    with pytest.raises(ValueError, match="another config .epochs: 4 -> 6, lr: 0.001 -> 0.5.: .*run_name"):
+    with pytest.raises(ValueError, match=r"another config .epochs: 4 -> 6, lr: 0.001 -> 0.5.\. .*run_name"):
         _open(run, lr=0.5, epochs=6)
 
 
@@ -96,6 +97,23 @@ def test_a_key_that_the_run_began_without_has_its_default(run):
     _open(run, arch=exact)
     with pytest.raises(ValueError, match="another config .arch.q_target: exact -> deferred"):
         _open(run, arch=tiny_arch(q_target="deferred").model_dump())
+
+
+def test_files_that_a_power_loss_has_emptied(run, capsys):
+    run.mkdir()
+    (run / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + bytes(300) + b'\n{"step": 2}\n' + bytes(7))
+    assert [values["step"] for values, _ in read_rows(run)] == [1, 2]
+    assert cut_back_rows(run, step=2) == [{"step": 1}, {"step": 2}]
+    assert (run / "metrics.jsonl").read_bytes() == b'{"step": 1}\n{"step": 2}\n'
+    (run / "wandb_step").write_text("")
+    assert last_wandb_step(run) == 0
+    config = config_to_yaml(tiny_config())
+    for folder, text in ((run, ""), (run / "step_3", config)):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.yaml").write_text(text)
+    (run / "step_3" / "manifest.json").write_text("{}")
+    assert read_stored_config(run).folder == run / "step_3"
+    assert "config.yaml is empty. The config of step_3 is used." in capsys.readouterr().err
 
 
 def test_cutting_the_log_back(run):

@@ -109,6 +109,13 @@ class BestStep:
         values = {step: self._values[step] for step in steps if step in self._values}
         return None if self._selection is None else self._selection.best_step(values)
 
+    def is_exhausted(self, patience: int) -> bool:
+        """Returns whether the last `patience` evaluations were not better than an earlier one."""
+        steps = [step for step in sorted(self._values) if math.isfinite(self._values[step])]
+        sign = -1 if self._selection.lowest_is_best else 1
+        best = max(steps, key=lambda step: sign * self._values[step], default=None)  # the first of equal ones
+        return best is not None and sum(step > best for step in sorted(self._values)) >= patience
+
     def state(self) -> dict[str, float | str] | None:
         """Returns the best evaluation for state.json: metric, selected_by, step, value. None without one."""
         if (step := self.among(self._values)) is None:

@@ -37,6 +37,8 @@ def git(*words: str) -> str:
     """Runs git in this repository, and returns its output. "" without a repository, or if git cannot run."""
     try:
         options = {"capture_output": True, "text": True, "errors": "replace", "timeout": 10}
-        return subprocess.run(["git", *words], cwd=REPOSITORY, **options).stdout
+        # git refuses a repository of another user, unless the command line declares it as safe.
+        command = ["git", "-c", f"safe.directory={REPOSITORY}", *words]
+        return subprocess.run(command, cwd=REPOSITORY, **options).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -169,7 +169,16 @@ def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
             f"validation_fraction={config.validation_fraction} selects none of {total} training puzzles. "
             "Increase it."
         )
+    num_puzzles = sum(int(groups.sum()) for groups in chosen.values())
+    if num_puzzles < _FEW_PUZZLES and is_main():
+        log.warning(
+            f"validation_fraction={config.validation_fraction} holds out only {num_puzzles} puzzles. The "
+            "choice of the best checkpoint is mostly chance."
+        )
     return chosen
+
+
+_FEW_PUZZLES = 30  # with fewer held-out puzzles there is a warning
 
 
 def build_plan(

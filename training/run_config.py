@@ -123,9 +123,15 @@ class StoredConfig(NamedTuple):
 
 def read_stored_config(run_folder: Path) -> StoredConfig | None:
     """Reads the config of a run, from the run folder or else from its newest checkpoint; None without one."""
-    for folder in (run_folder, newest_checkpoint(run_folder)):
-        if folder is not None and (folder / CONFIG_FILE).exists():
-            return StoredConfig(read_yaml(folder / CONFIG_FILE), folder)
+    checkpoint = newest_checkpoint(run_folder)
+    for folder in (run_folder, checkpoint):
+        path = None if folder is None else folder / CONFIG_FILE
+        if path is None or not path.exists():
+            continue
+        if folder == run_folder and checkpoint is not None and not path.read_bytes().strip(b"\0 \n"):
+            log.warning(f"{path} is empty. The config of {checkpoint.name} is used.")
+            continue
+        return StoredConfig(read_yaml(path), folder)
     return None
 
 

@@ -52,8 +52,9 @@ def open_run_folder(config: PretrainConfig) -> Path:
         stored = read_stored_config(folder)
         if stored is not None and (changes := describe_changes(stored.values, config)):
             where = f"{stored.folder} holds a run with another config"
-            newest = newest_checkpoint(folder) or "a checkpoint"
-            raise ValueError(f"{where} ({changes}): choose another run_name, and resume={newest}")
+            newest = newest_checkpoint(folder)
+            hint = f"To continue from its weights with this config, add resume={newest}." if newest else ""
+            raise ValueError(f"{where} ({changes}). Choose another run_name for a new run. {hint}".strip())
         with tempfile.TemporaryFile(dir=folder):
             pass
     return folder
