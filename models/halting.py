@@ -21,9 +21,9 @@ halting      A key of pretrain.py (for the evaluations in a run), evaluate.py an
              default max. With max, an evaluation also reports what act would give (act_exact_accuracy).
 Q head       Wants to halt if q_halt > 0, that is, if the answer is more likely right than wrong. With
              arch.no_ACT_continue=false (HRM), it wants to halt if q_halt > q_continue.
-exploration  In every training step, a slot samples, with probability arch.halt_exploration_prob, a number
-             from 2 to the largest number of steps. If the slot has made fewer steps, it cannot halt in this
-             step. The next step samples again. Nothing is remembered.
+exploration  In every training step, a fraction arch.halt_exploration_prob of the slots explores. Each of
+             these slots gets a random number from 2 to the largest number of steps. If the slot has made
+             fewer steps, it does not halt in this step. The next step chooses other slots and numbers.
 
 `SlotRng` gives each slot its own random numbers. So results do not depend on the number of processes.
 """
@@ -129,7 +129,8 @@ class HaltingModel(nn.Module):
         if reasoning.halting == "max":
             return is_last
         wants_to_halt = self.network.wants_to_halt(carry.state, prediction, rng)
-        if rng is not None and "min_steps" in rng.arrays:  # exploration, only in training
+        # Exploration: training/step.py samples `min_steps` (`sample_exploration`). An evaluation has none.
+        if rng is not None and "min_steps" in rng.arrays:
             wants_to_halt = wants_to_halt & (carry.steps >= rng.arrays["min_steps"])
         return is_last | wants_to_halt
 

@@ -61,10 +61,10 @@ class HRM(TokenNetwork):
         H = perturbed(self.H_level, reasoning, rng, self.rotary, name="H")
         L = perturbed(self.L_level, reasoning, rng, self.rotary, name="L")
         z_H, z_L = state["z_H"], state["z_L"]
-        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles  # the first such H cycle
         for cycle in range(reasoning.H_cycles):
             has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
-            x = z_H + e
+            x = z_H + e  # once per cycle: all calls for z_L read the same sum
             for call in range(reasoning.L_cycles):
                 with gradient_if(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
                     z_L = L(z_L, x)

@@ -94,10 +94,10 @@ class InfiLoop(TokenNetwork):
         z_H, z_L = state["z_H"], state["z_L"]
         log_D_H = self.gate_H.start(z_H, state["log_D_H"])
         log_D_L = self.gate_L.start(z_L, state["log_D_L"])
-        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles  # the first such H cycle
         for cycle in range(reasoning.H_cycles):
             has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
-            x = z_H + e
+            x = z_H + e  # once per cycle: all calls for z_L read the same sum
             for call in range(reasoning.L_cycles):
                 with gradient_if(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
                     z_L, log_D_L = self.gate_L(z_L, L(z_L, x), log_D_L)

@@ -23,7 +23,7 @@ from models.objective import Objective
 from models.puzzle_embedding import PuzzleEmbedding
 from models.random import SlotRng
 
-_Q_HEAD_BIAS = -5.0  # initially q_halt is -5, so that slots hardly halt
+_Q_HEAD_BIAS = -5.0  # initially q_halt is -5, so that no slot wants to halt
 
 
 class Network(nn.Module):
@@ -87,8 +87,8 @@ class Network(nn.Module):
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
         """Returns which slots would halt if they were free to: bool [batch]. By default the Q head decides.
 
-        `HaltingModel.halts` calls it, and decides. state: After the step. rng: Random numbers of the step. If
-        None, no slot is chosen at random (SE-RRM).
+        `HaltingModel.halts` calls it, and decides. state: After the step. rng: Random numbers of the step.
+        None in an evaluation without noise.
         """
         return q_head_wants_to_halt(prediction, self.arch)
 

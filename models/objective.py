@@ -11,8 +11,8 @@ q_continue_loss  Binary cross-entropy of q_continue against the value of another
 halting_weight   `arch.loss.halting_weight`, by default 0.5.
 decay            `arch.loss.supervision_decay`, by default 1. t is the number of the thinking step, from 1.
 
-Every slot counts in the divisor, also a slot that has no label (padding, or a puzzle without an answer). Such
-a slot adds 0 to the loss and to every metric. `training.step.forward_and_backward` divides the loss.
+Every slot counts in the divisor, also a slot with a puzzle that has no label. Such a slot adds 0 to the loss
+and to every metric. Its puzzle embedding still decays. `training.step.forward_and_backward` divides the loss.
 
 LDT has an objective of its own with the same members (`models.ldt.BoardObjective`).
 """
@@ -160,9 +160,9 @@ class Objective:
         """Returns the training targets of q_continue in this step; [] if q_continue is not trained.
 
         q_target=exact: One target for all slots, from one more call of the network, as published.
-        q_target=deferred: Slots that continue get their target from the next step's call. It trains only
-        the Q head, because the graph of the earlier step is freed. Slots that halt get theirs from one more
-        call for these slots. On CUDA the host waits for their number.
+        q_target=deferred: Slots that continue get their target from the call of the next training step. This
+        target trains only the Q head, because the graph of the earlier step is freed. Slots that halt get
+        their target from one more call for these slots. On CUDA, the host waits for their number.
         """
         if reasoning.max_steps == 1 or self.arch.no_ACT_continue:
             return []

@@ -40,7 +40,7 @@ class PuzzleEmbedding(nn.Module):
         """
         rows = self._look_up(identifiers)
         if self.training and torch.is_grad_enabled():
-            rows.requires_grad_()
+            rows.requires_grad_()  # a leaf, because `weights` is a buffer
             self._used.append((identifiers, rows))
         return rows
 

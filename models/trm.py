@@ -27,9 +27,12 @@ class TRM(TokenNetwork):
     e, z_H and z_L are [batch, positions, hidden] in the forward dtype. The positions are those of the puzzle
     embedding (`arch.puzzle_emb_len`, by default 16), then the cells (seq_len).
 
-    Only the calls in the last `gradient_cycles` H cycles have gradient (by default in 1 cycle). If it is 0,
+    Only the calls in the last `gradient_cycles` H cycles (by default 1) have gradient. If it is 0,
     only the last call for z_L and the last call for z_H do (the one-step gradient of HRM). The new state is
     detached, so no gradient flows into the thinking step before.
+
+    When a slot halts: models/halting.py. The loss: models/objective.py. The table of puzzle embeddings:
+    models/puzzle_embedding.py.
     """
 
     def __init__(self, arch: TRMConfig, metadata: Metadata):
@@ -60,10 +63,10 @@ class TRM(TokenNetwork):
         # L(z, x) runs the blocks on z + x. Damping and noise (models/noise.py) are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
-        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles  # the first such H cycle
         for cycle in range(reasoning.H_cycles):
             has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
-            x = z_H + e
+            x = z_H + e  # once per cycle: all calls for z_L read the same sum
             for call in range(reasoning.L_cycles):
                 with gradient_if(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
                     z_L = L(z_L, x)

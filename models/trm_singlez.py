@@ -53,7 +53,7 @@ class TRMSingleZ(TokenNetwork):
         # L(z, x) runs the blocks on z + x. Damping and noise (models/noise.py) are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H = state["z_H"]
-        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles  # the first such H cycle
         for cycle in range(reasoning.H_cycles):
             has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
             for call in range(reasoning.L_cycles):

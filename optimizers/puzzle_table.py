@@ -1,8 +1,9 @@
 """The table of puzzle embeddings: update of the rows, distribution over ranks, and average (EMA).
 
-A step updates only the rows that its slots use. The update is the sign of the gradient, summed over all
-ranks. `Replicated`: every rank holds all rows. `RowsByOwner`: one rank owns each row (`rows_of_rank`), and
-before a step each rank fetches the rows that its slots read.
+A step updates only the rows that its slots use. The update is weight decay, and the sign of the gradient,
+which is summed over all ranks. A row whose gradient is 0 only decays. `Replicated`: every rank holds all
+rows. `RowsByOwner`: one rank owns each row (`rows_of_rank`), and before a step each rank fetches the rows
+that its slots read.
 
 Invariant: before a row changes, its old value is added to the average.
 """

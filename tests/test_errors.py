@@ -39,7 +39,7 @@ _MISTAKES = [
     ("epoch=3", ["unknown key 'epoch'", "'epochs'"]),
     ("data/train/all__inputs.npy", ["all__inputs.npy", "truncated"]),
     ("global_batch_size=25", ["global_batch_size 25", "2 processes"]),
-    ("backend=nccl", ["backend=nccl", "CUDA"]),
+    ("backend=nccl", ["backend=nccl", "device=cuda"]),
     ("checkpoint_path=file/run", ["cannot write into the run folder", "checkpoint_path"]),
     ("evaluators=[arc]", ["is no arc dataset", "choose the evaluator"]),
     ("compile=true", ["compile=true", "no-such-compiler", "compile=auto"]),
@@ -81,7 +81,7 @@ def test_mistakes_in_evaluation(tmp_path, data):
     (tmp_path / "file").touch()
     for words, parts in (
         ([], ["checkpoint=PATH is needed"]),
-        (["checkpoint=deeper/step_1"], ["another architecture", "H_level.layers.1"]),
+        (["checkpoint=deeper/step_1"], ["weights do not match the config", "H_level.layers.1"]),
         (["checkpoint=corrupt"], ["step_1", "corrupt"]),
         (["checkpoint=run", "output_dir=file/out"], ["cannot write into", "output_dir"]),
     ):

@@ -41,7 +41,7 @@ def test_other_code_is_one_warning():
     others_code[5] = {f"models/{name}.py": "x" for name in "abcde"}
     text, *others = run_ranks(_start, 6, others_code)
     assert others == [""] * 5
-    told = {"ranks 2, 3": "models/hrm.py: bring all", "rank 4": "torch 1.0: bring all"}
+    told = {"ranks 2, 3": "models/hrm.py. Use the same", "rank 4": "torch 1.0. Use the same"}
     told["rank 5"] = "models/a.py, models/b.py, models/c.py and 2 more"
     for line, (ranks, named) in zip(text.splitlines(), told.items(), strict=True):
         assert line.startswith(f"warning (rank 0): {ranks} on ")

@@ -128,11 +128,11 @@ def test_a_run_of_a_model_resumes_and_is_evaluated_with_its_plugin_only(tmp_path
     refused = run_program("evaluate", "checkpoint=run", folder=tmp_path, world_size=1)
     assert refused.statuses == [1]
     assert refused.error_lines == [
-        "error: run/step_32/config.yaml: the model 'gru' is of a plugin. If you trust the plugin, add "
-        "plugins=['mine/gru.py']."
+        "error: run/step_32/config.yaml: the model 'gru' is defined by a plugin. If you trust the plugin, "
+        "add plugins=['mine/gru.py']."
     ]
     complete_program("evaluate", "checkpoint=run", "plugins=[mine/gru.py]", folder=tmp_path)
-    with pytest.raises(ValueError, match="is of a plugin"):
+    with pytest.raises(ValueError, match="is defined by a plugin"):
         find_checkpoint(run)
     assert "gru" not in architectures()
 

@@ -320,7 +320,7 @@ def test_a_search_that_is_asked_to_stop_stops_its_trials_and_goes_on(tmp_path, s
         assert [trial.state for trial in load_study().trials] == [TrialState.RUNNING] * 2
         text = Path("search.stdout").read_text()
         assert ("resuming trials 0, 1" in text) == (number == 2)
-        assert "stopped: 0 complete, 0 pruned, 0 failed of 2 trials" in text
+        assert "0 complete, 0 pruned, 0 failed of 2 trials" in text
         assert "Traceback" not in Path("search.stderr").read_text()
 
 

@@ -197,7 +197,7 @@ def test_adapting_trains_one_embedding_and_nothing_else(arc, capsys, monkeypatch
     answers = [model.solve(task, **keys) for _ in range(2)]
     assert np.array_equal(answers[0].confidence, answers[1].confidence), "drawn from the seed"
     shown = capsys.readouterr()
-    assert "4 steps train an embedding for this puzzle, alone, on its 4 demonstrations" in shown.out
+    assert "4 steps train only an embedding for this puzzle, on its 4 demonstrations" in shown.out
     losses = [float(loss) for loss in re.findall(r"loss=([0-9.]+)", shown.err)]
     assert max(losses) < 5, "a progress bar with the mean over the batch"
 
@@ -248,7 +248,7 @@ def test_the_program_reads_files_and_standard_input(sudoku, tmp_path, monkeypatc
     (tmp_path / "folder.svg").mkdir()
     status, _, errors = program(*asked, f"picture={tmp_path / 'folder.svg'}")
     assert (status, errors.count("\n")) == (1, 1)
-    assert "folder.svg (Is a directory): give another file" in errors
+    assert "folder.svg (Is a directory). Choose another file" in errors
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     for no_color, has_color in (("", True), ("1", False)):
         monkeypatch.setenv("NO_COLOR", no_color)

@@ -74,7 +74,7 @@ def test_chosen_puzzles_are_evaluated_with_all_their_examples(global_batch_size)
 def test_what_cannot_be_held_out_is_refused(tmp_path):
     folder = write(tmp_path / "data", train={"all": _GROUPS}, test={"all": [[1]]})
     data = open_datasets([folder], read_everything=False)
-    with pytest.raises(ValueError, match=r"validation_fraction 0.1 of 8 training puzzles is none"):
+    with pytest.raises(ValueError, match=r"validation_fraction=0.1 selects none of 8 training puzzles"):
         hold_out(_without_embeddings(folder, validation_fraction=0.1), data)
     config = tiny_config(data_path=[str(folder)], validation_fraction=0.5)
     with pytest.raises(ValueError, match="'all' have embeddings of their own"):

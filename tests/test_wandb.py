@@ -179,7 +179,7 @@ def test_dashboard_is_shown_without_a_network(capsys, monkeypatch, tmp_path):
     assert "  loss                                            ^train/lm_loss$\n" in capsys.readouterr().out
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "nothing"))
-    with pytest.raises(SystemExit, match="dashboard: error: no W&B login is stored"):
+    with pytest.raises(SystemExit, match="dashboard: error: not logged in to W&B"):
         dashboard.main(["--project", "p"])
 
 

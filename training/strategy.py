@@ -51,7 +51,7 @@ class Strategy:
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
         """Returns the divisors of losses (summed over ranks unless steps are local), with "slots".
 
-        divisors: this rank's `Network.divisors`; if empty, no message is sent.
+        divisors: Result of `Objective.divisors` on this rank. If it is empty, no message is sent.
         """
         return {"slots": self._batch_size, **divisors}
 
