@@ -51,7 +51,7 @@ class FiniteCheck:
             loss, grad_norm = self._values.tolist()
             abort_all(
                 f"the loss is {loss:.4g} and the gradient norm {grad_norm:.4g} at step {step}, on a batch of "
-                f"set {self._set_names[step]!r}. This step is not saved. Try a lower lr, more lr_warmup_steps, "
-                "grad_clip_norm=1, or arch.forward_dtype=float32."
+                f"set {self._set_names[step]!r}. This step is not saved. Try a lower lr, more "
+                "lr_warmup_steps, grad_clip_norm=1, or arch.forward_dtype=float32."
             )
         self._set_names.clear()
