@@ -81,8 +81,8 @@ async def _run_trials(
             on_end()
             if num_failed >= _MAX_FAILED and not study.count(TrialState.COMPLETE, TrialState.PRUNED):
                 raise ValueError(
-                    f"the first {num_failed} trials failed, so the search stops. Fix the error above, then run "
-                    "the same command to continue."
+                    f"the first {num_failed} trials failed, so the search stops. Fix the error above, then "
+                    "run the same command to continue."
                 )
 
     bar = {"bar_format": _BAR, "desc": "search", "unit": "trial", "smoothing": 0}  # 0: mean speed
@@ -112,9 +112,7 @@ def _begin(
     if (earlier := study.find_complete(values)) is not None:
         study.optuna.tell(drawn, earlier.value)
         value = f"{study.selection.metric} {earlier.value:.4g}"
-        log.info(
-            f"trial {drawn.number}: {value}, copied from trial {earlier.number} with the same parameters"
-        )
+        log.info(f"trial {drawn.number}: {value}, as trial {earlier.number}")
         return None
     commands, folder = {}, folder_of(config) / f"trial_{drawn.number}"
     for seed in range(run.seed, run.seed + config.seeds):
