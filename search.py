@@ -1,15 +1,15 @@
-"""Searches hyper-parameters: runs pretrain.py many times, with values that Optuna draws.
+"""Searches hyper-parameters: runs pretrain.py many times, with values that Optuna samples.
 
     python search.py study=NAME trials=40 [launch='torchrun --nproc-per-node 2'] experiment=demo \
         'lr=tag(log,interval(1e-4,1e-2))' 'arch.L_cycles=range(1,4)' 'optimizer=choice(adam_atan2,muon)'
 
-The same command continues an interrupted search: unfinished trials go on from their checkpoints.
+The same command continues an interrupted search. Unfinished trials resume from their checkpoints.
 """
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
+sys.path.insert(0, str(Path(__file__).parent))  # Python omits it if PYTHONSAFEPATH is set
 
 import runtime.environment  # noqa: F401
 
@@ -48,13 +48,14 @@ def main() -> None:
 def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
     """Runs the remaining trials, and prints the best one. Exits with status 1 if no trial is complete.
 
-    run: the config of pretrain.py for a trial, in which the searched keys have arbitrary values.
+    run: Config of pretrain.py for a trial. Its searched keys have arbitrary values.
     """
     launch_command(config, slot=0)
     folder = open_folder(config)
     study = Study(storage_of(config), config, space, run)
     if not study.trials and (others := sorted(folder.glob("trial_*"))):
-        raise ValueError(f"{others[0]} is there, but no trial in {storage_of(config)}: choose another folder")
+        storage = storage_of(config)
+        raise ValueError(f"{others[0]} exists, but {storage} contains no trial. Choose another folder.")
     check_data_folders(run.data_paths, experiment=chosen_experiment())
     check_data_folders(run.test_data_path or [], experiment=None, key="test_data_path")
     introduce(study, config)
@@ -63,7 +64,7 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
 
 
 def introduce(study: Study, config: SearchConfig) -> None:
-    """Prints the study, the metric, unfinished trials, and a warning if test puzzles select the best."""
+    """Prints the study, the metric and unfinished trials. Warns if test puzzles select the best trial."""
     selection = study.selection
     best = "lowest" if selection.lowest_is_best else "highest"
     at_a_time = f", {config.parallel} at a time" if config.parallel > 1 else ""
@@ -73,40 +74,43 @@ def introduce(study: Study, config: SearchConfig) -> None:
         f"{best} {selection.metric} of the {selection.selected_by} puzzles{seeds}"
     )
     if numbers := study.unfinished():
-        log.info(f"going on with trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}")
+        log.info(f"resuming trial{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}")
     if selection.selected_by == "test":
         log.warning(
-            "the test split chooses among the trials, so that the best promises more than other puzzles will "
-            "hold: give validation_fraction=0.1, or say so with the result"
+            "the best trial is selected on the test split, so its score is optimistic. Set "
+            "validation_fraction=0.1, or report how it was selected."
         )
 
 
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
-    """Prints how many trials ended in which way; writes the best as best.yaml, or a grid's tables.
+    """Prints how many trials are complete, pruned and failed. Writes best.yaml, or the tables of a grid.
 
-    is_stopped: whether a signal stopped the search; if not, exits with status 1 where no trial is complete.
+    If no trial is complete, and no signal stopped the search, it exits with status 1.
+
+    is_stopped: Whether a signal stopped the search.
     """
     folder, best = folder_of(config), study.best()
-    outcome = "stopped: the same command goes on from here;" if is_stopped else "done:"
-    log.info(f"{outcome} {study.describe_counts()} of {study.num_trials} trials; {folder / PAGE_FILE}")
+    outcome, hint = ("stopped", " To continue, run the same command.") if is_stopped else ("done", "")
+    counts = f"{study.describe_counts()} of {study.num_trials} trials"
+    log.info(f"{outcome}: {counts}; page: {folder / PAGE_FILE}.{hint}")
     if config.sampler == "grid" and best is not None:
         write_grid(study, folder)
     elif best is not None:
         text = experiment_yaml(study.space.overrides(study.parameters(best)), study.describe_best())
         write_text(folder / "best.yaml", text)
         name = f"config/experiment/{config.study}.yaml"
-        log.info(f"the best is trial {best.number}; {folder / 'best.yaml'}, for {name}:\n")
+        log.info(f"best: trial {best.number}. Copy {folder / 'best.yaml'} to {name} to use it:\n")
         log.info(text)
     elif not is_stopped:
         log.error(
-            f"no trial of study {config.study} came to its end: the files output.log in {folder} say why; "
-            "then begin anew with another study=, or go on with more trials="
+            f"no trial of study {config.study} is complete. Read the files output.log in {folder}. Then "
+            "choose another study, or increase trials to continue."
         )
         raise SystemExit(EXIT_FAILURE)
 
 
 def write_grid(study: Study, folder: Path) -> None:
-    """Writes the page that compares all runs of a grid, and their table as .md, .tex, .csv; prints it."""
+    """Writes a page that compares all runs of a grid, and a table as .md, .tex and .csv. Prints the table."""
     runs = [folder / f"trial_{each.number}" for each in study.trials if each.state == TrialState.COMPLETE]
     runs = [run for each in runs for run in (sorted(each.glob("seed_*")) or [each])]
     for name in ("table.md", "table.tex", "table.csv"):

@@ -63,6 +63,6 @@ def test_a_run_whose_ranks_drift_apart_ends(tmp_path, sudoku_folder):
     words += ("data_parallel_shard_degree=1",)  # with shares the other rank would overwrite the bit
     finished = run_program("pretrain", *words, folder=tmp_path, world_size=2, spoil=_change_a_bit)
     assert finished.statuses == [1, 1]
-    assert "drifted apart at step 4" in finished.stderr
+    assert "replicas differ at step 4" in finished.stderr
     assert "of ranks [1]" in finished.stderr
     assert not list((tmp_path / "run").glob("step_*"))

@@ -75,14 +75,14 @@ def test_without_locks_a_run_is_possible(run, monkeypatch, capsys):
 
     monkeypatch.setattr(fcntl, "lockf", fail)
     _open(run)
-    assert "cannot be locked" in capsys.readouterr().err
+    assert "cannot lock" in capsys.readouterr().err
 
 
 def test_only_what_may_change_may_change(run):
     _open(run)
     (run / "config.yaml").write_text(config_to_yaml(tiny_config(checkpoint_path=str(run))))
     _open(run, checkpoint_interval=7, keep_best="eval/all/accuracy", resume="must", max_steps=3)
-    with pytest.raises(ValueError, match=r"another config .epochs: 4 -> 6, lr: 0.001 -> 0.5.\. .*run_name"):
+    with pytest.raises(ValueError, match="another config .epochs: 4 -> 6, lr: 0.001 -> 0.5.. .*run_name"):
         _open(run, lr=0.5, epochs=6)
 
 
@@ -175,7 +175,7 @@ def test_each_start_has_a_line_and_a_full_disk_is_only_a_warning(run, monkeypatc
     (run / STARTS_FILE).unlink()
     (run / STARTS_FILE).mkdir()
     record_start(run, step=9, num_parameters=5, gradient_sync="flat", device=torch.device("cpu"))
-    assert "starts.jsonl cannot be written" in capsys.readouterr().err
+    assert "starts.jsonl (" in capsys.readouterr().err
 
 
 def test_code_that_is_not_that_of_the_commit_is_recorded(run, monkeypatch):

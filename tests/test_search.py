@@ -133,9 +133,11 @@ def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
         (["lr=choice(1,2,3,9)"], {"keep_best": "accuracy"}, "metric: exact_accuracy -> accuracy"),
         (["lr=choice(1,2,3,9)"], {"folder": "b", "storage": "out/study.db"}, "folder: .*/out -> .*/b"),
     ):
-        with pytest.raises(ValueError, match=f"study s in .* is another search .*{message}.*: choose anoth"):
+        with pytest.raises(ValueError, match=f"study s in .* is another search .*{message}.*. Choose anoth"):
             run_search(*words, **options)
-    with pytest.raises(ValueError, match="trial_0 is there, but no trial in out/study.db: choose another"):
+    with pytest.raises(
+        ValueError, match="trial_0 exists, but out/study.db contains no trial. Choose another"
+    ):
         run_search("lr=choice(1,2)", study="t")
 
 
@@ -186,7 +188,7 @@ def test_a_grid_runs_every_combination_once_and_writes_its_table(run_search):
     assert "toprule" in Path("out/table.tex").read_text()
     assert "comparison.html" in out
     assert "done: 6 complete" in run_search(*words, sampler="grid")[0]
-    with pytest.raises(ValueError, match="^config: sampler=grid needs values of lr"):
+    with pytest.raises(ValueError, match="^config: sampler=grid needs a list of values for lr"):
         run_search("lr=interval(1,2)", sampler="grid", study="t")
 
 
@@ -253,7 +255,7 @@ def test_a_run_that_dies_goes_on_from_its_checkpoint(run_search):
 
 @pytest.mark.slow
 def test_where_every_trial_fails_it_ends_with_an_error(run_search):
-    with pytest.raises(ValueError, match="the first 3 trials failed, as all others would"):
+    with pytest.raises(ValueError, match="the first 3 trials failed, so the search stops"):
         run_search("lr=choice(9,9.0)", trials=8)
     with pytest.raises(SystemExit) as caught:
         run_search("lr=choice(9,9.0)", trials=2, folder="b")

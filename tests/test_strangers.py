@@ -147,14 +147,14 @@ _CHOICE = json.dumps({"name": "CategoricalDistribution", "attributes": {"choices
 @pytest.mark.parametrize(
     ("statement", "message"),
     [
-        ("trial_params SET param_value = 1e9", "lr=.* is not of the space"),
+        ("trial_params SET param_value = 1e9", "lr=.* is not in the search space"),
         (
             f"trial_params SET distribution_json = '{_CHOICE}', param_value = 0",
-            "'hf://evil' is not of the space",
+            "'hf://evil' is not in the search space",
         ),
-        ("trial_params SET distribution_json = '[]'", "study.db is no storage of studies"),
+        ("trial_params SET distribution_json = '[]'", "study.db is not a storage of studies"),
         ("study_user_attributes SET value_json = '7' WHERE key = 'config'", "study.db is not one of"),
-        ("study_user_attributes SET value_json = 'a'", "study.db is no storage of studies"),
+        ("study_user_attributes SET value_json = 'a'", "study.db is not a storage of studies"),
     ],
 )
 def test_only_the_space_is_searched(tmp_path, statement, message):

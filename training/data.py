@@ -159,8 +159,8 @@ def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
         held_out, trained = (each.puzzle_identifiers[side] for side in (is_held_out, ~is_held_out))
         if config.arch.has_puzzle_embeddings and not np.isin(held_out, trained).all():
             raise ValueError(
-                f"validation_fraction: each puzzle of set {name!r} has its own embedding, and the embeddings "
-                "of held-out puzzles would not be trained. Remove it; the test split then selects the best."
+                f"validation_fraction: puzzles of set {name!r} have embeddings of their own, and those of "
+                "held-out puzzles would not be trained. Remove it. The test split then selects the best."
             )
         chosen[name] = groups
     if not any(groups.any() for groups in chosen.values()):

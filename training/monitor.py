@@ -1,4 +1,4 @@
-"""The monitor of a run: logs rows of metrics, and ends the run where loss or gradients are not finite."""
+"""Logs the metrics of a run, measures its speed, and ends it if loss or gradients are not finite."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,13 +21,13 @@ from training.run_folder import HEARTBEAT_FILE, record_start, write_status
 from training.state import TrainState
 from training.strategy import StepResult
 
-_OF_START = ("num_parameters", "gigaflops_per_step", "gradient_sync")  # values for starts.jsonl
+_OF_START = ("num_parameters", "gigaflops_per_step", "gradient_sync")  # keys of `_run_info` for starts.jsonl
 
 
 class Monitor:
-    """The monitor of a run: a context manager around the steps. All ranks call the methods together.
+    """Monitors a run. It is a context manager around the steps. All ranks call the methods together.
 
-    is_logged: whether the log already has the row of `state.step`.
+    is_logged: Whether metrics.jsonl already contains the row of `state.step`.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Monitor:
             "world_size": world_size(),
             "gradient_sync": state.strategy.name,
         }
-        # A checkpoint is saved before the row of its step is logged: reset the sums that this row has used,
-        # but keep them where the row was logged only because `max_steps` ended a start at this step.
+        # A checkpoint is saved before its step is logged, so its metric sums may already be in metrics.jsonl.
+        # Reset them, unless the row was logged only because `max_steps` ended the previous launch.
         if is_logged and data.schedule.has_row(state.step):
             state.metrics.reset()
         rates = ", ".join(f"{name} {rate:.3g}" for name, rate in peak_learning_rates(program.config).items())
@@ -92,40 +92,40 @@ class Monitor:
         self._stack.__exit__(*error)
 
     def _tags(self) -> list[str]:
-        """Returns tags for W&B: the kinds of puzzles, and the architecture."""
+        """Returns the tags for W&B: the kinds of puzzles, and the architecture."""
         kinds = [self._data.info_of(each).kind for each in self._data.dataset.folders]
         return [*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name]
 
     def close(self) -> None:
-        """Closes all loggers, after the last checkpoint is saved; a second call does nothing."""
+        """Closes all loggers. Call it after the last checkpoint is saved. A second call does nothing."""
         self._send_checkpoints()
         self._stack.close()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Measures the wait for the next batch, in the block. A step is timed from here."""
+        """Measures the wait for the next batch, in the block. The time of a step starts here."""
         self.clock.start()
         with self.clock.measure("data_wait"):
             yield
 
     def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
-        """Records a step, without waiting for a GPU. set_name: the batch's set, for messages."""
+        """Records a step, without waiting for a GPU. set_name: Set of the batch, for messages."""
         self._step = step
         if result.averaged_steps:
             self._finite.add(step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
         self.clock.count_step()
         self._watchdog.step_done(step)
         if self._config.profile:
-            self.clock.stop()  # writing the trace does not count as time of a step
+            self.clock.stop()  # do not count the time to write the trace
         self._trace_step()
         self._send_checkpoints()
         self._loggers.step_done()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops step clock and watchdog during the block: a save or an evaluation may take any time.
+        """Stops the step clock and the watchdog during the block, such as a save or an evaluation.
 
-        Before the block, ends the run if a loss or gradient norm was not finite.
+        Before the block, it ends the run if a loss or gradient norm was not finite.
         """
         self.clock.stop()
         self._finite.check()
@@ -133,13 +133,13 @@ class Monitor:
             yield
 
     def is_row_due(self, step: int) -> bool:
-        """Returns whether the log should have a row of this step, and has none yet; the same on all ranks."""
+        """Returns whether a row of this step is due, and is not logged yet. Equal on all ranks."""
         return self._schedule.has_row(step) and step != self._logged_step
 
     def reduce(self, state: TrainState) -> dict[str, float]:
-        """Returns on rank 0 the training metrics since the last row, over all ranks; {"train/<name>": value}.
+        """Returns the training metrics since the last row, as {"train/<name>": value}. All ranks call it.
 
-        All ranks call it. The sums stay as they are until `log`.
+        The result is complete only on rank 0. The metric sums are not reset: `log` resets them.
         """
         self._finite.check()
         size = self._config.global_batch_size
@@ -154,14 +154,14 @@ class Monitor:
         return {f"train/{name}": value for name, value in row.items()}
 
     def show_puzzles(self, state: TrainState) -> None:
-        """Sends pictures of the model's answers to a few test puzzles to W&B, if `wandb_log_puzzles` asks.
+        """Sends pictures of the model's answers to `wandb_log_puzzles` test puzzles to W&B.
 
         All ranks call it, before `log` of the same step.
         """
         count, wandb = self._config.wandb_log_puzzles, self._loggers.wandb
         if not count or not broadcast_object(wandb is not None and wandb.takes_pictures):
             return
-        from training.pictures import think_of_puzzles  # imported only where W&B needs drawings
+        from training.pictures import think_of_puzzles  # import it only if W&B needs pictures
 
         with self.paused(), state.averaged():
             draw = think_of_puzzles(state, self._data, count=count)
@@ -170,13 +170,13 @@ class Monitor:
                     wandb.log_puzzles(state.step, draw)
 
     def log(self, state: TrainState, row: dict[str, float]) -> None:
-        """Logs the row of a step on rank 0, with the best evaluation so far; resets the metric sums."""
+        """Logs the row of a step on rank 0, with the best evaluation so far. Resets the metric sums."""
         self._loggers.log(state.step, row | self._checkpoints.best.record(state.step, row))
         self._logged_step = state.step
         state.metrics.reset()
 
     def _send_checkpoints(self) -> None:
-        """Sends newly completed checkpoints to W&B, if the config asks for that."""
+        """Sends newly completed checkpoints to W&B, if `wandb_log_checkpoints` is set."""
         for folder in self._checkpoints.pop_saved():
             if self._loggers.wandb is not None:
                 with log.warn_once("W&B's copy of a checkpoint"):

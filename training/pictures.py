@@ -1,6 +1,6 @@
-"""Pictures of a model's answers to a few test puzzles: puzzle, answers after some thinking steps, solution.
+"""Draws a model's answers to a few test puzzles: puzzle, answers after some thinking steps, solution.
 
-A wrong cell is red, or crossed out where the kind of puzzle gives the token a colour.
+A wrong cell is red. If the kind of puzzle gives its token a color, the cell is crossed out instead.
 """
 
 import dataclasses
@@ -19,15 +19,15 @@ from models.compilation import eager_blocks
 from training.data import RunData
 from training.state import TrainState
 
-_MOST_STEPS = 64  # thinking steps: recipes of LDT and FPRM allow a thousand
-_GRIDS = 7  # at most, in a row: the puzzle, answers after 5 steps, the solution
+_MOST_STEPS = 64  # maximum number of thinking steps, because recipes of LDT and FPRM allow a thousand
+_GRIDS = 7  # maximum number of grids in a row: the puzzle, answers after 5 steps, the solution
 _GRID, _GAP, _TITLE = 160, 16, 34  # units of the SVG
 
 
 def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> Callable[[], str]:
-    """Runs the model on `count` puzzles of the first test set; returns a function that draws the answers.
+    """Runs the model on `count` puzzles of the first test set. All ranks call it.
 
-    All ranks call it, because each may hold only a part of the weights. The function returns HTML.
+    Returns a function that draws the answers and returns them as HTML.
     """
     set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
     batch = read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
@@ -46,7 +46,7 @@ def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> Callabl
 
 
 def shown_steps(num_steps: int) -> list[int]:
-    """Returns the thinking steps to draw, from 1: all if these are few, else powers of two and the last."""
+    """Returns the thinking steps to draw, from 1: all of a few, or powers of two and the last one."""
     if num_steps <= _GRIDS - 2:
         return list(range(1, num_steps + 1))
     powers = [2**exponent for exponent in range(num_steps.bit_length()) if 2**exponent < num_steps]
@@ -58,7 +58,8 @@ def draw_thoughts(
 ) -> str:
     """Returns HTML with a caption and a row of grids for each puzzle.
 
-    inputs, labels: tokens [n, seq_len]; a label IGNORE_LABEL_ID is not counted. names: captions.
+    inputs, labels: Tokens [n, seq_len]. A cell with the label IGNORE_LABEL_ID is never marked as wrong.
+    names: Captions.
     """
     steps, drawn = shown_steps(trace.preds.shape[1]), []
     for number, (puzzle, label, name) in enumerate(zip(inputs, labels, names, strict=True)):
@@ -93,13 +94,13 @@ def _draw_grid(
         yield grid.ground(*cell, paint)
         if paint.text:
             yield grid.text(*cell, paint)
-        if is_wrong[cell] and has_color:  # crossed out, because the colour shows the model's answer
+        if is_wrong[cell] and has_color:  # because the color shows the model's answer
             yield grid.cross(*cell)
     yield from grid.lines(regions_of(style, tokens.size))
 
 
 def _in_words(label: np.ndarray, trace: Trace, number: int) -> str:
-    """Returns a phrase on a puzzle: after which step the answer was right, and where the model would halt."""
+    """Returns a phrase that says after which step the answer was right, and when the model would halt."""
     is_right = ((trace.preds[number] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
     last = f"right after step {is_right.argmax() + 1}" if is_right.any() else "never right"
     if is_right.any() and not is_right[-1]:

@@ -1,4 +1,4 @@
-"""The config of a run: composed from a command line, named, with a number format, compared with a stored one.
+"""The config of a run: read it from a command line, fill in names, and compare it with a stored config.
 
 Only rank 0 calls these functions. The other ranks receive the config (`distributed.launch`).
 """
@@ -39,13 +39,19 @@ FORMAT_KEY = "arch.forward_dtype"
 def compose_run(
     arguments: Sequence[str] | None = None, *, processes: int | None = None
 ) -> PretrainConfig | None:
-    """Returns the checked config of a command line, with the run named; the data is not read yet.
+    """Returns the checked config of a command line, with a run_name and a number format.
 
-    The run gets a number format in place of `forward_dtype=auto`.
+    Does not read the data. A number format replaces `forward_dtype=auto`.
 
-    arguments: The words of the command line. If None, they are those of this process. processes: Number of
-    processes of the run. If None, it is the number of processes that run now. Returns None after --help.
-    Raises ValueError for a mistake.
+    Args:
+        arguments: Arguments of the command line. If None, those of this process.
+        processes: Number of processes of the run. If None, the current number of processes.
+
+    Returns:
+        The config. None after --help or --cfg, because they only print.
+
+    Raises:
+        ValueError: If the config is wrong.
     """
     words = name_arch(sys.argv[1:] if arguments is None else arguments)
     options = {"notice": log.warning, "dry_run": _describe_dry_run}
@@ -61,16 +67,16 @@ def compose_run(
 
 
 def name_arch(words: Sequence[str]) -> list[str]:
-    """Replaces the word arch=checkpoint by key=value words for the architecture of `init_from`.
+    """Replaces the argument arch=checkpoint by overrides for the architecture of `init_from`.
 
-    Returns other words as they are. Raises ValueError if `init_from` is no checkpoint.
+    Other arguments do not change. Raises ValueError if `init_from` is not a checkpoint.
     """
     if ARCH_WORD not in words:
         return list(words)
     others = [word for word in words if not re.match(r"[+~]*arch\b", word)]
     location = compose_values(PretrainConfig, others).get("init_from")
     if not isinstance(location, str):
-        raise ValueError(f"config: {ARCH_WORD} is that of another checkpoint: give init_from=PATH")
+        raise ValueError(f"config: {ARCH_WORD} needs a checkpoint. Set init_from=PATH.")
     arch = find_checkpoint(location).arch
     named = [f"++{word}" for word in words_of_arch(arch, {})]
     return [f"arch={arch.name}", *named, *(word for word in words if word != ARCH_WORD)]
@@ -79,8 +85,8 @@ def name_arch(words: Sequence[str]) -> list[str]:
 def draw_name() -> str:
     """Returns a random name for a run. All restarts of one launch of torchrun get the same name.
 
-    Raises ValueError if torchrun may restart this launch, but does not serve the store. Rank 0 then serves
-    it, so that the name would be lost with rank 0.
+    Raises ValueError if torchrun may restart this launch, but does not serve the key-value store. Rank 0 then
+    serves the store, and the name would be lost if rank 0 ended.
     """
     name = coolname.generate_slug(2)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -96,7 +102,7 @@ def draw_name() -> str:
 
 
 def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfig:
-    """Fills in project_name, run_name (at random), checkpoint_path and wandb_group, where they are null."""
+    """Fills in project_name, run_name (random), checkpoint_path and wandb_group if they are null."""
     run_name = config.run_name
     if run_name is None and config.checkpoint_path is not None:
         run_name = _as_name(Path(config.checkpoint_path).resolve().name)
@@ -115,7 +121,7 @@ def _as_name(folder_name: str) -> str:
 
 
 class StoredConfig(NamedTuple):
-    """The config of a run so far, unchecked, and the folder that contains it."""
+    """The stored config of a run, unchecked, and the folder that contains it."""
 
     values: dict[str, Any]
     folder: Path
@@ -136,10 +142,10 @@ def read_stored_config(run_folder: Path) -> StoredConfig | None:
 
 
 def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
-    """Lists keys that may not change on resume, but did: "key: old -> new, ..."; "" if there are none.
+    """Lists the changed keys that may not change on resume, as "key: old -> new, ...". "" if there are none.
 
-    before: The config of the run so far. It may come from an older version with fewer keys. now: The config
-    of the command line. Its number format may still be `auto`, which fits every run.
+    before: The stored config of the run. It may come from an older version with fewer keys.
+    now: The config of the command line. If its number format is `auto`, any format is accepted.
     """
     old, new = flatten(fill_defaults(before)), flatten(now.model_dump())
     if new[FORMAT_KEY] == "auto":
@@ -152,7 +158,7 @@ def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
 def fix_format(config: PretrainConfig) -> PretrainConfig:
     """Returns the config with a number format in place of `forward_dtype=auto`, and logs it with its reason.
 
-    Warns if the run began in bfloat16, and this machine emulates bfloat16. config: A config with
+    Warns if the run started in bfloat16, and this machine emulates bfloat16. config: A config with
     `checkpoint_path`.
     """
     choice = find_format(config)
@@ -171,16 +177,18 @@ def with_format(config: PretrainConfig, name: str) -> PretrainConfig:
 
 
 def find_format(config: PretrainConfig) -> Choice:
-    """Returns the number format of a run: what `arch.forward_dtype` names, or for `auto`, in this order:
+    """Returns the number format of a run. If `arch.forward_dtype` is not `auto`, it is that format.
 
-    - the format that the run began with, if the run folder contains one, or else the one of `resume=PATH`
-    - float32 if the weights of `init_from` were trained in float32
-    - the choice of `distributed.number_format.choose_format` for this machine
+    For `auto`, the first of these rules that applies:
+
+    - If this run continues a run, the format of that run (in the run folder, or else in `resume=PATH`).
+    - If the weights of `init_from` were trained in float32, float32.
+    - The choice of `choose_format` (distributed/number_format.py) for this machine.
     """
     if config.arch.forward_dtype != "auto":
         return Choice(config.arch.forward_dtype, f"{FORMAT_KEY} is given")
     if (stored := _stored_in(config)) is not None:
-        return Choice(format_of(stored.values), f"the run in {stored.folder} began with it")
+        return Choice(format_of(stored.values), f"the run in {stored.folder} started with it")
     if config.init_from is not None and find_checkpoint(config.init_from).arch.forward_dtype == "float32":
         return Choice("float32", f"init_from={config.init_from} was trained in it")
     return choose_format(choose_device(config.device))
@@ -197,11 +205,11 @@ def _stored_in(config: PretrainConfig) -> StoredConfig | None:
 
 
 def _way_out(config: PretrainConfig) -> str:
-    """Returns what a user can do who wants to continue a run in float32."""
+    """Returns advice for a user who wants to continue a run in float32."""
     own = checkpoints_in(Path(config.checkpoint_path))
     start = f"resume={own[-1]} " if own else ""
     is_new = not own and config.resume not in ("auto", "must", "never")
-    name = "" if is_new else "run_name=NEW "  # a new run has a name of its own
+    name = "" if is_new else "run_name=NEW "  # a new run gets its own name
     return f"To train in float32, set {start}{name}{FORMAT_KEY}=float32."
 
 

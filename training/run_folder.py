@@ -1,7 +1,4 @@
-"""The run folder: its lock (one process at a time), and the small files in it.
-
-Only rank 0 writes here.
-"""
+"""The run folder: its lock (one process at a time), and its small files. Only rank 0 writes them."""
 
 from runtime.environment import num_cores
 
@@ -41,9 +38,10 @@ _LOCK_FILE = "lock"
 
 
 def open_run_folder(config: PretrainConfig) -> Path:
-    """Creates the run folder if necessary, and locks it until this process ends; returns the folder.
+    """Creates the run folder if necessary, and locks it until this process ends. Returns the folder.
 
-    Raises ValueError if the folder is not writable, used by another process, or of a run of another config.
+    Raises ValueError if the folder is not writable, if another process uses it, or if it contains a run with
+    another config.
     """
     folder = Path(config.checkpoint_path)
     with writing_errors(folder):
@@ -51,7 +49,7 @@ def open_run_folder(config: PretrainConfig) -> Path:
         lock_folder(folder, other="run_name")
         stored = read_stored_config(folder)
         if stored is not None and (changes := describe_changes(stored.values, config)):
-            where = f"{stored.folder} holds a run with another config"
+            where = f"{stored.folder} contains a run with another config"
             newest = newest_checkpoint(folder)
             hint = f"To continue from its weights with this config, add resume={newest}." if newest else ""
             raise ValueError(f"{where} ({changes}). Choose another run_name for a new run. {hint}".strip())
@@ -62,22 +60,22 @@ def open_run_folder(config: PretrainConfig) -> Path:
 
 @contextlib.contextmanager
 def writing_errors(folder: Path) -> Iterator[None]:
-    """Turns an OSError of the block, which writes into a run folder, into a ValueError that says so."""
+    """Converts an OSError of the block into a ValueError. The block writes into a run folder."""
     try:
         yield
     except OSError as error:
         what = f"cannot write into the run folder {folder} ({error.strerror or error})"
-        raise ValueError(f"{what}: choose another checkpoint_path") from None
+        raise ValueError(f"{what}. Choose another checkpoint_path.") from None
 
 
 def lock_folder(folder: Path, *, other: str) -> None:
-    """Locks the folder until this process ends, in whatever way. Raises ValueError if another has the lock.
+    """Locks the folder until this process ends. Raises ValueError if another process has locked it.
 
-    other: the key that chooses another folder, for the error message.
+    other: Key that chooses another folder, for the error message.
 
-    A POSIX lock belongs to one process: unlike with flock, forked workers that outlive their parent do not
-    hold the lock. POSIX locks work between nodes on NFS too. Closing any descriptor of the file releases the
-    lock: so the only descriptor stays open.
+    This is a POSIX lock, not a flock, for two reasons. It belongs to one process, so forked workers that
+    outlive their parent do not hold it. It also works between nodes on NFS. Closing any descriptor of the
+    file releases the lock. Therefore there is only one descriptor, and it stays open.
     """
     descriptor = _open_lock(folder, os.O_CREAT)
     try:
@@ -86,11 +84,11 @@ def lock_folder(folder: Path, *, other: str) -> None:
         owner = os.read(descriptor, 1000).decode(errors="replace").strip() or "another process"
         os.close(descriptor)
         if error.errno in (errno.EACCES, errno.EAGAIN):
-            message = f"{folder} is in use by {owner}: wait for its end, or choose another {other}"
+            message = f"{folder} is in use by {owner}. Wait until it ends, or choose another {other}."
             raise ValueError(message) from None
-        log.warning(f"{folder} cannot be locked ({error.strerror}): start no second run into it")
+        log.warning(f"cannot lock {folder} ({error.strerror}). Do not start a second run in it.")
         return
-    with contextlib.suppress(OSError):  # only for another process's error message
+    with contextlib.suppress(OSError):  # other processes print this text in their error message
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
@@ -116,22 +114,22 @@ def is_in_use(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def disk_errors_warn(path: Path) -> Iterator[Path]:
-    """Turns an OSError of the block, such as a full disk, into a warning."""
+    """Converts an OSError of the block, such as a full disk, into a warning. Yields `path`."""
     try:
         yield path
     except OSError as error:
-        log.warning(f"{path} cannot be written ({error.strerror or error})")
+        log.warning(f"cannot write {path} ({error.strerror or error}). The program continues without it.")
 
 
 def write_status(folder: Path, status: str, *, step: int) -> None:
-    """Writes the status (running, stopped, max_steps, failed, finished) into `status`, on rank 0 only."""
+    """Writes the status (running, stopped, max_steps, failed or finished) and the step, on rank 0 only."""
     if is_main():
         with disk_errors_warn(folder / STATUS_FILE) as path:
             write_json(path, {"status": status, "step": step}, indent=None)
 
 
 def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
-    """Returns whether, by the file `status`, a run has finished or has reached `max_steps`."""
+    """Returns whether a run has finished or reached `max_steps`, according to its file `status`."""
     try:
         values = read_json(folder / STATUS_FILE)
         status, step = values["status"], values["step"]
@@ -141,9 +139,12 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
 
 
 def record_start(folder: Path, *, step: int, device: torch.device, **described: Any) -> None:
-    """Adds a line to starts.jsonl: command, code and hardware of this start of the run, at `step`.
+    """Adds a line to starts.jsonl: command, code and hardware of this launch.
 
-    described: more values for the line. A diff of uncommitted changes is written to a file of its own.
+    If the code has uncommitted changes, their diff is written to a separate file.
+
+    step: Step at which this launch starts.
+    described: More values for the line.
     """
     start = {
         "step": step,
@@ -166,7 +167,7 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
 
 
 def _command_line() -> str:
-    """Returns the command line that starts this run again: torchrun or python, program, words."""
+    """Returns the command line that launches this run again."""
     program = ["python"]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         nodes, rest = divmod(world_size(), local_world_size())
@@ -176,7 +177,7 @@ def _command_line() -> str:
 
 
 def _describe_hardware(device: torch.device) -> str:
-    """Returns the hardware of the run as a text: the GPUs of all processes, or this machine's processor."""
+    """Returns the GPUs of all processes, or the processor of this machine, as text."""
     if device.type == "cuda":
         return f"{world_size()} x {torch.cuda.get_device_name(device)}"
     return f"{num_cores()} cores of {describe_processor()}"

@@ -1,4 +1,4 @@
-"""The schedule of a run: what is due after each step, from the config and the step number alone."""
+"""The schedule of a run: the work that is due after each step. It depends only on config and step."""
 
 import dataclasses
 
@@ -11,11 +11,13 @@ from training.strategy import next_sync, synced_steps
 
 
 class Schedule:
-    """The schedule of a run: learning rates and cycles of each step, and what is due after it.
+    """The schedule of a run: learning rates and cycles of each step, and the work that is due after it.
 
-    total_steps: number of steps of the run. end_step: the step after which this start ends: `max_steps`, if
-    that comes first. With `local_steps`, the weights of ranks are equal only after a synchronisation: what is
-    due at a step is done at the next synchronisation.
+    With `local_steps`, ranks hold equal weights only after a synchronization (a merge). If a log row,
+    evaluation or checkpoint falls due in between, it runs after the next synchronization.
+
+    `total_steps` is the number of steps of the run. This launch ends after `end_step`, which is `max_steps`
+    or `total_steps`, whichever comes first.
     """
 
     def __init__(self, config: PretrainConfig, plan: TrainPlan):
@@ -26,16 +28,16 @@ class Schedule:
         self._evaluations = {*plan.iteration_ends, self.end_step}
 
     def learning_rates(self, step: int) -> dict[str, float]:
-        """Returns the learning rates of step `step`, as {"lr": ..., "puzzle_emb_lr": ...}."""
+        """Returns the learning rates of a step, as {"lr": ..., "puzzle_emb_lr": ...}."""
         return learning_rates(self._config, step, total_steps=self.total_steps)
 
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
-        """Returns the reasoning of a step: `usual`, with the cycles of its stage, and with `progress`."""
+        """Returns `usual` with the cycles of the curriculum stage of the step, and with its `progress`."""
         cycles = self._plan.stage_of(step).cycles
         return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)
 
     def petaflops(self, step: int, counter: StepCounter) -> float:
-        """Counts the operations of the first `step` steps on all ranks, in 1e15 (see `models.flops`)."""
+        """Returns the operations of the first `step` steps on all ranks, in 1e15 (models/flops.py)."""
         of_slot = 0.0
         for stage, number in self._plan.num_steps(step):
             reasoning = dataclasses.replace(counter.model.reasoning, **stage.cycles)
@@ -51,7 +53,7 @@ class Schedule:
         return is_due or self.is_evaluation(step)
 
     def is_checkpoint(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after the step; after the last step it always is."""
+        """Returns whether a checkpoint is due after the step. After `end_step`, it always is."""
         at_evaluation = self._config.checkpoint_every_eval and self.is_evaluation(step)
         return step == self.end_step or at_evaluation or self._is_due(self._config.checkpoint_interval, step)
 
@@ -62,20 +64,24 @@ class Schedule:
         return interval is not None and any(each > 0 and each % interval == 0 for each in self._steps(step))
 
     def _steps(self, step: int) -> range:
-        """Returns the steps with work to do after `step`: with local_steps perhaps several, or none."""
+        """Returns the steps for which due work runs after `step`.
+
+        With local_steps, there may be many or none.
+        """
         return synced_steps(step, **self._interval)
 
     def status(self, step: int, *, lacks_row: bool = False) -> str:
-        """Returns how a run ends at `step`: finished, max_steps or stopped.
+        """Returns the status of a run that ends at `step`: "finished", "max_steps" or "stopped".
 
-        lacks_row: whether the log has no row of `step`, which a later start must add; then stopped.
+        lacks_row: If True, the metrics of `step` are not logged yet. The status is then "stopped", so that
+            the next launch logs them.
         """
         if step < self.end_step or lacks_row:
             return "stopped"
         return "finished" if step >= self.total_steps else "max_steps"
 
     def describe(self, step: int) -> str:
-        """Returns a phrase for messages: the run folder, the step and the last step."""
+        """Returns a phrase for messages with the run folder, the step, and the last step."""
         config = self._config
         end = f", max_steps={config.max_steps}" if self.end_step < self.total_steps else ""
         return f"{config.checkpoint_path} is at training step {step} of {self.total_steps}{end}"

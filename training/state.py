@@ -1,4 +1,4 @@
-"""Everything that a training step changes, and a checkpoint must therefore hold."""
+"""The state of a run: everything that a training step changes, and that a checkpoint must contain."""
 
 from __future__ import annotations
 
@@ -36,9 +36,18 @@ from training.strategy import Strategy, build_strategy
 class TrainState:
     """The state of a run on this rank.
 
-    table: the puzzle embeddings. average: of the dense weights (EMA). strategy: how ranks act as one. slots:
-    range of this rank's slots among the `num_slots` of the global batch. carry: what these slots keep between
-    steps. metrics: sums since the last logged row. step: number of updates done.
+    Attributes:
+        model: This rank's part of the model.
+        weights: Dense weights and their optimizer.
+        table: Puzzle embeddings and their optimizer.
+        average: Moving average (EMA) of the dense weights.
+        strategy: When and how gradients or weights are synchronized.
+        carry: Puzzle and latent state of each slot of this rank, between steps.
+        slots: Slots of this rank, as a range of the global batch.
+        num_slots: Number of slots of the global batch.
+        mesh: Process groups of this rank.
+        metrics: Sums of metrics since the last logged row.
+        step: Number of training steps done.
     """
 
     model: HaltingModel
@@ -55,19 +64,19 @@ class TrainState:
 
     @property
     def ranks(self) -> Ranks:
-        """Returns the group of ranks that divide the global batch among them."""
+        """Returns the group of ranks that divide the global batch among themselves."""
         return self.mesh.data
 
     def numbers(self) -> dict[str, Any]:
-        """Returns the state that is no tensor: step, and metric sums of each rank, for state.json.
+        """Returns the step and the metric sums of each rank, for state.json. All ranks call it.
 
-        All ranks call it; the result is for rank 0.
+        Only rank 0 uses the result.
         """
         own = {**self.metrics.own(), "steps_summed": self.metrics.steps}
         return {"step": self.step, "metrics": gather_objects(own, self.ranks)}
 
     def sections(self) -> dict[str, Tensors]:
-        """Returns all tensors of this rank's state, as {section of a checkpoint: {name: tensor or shard}}."""
+        """Returns all tensors of this rank, as {section of a checkpoint: {name: tensor or shard}}."""
         share = {"rows": self.slots, "num_rows": self.num_slots, "ranks": self.ranks}
         carry = {name: shard_of_rows(each, **share) for name, each in self.carry.tensors().items()}
         rows = self._mark_copies(self.table.rows())
@@ -80,7 +89,7 @@ class TrainState:
         }
 
     def _mark_copies(self, tensors: Tensors) -> Tensors:
-        """Marks as copies the shards that an earlier tensor-parallel rank holds as well, and saves."""
+        """Marks the shards that tensor-parallel rank 0 also holds as copies, because it saves them."""
         if self.mesh.tensor.index == 0:
             return tensors
         cut = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
@@ -92,29 +101,33 @@ class TrainState:
         return tensors | copies
 
     def exports(self) -> dict[str, Tensors]:
-        """Returns the averages, named as weights, which a checkpoint has for evaluations; {} without EMA."""
+        """Returns the averages under the names of the weights, for evaluation. {} without EMA."""
         step = self.step
         averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
         return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
 
     def load_(self, folder: Path, numbers: dict[str, Any]) -> set[str]:
-        """Loads a verified checkpoint of any number of ranks; returns the sections that it lacks.
+        """Loads a verified checkpoint that any number of ranks saved. Returns the sections that it lacks.
 
-        `weights.gather_` must follow; this function sends no message. numbers: as `numbers` has returned
-        them. Raises ValueError where names, shapes or dtypes differ.
+        This function does not communicate. The caller must call `weights.gather_` next. Raises ValueError if
+        names, shapes or dtypes differ.
+
+        numbers: Result of `numbers` when the checkpoint was saved.
         """
         self.step, saved = numbers["step"], numbers["metrics"]
-        # With as many ranks as before, each takes its own sums, so that later sums over ranks are equal to
-        # the last bit to those of an uninterrupted run. Otherwise member 0 takes the sums of all.
+        # If the number of ranks is the same, each rank loads its own sums. Later sums over ranks are then
+        # bit-identical to those of an uninterrupted run. Otherwise rank 0 of the group loads all sums.
         takes_own = len(saved) == self.ranks.size
         own = [sums for n, sums in enumerate(saved) if self.ranks.index == (n if takes_own else 0)]
         sums = {name: math.fsum(each.get(name, 0.0) for each in own) for name in saved[0]}
         self.metrics.fill_(sums, steps=saved[0]["steps_summed"])
         missing, sections = set(), self.sections()
-        # resume=PATH may be a run in another number format: states and their initial values are in it.
+        # A run at resume=PATH may have another number format. The states of the carry and the buffers with
+        # initial states are stored in that format, so cast them.
         casts = {*sections["carry"], *dict(self.model.network.named_buffers())}
         for name, tensors in sections.items():
-            # resume=PATH may be a run without averages, or without outer momentum, which then begins with 0.
+            # A run at resume=PATH may lack averages or outer momentum. The outer momentum then starts as 0,
+            # and the averages start as the weights.
             options = {"is_optional": name in ("outer_optimizer", "ema_state"), "casts": casts}
             if not load_into_(tensors, folder, name, remote_names=self.weights.remote_names, **options):
                 missing.add(name)
@@ -125,10 +138,11 @@ class TrainState:
         return missing
 
     def held(self) -> dict[Key, Tensor]:
-        """Returns {key: tensor} of all tensors on this rank, to compare ranks: equal keys, equal tensors.
+        """Returns {key: tensor} of all tensors on this rank. Tensors with equal keys are equal on all ranks.
 
-        With `local_steps` this holds only after a synchronisation. Weights appear twice: as the optimizer
-        updates them, and as the forward pass reads them. A key is (name, part of the tensor); (): the whole.
+        With `local_steps`, this is true only after a synchronization. The weights appear twice: as the
+        optimizer updates them, and as the forward pass reads them. A key is (name, part of the tensor). The
+        part () is the full tensor.
         """
         cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
         read = self.model.network.state_dict() | self.table.rows()
@@ -140,31 +154,38 @@ class TrainState:
         return held
 
     def check_replicas(self) -> None:
-        """Ends all ranks with a message if copies of one tensor differ between ranks. All ranks call it."""
+        """Ends all ranks with a message if copies of a tensor differ between ranks. All ranks call it."""
         if difference := broadcast_difference(self.held()):
             name, numbers, first = difference
             abort_all(
-                f"the ranks have drifted apart at step {self.step}: {name} of ranks {numbers} is not that of "
-                f"rank {first}: start again from the newest checkpoint"
+                f"replicas differ at step {self.step}: {name} on ranks {numbers} is not equal to rank "
+                f"{first}. Restart from the newest checkpoint."
             )
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replaces weights and puzzle embeddings by the averages, if the run has EMA. All ranks enter it."""
+        """Replaces weights and embeddings by their averages, if the run has EMA.
+
+        All ranks enter the block.
+        """
         with self.average.averaged(step=self.step), self.table.average.averaged(step=self.step):
             yield
 
     def broadcast_model_(self, whole: dict[str, Tensor] | None = None) -> None:
-        """Overwrites the weights of all ranks with rank 0's, at step 0, and resets averages and strategy.
+        """Overwrites the weights of all ranks with the weights of rank 0. All ranks call it, at step 0.
 
-        All ranks call it. whole: on rank 0 the whole weight for each sharded one, by name, {} elsewhere;
-        None: sharded weights stay as they are.
+        Resets the averages and the strategy.
+
+        whole: On rank 0, {name: full weight} for each sharded weight. {} on other ranks. If None, sharded
+            weights do not change.
         """
         assert self.step == 0
         if whole is not None:
             self.table.fill_(whole)
             self.weights.fill_(whole, all_ranks())
-        tensors = dict(self.model.network.named_buffers()) | self.sections()["weights"]  # not all are saved
+        tensors = (
+            dict(self.model.network.named_buffers()) | self.sections()["weights"]
+        )  # not every buffer is in `sections`
         all_ranks().broadcast_([each for each in tensors.values() if isinstance(each, Tensor)])
         self.weights.gather_()
         for part in (self.average, self.table.average, self.strategy):
@@ -174,15 +195,19 @@ class TrainState:
 def build_first_state(
     config: PretrainConfig, metadata: Metadata, *, device: torch.device, total_steps: int | None = None
 ) -> TrainState:
-    """Builds the state of step 0 from the seed, on each rank the part that it holds. All ranks call it.
+    """Builds this rank's part of the state of step 0, from the seed. All ranks call it.
 
-    total_steps: number of steps of the run; None: unknown, so that compile=auto compiles nothing.
+    Args:
+        config: Config of the run.
+        metadata: Metadata of the dataset.
+        device: Device of this rank.
+        total_steps: Number of steps of the run. If None, it is unknown, and compile=auto compiles nothing.
     """
     mesh = build_mesh(config)
     ranks, num_rows = mesh.data, metadata.num_puzzle_identifiers
     own = dataclasses.replace(metadata, num_puzzle_identifiers=num_local_rows(config, num_rows, ranks))
-    # The order matters: cut the model to this rank's part, move the parameters into flat buffers, build
-    # optimizers and averages on these, and compile last.
+    # The order matters: build this rank's part of the model, move the parameters into flat buffers, build the
+    # optimizers and averages on the buffers, and compile last.
     model = build_local_model(config, own, mesh, device=device, total_steps=total_steps or 0)
     network = model.model.network
     flats = build_flats(config, network, mesh, blocks=block_weights(network), cuts=model.cuts)
@@ -213,7 +238,7 @@ def build_first_state(
 
 
 def memory_advice(config: PretrainConfig, device: torch.device) -> str:
-    """Returns advice for a run that is out of memory on `device`: which keys make the same run need less."""
+    """Returns advice for a run that runs out of memory on `device`: keys with which it needs less memory."""
     num_ranks, parts = all_ranks().size, config.gradient_accumulation_steps
     num_slots = -(-config.global_batch_size // (num_ranks // config.tensor_parallel_degree))
     more_parts = [number for number in range(parts + 1, num_slots + 1) if num_slots % number == 0]
@@ -230,5 +255,5 @@ def memory_advice(config: PretrainConfig, device: torch.device) -> str:
             wishes.append("data_parallel_shard_degree=-1")
         if config.arch.has_puzzle_embeddings and config.puzzle_emb_sharding != "rows":
             wishes.append("puzzle_emb_sharding=rows")
-    at_once = f"a process computes {num_slots // parts} of its {num_slots} slots at once"
-    return f"{at_once}; the same run needs less with {', or '.join(wishes) or 'a smaller global_batch_size'}"
+    at_once = f"each process computes {num_slots // parts} of its {num_slots} slots at once"
+    return f"{at_once}. To need less memory, use {', or '.join(wishes) or 'a smaller global_batch_size'}."

@@ -1,7 +1,8 @@
-"""How ranks that divide the batch train one model: by summing gradients in every step, or by local steps.
+"""Data-parallel strategies: sum gradients in every step, or train locally and merge the weights.
 
-A step calls `sum_divisors`, `start_step`, then `micro_batch` around each forward and backward pass,
-`reduce_gradients`, and after the update `synchronize`.
+`EveryStep` sums gradients over ranks in every step. `LocalSteps` merges the weights every `local_steps`
+steps. A training step calls `sum_divisors`, `start_step`, then `micro_batch` around each forward and backward
+pass, `reduce_gradients`, and after the update `synchronize`.
 """
 
 import contextlib
@@ -19,12 +20,17 @@ from optimizers.weights import Weights
 
 
 class StepResult(NamedTuple):
-    """The result of the steps since the last synchronisation: scalars on the device, equal on all ranks.
+    """The result of the steps since the last synchronization.
 
-    averaged_steps: these steps, up to this one, for the EMA to take in. With local steps, a step that
-    does not synchronise has an empty range, and None in the other fields. loss: mean over these steps and the
-    global batch. grad_norm: of the summed gradients, or with local steps the mean of norms. stop_requests:
-    number of ranks asked to stop.
+    The tensors are scalars on the device, equal on all ranks. With local steps, a step that does not
+    synchronize has an empty range, and None in the other fields.
+
+    Attributes:
+        averaged_steps: Steps since the last synchronization, up to this one. The EMA includes them.
+        loss: Mean loss over these steps and the global batch.
+        grad_norm: Norm of the summed gradients. With local steps, the mean of the norms of ranks and steps.
+        stop_requests: Stop requests summed over ranks and over these steps. Positive if any rank was asked
+            to stop.
     """
 
     averaged_steps: range
@@ -34,11 +40,18 @@ class StepResult(NamedTuple):
 
 
 class Strategy:
-    """The base of `EveryStep` and `LocalSteps`. All ranks call the methods together.
+    """Base class of `EveryStep` and `LocalSteps`. All ranks call the methods together.
 
-    model: the module to call in the forward pass. name: of the gradient sync, for records. syncs: one for
-    each of `weights.flats`. batch_size: number of slots in the loss of one update: of all ranks, or with
-    local steps of this rank.
+    Args:
+        syncs: A gradient sync for each flat buffer of `weights.flats`.
+        weights: Dense weights of this rank.
+        table: Puzzle embeddings of this rank.
+        batch_size: Number of slots by which the loss is divided: those of all ranks, or with local steps
+            those of this rank.
+
+    Attributes:
+        model: Module to call in the forward pass: the model, or the DistributedDataParallel that wraps it.
+        name: Name of the gradient sync, for logs.
     """
 
     def __init__(
@@ -49,21 +62,22 @@ class Strategy:
         self.name, self.model, self._batch_size = syncs[0].name, syncs[0].model, batch_size
 
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Returns the divisors of losses (summed over ranks unless steps are local), with "slots".
+        """Returns the divisors of the loss, with "slots". Sums them over ranks, except with local steps.
 
-        divisors: Result of `Objective.divisors` on this rank. If it is empty, no message is sent.
+        divisors: Result of `divisors` of the objective on this rank. If empty, nothing is sent.
         """
         return {"slots": self._batch_size, **divisors}
 
     def start_step(self) -> None:
-        """Zeroes the gradients. From now until the last backward pass, `scalars` may be added to."""
+        """Zeroes the gradients. After this call, the step may add to `Weights.scalars`."""
         for sync in self._syncs:
             sync.zero()
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Surrounds forward and backward pass of a micro-batch; only the last one may send messages.
+        """Returns a context for the forward and backward pass of a micro-batch.
 
-        With several syncs (a mesh), only `finish` sends: a pipeline adds to gradients of blocks many times.
+        Only the last micro-batch may send gradients. With several syncs (a mesh), none does, because a
+        pipeline adds to the gradients of a block several times. `reduce_gradients` then sends them.
         """
         if len(self._syncs) == 1:
             return self._syncs[0].micro_batch(is_last=is_last)
@@ -73,37 +87,39 @@ class Strategy:
         return stack
 
     def backward(self, loss: Tensor) -> None:
-        """Runs the backward pass of a micro-batch, which adds to the flat gradients."""
+        """Runs the backward pass of a micro-batch. It adds to the flat gradients."""
         with contextlib.ExitStack() as stack:
             for sync in self._syncs:
                 stack.enter_context(sync.attached())
             loss.backward()
 
     def reduce_gradients(self, *, step: int) -> None:
-        """Sums gradients of weights and puzzle rows over ranks; with local steps, each rank keeps its own."""
+        """Sums the gradients of weights and embeddings over ranks. With local steps, it does not sum them."""
         raise NotImplementedError
 
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
-        """Makes the weights of all ranks equal, after an update; local steps do so in some steps only.
+        """Copies the updated weights into the forward pass. Afterwards they are equal on all ranks.
 
-        grad_norm: of this step, to return.
+        With local steps, the weights become equal only in steps with a merge.
+
+        grad_norm: Gradient norm of this step. The result contains it, or with local steps the mean of norms.
         """
         raise NotImplementedError
 
     def reset_to_weights(self) -> None:
-        """Takes weights that were just loaded, equal on all ranks, as the result of a synchronisation."""
+        """Uses the current weights as the result of a merge. Call it after loading weights on all ranks."""
 
     def moments(self) -> Tensors:
         """Returns the optimizers' moments, named <moment>.<weight>, for a checkpoint."""
         return self._weights.moments()
 
     def tensors(self) -> Tensors:
-        """Returns the strategy's own state for a checkpoint: outer momentum, by the names of the weights."""
+        """Returns the state of the strategy for a checkpoint: {name of a weight: outer momentum}."""
         return {}
 
 
 class EveryStep(Strategy):
-    """A strategy that sums gradients over ranks in every step; each rank updates all weights or a shard."""
+    """Sums gradients over ranks in every step. Each rank then updates all weights, or its shard."""
 
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
         if divisors:
@@ -122,16 +138,18 @@ class EveryStep(Strategy):
 
 
 class LocalSteps(Strategy):
-    """A strategy in which each rank updates alone, and every `local_steps` steps the ranks merge the weights.
+    """Each rank updates its weights with its own gradients. Every `local_steps` steps, ranks merge them:
 
     change = mean over ranks of (anchor - weights), where anchor = weights after the last merge
     momentum = outer_momentum * momentum + change
     weights = anchor - outer_lr * (change + outer_momentum * momentum)
 
-    outer_lr 1 and outer_momentum 0 give the mean of the weights (LocalSGD, arXiv 1805.09767); DiLoCo (arXiv
-    2311.08105) uses 0.7 and 0.9. A merge leaves the moments of the inner optimizers as they are.
+    With outer_lr=1 and outer_momentum=0, the result is the mean of the weights (LocalSGD, arXiv 1805.09767).
+    DiLoCo (arXiv 2311.08105) uses 0.7 and 0.9. A merge does not change the moments of the optimizers of
+    ranks.
 
-    batch_size: number of this rank's slots. total_steps: of the run, whose last step merges; None: unknown.
+    batch_size: Number of slots of this rank.
+    total_steps: Number of steps of the run. A merge follows the last step. If None, it is unknown.
     """
 
     def __init__(
@@ -184,9 +202,9 @@ class LocalSteps(Strategy):
         self._anchor.copy_(self._master_weights)
 
     @property
-    def _master_weights(self) -> Tensor:
-        """Returns the flat weights that the optimizer updates, [size]: each rank updates all of them."""
-        (weights,) = self._sync.flat.master_weights.buffers
+    def _masters(self) -> Tensor:
+        """Returns the flat float32 master weights, [size]. Each rank updates all of them."""
+        (weights,) = self._sync.flat.masters.buffers
         return weights
 
     def moments(self) -> Tensors:
@@ -199,7 +217,7 @@ class LocalSteps(Strategy):
 def build_strategy(
     config: PretrainConfig, model: nn.Module, weights: Weights, table: PuzzleTable, *, total_steps: int | None
 ) -> Strategy:
-    """Builds the strategy that the config asks for. All ranks call it."""
+    """Builds the strategy of the config. All ranks call it."""
     options = {key: getattr(config, key) for key in ("sync", "bucket_size_mb", "sync_dtype")}
     syncs = [build_gradient_sync(model, flat, **options) for flat in weights.flats]
     if config.local_steps == 1:
@@ -212,9 +230,9 @@ def build_strategy(
 
 
 def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:
-    """Returns the steps that the synchronisation after `step` merges; an empty range where none is due.
+    """Returns the steps since the last synchronization, if one is due after `step`. Otherwise an empty range.
 
-    A synchronisation is due every `local_steps` steps, and after the last step of the run.
+    A synchronization is due every `local_steps` steps, and after the last step of the run.
     """
     first = (step - 1) // local_steps * local_steps + 1
     is_synced = step % local_steps == 0 or step == total_steps
@@ -222,5 +240,5 @@ def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> ran
 
 
 def next_sync(step: int, *, local_steps: int, total_steps: int) -> int:
-    """Returns the first step, at or after `step`, with a synchronisation."""
+    """Returns the first step, at or after `step`, that ends with a synchronization."""
     return min(-(-step // local_steps) * local_steps, total_steps)

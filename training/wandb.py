@@ -1,7 +1,8 @@
 """Logs a run to Weights & Biases (W&B).
 
-The rows of the log matter most. If anything else (code, pictures, checkpoints, the report) fails, there is a
-warning, and rows are still sent. Artifacts wait for the server, and are therefore sent by a thread.
+The rows of metrics.jsonl matter most. If anything else fails (code, pictures, checkpoints, the report), a
+warning is printed, and rows are still sent. A thread sends artifacts, because sending them waits for the
+server.
 """
 
 import contextlib
@@ -30,21 +31,21 @@ from training.best import goal_of
 from training.code import git_commit
 from training.run_folder import REPORT_FILE, WANDB_ID_FILE
 
-PICTURES = "puzzles"  # the name of the pictures of puzzles
+PICTURES = "puzzles"  # key of the pictures of puzzles
 _CLIENT_LOG = "logs/wandb.log"  # output of the client's helper process
-# Seconds, unless WANDB_INIT_TIMEOUT or WANDB_FINISH_TIMEOUT are set.
+# In seconds. WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT override these values.
 _LIMITS = {"init_timeout": 60.0, "finish_timeout": 300.0}
-_ARTIFACT_SECONDS = 60.0  # to wait at the end of a run for artifacts that are being sent
+_ARTIFACT_SECONDS = 60.0  # maximum wait for artifacts at the end of a run
 _EVALUATED = ("eval/", "eval_raw/", "validation/")
 
 
 class WandbRun:
-    """The logger that sends a run folder's rows to Weights & Biases (W&B).
+    """Sends the rows of a run folder to Weights & Biases (W&B).
 
-    W&B's client has a helper process. An unexpected answer of the server can end that process. Then this
-    class sends nothing more. The next start of the run sends the rows that the server lacks.
+    W&B's client has a helper process. An unexpected answer of the server can end that process. This class
+    then sends nothing more. The next launch of the run sends the rows that the server lacks.
 
-    run_info: values for W&B's config beside the run's config.
+    run_info: Values that W&B's config contains in addition to the config.
     """
 
     name = "W&B"
@@ -52,19 +53,21 @@ class WandbRun:
     def __init__(self, config: PretrainConfig, *, run_info: dict[str, Any], tags: Sequence[str]):
         self._config, self._folder = config, Path(config.checkpoint_path)
         self._run_info, self._tags = {**run_info, "git_commit": git_commit()}, list(tags)
-        self._has_ended = False  # the client
+        self._has_ended = False  # whether W&B's client has ended
         self._defined: set[str] = set()
-        self._best: dict[str, float] = {}  # best value so far of every evaluated metric, by name
-        self._best_step: int | None = None  # of the metric keep_best, if this start has found it
+        self._best: dict[str, float] = {}  # {evaluated metric: best value so far}
+        self._best_step: int | None = None  # step with the best value of keep_best, if found in this launch
         self._last_step = last_wandb_step(self._folder)
         self._run = self._start(choose_mode(config.wandb_mode))
         self._catch_up()
         self._extras = _Extras()
-        self._extras.submit("W&B's copy of the code", self._log_code)
+        self._extras.submit("the code", self._log_code)
 
     def _start(self, mode: str) -> Any:
-        """Creates the run at W&B, or continues an existing one; offline if the server does not answer."""
-        logging.getLogger("wandb").handlers[:] = [logging.NullHandler()]  # the exceptions say the same
+        """Creates the run at W&B, or continues it. If the server does not answer, the run is offline."""
+        logging.getLogger("wandb").handlers[:] = [
+            logging.NullHandler()
+        ]  # the exceptions contain the same messages
         try:
             run = self._init(mode)
         except wandb.errors.Error as error:
@@ -73,7 +76,7 @@ class WandbRun:
             _end_client()
             run = self._init("offline")
             reason = str(error).partition("\n")[0]
-            log.warning(f"W&B cannot be reached ({reason}): the W&B run is offline; {self._how_to_send()}")
+            log.warning(f"cannot reach W&B ({reason}). The W&B run is offline. {self._how_to_send()}")
         else:
             if mode == "online":
                 log.info(f"W&B: {run.url}")
@@ -81,10 +84,10 @@ class WandbRun:
 
     def _init(self, mode: str) -> Any:
         limits = {name: value for name, value in _LIMITS.items() if f"WANDB_{name.upper()}" not in os.environ}
-        # The client writes rows to disk after a second: `wandb sync` can send them after a kill.
+        # The client writes rows to disk every second, so that `wandb sync` can send them after a kill.
         limits["x_transaction_log_flush_interval"] = 1.0
         settings = wandb.Settings(console="off", silent=True, finish_timeout_raises=True, **limits)
-        with _stderr_into(self._folder / _CLIENT_LOG):  # not helpful on the console
+        with _stderr_into(self._folder / _CLIENT_LOG):  # its messages do not help on the console
             wandb.setup(settings)
         config = self._config
         return wandb.init(
@@ -102,10 +105,10 @@ class WandbRun:
         )
 
     def _how_to_send(self) -> str:
-        return f"`wandb sync --include-online {self._folder}/wandb/*run-*` sends it later"
+        return f"To send it later, run `wandb sync --include-online {self._folder}/wandb/*run-*`."
 
     def _catch_up(self) -> None:
-        """Reads the log: records the best values, and sends rows that the server lacks, unless offline."""
+        """Reads metrics.jsonl: records the best values, and, if online, sends rows that the server lacks."""
         if not self._run.offline:
             self._last_step = self._run.starting_step - 1
         for row, _ in read_rows(self._folder):
@@ -115,11 +118,11 @@ class WandbRun:
                 self._send(row["step"], metrics)
 
     def _end_early(self, error: Exception) -> None:
-        """Ends the client after an error, with a warning."""
+        """Warns about an error, and ends the client."""
         self._has_ended = True
-        reason = f"{type(error).__name__}; {self._folder / _CLIENT_LOG} may say why"
+        reason = f"{type(error).__name__}; {self._folder / _CLIENT_LOG} may contain the reason"
         log.warning(
-            f"W&B's client has ended ({reason}). Training continues. The next start of the run sends the "
+            f"W&B's client has ended ({reason}). Training continues. The next launch of the run sends the "
             "missing rows to W&B."
         )
         _end_client()
@@ -136,7 +139,7 @@ class WandbRun:
             self._best_step = step
 
     def _send(self, step: int, metrics: dict[str, float]) -> None:
-        if step <= self._last_step:  # W&B has this row, and cannot replace it
+        if step <= self._last_step:  # W&B already has this row, and cannot replace it
             return
         for name in metrics.keys() - self._defined:
             if goal := goal_of(name):
@@ -146,7 +149,7 @@ class WandbRun:
         self._last_step = step
 
     def _record_best(self, metrics: dict[str, Any]) -> None:
-        """Updates the best value of every evaluated metric; W&B's own summary forgets earlier starts."""
+        """Updates the best value of every evaluated metric. W&B's own summary covers only this launch."""
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
             if goal is not None:
@@ -158,20 +161,20 @@ class WandbRun:
         return not self._has_ended
 
     def log_puzzles(self, step: int, draw: Callable[[], str]) -> None:
-        """Logs the HTML pictures that `draw` returns for a step; to be called before `log` of that step."""
+        """Logs the HTML that `draw` returns. Call it before `log` of the same step."""
         if step > self._last_step:
             self._run.log({PICTURES: wandb.Html(draw())}, step=step)
 
     def log_checkpoint(self, folder: Path) -> None:
-        """Sends a saved checkpoint as an artifact, if `wandb_log_checkpoints` asks for it."""
+        """Sends a saved checkpoint as an artifact, if `wandb_log_checkpoints` selects it."""
         is_best = step_of(folder) == self._best_step
         asked = self._config.wandb_log_checkpoints
         if not self._has_ended and (asked == "all" or (asked == "best" and is_best)):
             aliases = ["latest", "best"] if is_best else ["latest"]
-            self._extras.submit(f"W&B's copy of {folder}", lambda: self._log_folder(folder, aliases))
+            self._extras.submit(str(folder), lambda: self._log_folder(folder, aliases))
 
     def close(self, *, has_failed: bool) -> None:
-        """Sends what is not sent yet (artifacts: 60 s at most), and ends the run at W&B."""
+        """Sends all remaining data, with at most 60 s for artifacts, and ends the run at W&B."""
         if self._has_ended:
             return
         self._extras.close(seconds=_ARTIFACT_SECONDS)
@@ -182,7 +185,8 @@ class WandbRun:
         try:
             self._run.finish(exit_code=int(has_failed))
         except Exception as error:
-            log.warning(f"W&B has not taken everything ({type(error).__name__}); {self._how_to_send()}")
+            reason = type(error).__name__
+            log.warning(f"W&B did not receive all data ({reason}). {self._how_to_send()}")
             _end_client()
 
     # ------------------------------------------------------------------------------- artifacts, in the thread
@@ -194,7 +198,10 @@ class WandbRun:
         self._run.log_artifact(artifact)
 
     def _log_folder(self, folder: Path, aliases: list[str]) -> None:
-        """Sends a checkpoint as an artifact. `add_dir` copies the files: the folder may then be removed."""
+        """Sends a checkpoint as an artifact.
+
+        `add_dir` copies the files, so the folder may be removed then.
+        """
         metadata = {"step": step_of(folder), "run_name": self._config.run_name}
         artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="model", metadata=metadata)
         artifact.add_dir(str(folder), name=folder.name)
@@ -202,7 +209,7 @@ class WandbRun:
 
 
 class _Extras:
-    """A daemon thread that runs tasks one after the other; an exception of a task becomes a warning."""
+    """Runs tasks in a daemon thread, one after the other. If a task fails, it prints a warning."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -213,34 +220,38 @@ class _Extras:
         self._tasks.put((name, task))
 
     def close(self, *, seconds: float) -> None:
-        """Waits for the submitted tasks, at most for `seconds`."""
+        """Waits at most `seconds` for the submitted tasks."""
         self._tasks.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
-            log.warning(f"W&B has not taken all artifacts within {seconds:g} seconds: the rest is not there")
+            log.warning(f"W&B did not receive all artifacts within {seconds:g} s. The rest is not sent.")
 
     def _work(self) -> None:
         while (submitted := self._tasks.get()) is not None:
             name, task = submitted
             try:
                 task()
-            except Exception as error:  # only the first line: an answer of the server may be a whole page
+            except Exception as error:  # only the first line, because the server may answer with a page
                 reason = str(error).partition("\n")[0]
-                log.warning(f"{name} is not there, but every row is ({type(error).__name__}: {reason})")
+                reason = f"{type(error).__name__}: {reason}"
+                log.warning(f"W&B upload failed: {name} ({reason}). Logged metrics are not affected.")
 
 
 def choose_mode(asked: str) -> str:
-    """Returns the mode for W&B's client. asked: `auto`: WANDB_MODE, or else online if a login exists."""
+    """Returns the mode for W&B's client. asked: The key `wandb_mode`.
+
+    If `auto`, the mode is that of WANDB_MODE, or else online. If no login is stored, online becomes offline.
+    """
     mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
     if mode == "online" and not has_wandb_login():
         if asked == "online":
-            log.warning("no W&B login is stored (wandb login, or WANDB_API_KEY): the W&B run is offline")
+            log.warning("no W&B login found. The W&B run is offline. Run wandb login, or set WANDB_API_KEY.")
         return "offline"
     return mode
 
 
 def has_wandb_login() -> bool:
-    """Returns whether the environment or .netrc has an API key for the W&B server."""
+    """Returns whether the environment or .netrc contains an API key for the W&B server."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
@@ -252,7 +263,7 @@ def has_wandb_login() -> bool:
 
 @contextlib.contextmanager
 def _stderr_into(path: Path) -> Iterator[None]:
-    """Redirects stderr of processes that are started in the block to the end of a file."""
+    """Appends stderr of this process, and of processes that the block starts, to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     kept = os.dup(2)
@@ -266,13 +277,13 @@ def _stderr_into(path: Path) -> Iterator[None]:
 
 
 def _end_client() -> None:
-    """Ends W&B's helper process, if it still runs, so that it prints nothing when this process exits."""
+    """Ends W&B's helper process if it still runs, so that it prints nothing when this process exits."""
     with contextlib.suppress(Exception):
         wandb.teardown()
 
 
 def _wandb_id(folder: Path) -> str:
-    """Returns the W&B id of this run folder, drawn at the first start; later starts continue that W&B run."""
+    """Returns the W&B id of this run folder. The first launch samples it, later launches read it."""
     path = folder / WANDB_ID_FILE
     if not path.exists():
         write_text(path, secrets.token_hex(4))

@@ -1,4 +1,4 @@
-"""The main loop of search.py: runs trials, reports their evaluations to Optuna, and shows progress."""
+"""Runs the trials of search.py, reports their evaluations to Optuna, and shows progress."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ from tuning.study import Study, folder_of
 from tuning.trial import Trial, share_of_cores
 
 _SHOW_SECONDS = 0.2
-_MAX_FAILED = 3  # trials before any has succeeded: then the hyper-parameters are not the cause
+_MAX_FAILED = 3  # stop the search if this many trials fail before one succeeds
 _BAR = "{desc}|{bar}| {n:.1f}/{total} trials [{elapsed}, {remaining} left{postfix}]"
 
 
 def run_trials(
     study: Study, config: SearchConfig, run: PretrainConfig, *, on_end: Callable[[], None]
 ) -> bool:
-    """Runs the remaining trials, `config.parallel` at a time; returns whether a signal stopped the search.
+    """Runs the remaining trials, `config.parallel` at a time. Returns whether a signal stopped the search.
 
-    run: the config of a trial; its searched keys have arbitrary values. on_end: called after each trial.
-    Raises ValueError where the first three trials all fail. Uses asyncio: with threads, starting processes is
+    Raises ValueError if the first three trials fail. Uses asyncio, because starting processes from threads is
     unsafe.
+
+    run: Config of a trial. Its searched keys have arbitrary values.
+    on_end: Called after each trial.
     """
     return asyncio.run(_run_trials(study, config, run, on_end))
 
@@ -41,14 +43,17 @@ async def _run_trials(
     study: Study, config: SearchConfig, run: PretrainConfig, on_end: Callable[[], None]
 ) -> bool:
     is_asked, waiting, num_failed = asyncio.Event(), study.unfinished(), 0
-    running: dict[int, Trial] = {}  # by slot
+    running: dict[int, Trial] = {}  # {slot: its current trial}
     for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, is_asked.set)
 
     def watch(trial: Trial) -> None:
-        """Reports new evaluations; asks the trial to stop if it is pruned, or if the search has to end."""
+        """Reports new evaluations.
+
+        Asks the trial to stop if it is pruned, or if a signal stops the search.
+        """
         if is_asked.is_set() and not trial.is_stopped:
-            log.info(f"trial {trial.number}: saves and ends")
+            log.info(f"trial {trial.number}: saving and stopping")
             trial.is_stopped = True
         values = trial.values()
         if study.report(trial.drawn, values) and not trial.is_pruned:
@@ -56,13 +61,13 @@ async def _run_trials(
             trial.is_pruned = trial.is_stopped = True
 
     async def run_in(slot: int) -> None:
-        """Runs one trial after the other, first those that an earlier start of the search left unfinished."""
+        """Runs one trial after the other. Trials that an earlier launch left unfinished come first."""
         nonlocal num_failed
         while not is_asked.is_set() and (waiting or study.num_left()):
             number = waiting.pop(0) if waiting else None
             if (trial := _begin(study, config, run, slot=slot, number=number)) is None:
                 on_end()
-                await asyncio.sleep(0)  # signals come in
+                await asyncio.sleep(0)  # let the event loop handle signals
                 continue
             running[slot] = trial
             try:
@@ -76,8 +81,8 @@ async def _run_trials(
             on_end()
             if num_failed >= _MAX_FAILED and not study.count(TrialState.COMPLETE, TrialState.PRUNED):
                 raise ValueError(
-                    f"the first {num_failed} trials failed, as all others would: once it is mended, the "
-                    "same command goes on"
+                    f"the first {num_failed} trials failed, so the search stops. Fix the error above, then "
+                    "run the same command to continue."
                 )
 
     bar = {"bar_format": _BAR, "desc": "search", "unit": "trial", "smoothing": 0}  # 0: mean speed
@@ -96,10 +101,11 @@ async def _run_trials(
 def _begin(
     study: Study, config: SearchConfig, run: PretrainConfig, *, slot: int, number: int | None
 ) -> Trial | None:
-    """Prepares a new trial, or the unfinished trial `number`; returns None if there is nothing to run.
+    """Prepares a new trial, or continues the unfinished trial `number`.
 
-    slot: 0 ... parallel - 1, different for trials that run at the same time. Nothing is run where a complete
-    trial had the same parameters: Optuna then gets that trial's value.
+    If a complete trial has the same parameters, this function reports its value to Optuna, and returns None.
+
+    slot: From 0 to parallel - 1. Trials that run at the same time have different slots.
     """
     drawn, values = study.begin(number)
     log.info(f"trial {drawn.number}: {format_values(values)}")
@@ -125,11 +131,11 @@ def _begin(
 
 
 def _conclude(study: Study, trial: Trial) -> None:
-    """Gives Optuna the result of a trial; leaves a trial that stopped with the search unfinished."""
+    """Reports the result of a trial to Optuna. A trial that a signal stopped stays unfinished."""
     study.report(trial.drawn, trial.values())
     if trial.is_pruned:
         study.optuna.tell(trial.number, state=TrialState.PRUNED)
-    elif trial.is_complete:  # else the next start of the search continues it
+    elif trial.is_complete:  # otherwise the next launch of the search continues it
         score = trial.score()
         study.optuna.tell(trial.number, score)
         is_best = ", the best so far" if study.best().number == trial.number else ""
@@ -137,26 +143,26 @@ def _conclude(study: Study, trial: Trial) -> None:
 
 
 def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
-    """Returns the words before pretrain.py, such as torchrun. ValueError where no such program exists."""
+    """Returns the command before pretrain.py, such as torchrun. ValueError if the program does not exist."""
     if config.launch is None:
         return [sys.executable]
     try:
         argv = [word.replace("{slot}", str(slot)) for word in shlex.split(config.launch)]
     except ValueError as error:
-        raise ValueError(f"config: launch={config.launch!r} cannot be read ({error})") from None
+        raise ValueError(f"config: launch={config.launch!r} cannot be read ({error}).") from None
     if not argv or shutil.which(argv[0]) is None:
         program = "".join(argv[:1])
-        raise ValueError(f"config: launch={config.launch!r}: there is no program {program!r} on PATH")
+        raise ValueError(f"config: launch={config.launch!r}: no program {program!r} on PATH. Install it.")
     return argv
 
 
 def format_values(values: Mapping[str, str]) -> str:
-    """Returns parameters as text for the console: key=value, long numbers shortened."""
+    """Returns parameters as text for the console: key=value, with rounded numbers."""
     return " ".join(f"{key}={short_value(value)}" for key, value in values.items())
 
 
 def short_value(value: str) -> str:
-    """Returns a value as text; a number of more than 6 characters is rounded to 3 significant digits."""
+    """Returns a value as text. A number of more than 6 characters is rounded to 3 significant digits."""
     try:
         return value if len(value) <= 6 else f"{float(value):.3g}"
     except ValueError:

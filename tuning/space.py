@@ -1,11 +1,11 @@
-"""The search space of search.py: keys with several values on the command line, in Hydra's sweep grammar.
+"""Reads the search space of search.py: keys with several values, in Hydra's sweep grammar.
 
-    lr=1e-4,1e-3                 arch.L_cycles=range(1,4)              one of a few values
+    lr=1e-4,1e-3                 arch.L_cycles=range(1,4)              one of several values
     optimizer=choice(muon,adamw)
-    lr=interval(1e-4,1e-2)       lr=tag(log,interval(1e-4,1e-2))       a number between two
-    epochs=int(interval(10,40))  epochs=tag(log,int(interval(10,400))) a whole number
+    lr=interval(1e-4,1e-2)       lr=tag(log,interval(1e-4,1e-2))       a number in an interval
+    epochs=int(interval(10,40))  epochs=tag(log,int(interval(10,400))) an integer
 
-As in Python the end of a range is excluded; so is the end of an interval of whole numbers.
+As in Python, a range excludes its end. An interval of integers also excludes its end.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ from runtime.writing import to_yaml
 from training.run_config import name_arch
 
 _GIVEN_BY_SEARCH = {
-    "checkpoint_path": "trial n runs in <folder>/trial_<n>: give folder=PATH",
-    "run_name": "a run has the name of its trial: give study=NAME",
-    "resume": "trials go on from their own checkpoints: drop it",
+    "checkpoint_path": "trial n runs in <folder>/trial_<n>. Set folder=PATH.",
+    "run_name": "runs are named after their trials. Set study=NAME.",
+    "resume": "trials resume from their own checkpoints. Remove it.",
 }
-_MAX_TRIES = 16  # combinations tried, to find a valid one with a given value
+_MAX_TRIES = 16  # maximum number of combinations tried to find a valid one with a given value
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The search space. parameters: {key: Optuna's distribution}, the keys that are searched.
+    """The search space.
 
-    fixed: the other words of pretrain.py, equal in every trial.
+    Attributes:
+        parameters: {searched key: Optuna's distribution}.
+        fixed: The other arguments of pretrain.py, equal in every trial.
     """
 
     parameters: dict[str, BaseDistribution]
     fixed: tuple[str, ...]
 
     def draw(self, trial: Trial) -> None:
-        """Lets Optuna draw each parameter; a parameter that the trial already has keeps its value."""
+        """Samples each parameter with Optuna. A parameter that the trial already has keeps its value."""
         for key, of in self.parameters.items():
             if isinstance(of, CategoricalDistribution):
                 trial.suggest_categorical(key, of.choices)
@@ -57,12 +59,15 @@ class Space:
                 suggest(key, of.low, of.high, step=of.step, log=of.log)
 
     def combinations(self) -> list[dict[str, Any]]:
-        """Returns all combinations of values, for sampler=grid. ValueError for a continuous parameter."""
+        """Returns all combinations of values, for sampler=grid. ValueError if a parameter is continuous."""
         values = {key: _grid_values(key, of) for key, of in self.parameters.items()}
         return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
 
     def written(self, values: dict[str, Any]) -> dict[str, str]:
-        """Returns values as texts for a command line; {} if one is missing. ValueError: not in the space."""
+        """Returns {key: text for a command line}.
+
+        {} if a value is missing. ValueError if one is not in the space.
+        """
         if self.parameters.keys() - values.keys():
             return {}
         return {key: _written(key, of, values[key]) for key, of in self.parameters.items()}
@@ -74,7 +79,10 @@ class Space:
         return {key: str(of) for key, of in self.parameters.items()}
 
     def check(self) -> PretrainConfig:
-        """Returns the config of one combination. ValueError if a value, or a range's end, fits into none."""
+        """Returns the config of one combination.
+
+        Raises ValueError if a value, or an end of a range, is invalid in all combinations that were tried.
+        """
         extremes = {}
         for key, of in self.parameters.items():
             values = of.choices if isinstance(of, CategoricalDistribution) else (of.low, of.high)
@@ -99,7 +107,10 @@ def _grid_values(key: str, of: BaseDistribution) -> Sequence[Any]:
     if isinstance(of, CategoricalDistribution):
         return of.choices
     if of.step is None or of.log:
-        raise ValueError(f"config: sampler=grid needs values of {key}, such as {key}={of.low:g},{of.high:g}")
+        example = f"{key}={of.low:g},{of.high:g}"
+        raise ValueError(
+            f"config: sampler=grid needs a list of values for {key}. Set {example}, for example."
+        )
     return [of.low + index * of.step for index in range(round((of.high - of.low) / of.step) + 1)]
 
 
@@ -109,7 +120,7 @@ def _written(key: str, of: BaseDistribution, value: Any) -> str:
     else:
         is_of_space = isinstance(value, (int, float)) and of.low <= value <= of.high
     if not is_of_space:
-        raise ValueError(f"{key}={value!r} is not of the space")
+        raise ValueError(f"{key}={value!r} is not in the search space")
     if isinstance(value, float) and of.step:  # 0.3, not 0.1 + 0.1 + 0.1
         return f"{value:.12g}"
     return value if isinstance(value, str) else repr(value)
@@ -119,7 +130,7 @@ def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
     """Returns the config of search.py, the space, and the config of a trial, from the command line.
 
     The config of a trial has arbitrary values for the searched keys. Returns None after --help and --cfg job,
-    which only print. Raises ValueError, one line, for a mistake.
+    because they only print. Raises ValueError with a one-line message if the config is wrong.
     """
     asked = split_command_line(SearchConfig)
     if asked is None:
@@ -129,32 +140,32 @@ def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
     space = read_space([*name_arch([word for word in argv if word not in swept]), *swept])
     run = space.check()
     if run.keep_best is None:
-        raise ValueError("config: keep_best=null leaves nothing to choose the best trial by: name a metric")
+        raise ValueError("config: keep_best=null: no metric selects the best trial. Set keep_best=<metric>.")
     if config.seeds > 1 and "seed" in space.describe():
-        raise ValueError(f"config: seed has several values already: drop them, or seeds={config.seeds}")
+        raise ValueError(f"config: seed has several values already. Remove them, or seeds={config.seeds}.")
     if config.sampler == "grid":
         space.combinations()
     return config, space, run
 
 
 def read_space(argv: Sequence[str]) -> Space:
-    """Reads the space from a command line's words. ValueError where no key has several values."""
+    """Reads the space from command-line arguments. ValueError if no key has several values."""
     parameters, fixed = {}, [word for word in argv if _is_option(word)]
     overrides = _overrides_in(argv)
     for override in overrides:
         key = override.get_key_element()
         if key in _GIVEN_BY_SEARCH:
-            raise ValueError(f"config: {key} is search.py's own: {_GIVEN_BY_SEARCH[key]}")
+            raise ValueError(f"config: search.py sets {key} itself: {_GIVEN_BY_SEARCH[key]}")
         if override.is_sweep_override():
             if [each.get_key_element() for each in overrides].count(key) > 1:
-                raise ValueError(f"config: {key} has several values, and is given twice")
+                raise ValueError(f"config: {key} has several values, and is set twice. Remove one of them.")
             parameters[key] = _distribution(override)
         else:
             fixed.append(override.input_line)
     if not parameters:
         raise ValueError(
-            "config: there is nothing to search: give a key several values, such as "
-            "'lr=tag(log,interval(1e-4,1e-2))' or optimizer=choice(adam_atan2,muon)"
+            "config: no key has several values. Set one, such as 'lr=tag(log,interval(1e-4,1e-2))' or "
+            "optimizer=choice(adam_atan2,muon)."
         )
     return Space(parameters, tuple(fixed))
 
@@ -175,7 +186,7 @@ def _distribution(override: Override) -> BaseDistribution:
     sweep, word = override.value(), override.input_line
     tags = set(getattr(sweep, "tags", ()))
     if unknown := tags - (set() if isinstance(sweep, ChoiceSweep) else {"log"}):
-        raise ValueError(f"config: {word} has the tag {min(unknown)!r}; there is log, of numbers")
+        raise ValueError(f"config: {word} has the tag {min(unknown)!r}. Use only log, and only for numbers.")
     if isinstance(sweep, ChoiceSweep):
         return CategoricalDistribution(tuple(dict.fromkeys(override.sweep_string_iterator())))
     if isinstance(sweep, RangeSweep):
@@ -184,7 +195,7 @@ def _distribution(override: Override) -> BaseDistribution:
         is_whole = isinstance(sweep.end, int)
         low, high, step = sweep.start, sweep.end - is_whole, 1 if is_whole else None
     else:
-        raise ValueError(f"config: {word} is no choice, range or interval")
+        raise ValueError(f"config: {word} is not a choice, range or interval. Use one of them.")
     try:
         kind = IntDistribution if isinstance(low, int) else FloatDistribution
         return kind(low, high, step=step, log="log" in tags)
@@ -193,20 +204,20 @@ def _distribution(override: Override) -> BaseDistribution:
 
 
 def _ends(sweep: RangeSweep, word: str) -> tuple[float, float, float]:
-    """Returns (lowest value, highest value, step) of a range. ValueError, with `word`, if it is empty."""
+    """Returns (lowest value, highest value, step) of a range. ValueError if it is empty."""
     start, stop, step = (Decimal(str(number)) for number in (sweep.start, sweep.stop, sweep.step))
-    count = math.ceil((stop - start) / step) if step else 0  # Decimal: floats could count one too many
+    count = math.ceil((stop - start) / step) if step else 0  # with floats, rounding could add a value
     if count < 1:
-        raise ValueError(f"config: {word} has no values")
+        raise ValueError(f"config: {word} has no values. Change its ends.")
     number = int if all(isinstance(each, int) for each in (sweep.start, sweep.step)) else float
     low, high = sorted(number(start + index * step) for index in (0, count - 1))
     return low, high, abs(sweep.step)
 
 
 def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
-    """Returns key=value words as text of a file for config/experiment, which begins with `comment`.
+    """Returns key=value overrides as the text of a file for config/experiment. It starts with `comment`.
 
-    Leaves out options such as --config-dir.
+    Omits options such as --config-dir.
     """
     values, experiments, groups = OmegaConf.create(), [], {}
     for override in _overrides_in(overrides):

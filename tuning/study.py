@@ -1,4 +1,4 @@
-"""The study: Optuna's record of all trials in SQLite, from which an interrupted search continues."""
+"""Stores all trials of a search with Optuna in SQLite, so that an interrupted search can continue."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ _CONFIG, _SEARCH = "config", "search"
 class Study:
     """The trials of a search, stored by Optuna in the SQLite file `path`.
 
-    run: the config of a trial, in which the searched keys have arbitrary values. Raises ValueError where the
-    file is unreadable, or holds another search of the same name.
+    Raises ValueError if the file cannot be read, or contains another search of the same name.
+
+    run: Config of a trial. Its searched keys have arbitrary values.
     """
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
         self.name, self.space, self._config = config.study, space, config
         self._grid = space.combinations() if config.sampler == "grid" else []
         self.num_trials = len(self._grid) or config.trials
-        # Evaluations in a whole trial, over all its seeds.
+        # Number of evaluations of a complete trial, over all its seeds.
         self.num_evaluations = config.seeds * _count_evaluations(run)
         self.selection = Selection(run.keep_best, has_validation=run.validation_fraction > 0)
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         with _readable(path):
             if path.exists() and not path.is_file():
-                raise OSError("it is no regular file")
+                raise OSError("it is not a regular file")
             path.parent.mkdir(parents=True, exist_ok=True)
             storage = RDBStorage(f"sqlite:///{path.resolve()}")
             self.optuna = optuna.create_study(
@@ -60,9 +61,11 @@ class Study:
         self._format_words = [f"{FORMAT_KEY}={self._forward_dtype}"] if is_open else []
 
     def _claim(self, path: Path, run: PretrainConfig, known: dict[str, Any]) -> str:
-        """Stores the settings of a new search; returns the number format with which the search began.
+        """Stores the settings of a new search. Returns the number format with which the search started.
 
-        Raises ValueError if `known`, the file's attributes, has other settings.
+        Raises ValueError if the settings differ from those in the file.
+
+        known: Attributes of the study in the file.
         """
         now: dict[str, Any] = {
             "metric": self.selection.metric,
@@ -75,7 +78,7 @@ class Study:
         }
         where = f"study {self._config.study} in {path}"
         if (self.trials and _CONFIG not in known) or not isinstance(known.get(_CONFIG, {}), dict):
-            raise ValueError(f"{where} is not one of search.py: choose another study")
+            raise ValueError(f"{where} was not created by search.py. Choose another study.")
         before = known.get(_SEARCH, now)
         before = before if isinstance(before, dict) else {}
         keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
@@ -83,7 +86,7 @@ class Study:
         if not changes and _CONFIG in known:
             changes = describe_changes(known[_CONFIG], run)
         if changes:
-            raise ValueError(f"{where} is another search ({changes}): choose another study and folder")
+            raise ValueError(f"{where} is another search ({changes}). Choose another study and folder.")
         if _CONFIG in known:
             return format_of(known[_CONFIG])
         forward_dtype = find_format(run).name
@@ -92,9 +95,9 @@ class Study:
         return forward_dtype
 
     def overrides(self, values: dict[str, str]) -> list[str]:
-        """Returns the words of pretrain.py for a trial. All trials have the study's number format.
+        """Returns the arguments of pretrain.py for a trial. All trials use the number format of the study.
 
-        values: {key: text} of the searched keys.
+        values: {searched key: text}.
         """
         return [*self.space.overrides(values), *self._format_words]
 
@@ -106,18 +109,18 @@ class Study:
         return sum(trial.state in states for trial in self.trials)
 
     def unfinished(self) -> list[int]:
-        """Returns the numbers of the trials that have begun and not ended."""
+        """Returns the numbers of the trials that started and have not ended."""
         return [trial.number for trial in self.trials if not trial.state.is_finished()]
 
     def num_ended(self) -> int:
         return len(self.trials) - len(self.unfinished())
 
     def num_left(self) -> int:
-        """Returns how many trials are still to begin."""
+        """Returns the number of trials that have not started."""
         return max(self.num_trials - len(self.trials), 0)
 
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
-        """Begins a trial, or continues the unfinished one `number`; returns the trial and its parameters."""
+        """Starts a trial, or continues the unfinished trial `number`. Returns (trial, parameters)."""
         trial_number = len(self.trials) if number is None else number
         seed = int(np.random.SeedSequence([self._config.sampler_seed, trial_number]).generate_state(1)[0])
         self.optuna.sampler = optuna.samplers.TPESampler(
@@ -127,7 +130,7 @@ class Study:
             self.optuna.enqueue_trial(self._grid[trial_number])
         if (
             number is None or self.trials[number].state == TrialState.WAITING
-        ):  # killed before it was asked for
+        ):  # the search was killed before `ask`
             trial = self.optuna.ask()
         else:
             study_id = self._storage.get_study_id_from_name(self._config.study)
@@ -138,7 +141,7 @@ class Study:
         return trial, self.parameters(self.trials[trial.number])
 
     def report(self, trial: Trial, values: list[float]) -> bool:
-        """Stores new evaluations of a trial; returns whether to prune. values: all evaluations so far."""
+        """Stores new evaluations of a trial. Returns whether to prune it. values: All evaluations so far."""
         known = self.trials[trial.number].intermediate_values
         new = [number for number in range(1, len(values) + 1) if number not in known]
         for number in new:
@@ -146,7 +149,7 @@ class Study:
         return bool(new) and len(values) < self.num_evaluations and trial.should_prune()
 
     def best(self) -> FrozenTrial | None:
-        """Returns the best complete trial, the earliest of equal ones; None: there is none."""
+        """Returns the best complete trial. Ties go to the earliest one. None if no trial is complete."""
         choose = min if self.selection.lowest_is_best else max
         return choose(self._complete(), key=lambda trial: trial.value, default=None)
 
@@ -154,16 +157,16 @@ class Study:
         return [trial for trial in self.trials if trial.state == TrialState.COMPLETE]
 
     def describe_counts(self) -> str:
-        """Returns the numbers of complete, pruned and failed trials as text."""
+        """Returns how many trials are complete, pruned and failed, as text."""
         states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
         return ", ".join(f"{self.count(state)} {name}" for name, state in states.items())
 
     def describe_best(self) -> str:
-        """Returns the comment of best.yaml: trial and study, the command, and the measured value."""
+        """Returns the comment in best.yaml: trial and study, the command, and the measured value."""
         config, selection, best = self._config, self.selection, self.best()
         finished = self.count(TrialState.COMPLETE, TrialState.PRUNED)
         seeds = f", mean of {config.seeds} seeds" if config.seeds > 1 else ""
-        caution = "" if selection.selected_by == "validation" else ", which chose it: others will give less"
+        caution = "" if selection.selected_by == "validation" else " that selected it (optimistic)"
         options = "".join(f"{word} " for word in self.space.fixed if word.startswith("--"))
         return (
             f"The best of {finished} trials of a search (trial {best.number} of the study {config.study}).\n"
@@ -173,19 +176,19 @@ class Study:
         )
 
     def find_complete(self, values: dict[str, str]) -> FrozenTrial | None:
-        """Returns a complete trial with these parameters; None: there is none."""
+        """Returns a complete trial with these parameters. None if there is none."""
         return next((trial for trial in self._complete() if self.parameters(trial) == values), None)
 
     def parameters(self, trial: FrozenTrial) -> dict[str, str]:
-        """Returns {key: text for a command line} of a trial; {} before all parameters are drawn.
+        """Returns {key: text for a command line} of a trial. {} if a parameter is not sampled yet.
 
-        Raises ValueError for a value outside the space, which another program must have stored.
+        Raises ValueError if a value is not in the search space. Another program must have stored it.
         """
         try:
             return self.space.written(trial.params)
         except ValueError as error:
             raise ValueError(
-                f"trial {trial.number} of study {self.name}: {error}: choose another study"
+                f"trial {trial.number} of study {self.name}: {error}. Choose another study."
             ) from None
 
     def _pruner(self) -> optuna.pruners.BasePruner:
@@ -206,25 +209,25 @@ def _count_evaluations(run: PretrainConfig) -> int:
 
 
 def folder_of(config: SearchConfig) -> Path:
-    """Returns the folder with the trials of a search; search/<study> by default."""
+    """Returns the folder of the trials of a search. The default is search/<study>."""
     return Path(config.folder) if config.folder else Path("search") / config.study
 
 
 def open_folder(config: SearchConfig) -> Path:
-    """Creates the folder of a search, and locks it until this process ends. ValueError where this fails."""
+    """Creates the folder of a search, and locks it until this process ends. ValueError if this fails."""
     folder = folder_of(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder, other="folder")
     except OSError as error:
-        raise ValueError(f"cannot write into {folder} ({error.strerror}): choose another folder") from None
+        raise ValueError(f"cannot write into {folder} ({error.strerror}). Choose another folder.") from None
     return folder
 
 
 def storage_of(config: SearchConfig) -> Path:
-    """Returns the path of the SQLite file. Raises ValueError where `storage` is a URL."""
+    """Returns the path of the SQLite file. Raises ValueError if `storage` is a URL."""
     if config.storage and "://" in config.storage:
-        raise ValueError(f"config: storage={config.storage} is an address: give the path of a SQLite file")
+        raise ValueError(f"config: storage={config.storage} is a URL. Set the path of a SQLite file.")
     return Path(config.storage) if config.storage else folder_of(config) / "study.db"
 
 
@@ -232,6 +235,6 @@ def storage_of(config: SearchConfig) -> Path:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # Optuna raises almost anything for a file that it did not write
+    except Exception as error:  # Optuna raises many types of errors for a file that it did not write
         reason = (str(getattr(error, "orig", None) or error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{path} is no storage of studies ({reason}): choose another storage") from None
+        raise ValueError(f"{path} is not a storage of studies ({reason}). Choose another storage.") from None

@@ -1,4 +1,4 @@
-"""One trial of a search: runs of pretrain.py, one for each seed, and the metrics in their logs."""
+"""Runs one trial of a search: one run of pretrain.py for each seed. Reads the metrics of the runs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,19 @@ from training.run_folder import has_ended, is_in_use
 
 OUTPUT_FILE = "output.log"
 _POLL_SECONDS = 0.2
-_GRACE_SECONDS = 120  # from asking a run to stop to killing it
+_GRACE_SECONDS = 120  # a run that was asked to stop is killed after this time
 
 
 class Trial:
-    """The runs of one trial, one after the other, each a child process.
+    """The runs of one trial. They run one after the other, as child processes.
 
-    drawn: Optuna's trial. commands: {run folder: command that starts or continues the run}. selection: the
-    metric that measures a run. max_steps: of each run. cores: the CPU cores to run on; None: all.
-    is_stopped: set to ask the current run to save and end, which takes seconds.
+    drawn: Optuna's trial.
+    commands: {run folder: command that starts or continues the run}.
+    selection: Metric that measures a run.
+    max_steps: The key max_steps of each run.
+    cores: CPU cores of the runs. If None, all cores.
+
+    If the caller sets `is_stopped`, the current run saves and ends. This takes several seconds.
     """
 
     is_stopped = is_pruned = False
@@ -51,13 +55,18 @@ class Trial:
         self._logs: dict[Path, tuple[object, dict[int, float]]] = {}
 
     async def run(self, on_poll: Callable[[Trial], None]) -> None:
-        """Runs all commands to their ends, or until `is_stopped`. on_poll: called five times a second.
+        """Runs all commands until they end, or until `is_stopped`.
 
-        Starts a run again that ended early, if it saved a newer checkpoint; else raises ValueError, one line.
+        If a run ends early, but has saved a newer checkpoint, this function starts it again. Otherwise it
+        raises ValueError with a one-line message.
+
+        on_poll: Called five times a second.
         """
         for folder, command in self._commands.items():
             while not (self.is_stopped or self._has_ended(folder)):
-                if folder.is_dir() and is_in_use(folder):  # the run of a killed search may still be ending
+                if folder.is_dir() and is_in_use(
+                    folder
+                ):  # if the search was killed, the run may not have ended yet
                     on_poll(self)
                     await asyncio.sleep(_POLL_SECONDS)
                     continue
@@ -70,7 +79,10 @@ class Trial:
                     raise ValueError(f"{why_it_failed(said, status)} ({log})")
 
     async def _run_once(self, folder: Path, command: Sequence[str], on_poll: Callable[[Trial], None]) -> int:
-        """Runs a command to its end, and returns the exit status; an exception here stops the process."""
+        """Runs a command, and returns its exit status.
+
+        If an exception is raised here, the command is stopped.
+        """
         stop_signal, asked_at = _stop_signal(command), None
         folder.mkdir(parents=True, exist_ok=True)
         with open_to_append(folder / OUTPUT_FILE) as output:
@@ -95,21 +107,21 @@ class Trial:
         return all(map(self._has_ended, self._commands))
 
     def values(self) -> list[float]:
-        """Returns the values of the metric at all evaluations so far, of all runs in order."""
+        """Returns the values of the metric at all evaluations so far, run after run."""
         return [value for folder in self._commands for value in self._evaluations(folder).values()]
 
     def score(self) -> float:
-        """Returns the mean over runs of the best value of the metric. ValueError for a run without values."""
+        """Returns the best value of the metric, averaged over runs. ValueError if a run has no value."""
         best = []
         for folder in self._commands:
             values = self._evaluations(folder)
             if (step := self._selection.best_step(values)) is None:
-                raise ValueError(f"{folder / METRICS_FILE} has no value of {self._selection.metric}")
+                raise ValueError(f"{folder / METRICS_FILE} contains no value of {self._selection.metric}.")
             best.append(values[step])
         return math.fsum(best) / len(best)
 
     def _evaluations(self, folder: Path) -> dict[int, float]:
-        """Returns {step: value of the metric} of a run; reads the log again only if it has changed."""
+        """Returns {step: value of the metric} of a run. Reads metrics.jsonl only if it has changed."""
         with contextlib.suppress(FileNotFoundError):
             stat = (folder / METRICS_FILE).stat()
             version = (stat.st_size, stat.st_mtime_ns)
@@ -121,12 +133,15 @@ class Trial:
 
 
 def _stop_signal(command: Sequence[str]) -> signal.Signals:
-    """Returns the signal that makes a command's run save and end: SIGUSR1 for srun, which dies by SIGTERM."""
+    """Returns the signal that makes a run save and end.
+
+    For srun it is SIGUSR1, because SIGTERM kills srun.
+    """
     return signal.SIGUSR1 if Path(command[0]).name == "srun" else signal.SIGTERM
 
 
 def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
-    """Returns the CPU cores for the trial in `slot`, of `num_slots` side by side; None: no restriction."""
+    """Returns the CPU cores for the trial in `slot`, of `num_slots` parallel trials. None: all cores."""
     if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
         return None
     cores = sorted(os.sched_getaffinity(0))
