@@ -139,7 +139,7 @@ def test_a_rank_out_of_reach_and_a_name_that_does_not_resolve_are_named(tmp_path
     assert "--local-addr" in name
     assert address.startswith(
         "warning (rank 0): rank 2 (nowhere.invalid, lo 127.0.0.1) cannot be reached by ranks 0, 1, 2 on "
-        f"{hosts} (Connection refused): "
+        f"{hosts} (Connection refused). "
     )
     assert finished.statuses == [0, 0, 0], "gloo may come through where the other one calls"
 

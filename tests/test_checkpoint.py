@@ -141,7 +141,7 @@ def test_resume_modes(run, tmp_path):
         assert choose_checkpoint(run, run_config(run, resume=mode)) == run / "step_8"
     with pytest.raises(ValueError, match=r"resume=never, but .* step_8\. .*run_name"):
         choose_checkpoint(run, run_config(run, resume="never"))
-    with pytest.raises(ValueError, match="step_3 is not the newest .* step_8: .*run_name"):
+    with pytest.raises(ValueError, match=r"step_3 is not the newest .* \(step_8\)\. .*run_name"):
         choose_checkpoint(run, run_config(run, resume=str(run / "step_3")))
 
     branch = tmp_path / "branch"

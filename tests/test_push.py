@@ -195,11 +195,11 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     assert find_checkpoint(tmp_path / "dry").seq_len == 16
     push([str(trained / "best"), "owner/name", "--dry-run", str(tmp_path / "best")])
     assert find_checkpoint(tmp_path / "best").selected_by == "test"
-    assert "The test puzzles themselves chose" in (tmp_path / "best" / "README.md").read_text()
+    assert "selected on the test puzzles" in (tmp_path / "best" / "README.md").read_text()
     assert capsys.readouterr().err == ""
     push([str(trained / "step_5"), "owner/name", "--dry-run", str(tmp_path / "early")])
     assert "step_5 was not evaluated. Its card will have no results." in capsys.readouterr().err
-    assert "It was not evaluated before it was pushed" in (tmp_path / "early" / "README.md").read_text()
+    assert "was not evaluated before it was shared" in (tmp_path / "early" / "README.md").read_text()
 
 
 def _find_on_nodes(homes: list[str], environment: dict[str, str]) -> str:

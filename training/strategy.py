@@ -202,9 +202,9 @@ class LocalSteps(Strategy):
         self._anchor.copy_(self._master_weights)
 
     @property
-    def _masters(self) -> Tensor:
+    def _master_weights(self) -> Tensor:
         """Returns the flat float32 master weights, [size]. Each rank updates all of them."""
-        (weights,) = self._sync.flat.masters.buffers
+        (weights,) = self._sync.flat.master_weights.buffers
         return weights
 
     def moments(self) -> Tensors:
