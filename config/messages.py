@@ -145,7 +145,7 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
     for folder in folders:
         if not Path(folder).is_dir():
             problem = "is a file" if Path(folder).exists() else "does not exist"
-            several = f"; several folders are {key}=[{folder}]" if "," in folder else ""
+            several = f". Several folders are {key}=[{folder}]." if "," in folder else ""
             names = (
                 [experiment]
                 if experiment
@@ -153,10 +153,10 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
             )
             commands = [made for name in names if (made := _data_of(name))]
             own = [made for made in commands if f"--output-dir {folder} " in f"{made} "]
-            remedy = f"build it: {own[0]}" if own else "build it (docs/data.md)"
+            hint = f"Build it: {own[0]}" if own else f"Build it (docs/data.md), or set {key}"
             if experiment and commands and not own:
-                remedy += f", or that of experiment={experiment}: {commands[0]}"
-            raise ValueError(f"data folder {folder} {problem}: {remedy}; or set {key}{several}")
+                hint += f". The data of experiment={experiment}: {commands[0]}"
+            raise ValueError(f"data folder {folder} {problem}. {hint}{several}")
 
 
 def _data_of(experiment: str) -> str | None:

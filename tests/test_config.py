@@ -292,18 +292,20 @@ def test_an_experiment_with_another_arch(monkeypatch):
 def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for experiment, command in {
-        "maze_hard": "maze-30x30-hard-1k --source hf://datasets/sapientinc/maze-30x30-hard-1k;",
+        "maze_hard": "maze-30x30-hard-1k --source hf://datasets/sapientinc/maze-30x30-hard-1k",
         "serrm_sudoku": "python -m dataset.build sudoku --output-dir data/sudoku-extreme-1k",
         "own_task": "python -m dataset.build pairs",
     }.items():
         monkeypatch.setattr(sys, "argv", ["pretrain.py", f"experiment={experiment}"])
-        with pytest.raises(ValueError, match=r"^data folder data/\S+ does not exist: build it: ") as caught:
+        with pytest.raises(ValueError, match=r"^data folder data/\S+ does not exist\. Build it: ") as caught:
             compose_run()
         assert command in str(caught.value)
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "experiment=own_task", "data_path=data/mine"])
-    with pytest.raises(ValueError, match=r"^data folder data/mine .* that of experiment=own_task: python"):
+    with pytest.raises(
+        ValueError, match=r"^data folder data/mine .* The data of experiment=own_task: python"
+    ):
         compose_run()
-    with pytest.raises(ValueError, match="arc-mini does not exist: build it: python .* --generate 40 "):
+    with pytest.raises(ValueError, match="arc-mini does not exist. Build it: python .* --generate 40 "):
         check_data_folders(["data/arc-mini"], experiment=None)  # as of a model in weights/
 
 
