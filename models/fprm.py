@@ -110,7 +110,8 @@ class FPRM(TokenNetwork):
 
     def __init__(self, arch: FPRMConfig, metadata: Metadata):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
-        # Recorded results depend on the order of initialization. Modules are registered in the order of use.
+        # The heads are initialized first, because recorded results depend on this order of random numbers.
+        # Then all modules are registered in the order of use.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = FixedPointLevel(arch, metadata)
         self.lm_head, self.q_head = lm_head, q_head

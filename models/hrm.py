@@ -37,7 +37,8 @@ class HRM(TokenNetwork):
         # The state of a slot that starts: random vectors, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # Recorded results depend on the order of initialization. Modules are registered in the order of use.
+        # The heads are initialized first, because recorded results depend on this order of random numbers.
+        # Then all modules are registered in the order of use.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         H_level = Level(build_block(arch, metadata) for _ in range(arch.H_layers))
         self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))

@@ -19,7 +19,17 @@ The state of a slot (`LDT.start` makes it):
     outcome  uint8 [batch]                 SOLVED or CONTRADICTORY after the last move, else 0
     guess    int16 [batch]                 the cell that the last move pinned, or NO_GUESS
 
-In training, the losses and the rule that boards leave (`leaves`) use `target`. An evaluation does not.
+What happens to a board after its move:
+
+    outcome                         training                                    evaluation (a search)
+    ------------------------------  ------------------------------------------  -------------------------
+    SOLVED                          leaves, also if it is solved wrongly        stays; it is the answer
+    CONTRADICTORY, solution lost    leaves                                      is reset to `entered`
+    CONTRADICTORY, but sound        stays, without the candidates struck out    is reset to `entered`
+    neither                         stays, with one more cell pinned            the same
+
+In training, the losses and the rule that boards leave (`leaves`) use `target`. An evaluation does not. A cell
+with one candidate in `entered` is a given cell, also if the candidate is a hint. It never loses it.
 """
 
 from __future__ import annotations
@@ -85,7 +95,7 @@ def move(
     cell = torch.where(number > 1, rank, -torch.inf).argmax(-1)
     score = last.digit[rows, cell] / arch.temperature
     if reasoning.decision_value == "drawn":
-        score = score - (-rng.uniform(score.shape[1:], use="value").log()).log()
+        score = score - (-rng.uniform(score.shape[1:], use="value").log()).log()  # Gumbel noise: samples
     if arch.true_pin_prob and not in_search:
         is_true = rng.uniform((), use="pin") < arch.true_pin_prob * (1 - reasoning.progress)
         score = torch.where(is_true[:, None] & (state["target"][rows, cell] == 1), torch.inf, score)

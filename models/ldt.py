@@ -109,8 +109,9 @@ class BoardObjective:
 
         Each loss is a mean over the loops. The targets are of the board before the move.
 
-        keep_loss      Binary cross-entropy of `keep` against "a candidate, and right", the mean over cells
-                       and values. Right candidates have the weight keep_weight, others kill_weight.
+        keep_loss      Binary cross-entropy of `keep` against "a candidate, and right", the mean over all
+                       cells and values, also those that are struck out. The weight is keep_weight for right
+                       candidates, else kill_weight.
         digit_loss     Cross-entropy of `digit`, the mean over the cells of `digit_cells` in the global batch.
                        These are the cells without a given value, on boards that have the solution.
         conflict_loss  Binary cross-entropy of `conflict` against "the board has lost the solution".

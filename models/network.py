@@ -31,8 +31,9 @@ class Network(nn.Module):
 
     A subclass defines three methods:
 
-    __init__(arch, metadata)  builds the modules in the order of use. The backward pass then completes the
-                              gradients in about the reverse order, and ranks send them in that order.
+    __init__(arch, metadata)  builds the modules, and registers them in the order of use. The backward pass
+                              then completes the gradients in about the reverse order, and ranks send them
+                              in that order.
     initial_state             returns the state of a slot that starts on a puzzle
     forward                   runs one thinking step
 
@@ -134,9 +135,10 @@ class TokenNetwork(Network):
 
             e = sqrt(hidden_size) * [puzzle embedding, token embeddings]
 
-        The factor makes the entries of e about 1, because token embeddings are initialized with standard
-        deviation 1 / sqrt(hidden_size). With pos_encodings=learned, e is sqrt(hidden_size / 2) times the sum
-        of these embeddings and the position embeddings. Rotary positions are added in the attention.
+        The factor makes the entries of the cells about 1, because token embeddings are initialized with
+        standard deviation 1 / sqrt(hidden_size). Puzzle embeddings start at 0. With pos_encodings=learned, e
+        is sqrt(hidden_size / 2) times the sum of these embeddings and the position embeddings. Rotary
+        positions are applied in the attention.
 
         inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: int32 [batch].
         """

@@ -92,7 +92,7 @@ class Objective:
 
         Args:
             network: The network. An objective keeps no reference to it.
-            before: Input of the thinking step.
+            before: Input of the thinking step, after `HaltingModel.refill`.
             output: Output of the thinking step.
             divisors: "slots" and the divisors that `divisors` names, summed over ranks.
             reasoning: Settings of the thinking step.

@@ -21,7 +21,8 @@ class Transformer(TokenNetwork):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # Recorded results depend on the order of initialization. Modules are registered in the order of use.
+        # The heads are initialized first, because recorded results depend on this order of random numbers.
+        # Then all modules are registered in the order of use.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.blocks = Level(build_block(arch, metadata) for _ in range(arch.num_layers))
         self.lm_head, self.q_head = lm_head, q_head

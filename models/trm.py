@@ -40,8 +40,8 @@ class TRM(TokenNetwork):
         # The state of a slot that starts: random vectors, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # The heads are initialized before the level, because recorded results depend on this order of random
-        # numbers. Modules are registered in the order of use.
+        # The heads are initialized first, because recorded results depend on this order of random numbers.
+        # Then all modules are registered in the order of use.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head

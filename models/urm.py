@@ -53,7 +53,8 @@ class URM(TokenNetwork):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
         # The state of a slot that starts: a random vector, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # Recorded results depend on the order of initialization. Modules are registered in the order of use.
+        # The heads are initialized first, because recorded results depend on this order of random numbers.
+        # Then all modules are registered in the order of use.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = Level(build_block(arch, metadata, mlp=ConvSwiGLU) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head

@@ -77,7 +77,7 @@ def train_step(
     after, sums = forward_and_backward(state, active, config, divisors, reasoning, rng, is_asked_to_stop)
     state.carry = state.carry.with_boards_(picked, after)
     grad_norm, result = update(state, config, rates, clock)
-    # When a record is logged, every metric is summed over ranks. The gradient norm is equal on all ranks, so
+    # When a row is logged, every metric is summed over ranks. The gradient norm is equal on all ranks, so
     # divide it by their number first. With local steps, the result is the mean over ranks.
     state.metrics.add(_add(sums, {"grad_norm": grad_norm / state.ranks.size}))
     return result
