@@ -153,7 +153,7 @@ _CHOICE = json.dumps({"name": "CategoricalDistribution", "attributes": {"choices
             "'hf://evil' is not in the search space",
         ),
         ("trial_params SET distribution_json = '[]'", "study.db is not a storage of studies"),
-        ("study_user_attributes SET value_json = '7' WHERE key = 'config'", "study.db is not one of"),
+        ("study_user_attributes SET value_json = '7' WHERE key = 'config'", "study.db was not created"),
         ("study_user_attributes SET value_json = 'a'", "study.db is not a storage of studies"),
     ],
 )
