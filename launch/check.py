@@ -139,7 +139,7 @@ def _check_names(hosts: Sequence[str]) -> None:
             dict.fromkeys(hosts[number] for number in range(len(hosts)) if name in unknown[number])
         ):
             log.warning(
-                f"host name {name} does not resolve on {', '.join(callers)}. Pass --local-addr to torchrun on "
+                f"the name {name} does not resolve on {', '.join(callers)}. Pass --local-addr to torchrun on "
                 f"{name}, with an address or a name that all nodes can resolve."
             )
 
@@ -165,8 +165,8 @@ def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -
             log.warning(
                 f"rank {number} ({host}, {interface} {address}) cannot be reached by "
                 f"{log.name_ranks(callers)} on {hosts} ({faults[callers[0]][number]}). Set "
-                "GLOO_SOCKET_IFNAME to the interface that leads to the other hosts. Allow TCP connections from "
-                "them to any port in the firewall."
+                "GLOO_SOCKET_IFNAME to the interface that leads to the other hosts. In the firewall, allow "
+                "TCP connections from them to any port."
             )
     for a, b in itertools.combinations(range(len(rows)), 2):
         if faults[a][b] and faults[b][a]:

@@ -113,8 +113,8 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
         )
     if model.eval_reasoning("max").is_noisy and not is_search:
         raise ValueError(
-            f"checkpoint {checkpoint.path} was trained with init_noise or state_noise. A page cannot generate "
-            "that noise. Choose another checkpoint."
+            f"checkpoint {checkpoint.path} was trained with init_noise or state_noise. A page cannot "
+            "generate noise. Choose another checkpoint."
         )
     made_up = make_up(info)
     folders = folders or checkpoint.find_data()

@@ -61,7 +61,7 @@ def test_all_ranks_reach_each_other(tmp_path, free_port):
     pairs = re.findall(rf"^(\d) <-> (\d){_VALUES}$", finished.stdout, flags=re.MULTILINE)
     assert sorted(pairs) == [("0", "1"), ("0", "2"), ("1", "2")]
     assert re.search(rf"^all-reduce{_VALUES} on the bus$", finished.stdout, flags=re.MULTILINE)
-    assert finished.stdout.endswith("all 3 ranks reach each other\n")
+    assert finished.stdout.endswith("all 3 ranks can reach each other\n")
 
 
 def _rule() -> str:
@@ -135,11 +135,11 @@ def test_a_rank_out_of_reach_and_a_name_that_does_not_resolve_are_named(tmp_path
     finished = _check(tmp_path, 3, "--quick", "--device=cpu", spoil=spoil)
     name, address = _lines(finished, "warning")
     hosts = f"{socket.gethostname()}, nowhere.invalid"
-    assert name.startswith(f"warning (rank 0): the name nowhere.invalid does not resolve on {hosts}: ")
+    assert name.startswith(f"warning (rank 0): the name nowhere.invalid does not resolve on {hosts}. ")
     assert "--local-addr" in name
     assert address.startswith(
         "warning (rank 0): rank 2 (nowhere.invalid, lo 127.0.0.1) cannot be reached by ranks 0, 1, 2 on "
-        f"{hosts} (Connection refused): "
+        f"{hosts} (Connection refused). "
     )
     assert finished.statuses == [0, 0, 0], "gloo may come through where the other one calls"
 
@@ -165,7 +165,7 @@ def _fail_to_listen() -> None:
     [
         (sys.exit, 1, r"error: rank 2 of 3 did not start within 5 seconds .*"),
         (_hang_in_messages, EXIT_HANG, r"error \(rank \d\): .*\brank 2: in step 3, .*\(_hang\).*"),
-        (_fail_to_listen, 1, r"error: rank 2 of 3 did not set up: OSError: no more sockets"),
+        (_fail_to_listen, 1, r"error: rank 2 of 3 could not set up: OSError: no more sockets"),
     ],
     ids=["absent", "messages", "failure"],
 )
@@ -184,7 +184,7 @@ def test_a_rank_that_hangs_or_fails_is_named_and_all_end(tmp_path, spoil, status
 @pytest.mark.parametrize(
     ("argument", "status", "text"),
     [
-        ("--backend=nccl", 1, "error: ranks 0, 1 of 2 did not set up: backend=nccl needs CUDA"),
+        ("--backend=nccl", 1, "error: ranks 0, 1 of 2 could not set up: backend=nccl needs CUDA"),
         ("--timeout=0", 2, "python -m launch.check: error: --timeout 0"),
     ],
 )
@@ -197,7 +197,9 @@ def test_mistakes_are_printed_once(tmp_path, argument, status, text):
 
 def test_addresses_are_those_of_the_chosen_interface(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
-    with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME=no-such-one: No such device; there are .*'lo'"):
+    with pytest.raises(
+        ValueError, match="GLOO_SOCKET_IFNAME=no-such-one: No such device. Choose one of .*'lo'"
+    ):
         listen_like_gloo()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="GLOO_SOCKET_IFNAME: no interface no-such-one; there are .*lo"):

@@ -62,7 +62,7 @@ def pushed(trained, server, tmp_path_factory) -> HubServer:
     assert finished.statuses == [0], finished.stderr
     assert finished.stderr == ""
     page = f"{server.environment(home)['HF_ENDPOINT']}/{_REPO}"
-    assert finished.stdout == f"pushed run/step_10 to {page}: checkpoint={_HERE} reads it\n"
+    assert finished.stdout == f"pushed run/step_10 to {page}. To load it, set checkpoint={_HERE}.\n"
     return server
 
 
@@ -78,7 +78,11 @@ def _evaluate(folder: Path, *arguments: str, world_size: int = 1, **environment:
 def test_a_model_is_kept_in_the_smallest_dtype_that_changes_no_answer(trained, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(keep, "SHIPPED", tmp_path)
     keep.main([str(trained), "tiny", "--data-path", "data/tiny"])
-    tried = re.findall(r"^torch\.(\w+) changes (\d+) of 100 answers in (\w+)$", capsys.readouterr().out, re.M)
+    tried = re.findall(
+        r"^torch\.(\w+) weights change (\d+) of 100 answers, computed in (\w+)$",
+        capsys.readouterr().out,
+        re.M,
+    )
     kept = find_checkpoint(tmp_path / "tiny")
     assert kept.data_paths == ["data/tiny"]
     (dtype,) = {str(tensor.dtype).removeprefix("torch.") for tensor in load_file(kept.path).values()}

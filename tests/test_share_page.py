@@ -246,7 +246,7 @@ def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, 
     with pytest.raises(ValueError, match="own is not empty and was not made by share page: choose another"):
         _write(trained, tmp_path / "own")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="npm is not installed: give runtime=FOLDER"):
+    with pytest.raises(ValueError, match=r"npm is not installed\. Set runtime=FOLDER"):
         _write(trained, page)
     assert {path.name for path in tmp_path.iterdir()} == {"package", "own", "noisy", "ldt"}
 

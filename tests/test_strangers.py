@@ -177,7 +177,7 @@ def test_a_host_is_no_option_and_no_command(host):
     command = ["bash", REPOSITORY / "launch" / "hosts.sh", "--print", f"{host},node2", "pretrain.py", "x"]
     finished = subprocess.run(command, capture_output=True, text=True)
     assert finished.returncode == 2
-    assert "is no name of a host" in finished.stderr
+    assert "is not a host name" in finished.stderr
 
 
 def test_the_page_asks_nobody_and_the_image_is_no_root():

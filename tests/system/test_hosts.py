@@ -96,12 +96,13 @@ def test_a_taken_port_and_an_unknown_first_host_are_one_line(machines):
         other.kill()
         other.communicate()
     assert finished.returncode == 1
-    taken = "node0:4711, where all are to meet: Address already in use; choose another, PORT=n"
+    taken = "cannot use node0:4711 for the rendezvous: Address already in use. Set PORT to a free port."
     assert f"node0: error: {taken}" in finished.stdout.splitlines()
     finished = _ended(machines, "localhost,node1")
     assert finished.returncode == 1
-    itself = "localhost:29400, where all are to meet: that is this machine itself; name the first host as"
-    assert f"node1: error: {itself} the others know it" in finished.stdout.splitlines()
+    itself = "cannot use localhost:29400 for the rendezvous: the name resolves to the local machine. Pass a"
+    advice = "name of the first host that all hosts can resolve."
+    assert f"node1: error: {itself} {advice}" in finished.stdout.splitlines()
 
 
 def test_without_ssh_the_commands_are_printed(tmp_path):
