@@ -5,12 +5,13 @@
         --test-time --write "A sentence on what is new."
     python -m records --table
 
-The first command prints a line for each seed, and then a line of JSON. The time of a seed starts with building
-the data and ends with the final evaluation. The data is built once, and its time counts for every seed.
+The first command prints a line for each seed, and then a line of JSON. The time of a seed starts with
+building the data and ends with the final evaluation. The data is built once, and its time counts for every
+seed.
 
 --folder keeps data and runs. The same command continues after an interruption and skips completed seeds.
-Overrides such as max_steps=100 change the recipe. They cannot be combined with --write. The first training in a
-folder fixes the number format: the one of --dtype, or else the fast one on this machine. --write stores the
+Overrides such as max_steps=100 change the recipe. They cannot be combined with --write. The first training in
+a folder fixes the number format: the one of --dtype, or else the fast one on this machine. --write stores the
 result in records/ and updates the tables of all rungs. It replaces the entry of the rung that has the same
 instruction set and number format. --table only updates the tables.
 """

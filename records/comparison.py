@@ -3,11 +3,11 @@
     python -m records.comparison --folder checkpoints/comparison
 
 For each model, the program tunes the learning rate, trains several seeds, and evaluates them, also with more
-test-time compute. records/comparison.yaml lists models and trainings. The folder keeps data and runs, so the same
-command continues after an interruption. After each training, the program writes comparison.json, README.md and
-comparison.svg. It skips trainings that are in comparison.json. To continue on another machine, copy only this file,
-for example from records/comparison/. All trainings and evaluations have the same number format: that of
-comparison.json, else that of --dtype, else the fast one on the machine of the first training.
+test-time compute. records/comparison.yaml lists models and trainings. The folder keeps data and runs, so the
+same command continues after an interruption. After each training, the program writes comparison.json,
+README.md and comparison.svg. It skips trainings that are in comparison.json. To continue on another machine,
+copy only this file, for example from records/comparison/. All trainings and evaluations have the same number
+format: that of comparison.json, else that of --dtype, else the fast one on the machine of the first training.
 """
 
 import runtime.environment  # noqa: F401
@@ -45,12 +45,12 @@ _HEAD = """# Models at equal training operations
 ![{title}]({picture})
 
 All models are trained with the same number of operations (PF: 1e15) on puzzles of a rung of the records, and
-evaluated on 1000 other puzzles. Accuracy: fraction of puzzles with every cell right, as mean +- standard deviation
-over seeds. lr: the better of two values on held-out training puzzles of `{rung}` ({petaflops:g} PF, one seed).
-Thinking longer: four times as many steps. LDT searches instead: four chains of 40 rounds instead of one chain of
-30, with guesses at a cell with the fewest candidates. In the picture, this is the right end of a line.
-Processor-hours: training and evaluation, with other programs running. Number format: {forward_dtype}. The last
-training ran on: {cpu}, instruction set: {instruction_set}.
+evaluated on 1000 other puzzles. Accuracy: fraction of puzzles with every cell right, as mean +- standard
+deviation over seeds. lr: the better of two values on held-out training puzzles of `{rung}` ({petaflops:g} PF,
+one seed). Thinking longer: four times as many steps. LDT searches instead: four chains of 40 rounds instead
+of one chain of 30, with guesses at a cell with the fewest candidates. In the picture, this is the right end
+of a line. Processor-hours: training and evaluation, with other programs running. Number format:
+{forward_dtype}. The last training ran on: {cpu}, instruction set: {instruction_set}.
 
     python -m records.comparison --folder checkpoints/comparison
 """

@@ -1,7 +1,7 @@
 """The list of rungs: benchmark tasks with fixed data, a goal in accuracy, and a time limit.
 
-A new rung needs an entry here and config/experiment/<name>.yaml. The seed of the data builder is fixed, so all
-training seeds and all recipes use the same puzzles.
+A new rung needs an entry here and config/experiment/<name>.yaml. The seed of the data builder is fixed, so
+all training seeds and all recipes use the same puzzles.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ class Rung:
     """A rung of the ladder.
 
     what       description of the puzzles, for the tables
-    builder    arguments of `python -m dataset.build` for the dataset {data}, without --output-dir. {source} is
-               replaced by the option --source, for data that is not in the repository
+    builder    arguments of `python -m dataset.build` for the dataset {data}, without --output-dir. {source}
+               is replaced by the option --source, for data that is not in the repository
     also       arguments for a second dataset {more_data}. If empty, the rung has only one dataset
-    trainings  arguments of pretrain.py for consecutive trainings. The last model is evaluated. {name}, {seed},
-               {data}, {more_data} and {before} (the previous run folder) are replaced
+    trainings  arguments of pretrain.py for consecutive trainings. The last model is evaluated. {name},
+               {seed}, {data}, {more_data} and {before} (the previous run folder) are replaced
     goal       lower bound for the mean of `metric` over seeds
     seconds    time limit per seed, from building the data to the end of the final evaluation
     judge      arguments of the evaluate.py run that gives the accuracy, within the time limit. If empty, the

@@ -1,9 +1,10 @@
 """Runs a rung of the records: builds data, trains each seed, evaluates, and measures the time.
 
 The clock runs only while one of these programs runs. It is saved to disk, and a later launch continues it. A
-folder contains one rung: `data/`, and for each seed `seed_<n>/` with the run folder `run/`, the output, and the
-clock. The clock stores the time of each record of metrics.jsonl. If a rung has several trainings, the earlier
-ones are in `training_<m>/`. `format.json` contains the number format of all trainings and evaluations.
+folder contains one rung: `data/`, and for each seed `seed_<n>/` with the run folder `run/`, the output, and
+the clock. The clock stores the time of each record of metrics.jsonl. If a rung has several trainings, the
+earlier ones are in `training_<m>/`. `format.json` contains the number format of all trainings and
+evaluations.
 """
 
 from runtime.environment import num_cores
@@ -71,15 +72,13 @@ class Rerun:
         return describe_machine(self._device) | versions | {"forward_dtype": self.forward_dtype}
 
     def check(self, seeds: range) -> None:
-        """Raises ValueError if the recipe is invalid. Exits with one line if the folder has another recipe."""
+        """Raises ValueError if the recipe is invalid. Exits if the folder has a run of another recipe."""
         for seed in seeds:
             for run, recipe in self._trainings(seed):
                 now, config = compose_overrides(PretrainConfig, recipe), run / CONFIG_FILE
                 changes = describe_changes(read_yaml(config), now) if config.exists() else ""
                 if changes:
-                    fail(
-                        f"{self.folder} contains a run of another recipe ({changes}). Choose another --folder."
-                    )
+                    fail(f"{self.folder} has a run of another recipe ({changes}). Choose another --folder.")
 
     def build_data(self) -> float:
         """Builds the data if it is missing. Returns the seconds that this took, now or earlier."""
@@ -99,8 +98,8 @@ class Rerun:
     def train(self, seed: int, *, data_seconds: float) -> dict[str, Any]:
         """Trains a seed to the end, and continues an interrupted run. Returns a dict of results.
 
-        seconds: data_seconds, plus the time of all trainings and evaluations. processor_hours: CPU time of all
-        processes. petaflops: Operations of the trainings, in 1e15. other_cores: Mean number of cores that
+        seconds: data_seconds, plus the time of all trainings and evaluations. processor_hours: CPU time of
+        all processes. petaflops: Operations of the trainings, in 1e15. other_cores: Mean number of cores that
         other programs used, or None if it is unknown.
         """
         rung, clocks, petaflops = self.rung, [Clock(self._data_clock)], []
@@ -153,9 +152,9 @@ class Rerun:
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
         """Evaluates a trained seed with more test-time compute (`test_time` of the rung), unless done.
 
-        Returns a dict for each setting: `steps`, `samples`, accuracies, and `calls` of the network per puzzle.
-        The values are means over test sets, with the first selection rule. The last setting has the most steps
-        and samples. It also has the metric of the rung.
+        Returns a dict for each setting: `steps`, `samples`, accuracies, and `calls` of the network per
+        puzzle. The values are means over test sets, with the first selection rule. The last setting has the
+        most steps and samples. It also has the metric of the rung.
         """
         rung, folder = self.rung, self.run_folder(seed).parent / "test_time"
         metrics = self._evaluate(seed, rung.test_time, folder, Clock(folder.with_suffix(".clock.json")))
@@ -234,7 +233,7 @@ def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float
 
 
 def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
-    """Runs a command while `clock` runs. Writes its output to `log`. If the command fails, exits with its error.
+    """Runs a command while `clock` runs. Writes the output to `log`. If it fails, exits with its error.
 
     A signal to this program first terminates the command, and waits until it has saved.
     """
@@ -256,7 +255,7 @@ def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
 
 
 class Clock:
-    """A clock of work that may take several launches. It runs inside `with`, and is saved to `path` each second.
+    """A clock of work that may take several launches. It runs inside `with`, and is saved every second.
 
     seconds: Time over all launches. processor_seconds: CPU time of all ended child processes. times: {step:
     seconds at which its record appeared in `log`}.
