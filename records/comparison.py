@@ -49,8 +49,8 @@ evaluated on 1000 other puzzles. Accuracy: fraction of puzzles with every cell r
 deviation over seeds. lr: the better of two values on held-out training puzzles of `{rung}` ({petaflops:g} PF,
 one seed). Thinking longer: four times as many steps. LDT searches instead: four chains of 40 rounds instead
 of one chain of 30, with guesses at a cell with the fewest candidates. In the picture, this is the right end
-of a line. Processor-hours: training and evaluation, with other programs running. Number format:
-{forward_dtype}. The last training ran on: {cpu}, instruction set: {instruction_set}.
+of a line. Processor-hours: training and evaluation, with other programs running.
+Number format: {forward_dtype}. The last training ran on: {cpu}, instruction set: {instruction_set}.
 
     python -m records.comparison --folder checkpoints/comparison
 """
