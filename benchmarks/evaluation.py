@@ -1,9 +1,9 @@
-"""Times an evaluation in which the Q head halts slots (halting=act), against one with all steps (max).
+"""Compares an evaluation with halting by the Q head (halting=act) with one of all steps (max).
 
     python -m benchmarks.evaluation [--checkpoint PATH]
 
-Without --checkpoint the demo's model is trained first, and evaluated with 16 thinking steps instead of 4.
-Both ways evaluate the same test puzzles, in turns, in one process.
+Without --checkpoint, the model of the demo is trained first, and evaluated with 16 thinking steps instead of
+4. Both variants evaluate the same test puzzles, in turns, in one process.
 """
 
 import tempfile
@@ -38,8 +38,12 @@ _TRAINING = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = benchmark_parser("evaluation", description="Halting by the Q head against all steps.", rounds=5)
-    parser.add_argument("--checkpoint", type=Path, metavar="PATH", help="default: one that is trained first")
+    parser = benchmark_parser(
+        "evaluation", description="Compares halting by the Q head with all steps.", rounds=5
+    )
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="PATH", help="checkpoint to evaluate (default: train one first)"
+    )
     options = parse(parser, argv)
     set_cpu_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options,
         header=["halting", "exact", "mean steps", "puzzles/s", "median ms", "spread ms"],
         rows=rows,
-        notes=[f"The model computes in {number_format.name}: {number_format.reason}."],
+        notes=[f"Number format: {number_format.name}, because {number_format.reason}."],
         result={
             "act_speedup": ratio(times["max"], times["act"]),
             "accuracy_difference": abs(exact["max"] - exact["act"]),

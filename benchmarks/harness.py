@@ -1,4 +1,4 @@
-"""Helpers of all benchmarks: command line, statistics, a report with a last line of JSON, subprocesses."""
+"""Helpers of all benchmarks: command line, statistics, a report with a line of JSON, subprocesses."""
 
 from runtime.environment import num_cores
 
@@ -23,7 +23,7 @@ from distributed.processor import describe_processor
 from distributed.signals import stop_signals
 from runtime.command_line import OneLineParser, integer
 
-BUSY_CORES = 0.1  # if other programs keep more cores busy, times are only estimates
+BUSY_CORES = 0.1  # if other programs use more cores, times are only estimates
 _QUICK_ROUNDS = 2
 
 
@@ -32,13 +32,13 @@ positive = integer(at_least=1)
 
 
 def fail(reason: object) -> NoReturn:
-    """Prints the reason as one line, and exits with status 1."""
+    """Prints the reason in one line, and exits with status 1."""
     log.error(reason)
     sys.exit(1)
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Calls a program's main function; an OSError or ValueError ends it with one line, a signal as Ctrl-C."""
+    """Calls `main`. OSError and ValueError end the program with one line. Signals act like Ctrl-C."""
     for number in {*stop_signals()} - {signal.SIGINT}:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
@@ -55,55 +55,59 @@ def benchmark_parser(
     rounds, threads: Defaults. If `rounds` is None, the benchmark chooses the number from the time of a round.
     """
     parser = OneLineParser(f"benchmarks.{name}", description=description)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    of_rounds = "default: %(default)s" if rounds else "default: by the time that a round takes"
-    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=of_rounds)
-    of_each = (
-        "of each process; auto: OMP_NUM_THREADS if set, else cores over processes (default: %(default)s)"
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="device (default: %(default)s)"
     )
+    of_rounds = f"number of rounds (default: {'%(default)s' if rounds else 'depends on the time of a round'})"
+    parser.add_argument("--rounds", type=positive, default=rounds, metavar="N", help=of_rounds)
+    of_each = "threads per process. auto: OMP_NUM_THREADS, else cores / processes (default: %(default)s)"
     parser.add_argument("--threads", default=threads, metavar="N", help=of_each)
-    parser.add_argument("--quick", action="store_true", help="tiny: to see that it works, not how fast")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="run a tiny workload to check that the benchmark works. The times are meaningless",
+    )
     return parser
 
 
 def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and checks the options; their attribute `load` measures other programs from now on."""
+    """Parses and checks the options. Adds `load`, which measures other programs from now on."""
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.rounds = min(arguments.rounds or _QUICK_ROUNDS, _QUICK_ROUNDS)
     if arguments.threads != "auto" and not (arguments.threads.isdecimal() and int(arguments.threads)):
-        parser.error(f"--threads must be auto or an integer from 1, not {arguments.threads!r}")
+        parser.error(f"--threads must be auto or an integer of at least 1, not {arguments.threads!r}")
     if arguments.device == "cuda" and not torch.cuda.device_count():
-        fail("--device cuda: torch sees no CUDA device here")
+        fail("--device cuda: torch finds no CUDA device. Use --device cpu.")
     arguments.load = Load()
     return arguments
 
 
 def measurement(seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
-    """Returns a torch Measurement. seconds: the time of each round. repeats: calls in a round."""
+    """Returns a torch Measurement. seconds: Time of each round. repeats: Number of calls per round."""
     return Measurement(repeats, list(seconds), TaskSpec(stmt="", setup=""))
 
 
 def ratio(first: Measurement, second: Measurement) -> float:
-    """Returns the median over rounds of first time / second time."""
+    """Returns the median over rounds of (first time / second time)."""
     return float(np.median(np.divide(first.times, second.times)))
 
 
 def cells(found: Measurement, *, unit: float = 1e-3, digits: int = 1) -> list[str]:
-    """Returns two table cells: the median, and the 10th - 90th percentile. unit: in seconds; 1e-3: ms."""
+    """Returns two table cells: the median, and the 10th - 90th percentile. unit: Unit in seconds."""
     low, high = np.percentile(found.times, (10, 90))
     return [f"{found.median / unit:.{digits}f}", f"{low / unit:.{digits}f} - {high / unit:.{digits}f}"]
 
 
 # ---------------------------------------------------------------------------------------------------- report
 class Load:
-    """A measurement of the cores that other programs keep busy, from the creation of this object on."""
+    """Measures the cores that other programs use, from the creation of this object on."""
 
     def __init__(self) -> None:
         self._began, self._cpu = time.perf_counter(), cpu_seconds()
 
     def other_cores(self) -> float | None:
-        """Returns the mean number of cores, once all our processes have ended; None outside Linux."""
+        """Returns the mean number of cores; None if not on Linux. Call it after all our processes ended."""
         now = cpu_seconds()
         if now is None or self._cpu is None:
             return None
@@ -112,7 +116,7 @@ class Load:
 
 
 def cpu_seconds() -> tuple[float, float] | None:
-    """Returns CPU seconds (of the whole machine, of this process and ended children); None outside Linux."""
+    """Returns CPU seconds (of the machine, of this process and ended children); None if not on Linux."""
     try:
         with open("/proc/stat") as file:
             user, nice, system, _, _, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
@@ -132,11 +136,11 @@ def print_report(
     result: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> None:
-    """Prints a table, notes, machine, instruction set and versions, and a last line of JSON with `result`.
+    """Prints a table, notes, machine, instruction set and versions, then a line of JSON with `result`.
 
-    Call it after all processes of the benchmark have ended: only then does their CPU time count as ours.
+    Call it after all processes of the benchmark have ended. Only then their CPU time counts as ours.
     """
-    print(name + (" --quick: these times mean nothing" * options.quick))
+    print(name + (" --quick: these times are meaningless" * options.quick))
     print(*table([header, *rows]), *notes, sep="\n")
     device_name = torch.cuda.get_device_name() if options.device == "cuda" else describe_processor()
     machine = {"device": device_name, "cores": num_cores(), "torch": torch.__version__, "commit": commit()}
@@ -144,13 +148,13 @@ def print_report(
     print(", ".join(f"{key} {value}" for key, value in (machine | told).items()))
     others = options.load.other_cores()
     if others is not None and others > BUSY_CORES:
-        print(f"others kept {others:.1f} cores busy meanwhile: times and ratios are estimates")
+        print(f"other programs used {others:.1f} cores meanwhile. Times and ratios are only estimates.")
     last = {"benchmark": name, **result, **machine, **told, "other_cores": others}
     print(json.dumps({key: _rounded(value) for key, value in last.items()}), flush=True)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines of text: first column left-aligned, others right-aligned, a rule below the header."""
+    """Returns lines of text. The first column is left-aligned. A rule is below the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
@@ -164,9 +168,9 @@ def _rounded(value: Any) -> Any:
 
 
 def commit() -> str:
-    """Returns the short commit hash, with -dirty for changed code; `unknown` outside a git checkout.
+    """Returns the short commit hash, with -dirty for changed code, or `unknown` outside a git checkout.
 
-    Changes of docs/, *.md and files of records do not count, as measurements themselves write them.
+    Changes in docs/, *.md and files of records do not count, because measurements write them.
     """
     git = ["git", "-C", str(REPOSITORY)]
     code = [".", *(f":(exclude){what}" for what in ("records/*/*", "docs", "*.md"))]
@@ -181,7 +185,7 @@ def commit() -> str:
 
 # -------------------------------------------------------------------------------------------------- programs
 def program(*words: object, processes: int = 1) -> list[str]:
-    """Returns the command line of a program of the repository; with several processes, by torchrun."""
+    """Returns the command line of a program of the repository. Several processes use torchrun."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes > 1 else []
     return [sys.executable, *map(str, [*torchrun, *words])]
 
@@ -191,7 +195,7 @@ def program_environment(threads: int = 1) -> dict[str, str]:
 
 
 def run_program(*words: object, processes: int = 1, threads: int = 1) -> None:
-    """Runs a program of the repository to its end; if it fails, exits with the last line of its output."""
+    """Runs a program of the repository. If it fails, exits with the last line of its output."""
     finished = subprocess.run(
         program(*words, processes=processes),
         cwd=REPOSITORY,

@@ -1,6 +1,6 @@
-"""The question `layout` of benchmarks.parallel: bytes that ranks keep and send, counted against formulas.
+"""The benchmark `layout` of benchmarks.parallel: compares stored and sent bytes with formulas.
 
-The messages of a pipeline are tried first, with a time limit, as they might deadlock on NCCL (untested).
+First, it tests the messages of a pipeline with a time limit, because they may deadlock on NCCL (untested).
 """
 
 import argparse
@@ -28,8 +28,8 @@ from training.state import TrainState
 
 _WORDS = ("arch.q_target=exact", "arch.forward_dtype=bfloat16", "ema=0.999", "sync=flat")
 _TINY = (*TINY, "arch.H_layers=2", "arch.L_layers=2")
-_RING_SECONDS = 60  # includes the time in which NCCL opens its connections
-# {function of torch.distributed: (which argument is the message, how often each of n ranks sends it)}.
+_RING_SECONDS = 60  # includes the time that NCCL needs to open connections
+# {function of torch.distributed: (index of the message argument, times that each of n ranks sends it)}.
 _COLLECTIVES = {
     "all_reduce": (0, lambda n: 2 * (n - 1) / n),
     "isend": (0, lambda n: 1),
@@ -51,7 +51,7 @@ _PURPOSES = {
 
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, Sent]]:
-    """Counts what this rank sends in the block, by purpose. The model must compute in bfloat16."""
+    """Counts the bytes that this rank sends in the block, by purpose. The model must use bfloat16."""
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 
     def counted(name: str, function: Any) -> Any:
@@ -79,7 +79,7 @@ def counting() -> Iterator[dict[str, Sent]]:
 
 
 def kept(state: TrainState) -> dict[str, int]:
-    """Returns {part: bytes} that this rank keeps between steps, with the same parts as `Needs.memory`."""
+    """Returns the bytes that this rank stores between steps, by the parts of `Needs.memory`."""
     weights = list(state.model.network.parameters())
     gradients = [each for flat in state.weights.flats for each in flat.views(flat.gradients).values()]
     parts = {
@@ -104,7 +104,7 @@ def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, floa
 
 
 def _covered(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of memory that contiguous tensors cover; overlaps count once."""
+    """Returns the bytes of memory that contiguous tensors cover. Overlaps count once."""
     total, end = 0, 0
     for begin, length in sorted((each.data_ptr(), each.nbytes) for each in tensors):
         total += max(0, begin + length - max(begin, end))
@@ -113,14 +113,14 @@ def _covered(tensors: Iterable[Tensor]) -> int:
 
 
 class _Ring:
-    """A pipeline over all ranks without a model: only its messages, in the order of a training step."""
+    """The messages of a pipeline over all ranks, without a model, in the order of a training step."""
 
     def __init__(self, device: torch.device):
         mesh = Mesh(sizes_of(world_size(), pipeline=world_size()))
         self._ring, self._own = Ring(mesh.pipeline, mesh.owners), torch.ones(1024, 1024, device=device)
 
     def run(self) -> float:
-        """Sends a tensor through all ranks 5 times; each rank adds 1 each time. Returns an entry."""
+        """Sends a tensor through all ranks 5 times. Each rank adds 1 each time. Returns an element."""
         own = self._own
         for is_forward in (True, True, True, False, False):
             own = circulate(self._ring, own, lambda _, received: received + 1, forward=is_forward)
@@ -133,7 +133,7 @@ class _Layout:
         self._trainer = Trainer(device, *words, puzzles=options.puzzles)
 
     def count(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns {purpose: bytes} twice: counted in a training step, and computed by formulas."""
+        """Returns {purpose: bytes} as counted in a training step, and as computed by the formulas."""
         trainer = self._trainer
         with counting() as sent:
             trainer.step()
@@ -143,14 +143,14 @@ class _Layout:
 
 
 def measure_layout(options: argparse.Namespace) -> None:
-    """Checks that a pipeline's messages do not deadlock; prints what ranks of a layout keep and send."""
+    """Checks that the messages of a pipeline do not deadlock. Prints the stored and sent bytes."""
     (processes,) = options.processes or [2]
     with World(options, _Ring, processes=processes) as world:
-        print(f"the messages of a pipeline of {processes} begin", flush=True)
+        print(f"testing the messages of a pipeline of {processes} processes", flush=True)
         world.send("run")
         numbers = world.receive(timeout=_RING_SECONDS)
         if numbers != [1 + 5 * processes] * processes:
-            fail(f"the messages of a pipeline went astray: {numbers}")
+            fail(f"the messages of a pipeline are wrong: {numbers}")
     with World(options, _Layout, options, processes=processes) as world:
         counted, formulas = zip(*world.call("count"), strict=True)
     rows, result = [], {}
@@ -161,8 +161,8 @@ def measure_layout(options: argparse.Namespace) -> None:
     print_report(
         "parallel layout",
         options,
-        header=["MB a process", "counted", "computed"],
+        header=["MB per process", "counted", "computed"],
         rows=rows,
-        notes=[f"the messages of a pipeline of {processes} end; counted: the mean of {processes} processes"],
+        notes=[f"The messages of a pipeline of {processes} arrive. Counted: mean of {processes} processes."],
         result=result,
     )

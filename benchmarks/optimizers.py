@@ -1,12 +1,18 @@
-"""Times one update of all dense weights of HRM with 27 M parameters, and one of their moving average.
+"""Times updates of the dense weights of HRM (27 M parameters) and of their moving average.
 
     python -m benchmarks.optimizers
 
-Contenders for AdamATan2 and the moving average: ours, for AdamATan2 also uncompiled (`eager`); `loop`, op by
-op over parameters, as the public code without its CUDA kernel; torch's fused AdamW; and `traffic`, an
-in-place op that reads and writes as many bytes, the lower limit of any update. (A copy would be slower on a
-CPU, which reads memory before it overwrites it.) On CUDA 20 updates are timed together, so that launches
-overlap as in training. First all ways to compute AdamATan2 must give the same weights.
+Contenders for AdamATan2 and the moving average:
+
+    ours     our update
+    eager    our AdamATan2 without torch.compile
+    loop     one operation after another over the parameters, as the public code without its CUDA kernel
+    adamw    fused AdamW of torch
+    traffic  an in-place operation that reads and writes the same number of bytes: the lower limit
+
+A copy would be slower than `traffic` on a CPU, because a CPU reads memory before it overwrites it. On CUDA,
+20 updates are timed together, so that kernel launches overlap as in training. The program first checks that
+all variants of AdamATan2 give the same weights.
 """
 
 import argparse
@@ -20,8 +26,8 @@ from benchmarks.harness import benchmark_parser, cells, measurement, parse, prin
 from benchmarks.worlds import TINY, Trainer, World, take_turns
 
 _EMA_RATE = 0.999
-_UPDATES = {"cpu": 1, "cuda": 20}  # timed together
-_NUMBERS_MOVED = {"adam_atan2": 7, "average": 3}  # numbers read or written for each weight
+_UPDATES = {"cpu": 1, "cuda": 20}  # number of updates that are timed together
+_NUMBERS_MOVED = {"adam_atan2": 7, "average": 3}  # numbers read or written per weight
 _CONTENDERS = (
     *("adam_atan2 ours", "adam_atan2 eager", "adam_atan2 loop", "adam_atan2 traffic", "adam_atan2 adamw"),
     *("average ours", "average loop", "average traffic"),
@@ -29,7 +35,9 @@ _CONTENDERS = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = parse(benchmark_parser("optimizers", description="One update of the weights.", rounds=30), argv)
+    options = parse(
+        benchmark_parser("optimizers", description="Times updates of the weights.", rounds=30), argv
+    )
     with World(options, _Updates, options) as world:
         (num_weights,) = world.call("count_weights")
         turns = {each: (world, each) for each in _CONTENDERS}
@@ -46,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print_report(
         "optimizers",
         options,
-        header=["update", "median ms", "spread ms", "loop / it", "it / traffic"],
+        header=["update", "median ms", "spread ms", "loop / this", "this / traffic"],
         rows=rows,
         notes=[f"{num_weights:,} weights."],
         result=result,
@@ -54,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Updates:
-    """All contenders, with the same weights and gradients; each updates a copy of its own."""
+    """All contenders, with the same weights and gradients. Each updates its own copy."""
 
     def __init__(self, device: torch.device, options: argparse.Namespace):
         # In float32 our update moves the parameters; in bfloat16 master weights, which a gather casts later.
@@ -95,7 +103,7 @@ class _Updates:
         return self.num_weights
 
     def _loop(self, weights: list[Tensor], gradients: list[Tensor]) -> Callable[[], None]:
-        """Returns an update with the ops of adam-atan2-pytorch, unfused, and the published formula."""
+        """Returns an update with the unfused operations of adam-atan2-pytorch and the published formula."""
         config, step = self._config, itertools.count(1)
         first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
 
@@ -116,7 +124,7 @@ class _Updates:
         return torch.optim.AdamW(weights, lr=self._config.lr, fused=True).step
 
     def _average_loop(self, parameters: list[Tensor]) -> Callable[[], None]:
-        """Returns an update of the moving average that makes a new tensor for each parameter."""
+        """Returns an update of the moving average that creates a new tensor for each parameter."""
         averages = [parameter.detach().clone() for parameter in parameters]
 
         @torch.no_grad()

@@ -1,20 +1,25 @@
-"""Measures the cost of training one model on several processes, by four questions; all, or those given.
+"""Measures the cost of training one model on several processes, with four benchmarks.
 
-    python -m benchmarks.parallel                                # exchange scaling memory layout
+    python -m benchmarks.parallel                                # all: exchange scaling memory layout
     python -m benchmarks.parallel scaling --processes 1 2 4
     python -m benchmarks.parallel exchange --line 100mbit 25     # emulated machines (root): rate, one-way ms
     python -m benchmarks.parallel layout --device cuda --layout pipeline_parallel_degree=2
     torchrun ... -m benchmarks.parallel --at-least 0.85          # on the machines of a run
 
-exchange: times a training step with each way to sum gradients, against `alone`, the step without messages.
-default: as a run does. shared, flat, ddp, bfloat16: by sync and sync_dtype, the whole update on all ranks.
-per_parameter: a blocking all-reduce for each parameter. copy: each rank copies all gradients in memory, the
-lower limit of `shared`.
-scaling: efficiency against one process; weak: --puzzles in every process, strong: --puzzles over all. apart:
-the same processes without messages, the limit that memory and caches of this machine set.
-memory: MiB that each rank keeps and its peak, with weights, moments or puzzle rows divided over ranks or not.
-layout: whether a pipeline's messages end; bytes that ranks keep and send, and formulas (docs/parallel.md).
-Under torchrun: the time of a step without messages over that of a step; exit status 1 below --at-least.
+exchange: times a training step with each method to sum gradients. `alone` is the step without messages.
+`default` uses the defaults of a run. `shared`, `flat`, `ddp` and `bfloat16` set sync and sync_dtype, without
+sharding of the optimizer. `per_parameter` is a blocking all-reduce for each parameter. `copy` copies all
+gradients in memory on each rank. This is the lower limit of `shared`.
+
+scaling: efficiency relative to one process. weak: --puzzles in every process. strong: --puzzles over all
+processes. apart: the same processes without messages. This is the limit of memory and caches on this machine.
+
+memory: MiB that each rank stores, and its peak, with and without sharding.
+
+layout: tests the messages of a pipeline. Compares stored and sent bytes with formulas (docs/parallel.md).
+
+Under torchrun, the program measures the time of a step without messages / the time of a step. It exits with
+status 1 if this efficiency is below --at-least.
 """
 
 from runtime.environment import num_cores
@@ -58,7 +63,7 @@ from training.clock import peak_memory_bytes
 
 _MIB = 2**20
 _WHOLE_UPDATE = "data_parallel_shard_degree=1"
-_NEVER = 10**5  # local_steps, so many that no step of the benchmark synchronises
+_NEVER = 10**5  # local_steps that no benchmark reaches, so that no step synchronizes
 _EXCHANGES: dict[str, tuple[str, ...]] = {
     "alone": (f"local_steps={_NEVER}", "sync_dtype=bfloat16"),
     "default": (),
@@ -83,42 +88,53 @@ def main(argv: Sequence[str] | None = None) -> None:
     if world_size() > 1:
         return measure_cluster(options)
     if options.at_least is not None:
-        parser.error("--at-least is for the ranks that torchrun starts")
+        parser.error(
+            "--at-least needs torchrun with several processes. Remove it, or start the program with torchrun."
+        )
     if options.line and options.questions != ["exchange"]:
-        parser.error("--line is for the question exchange alone")
+        parser.error("--line applies only to exchange. Remove it, or pass only exchange.")
     questions = options.questions or list(_QUESTIONS)
     if len(options.processes or []) > 1 and {"exchange", "layout"} & {*questions}:
-        parser.error("several --processes are for the questions scaling and memory")
+        parser.error("several --processes apply only to scaling and memory. Pass one number.")
     for question in questions:
         _QUESTIONS[question](options)
 
 
 def _parser() -> OneLineParser:
-    description = "What it costs that several processes train one model."
+    description = "Measures the cost of training one model on several processes."
     parser = benchmark_parser("parallel", description=description, rounds=7, threads="1")
-    parser.add_argument("questions", nargs="*", choices=[[], *_QUESTIONS], help=" ".join(_QUESTIONS))
-    processes = "default: 2; of scaling and memory several, 1 2 by default"
-    parser.add_argument("--processes", type=positive, nargs="+", metavar="N", help=processes)
-    parser.add_argument("--puzzles", type=positive, default=8, metavar="N", help="a process, default: 8")
-    parser.add_argument("--rows", type=positive, default=10**6, metavar="N", help="of the table, for memory")
-    line = "emulate machines of one process each (root): bandwidth as tc writes it, one-way milliseconds"
-    least = "of the efficiency, under torchrun: below it the status is 1"
-    parser.add_argument("--at-least", type=float, metavar="SHARE", help=least)
     parser.add_argument(
-        "--layout", nargs="+", default=(), metavar="KEY=VALUE", help="of pretrain.py, for layout"
+        "questions",
+        nargs="*",
+        choices=[[], *_QUESTIONS],
+        help=f"benchmarks to run: {', '.join(_QUESTIONS)} (default: all)",
+    )
+    processes = "number of processes (default: 2). scaling and memory take several (default: 1 2)"
+    parser.add_argument("--processes", type=positive, nargs="+", metavar="N", help=processes)
+    parser.add_argument(
+        "--puzzles", type=positive, default=8, metavar="N", help="puzzles per process (default: 8)"
+    )
+    parser.add_argument(
+        "--rows", type=positive, default=10**6, metavar="N", help="memory: number of puzzle embeddings"
+    )
+    line = "emulate machines with one process each (needs root): bandwidth for tc, one-way delay in ms"
+    least = "under torchrun: minimum efficiency. If it is lower, the exit status is 1"
+    parser.add_argument("--at-least", type=float, metavar="FRACTION", help=least)
+    parser.add_argument(
+        "--layout", nargs="+", default=(), metavar="KEY=VALUE", help="layout: keys of pretrain.py"
     )
     parser.add_argument("--line", nargs=2, metavar=("RATE", "MS"), help=line)
     return parser
 
 
 def _sizes(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns overrides for the size: none, HRM with 27 M parameters, or with --quick a tiny model."""
+    """Returns overrides for the model size: none (HRM with 27 M parameters), or a tiny model (--quick)."""
     return TINY if options.quick else ()
 
 
 # -------------------------------------------------------------------------------------------------- exchange
 class _Exchange:
-    """The contenders of `exchange`: a model in training for each way to sum gradients."""
+    """The contenders of `exchange`: a model in training for each method to sum gradients."""
 
     def __init__(self, device: torch.device, options: argparse.Namespace, ways: Sequence[str]):
         trainers = {
@@ -138,7 +154,7 @@ class _Exchange:
         self.turns["copy"] = lambda: flat[0].copy_(flat[1])
 
     def _exchange(self) -> None:
-        """Makes the last of _NEVER local steps, which ends with a synchronisation."""
+        """Makes the last of _NEVER local steps. It ends with a synchronization."""
         self._alone.state.step = _NEVER - 1
         self._alone.step()
         self._alone.state.step = 0
@@ -147,7 +163,7 @@ class _Exchange:
 def measure_exchange(options: argparse.Namespace) -> None:
     (processes,) = options.processes or [2]
     if processes == 1:
-        fail("--processes 1: nobody to exchange with")
+        fail("exchange needs several processes. Pass --processes 2 or more.")
     is_in_memory = options.device == "cpu" and not options.line
     ways = [way for way in _EXCHANGES if way != "shared" or is_in_memory]
     names = [*ways, "per_parameter", "rarely", *(["copy"] if is_in_memory else [])]
@@ -176,14 +192,14 @@ def measure_exchange(options: argparse.Namespace) -> None:
             result[f"step_{name}_over_{other}"] = ratio(times[name], times[other])
     if copy:
         result["shared_over_copy"] = added["shared"].median / copy.median
-    where = f"machines, line {' '.join(options.line)} ms" if options.line else "processes of this machine"
+    where = f"machines, line {' '.join(options.line)} ms" if options.line else "processes on this machine"
     print_report(
         "parallel exchange",
         options,
         header=["exchange", "step ms", "spread ms", "exchange ms", "spread ms", "efficiency"],
         rows=rows,
         notes=[
-            f"{processes} {where}; exchange: the step less the same step alone; efficiency: alone over it.",
+            f"{processes} {where}. exchange: time of the step - time alone. efficiency: time alone / time.",
             ", ".join(f"{name} {value:.2f}" for name, value in result.items() if "_over_" in name),
         ],
         result=result,
@@ -191,7 +207,7 @@ def measure_exchange(options: argparse.Namespace) -> None:
 
 
 def measure_cluster(options: argparse.Namespace) -> None:
-    """Measures the efficiency of the ranks that torchrun started. All ranks call it; rank 0 prints."""
+    """Measures the efficiency of the ranks of torchrun. All ranks call it. Rank 0 prints."""
     set_cpu_threads(options.threads)
     device, seconds = choose_device(options.device), {"alone": [], "default": []}
     with process_group(device):
@@ -202,7 +218,7 @@ def measure_cluster(options: argparse.Namespace) -> None:
             for way, found in seconds.items():
                 own = torch.tensor([timed(ranks, way, 0)], dtype=torch.float64)
                 found += all_ranks().all_gather_rows(own).max()[None].tolist()[: number >= 2]
-        del trainers, ranks  # before the group closes, nothing may refer to it
+        del trainers, ranks  # nothing may refer to the group when it closes
         times = {way: measurement(found) for way, found in seconds.items()}
         efficiency = ratio(times["alone"], times["default"])
         if is_main():
@@ -211,20 +227,20 @@ def measure_cluster(options: argparse.Namespace) -> None:
                 options,
                 header=["exchange", "step ms", "spread ms"],
                 rows=[[way, *cells(found)] for way, found in times.items()],
-                notes=[f"{world_size()} processes on {num_nodes()} nodes: efficiency {efficiency:.3f}"],
+                notes=[f"{world_size()} processes on {num_nodes()} nodes. Efficiency: {efficiency:.3f}."],
                 result={"efficiency": efficiency},
             )
         if efficiency < (options.at_least or 0):
-            abort_all(f"the efficiency {efficiency:.3f} is below --at-least {options.at_least:g}")
+            abort_all(f"efficiency {efficiency:.3f} is below --at-least {options.at_least:g}")
 
 
 def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitStack) -> list[str]:
-    """Emulates machines with the bandwidth and delay of --line; returns their network namespaces."""
+    """Emulates machines with the bandwidth and delay of --line. Returns their network namespaces."""
     from tests.system.machines import emulate, why_not
 
     rate, milliseconds = options.line
     if reason := why_not(delays=float(milliseconds) > 0):
-        fail(f"no machines can be emulated: {reason}")
+        fail(f"cannot emulate machines: {reason}")
     folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
     emulated = emulate(count, folder, rate=rate, delay_seconds=float(milliseconds) / 1000)
     return opened.enter_context(emulated).namespaces
@@ -260,16 +276,14 @@ def measure_scaling(options: argparse.Namespace) -> None:
             together = mode.removesuffix(" apart")
             result[f"{together}_over_apart_{count}"] = ratio(found, times[together, count])
         rows.append(
-            [f"{mode} {count}", *cells(found), "shares cores" if shares_cores else f"{efficiency:.3f}"]
+            [f"{mode} {count}", *cells(found), "oversubscribed" if shares_cores else f"{efficiency:.3f}"]
         )
     print_report(
         "parallel scaling",
         options,
         header=["mode, processes", "step ms", "spread ms", "efficiency"],
         rows=rows,
-        notes=[
-            f"{options.puzzles} puzzles: weak of each process, strong of all; apart: nothing is exchanged."
-        ],
+        notes=[f"{options.puzzles} puzzles. weak: per process. strong: in total. apart: no messages."],
         result=result,
     )
 
@@ -282,12 +296,14 @@ class _Memory:
         words = (*_sizes(options), "ema=0.999", *overrides)
         rows = 1000 if options.quick else options.rows
         trainer = Trainer(device, *words, puzzles=options.puzzles, rows=rows)
-        trainer.state.model.network.puzzle_emb.weights.fill_(0.5)  # unwritten pages would take no memory
+        trainer.state.model.network.puzzle_emb.weights.fill_(
+            0.5
+        )  # memory pages that are never written would not count
         trainer.step()
         self._trainer, self._device = trainer, device
 
     def kept(self) -> dict[str, int]:
-        """Returns {part of a checkpoint: bytes that this rank keeps}, and `peak`: the most of its process."""
+        """Returns {part of a checkpoint: bytes on this rank}, and `peak`: peak memory of the process."""
         parts = {
             part: sum(each.nbytes for each in tensors.values())
             for part, tensors in self._trainer.parts().items()
@@ -314,7 +330,7 @@ def measure_memory(options: argparse.Namespace) -> None:
         options,
         header=header,
         rows=rows,
-        notes=["MiB of the rank that has most; peak: of its whole process, with activations and libraries."],
+        notes=["MiB, maximum over ranks. peak: peak memory of the process, with activations and libraries."],
         result=result,
     )
 

@@ -1,14 +1,21 @@
 """The training step of the public code of HRM and TRM, as the baseline of speed benchmarks.
 
-A rewrite that computes as the public code does: float32 weights are cast in every use; rotary positions
-rotate concatenated halves; the target of q_continue takes a second call of the network; stablemax is in
-float64; each parameter is updated by itself; gradients are freed; the host reads the metrics in every step.
-Attention is torch's scaled_dot_product_attention, as in TRM's code, and on CUDA equal to HRM's flash-attn
-call. Without flash-attn, as on a CPU, HRM's code (at 23cb8793) uses plain products, faster for short inputs.
+This is a rewrite that computes in the same way as the public code:
 
-The public code differs on CUDA: its dense optimizer is one fused kernel, and its model is compiled as a whole
-(`compile_whole`). Invariant, checked by tests/test_published.py: the same step as `training.step`, apart from
-puzzles without labels and the random numbers of exploration. Weights have the published names.
+- float32 weights are cast in every use.
+- Rotary positions rotate concatenated halves.
+- The target of q_continue needs a second call of the network.
+- stablemax computes in float64.
+- Each parameter is updated separately, and gradients are freed.
+- The host reads the metrics in every step.
+- Attention is scaled_dot_product_attention of torch, as in the code of TRM. On CUDA, it equals the flash-attn
+  call of HRM. Without flash-attn, as on a CPU, the code of HRM (at 23cb8793) uses plain matrix products. They
+  are faster for short inputs.
+
+On CUDA, the public code has a fused kernel for the dense optimizer. This module has no such kernel. It also
+compiles the complete model (`compile_whole`). tests/test_published.py checks that the step equals
+`training.step`, except for puzzles without labels and for the random numbers of exploration. Weights have the
+published names.
 """
 
 import math
@@ -81,7 +88,7 @@ class _Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The network of HRM or TRM, with attention, rotary positions, and gradients in the last calls alone."""
+    """The network of HRM or TRM, with attention, rotary positions, and gradients only in the last calls."""
 
     def __init__(self, arch: Any, metadata: Metadata, *, batch_size: int, flash_attention: bool):
         super().__init__()
@@ -89,7 +96,7 @@ class Network(nn.Module):
         hidden, positions = arch.hidden_size, arch.num_puzzle_positions
         self.embed_tokens, self.puzzle_emb = nn.Module(), nn.Module()
         self.embed_tokens.embedding_weight = nn.Parameter(torch.empty(metadata.vocab_size, hidden))
-        # The table of puzzle embeddings, and a leaf with copies of this step's rows, for their gradient.
+        # The table of puzzle embeddings, and a leaf tensor with this step's rows. It receives the gradient.
         shapes = {"weights": metadata.num_puzzle_identifiers, "rows": batch_size}
         for name, num_rows in shapes.items():
             rows = torch.zeros(num_rows, arch.puzzle_emb_ndim, requires_grad=name == "rows")
@@ -114,7 +121,7 @@ class Network(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, z_H: Tensor, z_L: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Returns (new z_H, new z_L, logits, q_halt, q_continue), the states detached."""
+        """Returns (new z_H, new z_L, logits, q_halt, q_continue). The states are detached."""
         e = self._embed(data["inputs"], data["puzzle_identifiers"])
         reason = self._reason_as_hrm if self.arch.name == "hrm" else self._reason_as_trm
         z_H, z_L = reason(z_H, z_L, e)
@@ -170,7 +177,7 @@ class Carry(NamedTuple):
 
 
 class _ModelWithLoss(nn.Module):
-    """A thinking step of all slots; returns the new carry, and loss and metrics summed over slots."""
+    """A thinking step of all slots. Returns the new carry, and the loss and metrics summed over slots."""
 
     def __init__(self, network: Network):
         super().__init__()
@@ -248,10 +255,11 @@ def _loss_and_sums(
 
 # ------------------------------------------------------------------------------------------------ the trainer
 class PublishedTrainer:
-    """The training of the public code, on one process. weights: initial weights, from our network.
+    """The training of the public code, on one process.
 
-    config: of pretrain.py. compile_whole: compiles the model as the public code does on CUDA.
-    flash_attention: uses torch's attention also where HRM's code has plain matrix products.
+    config: Config of pretrain.py. weights: Initial weights, from our network. compile_whole: If True, compile
+    the complete model, as the public code on CUDA. flash_attention: If True, use the attention of torch also
+    on CPUs, where the code of HRM uses plain matrix products.
     """
 
     def __init__(
@@ -276,7 +284,7 @@ class PublishedTrainer:
         self.carry = self._initial_carry(metadata)
 
     def step(self, batch: dict[str, Tensor]) -> dict[str, float]:
-        """Makes a training step on a batch on the device; returns the sums of the metrics, on the host."""
+        """Makes a training step on a batch on the device. Returns the metric sums on the host."""
         self.num_steps += 1
         self.carry, loss, sums = self.model(self.carry, batch)
         (1 / self.config.global_batch_size * loss).backward()
@@ -288,7 +296,7 @@ class PublishedTrainer:
 
     @torch.no_grad()
     def _update_weights_(self, lr: float) -> None:
-        """Updates the dense weights by AdamATan2, one parameter after the other."""
+        """Updates the dense weights with AdamATan2, one parameter at a time."""
         beta1, beta2 = self.config.beta1, self.config.beta2
         for parameter, first, second in self._moments:
             parameter.mul_(1 - lr * self.config.weight_decay)
@@ -300,7 +308,7 @@ class PublishedTrainer:
 
     @torch.no_grad()
     def _update_table_(self, lr: float) -> None:
-        """Updates the puzzle embeddings of this step's puzzles by sign-SGD."""
+        """Updates the puzzle embeddings of this step's puzzles with sign-SGD."""
         embedding = self.network.puzzle_emb
         gradient = embedding.rows.grad
         identifiers, index = self.network.identifiers.unique(return_inverse=True)

@@ -1,12 +1,12 @@
-"""Times what a user waits for: --help, the first training step of the demo, and later steps.
+"""Times --help, the start until the first training step of the demo, and later steps.
 
     python -m benchmarks.start
-    python -m benchmarks.start --beside ../other       # compares with another checkout, in turns
+    python -m benchmarks.start --beside ../other       # alternates with another checkout
 
-Whole programs are timed from outside. first step: seconds until its row is in metrics.jsonl, with imports,
-reading of data, and the evaluation of one batch. step: median seconds of a step, from the second half of the
-log. One process is started by python, several by torchrun; each has one thread, and nothing is compiled. The
-data is built before; a first round, in which files are read from disk, does not count.
+The programs are timed from outside. first step: seconds until its record is in metrics.jsonl. This includes
+imports, reading the data, and the evaluation of one batch. step: median seconds of a step, in the second half
+of the log. One process is started with python, several with torchrun. Each process has one thread by default,
+and nothing is compiled. The data is built before. A first round, which reads files from disk, is not counted.
 """
 
 import argparse
@@ -41,15 +41,18 @@ _POLL_SECONDS = 0.01
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    description = "Seconds until --help, until the first step, and of a step."
+    description = "Times --help, the start until the first step, and a step."
     parser = benchmark_parser("start", description=description, rounds=5, threads="1")
-    processes = "default: %(default)s"
+    processes = "numbers of processes (default: %(default)s)"
     parser.add_argument("--processes", type=positive, nargs="+", default=[1, 2], metavar="N", help=processes)
-    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="default: %(default)s")
-    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout of this repository")
+    steps = "training steps per run (default: %(default)s)"
+    parser.add_argument("--steps", type=positive, default=20, metavar="N", help=steps)
+    parser.add_argument("--beside", type=Path, metavar="FOLDER", help="another checkout to compare with")
     options = parse(parser, argv)
     if options.threads == "auto":
-        parser.error("--threads must be an integer from 1 here: processes are compared")
+        parser.error(
+            "--threads must be an integer of at least 1 here, because numbers of processes are compared"
+        )
     trees = {"": REPOSITORY} | ({"beside ": options.beside.absolute()} if options.beside else {})
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -80,14 +83,14 @@ def _seconds_of_help(tree: Path) -> float:
     began = time.perf_counter()
     command = [sys.executable, "pretrain.py", "--help"]
     if subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL).returncode:
-        fail(f"{tree}: pretrain.py --help fails there")
+        fail(f"pretrain.py --help fails in {tree}")
     return time.perf_counter() - began
 
 
 def _seconds_of_run(
     run: Path, tree: Path, processes: int, options: argparse.Namespace
 ) -> tuple[float, float]:
-    """Trains for --steps steps; returns (seconds until the first step is done, seconds of a later step)."""
+    """Trains for --steps steps. Returns (seconds until the first step is done, seconds of a later step)."""
     words = (
         "pretrain.py",
         "experiment=demo",

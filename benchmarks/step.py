@@ -1,23 +1,29 @@
-"""Times the training step; of HRM and TRM against the public code's (`benchmarks.published`).
+"""Times the training step. For HRM and TRM, compares it with the public code (`benchmarks.published`).
 
     python -m benchmarks.step
     python -m benchmarks.step --dtype bfloat16 float32
     python -m benchmarks.step --arch trm infiloop ldt
     python -m benchmarks.step --device cuda --published-sizes
 
-Contenders: published: eager. published_flash (HRM): with torch's attention also on a CPU. published_compiled:
-compiled as a whole, as the public code is on CUDA. exact, deferred: our step, with that value of `q_target`;
-models without q_continue only have `exact`. exact_compiled, deferred_compiled: the same with compiled blocks
-and optimizer. --arch infiloop: TRM with a gate. --arch ldt: the last stage of `sudoku_extreme_search`.
+Contenders:
 
-Each contender is a process of its own. All start with the same weights and batches, with slots at different
-thinking steps. Turns are two steps; the second is timed. speedup: time of the first contender over
-this one's, median over rounds. compile: first step minus second; the first compiling contender has an empty
-cache. MiB: peak memory of the process. of peak: operations a second of the step (`models.flops`), divided by
-operations a second of the best matrix product.
+    published           the public code, eager
+    published_flash     the public code of HRM with the attention of torch, also on a CPU
+    published_compiled  the complete model is compiled, as in the public code on CUDA
+    exact, deferred     our step with this value of `q_target`; models without q_continue have only `exact`
+    exact_compiled, deferred_compiled  the same with compiled blocks and optimizer
 
---dtype: by default the number format that `forward_dtype=auto` means on this machine. --rounds: by default
-the number that takes 45 seconds for the first model, from 3 to 20.
+--arch infiloop is TRM with a gate. --arch ldt is the last stage of `sudoku_extreme_search`.
+
+Each contender runs in a separate process. All start with the same weights and batches, and with slots at
+different thinking steps. A turn is two steps, and the second is timed.
+
+speedup: time of the first contender / time of this one, median over rounds. compile: time of the first step -
+time of the second. The first contender that compiles has an empty cache. MiB: peak memory of the process. of
+peak: operations per second of the step (`models.flops`) / operations per second of the best matrix product.
+
+--dtype: By default, the number format that `forward_dtype=auto` chooses on this machine. --rounds: By
+default, the number of rounds that takes 45 s for the first model, from 3 to 20.
 """
 
 import argparse
@@ -53,12 +59,12 @@ _PUBLISHED_SIZES = {
     "batch": 768,
 }  # None: 4 layers in each level of HRM and in LDT, 2 in TRM
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
-_MIN_ROUNDS, _MAX_ROUNDS, _SECONDS_OF_ROUNDS = 3, 20, 45.0  # without --rounds
-_PRODUCT_SECONDS = 0.5  # a matrix product that would take longer gets fewer rows
+_MIN_ROUNDS, _MAX_ROUNDS, _SECONDS_OF_ROUNDS = 3, 20, 45.0  # if --rounds is not set
+_PRODUCT_SECONDS = 0.5  # if a matrix product would take longer, it gets fewer rows
 
 
 class Contender:
-    """One way to train, in this process. options: the command line, with the sizes of the model."""
+    """A training variant in this process. options: Command-line options, with the sizes of the model."""
 
     def __init__(self, device: torch.device, name: str, arch: str, dtype: str, options: argparse.Namespace):
         self._device, self._options = device, options
@@ -96,7 +102,7 @@ class Contender:
         self._trainer.step({name: column.to(self._device) for name, column in columns if name != "rows"})
 
     def begin(self) -> dict[str, float]:
-        """Makes two steps; returns their seconds, and the peak `memory` in bytes.
+        """Makes two steps. Returns their seconds, and the peak `memory` in bytes.
 
         step: Seconds of the second step. compile: Seconds of the first step minus those of the second.
         """
@@ -113,9 +119,9 @@ class Contender:
         return self._options.batch * self._counter.flops(self._model.reasoning, trains=True)
 
     def product_rate(self) -> float:
-        """Returns operations a second of the faster of two matrix products, one model-sized, one square.
+        """Returns operations per second of the faster of two matrix products: model-sized, and square.
 
-        A small product comes first: where it is slow, as with emulated bfloat16, the two get fewer rows.
+        First measures a small product. If that is slow, as with emulated bfloat16, the two get fewer rows.
         """
         options = self._options
         square = {"cpu": 2048, "cuda": 8192}[self._device.type] // (8 if options.quick else 1)
@@ -131,7 +137,7 @@ class Contender:
         return max(rates)
 
     def _rate_of(self, m: int, k: int, n: int, *, min_run_time: float) -> float:
-        """Returns operations a second of a product of [m, k] and [k, n]. min_run_time: seconds."""
+        """Returns operations per second of a product of [m, k] and [k, n]. min_run_time: Seconds."""
         x, weight = (torch.randn(shape, device=self._device).to(self._dtype()) for shape in ((m, k), (n, k)))
         stmt = Timer(
             "torch.nn.functional.linear(x, weight)",
@@ -157,10 +163,10 @@ def _overrides(arch: str, dtype: str, options: argparse.Namespace) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    description = "The training step beside the public code's."
+    description = "Times the training step, and compares it with the public code."
     parser = benchmark_parser("step", description=description, rounds=None)
     parser.add_argument("--arch", choices=_WITHOUT, nargs="+", default=["hrm", "trm"])
-    of_dtype = "default: the number format that forward_dtype=auto means on this machine"
+    of_dtype = "number formats (default: the one that forward_dtype=auto chooses on this machine)"
     parser.add_argument("--dtype", choices=_DTYPES, nargs="+", help=of_dtype)
     names = [*_PUBLISHED, *_OURS]
     default = ["published", "published_flash", *_OURS]
@@ -195,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Format:
-    """The number format that the rule chooses for the machine."""
+    """Chooses the number format for the machine, as `forward_dtype=auto`."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -205,21 +211,21 @@ class _Format:
 
 
 def _format_of_machine(options: argparse.Namespace) -> str:
-    """Asks a process of its own for the rule's choice: this one may not open CUDA before it forks."""
+    """Returns the number format of a new process, because this one must not open CUDA before it forks."""
     with World(options, _Format) as world:
         return world.call("choose")[0]
 
 
 def choose_rounds(seconds: float) -> int:
-    """Returns the number of rounds if --rounds is not given. seconds: of one step of all contenders."""
-    of_round = 2 * seconds  # a warm step and a timed one
+    """Returns the default number of rounds. seconds: Time of one step of all contenders."""
+    of_round = 2 * seconds  # a warm-up step and a timed step
     return max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_SECONDS_OF_ROUNDS / of_round)))
 
 
 def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
-    """Times the contenders of a model in turns; returns rows of the table, and values for the JSON.
+    """Times the contenders of a model in turns. Returns rows of the table, and values for the JSON.
 
-    Sets the number of rounds, unless --rounds or an earlier model has set it.
+    Sets the number of rounds, unless it is set by --rounds or an earlier model.
     """
     label, rows, result = f"{arch}_{_DTYPES[dtype]}", [], {}
     names = [each for each in options.contenders if not each.startswith(_WITHOUT[arch])]

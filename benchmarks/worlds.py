@@ -1,7 +1,8 @@
-"""Groups of processes (`World`) that time contenders, the compared ways, in turns; and a model in training.
+"""Groups of processes (`World`) that time contenders in turns, and a model in training (`Trainer`).
 
-The speed of a machine drifts over minutes. So all contenders are alive at the same time and take turns:
-A B C, A B C, ... A ratio compares times within seconds. The time of a world is its slowest rank's.
+Contenders are the compared variants. The speed of a machine drifts over minutes. So all contenders run at the
+same time and take turns: A B C, A B C, ... A ratio then compares times that are seconds apart. The time of a
+world is the time of its slowest rank.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._dynamo  # imported before the fork: torch's optimizers need it
+import torch._dynamo  # import before the fork, because the optimizers of torch need it
 from torch.utils.benchmark import Measurement, timer
 
 from benchmarks.harness import fail, measurement
@@ -36,17 +37,18 @@ from training.state import build_first_state
 from training.step import train_step
 from training.strategy import StepResult
 
-TOTAL_STEPS = 10**6  # of the learning rate: more than any benchmark makes
+TOTAL_STEPS = 10**6  # for the learning rate; more steps than any benchmark makes
 TINY = ("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1")
 _POLL_SECONDS = 1.0
-_CLONE_NEWNET = 0x40000000  # of Linux's sched.h
+_CLONE_NEWNET = 0x40000000  # from sched.h of Linux
 
 
 class World:
-    """A group of child processes, each with an object (a contender); `call` calls a method of all of them.
+    """A group of child processes. Each holds an object (a contender). `call` calls a method of all of them.
 
-    build: called in each process with its device and `arguments`; returns the contender. apart: each process
-    is a process group of its own. namespaces: a network namespace for each process (emulated machines).
+    build: `build(device, *arguments)` is called in each process and returns the contender. apart: If True,
+    each process has a separate process group. namespaces: Network namespace of each process (emulated
+    machines).
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class World:
         self._workers = []
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-        context = multiprocessing.get_context("fork")  # quick; this process has computed nothing yet
+        context = multiprocessing.get_context(
+            "fork"
+        )  # fast, and safe because this process has computed nothing yet
         for number in range(processes):
             environment = {
                 **{"RANK": "0" if apart else str(number), "WORLD_SIZE": "1" if apart else str(processes)},
@@ -76,15 +80,15 @@ class World:
             process = context.Process(
                 target=_serve,
                 args=(other_end, environment, namespace, options, build, arguments),
-                daemon=True,  # ends with this process
+                daemon=True,  # the child ends with this process
             )
             process.start()
             other_end.close()
             self._workers.append((process, connection))
-        self.receive()  # all are built
+        self.receive()  # wait until all contenders are built
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of every contender; returns the results, one for each process."""
+        """Calls a method of every contender. Returns the results of all processes."""
         self.send(method, *arguments)
         return self.receive()
 
@@ -93,19 +97,19 @@ class World:
             connection.send((method, arguments))
 
     def receive(self, *, timeout: float | None = None) -> list[Any]:
-        """Returns the answers of all processes. Exits where a process has ended or does not answer.
+        """Returns the answers of all processes. Exits if a process has ended or does not answer.
 
-        timeout: seconds to wait for the next answer; None: no limit.
+        timeout: Seconds to wait for the next answer. If None, there is no limit.
         """
         waiting, answers = {connection: place for place, (_, connection) in enumerate(self._workers)}, {}
         while waiting:
             if not (ready := multiprocessing.connection.wait(list(waiting), timeout)):
-                fail(f"processes {sorted(waiting.values())} have not answered within {timeout:g} seconds")
+                fail(f"processes {sorted(waiting.values())} did not answer within {timeout:g} s")
             for connection in ready:
                 try:
                     answers[waiting.pop(connection)] = connection.recv()
                 except (EOFError, ConnectionError):
-                    fail("a process of the benchmark has ended; it has printed why")
+                    fail("a process of the benchmark ended. See its error above.")
         return [answers[place] for place in range(len(self._workers))]
 
     def __enter__(self) -> "World":
@@ -124,7 +128,9 @@ class World:
 def _serve(connection, environment, namespace, options, build, arguments) -> None:
     """Runs in each process: builds the contender, then calls the requested methods until it receives None."""
     parent = os.getppid()
-    for number in stop_signals():  # only the parent prints; `terminate` must end a rank inside a collective
+    for (
+        number
+    ) in stop_signals():  # only the parent prints, and `terminate` must end a rank inside a collective
         signal.signal(number, signal.SIG_DFL)
     os.environ.update(environment)
     if namespace:
@@ -145,15 +151,15 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
             method, values = asked
             is_turn = method == "time"
             connection.send(timed(contender, *values) if is_turn else getattr(contender, method)(*values))
-        del contender  # before the group closes, nothing may refer to it
+        del contender  # nothing may refer to the group when it closes
 
 
 def timed(contender: Any, turn: str, warm_calls: int) -> float:
-    """Returns the seconds of a call of `contender.turns[turn]`. All ranks of the world call it together."""
+    """Returns the seconds of a call of `contender.turns[turn]`. All ranks of the world call it."""
     for _ in range(warm_calls):
         contender.turns[turn]()
     barrier()
-    begin = timer()  # `timer` first waits for the device
+    begin = timer()  # `timer` waits for the device first
     contender.turns[turn]()
     return timer() - begin
 
@@ -161,9 +167,9 @@ def timed(contender: Any, turn: str, warm_calls: int) -> float:
 def take_turns(
     turns: Mapping[str, tuple[World, str]], *, rounds: int, warmup_rounds: int = 1, warm_calls: int = 0
 ) -> dict[str, Measurement]:
-    """Times functions of contenders in turns, round by round; returns {name: measurement}.
+    """Times functions of contenders in turns, round by round. Returns {name: measurement}.
 
-    turns: {name: (world, key of the function in the dict `turns` of the world's contenders)}. warm_calls:
+    turns: {name: (world, key of the function in the dict `turns` of its contenders)}. warm_calls: Number of
     untimed calls before each timed call, so that caches and memory are in the state of a run.
     """
     seconds = {name: [] for name in turns}
@@ -174,11 +180,11 @@ def take_turns(
 
 
 class Trainer:
-    """A model in training on random tokens, as in a run. All ranks build it and call `step` together.
+    """A model in training on random tokens. All ranks build it and call `step`.
 
-    overrides: key=value words of pretrain.py. If no word chooses a number format, it is that of rank 0's
-    machine. puzzles: slots of each process. rows: puzzle embeddings. Slots start at different thinking steps,
-    as in a run, so that about equally many halt in each step.
+    The slots start at different thinking steps, as in a run, so that about equally many halt in each step.
+    overrides: key=value overrides of pretrain.py. If none sets a number format, it is the choice for the
+    machine of rank 0. puzzles: Number of slots per process. rows: Number of puzzle embeddings.
     """
 
     def __init__(
@@ -196,7 +202,7 @@ class Trainer:
         words = [f"global_batch_size={puzzles * world_size()}", f"device={device.type}"]
         words.append(f"compile={str(compiles).lower()}")
         config = compose_overrides(PretrainConfig, [*words, *overrides])
-        number_format = broadcast_object(find_format(config).name)  # ranks may have other processors
+        number_format = broadcast_object(find_format(config).name)  # ranks may have different processors
         self.config = with_format(config, number_format)
         self.metadata = metadata(rows=rows, seq_len=seq_len)
         options = {"device": device, "total_steps": TOTAL_STEPS}
@@ -221,20 +227,20 @@ class Trainer:
         self.state.average.update(range(self.state.step, self.state.step + 1))
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns {part of a checkpoint: {name: tensor}} of this rank."""
+        """Returns {part of a checkpoint: {name: local tensor}}."""
         parts = self.state.sections()
         return {part: {name: tensor_of(t) for name, t in each.items()} for part, each in parts.items()}
 
 
 def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:
-    """Returns the metadata of a made-up dataset like 9x9 Sudoku. rows: number of puzzle identifiers."""
+    """Returns the metadata of a synthetic dataset like 9x9 Sudoku. rows: Number of puzzle identifiers."""
     sizes = {"vocab_size": 11, "seq_len": seq_len, "num_puzzle_identifiers": rows, "total_groups": 1}
     ids = {"pad_id": 0, "ignore_label_id": None, "blank_identifier_id": 0}
     return Metadata(**sizes, **ids, mean_puzzle_examples=1.0, sets=("all",))
 
 
 def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
-    """Draws a batch of `size` random puzzles, in pinned memory where there is a CUDA device."""
+    """Samples a batch of `size` random puzzles, in pinned memory if CUDA is available."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int, *shape: int) -> torch.Tensor:

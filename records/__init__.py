@@ -1,1 +1,1 @@
-"""The ladder of records: benchmark tasks (rungs), the programs that run them, their records and pages."""
+"""The ladder of records: benchmark tasks (rungs), programs that run them, and their results."""

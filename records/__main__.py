@@ -1,17 +1,19 @@
-"""Runs a rung, a benchmark task of the ladder of records, with several seeds; keeps records, makes tables.
+"""Runs a rung (a benchmark task of the records) with several seeds, and writes records and tables.
 
     python -m records --rung demo --seeds 5 --first-seed 0
     python -m records --rung demo --seeds 5 --folder checkpoints/records/demo \\
-        --test-time --write "What is new about it, in a sentence."
+        --test-time --write "A sentence on what is new."
     python -m records --table
 
-The first command prints a line for each seed and a last line of JSON. Seconds count from building the data to
-the end of the final evaluation; the data is built once, and its seconds count for every seed. With --folder,
-data and runs are kept: the same command continues after an interruption, and skips seeds that are done. Words
-such as max_steps=100 change the recipe, and cannot go with --write. The first training in a folder fixes the
-number format: that of --dtype, else what is fast on this machine. --write puts the result into records/, in
-place of the rung's entry for the same instruction set and number format, and makes the tables of all rungs;
---table only makes the tables.
+The first command prints a line for each seed, and then a line of JSON. The time of a seed starts with
+building the data and ends with the final evaluation. The data is built once, and its time counts for every
+seed.
+
+--folder keeps data and runs. The same command continues after an interruption and skips completed seeds.
+Overrides such as max_steps=100 change the recipe. They cannot be combined with --write. The first training in
+a folder fixes the number format: the one of --dtype, or else the fast one on this machine. --write stores the
+result in records/ and updates the tables of all rungs. It replaces the entry of the rung that has the same
+instruction set and number format. --table only updates the tables.
 """
 
 import runtime.environment  # noqa: F401
@@ -74,47 +76,53 @@ def _write_pages() -> None:
 def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser("records", description=__doc__.partition("\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--rung", choices=RUNGS, metavar="NAME", help="the rung to run: %(choices)s")
-    what.add_argument("--table", action="store_true", help="make the tables of all records")
-    parser.add_argument("--seeds", type=positive, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--first-seed", type=int, default=0, metavar="S", help="default: %(default)s")
-    parser.add_argument("--folder", type=Path, metavar="PATH", help="of data and runs; default: none is kept")
+    what.add_argument("--rung", choices=RUNGS, metavar="NAME", help="rung to run: %(choices)s")
+    what.add_argument("--table", action="store_true", help="only update the tables of all records")
+    parser.add_argument(
+        "--seeds", type=positive, default=3, metavar="N", help="number of seeds (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--first-seed", type=int, default=0, metavar="S", help="first seed (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, metavar="PATH", help="folder that keeps data and runs (default: none)"
+    )
     parser.add_argument(
         "--source",
         type=Path,
         metavar="PATH",
-        help=f"of data that the project cannot ship; default: {_SOURCE}",
+        help=f"source of data that is not in the repository (default: ${_SOURCE})",
     )
-    processes = "of torchrun, where the machine is shared; default: the rung's"
+    processes = "number of processes (default: that of the rung). Use it on a shared machine"
     parser.add_argument("--processes", type=positive, metavar="N", help=processes)
-    dtype = "number format: %(choices)s; default: that of the folder, or what is fast on this machine"
+    dtype = "number format: %(choices)s (default: that of the folder, or the fast one on this machine)"
     parser.add_argument("--dtype", choices=FORMATS, help=dtype)
-    longer = "then let each model reason longer, outside of the time"
+    longer = "also evaluate each model with more test-time compute, not counted in the time"
     parser.add_argument("--test-time", action="store_true", help=longer)
-    write = "keep the record, with a sentence on what is new about it, and make the tables"
+    write = "store the record with a sentence on what is new, and update the tables"
     parser.add_argument("--write", metavar="TEXT", help=write)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the recipe, to try one")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.table:
         return arguments
     if arguments.write and arguments.overrides:
         parser.error(
-            f"--write keeps a record of the recipe as its file has it: drop {arguments.overrides[0]}"
+            f"--write stores a record of the recipe without overrides. Remove {arguments.overrides[0]}."
         )
     if arguments.first_seed < 0:
-        parser.error("--first-seed must be an integer from 0")
+        parser.error("--first-seed must be an integer of at least 0")
     rung = RUNGS[arguments.rung]
     if rung.needs_source and arguments.source is None and (source := os.environ.get(_SOURCE)):
         arguments.source = Path(source)
     if rung.needs_source and (arguments.source is None or not arguments.source.exists()):
-        parser.error(f"--rung {rung.name} needs --source PATH, where its data lies ({rung.builder})")
+        parser.error(f"--rung {rung.name} needs external data ({rung.builder}). Pass --source PATH.")
     if arguments.source and not rung.needs_source:
-        parser.error(f"--rung {rung.name} builds its data from nothing: drop --source")
+        parser.error(f"--rung {rung.name} generates its data. Remove --source.")
     return arguments
 
 
 def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
-    """Returns the command that reproduces a record, without paths and processes of this machine."""
+    """Returns the command that reproduces a record, without paths and process counts of this machine."""
     words = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
     words += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
     words += f" --dtype {forward_dtype}"
@@ -122,7 +130,7 @@ def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
 
 
 def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
-    """Runs the seeds, prints a line for each, and returns the values of the last line, for JSON."""
+    """Runs the seeds, prints a line for each, and returns the values of the JSON line."""
     rerun.check(seeds)
     data_seconds = rerun.build_data()
     runs = []
@@ -146,17 +154,17 @@ def _describe(rung: Rung, run: dict[str, Any]) -> str:
     if run["interruptions"]:
         text += f", interrupted {run['interruptions']} times"
     if is_busy(run):
-        text += f"; others kept {run['other_cores']:.1f} cores busy"
+        text += f"; other programs used {run['other_cores']:.1f} cores"
     return text
 
 
 def is_busy(run: dict[str, Any]) -> bool:
-    """Returns whether other programs kept so many cores busy that the seconds of a run say little."""
+    """Returns whether other programs used more than BUSY_CORES cores, so that the time is not reliable."""
     return run["other_cores"] is not None and run["other_cores"] > BUSY_CORES
 
 
 def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the statistics of a record over its seeds, with the commit."""
+    """Returns the statistics of a record over its seeds, and the commit."""
     summary: dict[str, Any] = {"rung": rung.name}
     for metric in ("exact_accuracy", rung.metric):
         if values := [run[metric] for run in runs if metric in run]:

@@ -1,13 +1,13 @@
-"""Compares models that are trained with equally many operations.
+"""Compares models that are trained with the same number of operations.
 
     python -m records.comparison --folder checkpoints/comparison
 
-For each model: tunes the learning rate, trains several seeds, and evaluates them, also with more compute.
-records/comparison.yaml lists models and trainings. The folder keeps data and runs: the same command continues
-after an interruption. comparison.json, README.md and comparison.svg are there after each training. What
-comparison.json has is not trained again: it alone, as that of records/comparison/, continues elsewhere. All
-trainings and evaluations have one number format: that of comparison.json, else that of --dtype, else what is
-fast on the machine of the first training.
+For each model, the program tunes the learning rate, trains several seeds, and evaluates them, also with more
+test-time compute. records/comparison.yaml lists models and trainings. The folder keeps data and runs, so the
+same command continues after an interruption. After each training, the program writes comparison.json,
+README.md and comparison.svg. It skips trainings that are in comparison.json. To continue on another machine,
+copy only this file, for example from records/comparison/. All trainings and evaluations have the same number
+format: that of comparison.json, else that of --dtype, else the fast one on the machine of the first training.
 """
 
 import runtime.environment  # noqa: F401
@@ -38,23 +38,23 @@ from training.run_config import FORMAT_KEY
 
 _PLAN = Path(__file__).with_name("comparison.yaml")
 _JSON, _PAGE, _PICTURE = "comparison.json", "README.md", "comparison.svg"
-_FORMER_FORMAT: NumberFormat = "bfloat16"  # of a comparison.json that has none
+_FORMER_FORMAT: NumberFormat = "bfloat16"  # number format of a comparison.json that does not state it
 _TITLE = "accuracy over GFLOP of an answer"
 _HEAD = """# Models at equal training operations
 
 ![{title}]({picture})
 
-Each model is trained with equally many operations (PF: 1e15), on puzzles of a rung of the records, and
-answers 1000 others. Accuracy: every cell is right; of several seeds the mean, +- their standard deviation.
-lr: the better of two on held-out training puzzles of `{rung}` ({petaflops:g} PF, one seed). Thinking longer:
-with four times the steps; LDT, which searches, with four chains of 40 rounds instead of one of 30, guessing
-at a cell of the fewest candidates; the right end of a line in the picture.
-Processor-hours: training and evaluation, beside other load. Number format: {forward_dtype}. The last training
-ran on: {cpu}, instruction set: {instruction_set}.
+All models are trained with the same number of operations (PF: 1e15) on puzzles of a rung of the records, and
+evaluated on 1000 other puzzles. Accuracy: fraction of puzzles with every cell right, as mean +- standard
+deviation over seeds. lr: the better of two values on held-out training puzzles of `{rung}` ({petaflops:g} PF,
+one seed). Thinking longer: four times as many steps. LDT searches instead: four chains of 40 rounds instead
+of one chain of 30, with guesses at a cell with the fewest candidates. In the picture, this is the right end
+of a line. Processor-hours: training and evaluation, with other programs running.
+Number format: {forward_dtype}. The last training ran on: {cpu}, instruction set: {instruction_set}.
 
     python -m records.comparison --folder checkpoints/comparison
 """
-_COLUMNS = {  # {column of the page: function of the results of a model's seeds}
+_COLUMNS = {  # {column of the page: function of the results of all seeds of a model}
     "model": lambda rows: rows[0]["model"],
     "parameters": lambda rows: f"{rows[0]['parameters']:,}",
     "lr": lambda rows: f"{rows[0]['lr']:g}",
@@ -70,15 +70,17 @@ _COLUMNS = {  # {column of the page: function of the results of a model's seeds}
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = OneLineParser("records.comparison", description=__doc__.partition("\n")[0])
-    parser.add_argument("--folder", type=Path, required=True, metavar="PATH", help="of data and runs")
-    dtype = "number format: %(choices)s; default: that of the folder, or what is fast on this machine"
+    parser.add_argument(
+        "--folder", type=Path, required=True, metavar="PATH", help="folder that keeps data and runs"
+    )
+    dtype = "number format: %(choices)s (default: that of the folder, or the fast one on this machine)"
     parser.add_argument("--dtype", choices=FORMATS, help=dtype)
     arguments = parser.parse_args(argv)
     compare(read_yaml(_PLAN), arguments.folder.absolute(), dtype=arguments.dtype)
 
 
 def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = None) -> None:
-    """Runs all trainings of the plan that are not done yet, and writes the results after each.
+    """Runs the trainings of the plan that are not done yet. Writes the results after each one.
 
     dtype: Number format that the folder must have. If None, it is the format of the folder, or for a new
     folder the choice for this machine. Raises ValueError if the folder has another one.
@@ -129,10 +131,10 @@ def build_rerun(
     *words: str,
     forward_dtype: NumberFormat,
 ) -> Rerun:
-    """Returns the training of a model with about `petaflops` operations; builds missing data.
+    """Returns the training of a model with about `petaflops` operations. Builds missing data.
 
-    training: an entry of the plan. words: more key=value words. forward_dtype: Number format of a model for
-    which the plan names none.
+    training: Entry of the plan. words: Further key=value overrides. forward_dtype: Number format, if the plan
+    does not set one for the model.
     """
     model, rung = plan["models"][name], RUNGS[training["rung"]]
     data = Rerun(rung, folder / rung.name, source=None)
@@ -151,7 +153,7 @@ def build_rerun(
 
 
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
-    """Trains a model with a seed, and evaluates it, also with more thinking; returns accuracies and costs."""
+    """Trains and evaluates a seed, also with more test-time compute. Returns accuracies and costs."""
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
     trained = read_run(rerun.run_folder(seed))
     steps, each = final_evaluation(trained.rows, "steps"), trained.starts[-1]["gigaflops_per_step"]
@@ -190,14 +192,14 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
 
 
 def _words(plan: dict[str, Any], name: str) -> list[str]:
-    """Returns the key=value words of a model."""
+    """Returns the key=value overrides of a model."""
     model = plan["models"][name]
     shared = [word for group in model["groups"] for word in plan["groups"][group]]
     return [*plan["common"], *shared, *model["words"]]
 
 
 def _costs(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Returns the GFLOP of an answer and of a longer one, means over seeds."""
+    """Returns the GFLOP per answer without and with more test-time compute, as means over seeds."""
     return [fmean(costs) for costs in zip(*(row["gigaflops"] for row in rows), strict=True)]
 
 

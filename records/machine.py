@@ -1,4 +1,4 @@
-"""What a record says about the machine, and the number format of a folder with runs.
+"""Describes the machine of a record, and finds the number format of a folder with runs.
 
 The first training in a folder fixes the number format, for all seeds, trainings and evaluations.
 """
@@ -19,7 +19,7 @@ from training.run_config import FORMAT_KEY
 
 FORMATS = get_args(NumberFormat)
 _FILE = "format.json"
-# Run configs in a folder of a rung (one training, several), and of a comparison.
+# Run configs in the folder of a rung (with one training, with several), and of a comparison.
 _RUN_CONFIGS = ("seed_*/run/config.yaml", "seed_*/training_*/run/config.yaml", "*/*/seed_*/run/config.yaml")
 
 
@@ -43,11 +43,11 @@ def find_format(
     given: NumberFormat | None,
     stored: NumberFormat | None = None,
 ) -> NumberFormat:
-    """Returns the number format of a folder: the one that it began with, else `given`, else the rule's.
+    """Returns the number format of a folder: its stored one, else `given`, else the choice of the rule.
 
-    config: Config of a training. If it names a number format, this counts as given. given: Value of --dtype.
-    stored: The number format of results in the folder. If None, files of the folder tell it. Raises
-    ValueError if two formats are asked for, or if the folder has another format than the one asked for.
+    config: Config of a training. If it sets a number format, that counts as given. given: Value of --dtype.
+    stored: Number format of the results in the folder. If None, it is read from the folder. Raises ValueError
+    if --dtype and config differ, or if the folder has another format.
     """
     named = None if config.arch.forward_dtype == "auto" else config.arch.forward_dtype
     if given and named and given != named:
@@ -66,9 +66,9 @@ def write_format(folder: Path, name: NumberFormat) -> None:
 
 
 def _stored_format(folder: Path) -> NumberFormat | None:
-    """Returns the number format that a folder began with; None for a folder without trainings.
+    """Returns the number format of the first training in a folder, or None if it has no trainings.
 
-    A folder of an earlier version has runs and no format file. Its runs have one format, mostly bfloat16.
+    A folder of an earlier version has runs, but no format file. All its runs have the same format.
     """
     path = folder / _FILE
     if path.exists():

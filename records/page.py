@@ -1,4 +1,4 @@
-"""The pages about records: the tables in records/README.md and README.md, and docs/curve.svg."""
+"""Renders the pages of the records: tables in records/README.md and README.md, and docs/curve.svg."""
 
 import statistics
 from pathlib import Path
@@ -25,11 +25,11 @@ _SHORT_COLUMNS |= {
     "seconds": "seconds on two cores",
     "machine": "machine",
 }  # {column: its title in README.md}
-_TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # rows on each side, to smooth a faint line
+_TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # records on each side, to smooth a faint line
 
 
 def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
-    """Returns {path: new content} of the pages. Raises ValueError where a page lacks the marker lines."""
+    """Returns {path: new content} of the pages. Raises ValueError if a page lacks the marker lines."""
     records = {rung: read_entries(folder / name) for name, rung in RUNGS.items()}
     rows = [row for rung, entries in records.items() for row in _rows(rung, entries)]
     sections = [(rung, entries) for rung, entries in records.items() if entries]
@@ -51,7 +51,7 @@ def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
         before, begin, rest = path.read_text().partition(BEGIN)
         _, end, after = rest.partition(END)
         if not begin or not end:
-            raise ValueError(f"{path} lacks the lines {BEGIN} and {END}, between which the table belongs")
+            raise ValueError(f"{path} lacks the lines {BEGIN} and {END}. Add them where the table belongs.")
         contents[path] = f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
     if entries := records[RUNGS[_CURVES_OF]]:
         contents[root / _PICTURE] = draw_curves(RUNGS[_CURVES_OF], best_entry(entries), folder / _CURVES_OF)
@@ -59,7 +59,7 @@ def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
 
 
 def _rows(rung: Rung, entries: list[dict[str, Any]]) -> list[list[str]]:
-    """Returns a row of cells for each entry; a row that says so without entries."""
+    """Returns a row of cells for each entry, or a row `no record yet` if there are no entries."""
     head = [f"`{rung.name}`", rung.what, f"{_metric(rung)} {rung.goal:g} in {duration(rung.seconds)}"]
     if not entries:
         return [[*head, "no record yet", *[""] * (len(_COLUMNS) - len(head) - 1)]]
@@ -96,7 +96,7 @@ def _seconds(rung: Rung, entry: dict[str, Any]) -> str:
 
 
 def _machine(entry: dict[str, Any]) -> str:
-    """Returns, as text, the processor with its instruction set, and the number format."""
+    """Returns the processor, its instruction set, and the number format, as text."""
     name = entry["instruction_set"]
     name = "instruction set unknown" if name == "unknown" else name
     return f"{entry['cpu']} ({name}), {entry['forward_dtype']}"
@@ -110,7 +110,7 @@ def _p(entry: dict[str, Any]) -> str:
 
 
 def _thinking_longer(rung: Rung, entry: dict[str, Any]) -> str:
-    """Returns, as text, the mean accuracy of the setting with most thinking steps and samples."""
+    """Returns the mean accuracy with the most thinking steps and samples, as text."""
     settings = [run["test_time"][-1] for run in entry["runs"] if run.get("test_time")]
     if len(settings) < entry["seeds"]:
         return ""
@@ -130,10 +130,10 @@ def _metric(rung: Rung) -> str:
 
 
 def draw_curves(rung: Rung, entry: dict[str, Any], folder: Path) -> str:
-    """Returns an SVG file as text: test accuracy over minutes, a line for each seed, and the goal.
+    """Returns an SVG file as text: test accuracy over minutes, with a line for each seed, and the goal.
 
-    The time axis ends with the longest run. Faint lines show exact accuracy in training, smoothed. entry: An
-    entry of the rung. folder: The folder of the rung.
+    The time axis ends with the longest run. Faint lines show the smoothed exact accuracy in training. entry:
+    Entry of the rung. folder: Folder of the rung.
     """
     lines, faint, last = [], [], 0.0
     for run in entry["runs"]:

@@ -1,7 +1,7 @@
-"""Records on disk: records/<rung>/record.json, and the log of each seed with fewer rows.
+"""Records on disk: records/<rung>/record.json, and a thinned log for each seed.
 
-record.json has a list of entries, one for each instruction set and number format. The logs of an entry are in
-records/<rung>/<instruction set>_<number format>/.
+record.json contains a list of entries, one for each instruction set and number format. The logs of an entry
+are in records/<rung>/<instruction set>_<number format>/.
 """
 
 import json
@@ -16,8 +16,8 @@ from runtime.reading import MissingFileError, parse_json, read_json, read_lines
 from runtime.writing import write_json, write_text
 
 FOLDER = REPOSITORY / "records"
-MOST_P = 0.01  # a goal counts as reached where `goal_p` is below
-_MOST_LINES = 200  # of a kept log, not counting rows with an evaluation
+MOST_P = 0.01  # a goal counts as reached if `goal_p` is smaller
+_MOST_LINES = 200  # maximum lines of a stored log, not counting evaluations
 _KEPT = ("step", "seconds", "train/lm_loss", "train/accuracy", "train/exact_accuracy", "train/grad_norm")
 _OF_HISTORY = ("date", "commit", "change", "seeds", "mean", "seconds_max", "goal_p", "cpu")
 _OF_HISTORY += ("petaflops", "processor_hours_max")  # missing in older records
@@ -31,19 +31,20 @@ def write_record(
     command: str,
     folder: Path = FOLDER,
 ) -> Path:
-    """Writes an entry of a rung, in place of the one with its instruction set and number format.
+    """Writes an entry of a rung. Replaces the entry with the same instruction set and number format.
 
-    A summary of the replaced entry goes into `history`. Other entries and their logs stay as they are.
+    Adds a summary of the replaced entry to `history`. Does not change other entries and their logs. Returns
+    the folder of the logs.
 
-    result: the last line of JSON that `python -m records` prints. rows: {seed: rows of the log}. change: a
-    sentence on what is new. command: the command that made the record. Returns the folder of the logs.
+    result: Values of the JSON line that `python -m records` prints. rows: {seed: records of the log}. change:
+    Sentence on what is new. command: Command that made the record.
     """
     folder = folder / result["rung"]
     entries = read_entries(folder)
     places = [number for number, entry in enumerate(entries) if logs_of(entry) == logs_of(result)]
     before = entries[places[0]] if places else None
     history = before["history"] if before else []
-    if before and before["change"] != change:  # an equal sentence: the same record is written again
+    if before and before["change"] != change:  # with an equal sentence, the same record is written again
         history = [*history, {name: before[name] for name in _OF_HISTORY if name in before}]
     logs = folder / logs_of(result)
     logs.mkdir(parents=True, exist_ok=True)
@@ -68,7 +69,7 @@ def write_record(
 
 
 def read_entries(folder: Path) -> list[dict[str, Any]]:
-    """Reads the entries of a rung's folder; [] without record.json. ValueError for invalid JSON."""
+    """Returns the entries of a rung; [] if record.json is missing. Raises ValueError for invalid JSON."""
     try:
         return read_json(folder / "record.json")["entries"]
     except MissingFileError:
@@ -76,7 +77,7 @@ def read_entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def best_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the entry with most seeds; of several, the newest."""
+    """Returns the entry with the most seeds. Ties go to the newest."""
     return max(entries, key=lambda entry: (entry["seeds"], entry["date"]))
 
 
@@ -86,13 +87,13 @@ def logs_of(entry: Mapping[str, Any]) -> str:
 
 
 def read_rows(folder: Path, entry: Mapping[str, Any], seed: int) -> list[Row]:
-    """Returns the rows in the log of a seed. folder: The folder of the rung."""
+    """Returns the records in the log of a seed. folder: Folder of the rung."""
     lines = read_lines(folder / logs_of(entry) / f"seed_{seed}.jsonl")
     return [parse_json(line, where="a row") for line in lines]
 
 
 def thin(rows: Sequence[Row]) -> list[Row]:
-    """Keeps first and last row, rows with an evaluation, and others evenly; only keys for curves, rounded."""
+    """Returns evenly spaced records, and all evaluations, with rounded values of the keys for curves."""
     stride, kept = -(-len(rows) // _MOST_LINES), []
     for number, row in enumerate(rows):
         evaluated = [name for name in row if name.startswith(("eval/", "eval_raw/", "validation/"))]

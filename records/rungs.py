@@ -1,7 +1,7 @@
-"""The ladder: a list of rungs, benchmark tasks with fixed data, a goal in accuracy, and a limit in seconds.
+"""The list of rungs: benchmark tasks with fixed data, a goal in accuracy, and a time limit.
 
-A new rung is an entry here and config/experiment/<name>.yaml. The seed of the data builder is fixed: all
-training seeds, and all recipes, see the same puzzles.
+A new rung needs an entry here and config/experiment/<name>.yaml. The seed of the data builder is fixed, so
+all training seeds and all recipes use the same puzzles.
 """
 
 import dataclasses
@@ -14,19 +14,19 @@ _SEEDED = "seed={seed} data_path={data}"
 class Rung:
     """A rung of the ladder.
 
-    what       the puzzles, as the tables describe them
-    builder    arguments of `python -m dataset.build` without --output-dir, for the folder {data}; {source} is
-               the option --source, for data that the project cannot ship
-    also       arguments for a second dataset {more_data}; empty: none
-    trainings  arguments of pretrain.py, for one training after the other; the last model is evaluated.
-               {name}, {seed}, {data}, {more_data} and {before}, the previous run folder, are filled in
+    what       description of the puzzles, for the tables
+    builder    arguments of `python -m dataset.build` for the dataset {data}, without --output-dir. {source}
+               is replaced by the option --source, for data that is not in the repository
+    also       arguments for a second dataset {more_data}. If empty, the rung has only one dataset
+    trainings  arguments of pretrain.py for consecutive trainings. The last model is evaluated. {name},
+               {seed}, {data}, {more_data} and {before} (the previous run folder) are replaced
     goal       lower bound for the mean of `metric` over seeds
-    seconds    limit for each seed, from building the data to the end of the final evaluation
-    judge      arguments of evaluate.py for the accuracy that counts, within the seconds; empty: the final
-               evaluation of the training counts; {data} and {more_data} are filled in
-    test_time  arguments of evaluate.py for more test-time compute, outside the seconds; filled in as `judge`
-    metric     of the final evaluation, mean over test sets
-    processes  of torchrun, with one thread each
+    seconds    time limit per seed, from building the data to the end of the final evaluation
+    judge      arguments of the evaluate.py run that gives the accuracy, within the time limit. If empty, the
+               last evaluation of the training gives it. {data} and {more_data} are replaced
+    test_time  arguments of evaluate.py for more test-time compute, outside the time limit
+    metric     metric of the final evaluation, averaged over test sets
+    processes  number of processes of torchrun, with one thread each
     """
 
     name: str
@@ -46,7 +46,7 @@ class Rung:
         return "{source}" in self.builder
 
     def build_commands(self, folder: Path, source: Path | None) -> list[list[str]]:
-        """Returns the arguments of python that build `data`, and `more_data` if any, inside `folder`."""
+        """Returns the arguments of python that build `data`, and `more_data` if any, in `folder`."""
         commands = []
         for name, builder in (("data", self.builder), ("more_data", self.also)):
             words = [str(source) if word == "{source}" else word for word in builder.split()]

@@ -1,9 +1,10 @@
-"""Running a rung of the ladder of records: build data, train each seed, evaluate, and measure the time.
+"""Runs a rung of the records: builds data, trains each seed, evaluates, and measures the time.
 
-The clock runs only while one of these programs runs, and is saved to disk: a later start continues it. A
-folder holds one rung: `data/`, and for each seed `seed_<n>/` with the run folder `run/`, the output, and the
-clock, with the time of each row of metrics.jsonl. Of several trainings the earlier are in `training_<m>/`.
-`format.json` has the number format of all trainings and evaluations in the folder.
+The clock runs only while one of these programs runs. It is saved to disk, and a later launch continues it. A
+folder contains one rung: `data/`, and for each seed `seed_<n>/` with the run folder `run/`, the output, and
+the clock. The clock stores the time of each record of metrics.jsonl. If a rung has several trainings, the
+earlier ones are in `training_<m>/`. `format.json` contains the number format of all trainings and
+evaluations.
 """
 
 from runtime.environment import num_cores
@@ -40,10 +41,11 @@ _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
 
 
 class Rerun:
-    """The trainings and evaluations of a rung, in a folder. source: of data that the project does not ship.
+    """The trainings and evaluations of a rung, in a folder.
 
-    overrides: key=value words that change the recipe. dtype: Number format that the folder must have. If
-    None, it is the format of the folder, or for a new folder the choice for this machine.
+    source: Path of data that is not in the repository. overrides: key=value words that change the recipe.
+    dtype: Number format that the folder must have. If None, it is the format of the folder, or for a new
+    folder the choice for this machine.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Rerun:
 
     @functools.cached_property
     def forward_dtype(self) -> NumberFormat:
-        """The number format of the folder. Raises ValueError if it is not the one asked for."""
+        """The number format of the folder. Raises ValueError if it differs from the requested one."""
         return find_format(self.folder, self._configs[-1], self._device, given=self._dtype)
 
     @property
@@ -70,16 +72,16 @@ class Rerun:
         return describe_machine(self._device) | versions | {"forward_dtype": self.forward_dtype}
 
     def check(self, seeds: range) -> None:
-        """Raises ValueError if the recipe is invalid. Exits with one line if the folder does not fit it."""
+        """Raises ValueError if the recipe is invalid. Exits if the folder has a run of another recipe."""
         for seed in seeds:
             for run, recipe in self._trainings(seed):
                 now, config = compose_overrides(PretrainConfig, recipe), run / CONFIG_FILE
                 changes = describe_changes(read_yaml(config), now) if config.exists() else ""
                 if changes:
-                    fail(f"{self.folder} holds a run of another recipe ({changes}): choose another --folder")
+                    fail(f"{self.folder} has a run of another recipe ({changes}). Choose another --folder.")
 
     def build_data(self) -> float:
-        """Builds the data, unless that is done; returns the seconds that it took, now or earlier."""
+        """Builds the data if it is missing. Returns the seconds that this took, now or earlier."""
         commands, made = self.rung.build_commands(self.folder, self.source), self.folder / "data.json"
         if not made.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -89,16 +91,16 @@ class Rerun:
             write_json(made, {"command": sum(commands, []), "seconds": clock.seconds})
         built = read_json(made)
         if built["command"] != sum(commands, []):
-            other = f"data of another command than {self.rung.builder}"
-            fail(f"{self.folder} holds {other}: give another --folder")
+            other = f"data that was not built by: {self.rung.builder}"
+            fail(f"{self.folder} contains {other}. Choose another --folder.")
         return built["seconds"]
 
     def train(self, seed: int, *, data_seconds: float) -> dict[str, Any]:
-        """Trains a seed to its end, continuing an interrupted run; returns a dict of results.
+        """Trains a seed to the end, and continues an interrupted run. Returns a dict of results.
 
-        seconds: data_seconds, training over all starts, and the evaluation. processor_hours: of all processes
-        in these seconds. petaflops: operations of the training, in 1e15. other_cores: mean number of cores
-        that other programs kept busy; None: unknown.
+        seconds: data_seconds, plus the time of all trainings and evaluations. processor_hours: CPU time of
+        all processes. petaflops: Operations of the trainings, in 1e15. other_cores: Mean number of cores that
+        other programs used, or None if it is unknown.
         """
         rung, clocks, petaflops = self.rung, [Clock(self._data_clock)], []
         for run, recipe in self._trainings(seed):
@@ -111,7 +113,7 @@ class Rerun:
                 command = program("pretrain.py", *recipe, processes=rung.processes)
                 _run(command, clocks[-1], log=folder / "log.txt")
                 if not has_ended(run, max_steps=max_steps):
-                    fail(f"seed {seed} was stopped before its end: the same command goes on with --folder")
+                    fail(f"seed {seed} was stopped early. To continue, run the same command with --folder.")
             petaflops.append(read_run(run).petaflops)
         rows = self.rows(seed, data_seconds=data_seconds)
         found = {name: final_evaluation(rows, name) for name in ("exact_accuracy", rung.metric, "count")}
@@ -121,7 +123,7 @@ class Rerun:
             judged = self._evaluate(seed, rung.judge, folder / "judged", clocks[-1])
             found = {name: statistics.fmean(of_set[name] for of_set in judged) for name in found}
         if found[rung.metric] is None:
-            fail(f"experiment={rung.name} does not evaluate {rung.metric}, by which the rung is measured")
+            fail(f"experiment={rung.name} does not evaluate {rung.metric}, the metric of the rung")
         count = found.pop("count")
         others = [each.other_cores for each in clocks[1:] if each.other_cores is not None]
         return {
@@ -138,7 +140,7 @@ class Rerun:
         }
 
     def rows(self, seed: int, *, data_seconds: float) -> list[Row]:
-        """Returns the rows of a seed's log, with `seconds`: building the data, and training up to the row."""
+        """Returns the log of a seed, with `seconds`: time to build the data and to train up to the record."""
         *before, last = (Clock(run.parent / "clock.json") for run, _ in self._trainings(seed))
         rows, began = (
             read_run(self.run_folder(seed)).rows,
@@ -148,11 +150,11 @@ class Rerun:
         return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
 
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
-        """Evaluates a trained seed with more test-time compute, as the rung's `test_time` says, once.
+        """Evaluates a trained seed with more test-time compute (`test_time` of the rung), unless done.
 
-        Returns a dict for each setting: `steps`, `samples`, and means over test sets, with the first way to
-        select: accuracies, and `calls` of the network for a puzzle. The last setting, with most steps and
-        samples, also has the rung's metric.
+        Returns a dict for each setting: `steps`, `samples`, accuracies, and `calls` of the network per
+        puzzle. The values are means over test sets, with the first selection rule. The last setting has the
+        most steps and samples. It also has the metric of the rung.
         """
         rung, folder = self.rung, self.run_folder(seed).parent / "test_time"
         metrics = self._evaluate(seed, rung.test_time, folder, Clock(folder.with_suffix(".clock.json")))
@@ -167,9 +169,9 @@ class Rerun:
         return settings
 
     def _evaluate(self, seed: int, words: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
-        """Evaluates a trained seed into a folder, unless done; returns metrics of each test set.
+        """Evaluates a trained seed into a folder, unless done. Returns the metrics of each test set.
 
-        words: arguments of evaluate.py.
+        words: Arguments of evaluate.py.
         """
         if not (folder / EVALUATION_FILE).exists():
             data = {name: self.folder / name for name in ("data", "more_data")}
@@ -187,12 +189,12 @@ class Rerun:
         return self.folder / "data.clock.json"
 
     def run_folder(self, seed: int) -> Path:
-        """Returns the run folder of the last training of a seed, the one that is evaluated."""
+        """Returns the run folder of the last training of a seed. This is the evaluated one."""
         return self.folder / f"seed_{seed}" / "run"
 
     @functools.cached_property
     def _configs(self) -> list[PretrainConfig]:
-        """The configs of the trainings, as the recipes compose."""
+        """The configs of the trainings, composed from the recipes."""
         return [compose_overrides(PretrainConfig, recipe) for _, recipe in self._recipes(0)]
 
     @functools.cached_property
@@ -200,13 +202,13 @@ class Rerun:
         return training_device(self._configs[-1], processes=self.rung.processes)
 
     def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
-        """Yields what `_recipes` yields; a recipe without a number format gets the one of the folder."""
+        """Yields `_recipes`. A recipe without a number format gets the format of the folder."""
         word = f"{FORMAT_KEY}={self.forward_dtype}"
         for (run, recipe), config in zip(self._recipes(seed), self._configs, strict=True):
             yield run, [*recipe, word] if config.arch.forward_dtype == "auto" else recipe
 
     def _recipes(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
-        """Yields (run folder, arguments of pretrain.py) for each training of a seed; the last one counts."""
+        """Yields (run folder, arguments of pretrain.py) for each training of a seed."""
         values = {"name": self.rung.name, "seed": seed, "before": ""}
         values |= {name: self.folder / name for name in ("data", "more_data")}
         last = len(self.rung.trainings)
@@ -219,7 +221,10 @@ class Rerun:
 
 
 def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:
-    """Returns a metric's mean over sets in the log's last evaluation (`of`: eval or validation), or None."""
+    """Returns the mean of a metric over sets in the last logged evaluation, or None.
+
+    of: `eval` or `validation`.
+    """
     for row in reversed(rows):
         values = [each[metric] for each in metrics_by_set(row, of).values() if metric in each]
         if values:
@@ -228,11 +233,11 @@ def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float
 
 
 def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
-    """Runs a command, timed by `clock`, with the output in a file. Exits with the error of a failed command.
+    """Runs a command while `clock` runs. Writes the output to `log`. If it fails, exits with its error.
 
     A signal to this program first terminates the command, and waits until it has saved.
     """
-    print(f"running {shlex.join(command[:8])} ...: what it says is in {log}", file=sys.stderr, flush=True)
+    print(f"running {shlex.join(command[:8])} ... (output: {log})", file=sys.stderr, flush=True)
     begin = log.stat().st_size if log.exists() else 0
     with open_to_append(log) as output, clock:
         process = start_child(command, output, folder=REPOSITORY, environment=program_environment())
@@ -246,14 +251,14 @@ def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
                 process.wait()
     if process.returncode:
         said = log.read_bytes()[begin:].decode(errors="replace")
-        fail(f"{why_it_failed(said, process.returncode)} (all of it: {log})")
+        fail(f"{why_it_failed(said, process.returncode)} (full output: {log})")
 
 
 class Clock:
-    """The clock of a piece of work that may take several starts; it is saved to `path` every second.
+    """A clock of work that may take several launches. It runs inside `with`, and is saved every second.
 
-    The clock runs inside `with`. seconds: over all starts. processor_seconds: of all ended child processes.
-    times: {step: seconds at which its row appeared in `log`}.
+    seconds: Time over all launches. processor_seconds: CPU time of all ended child processes. times: {step:
+    seconds at which its record appeared in `log`}.
     """
 
     def __init__(self, path: Path, *, log: Path | None = None):
@@ -266,7 +271,7 @@ class Clock:
 
     @property
     def other_cores(self) -> float | None:
-        """Returns the mean number of cores that other programs kept busy; None: unknown, as outside Linux."""
+        """Returns the mean number of cores that other programs used; None if unknown (not on Linux)."""
         return round(self._others / self._others_of, 2) if self._others_of else None
 
     def __enter__(self) -> "Clock":
@@ -278,14 +283,14 @@ class Clock:
         return self
 
     def tick(self) -> None:
-        """Updates the seconds, notes new rows of the log, and saves if the last save is a second ago."""
+        """Updates the seconds, stores times of new log records, and saves once a second."""
         self.seconds = self._before + time.perf_counter() - self._began
-        self._read = min(self._read, self._log_size())  # a run that continues first cuts rows back
+        self._read = min(self._read, self._log_size())  # a run that continues first truncates its log
         if self._log_size() > self._read:
             with self._log.open("rb") as log:
                 log.seek(self._read)
                 for line in log:
-                    if line.endswith(b"\n"):  # an unfinished line is read at the next tick
+                    if line.endswith(b"\n"):  # an incomplete line is read at the next tick
                         self._read += len(line)
                         self.times[parse_json(line, where="a row")["step"]] = round(self.seconds, 1)
         if self.seconds - self._saved >= _SAVE_SECONDS:

@@ -307,7 +307,7 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
 
     with pytest.raises(SystemExit):
         records.main([*words, "lr=2e-3"])
-    assert "another recipe (lr: 0.001 -> 0.002): choose another --folder" in capsys.readouterr().err
+    assert "another recipe (lr: 0.001 -> 0.002). Choose another --folder" in capsys.readouterr().err
     for change in (["--dtype", rule], [f"arch.forward_dtype={rule}"]):
         with pytest.raises(ValueError, match=f"contains results in {other}, not in {rule}"):
             records.main([*words, *change])

@@ -1,9 +1,12 @@
-// The kinds of puzzles: what a user may draw into a grid, and how an answer is checked.
+// The kinds of puzzles: what a user may enter into a grid, and how an answer is checked.
 //
-// A kind has: name; hint; tokens that a user may put into a cell; blank, the token of an empty cell; isClue(token),
-// whether the answer keeps it; check(question, answer, puzzle), which returns {ok, text, cells: the wrong ones}, or
-// null where the answer is unknown; problem(question), an error in the question or null; and optionally hasRules,
-// paints and draw(question, cell, token).
+// A kind has these properties:
+//   name, hint: texts for the user
+//   tokens: tokens that a user may put into a cell; blank: token of an empty cell
+//   isClue(token): whether the answer keeps the token
+//   check(question, answer, puzzle): {ok, text, cells: wrong cells}, or null if the answer is unknown
+//   problem(question): text of an error in the question, or null
+//   optionally hasRules, paints, and draw(question, cell, token)
 
 export function kindOf(facts) {
   const make = facts.groups ? distinct : { maze, arc }[facts.kind] || plain;
@@ -14,14 +17,14 @@ const range = (first, end) => Array.from({ length: end - first }, (_, index) => 
 
 const count = (cells) => (cells.length === 1 ? "1 cell" : `${cells.length} cells`);
 
-/** Compares with the known answer; null where the puzzle was edited. A cell with label -1 is not compared. */
+/** Compares with the known answer. Returns null if the user edited the puzzle. Skips cells with label -1. */
 function compare(answer, puzzle) {
   if (!puzzle.labels) return null;
   const cells = range(0, answer.length).filter((cell) => ![-1, answer[cell]].includes(puzzle.labels[cell]));
   return { ok: !cells.length, text: cells.length ? `${count(cells)} wrong` : "right", cells };
 }
 
-// Any other puzzle: a grid of symbols, without known rules.
+// Default for all other puzzles: a grid of symbols, without known rules.
 function plain(facts) {
   const tokens = range(0, facts.vocab_size).filter((token) => facts.symbols[token]); // without padding and end tokens
   const kept = new Set(), lost = new Set(); // a token is a clue if all answers keep it
@@ -30,7 +33,7 @@ function plain(facts) {
   }
   return {
     name: `${facts.plural} of ${facts.rows} × ${facts.columns} cells`,
-    hint: "Choose a cell and what goes into it, or paste a whole puzzle.",
+    hint: "Choose a cell and its symbol, or paste a complete puzzle.",
     tokens,
     blank: tokens.find((token) => [".", "_", " ", "0"].includes(facts.symbols[token])) ?? tokens[0] ?? 0,
     isClue: (token) => facts.symbols[token] && kept.has(token) && !lost.has(token),
@@ -41,11 +44,11 @@ function plain(facts) {
 
 function arc() {
   const hint = "The model learned these tasks from their examples; it sees only the test input.";
-  return { ...plain({ vocab_size: 0, symbols: [] }), name: "ARC tasks", hint }; // shown only: nothing can be drawn
+  return { ...plain({ vocab_size: 0, symbols: [] }), name: "ARC tasks", hint }; // tasks can only be shown, not edited
 }
 
-// Puzzles whose whole rule is that the symbols of some groups of cells differ, such as Sudoku. ----------------
-// facts.groups: lists of cells. A token with a symbol is a value; the first other one but padding is empty.
+// Puzzles with a single rule: the symbols within each group of cells differ. Example: Sudoku. -----------------
+// facts.groups: lists of cells. A token with a symbol is a value. The first token without one, except padding, is empty.
 
 function distinct({ rows, columns, groups, symbols, plural }) {
   const cells = range(0, rows * columns), empty = symbols.findIndex((symbol, token) => token && !symbol);
@@ -60,7 +63,7 @@ function distinct({ rows, columns, groups, symbols, plural }) {
 
   return {
     name: `${rows} × ${columns} ${plural}`,
-    hint: "Choose a cell and type what goes into it, or paste a whole puzzle.",
+    hint: "Choose a cell and type its value, or paste a complete puzzle.",
     tokens: [...values, empty],
     blank: empty,
     isClue: (token) => !!symbols[token],
@@ -88,7 +91,7 @@ function maze({ rows: size }) {
     );
   }
 
-  /** Returns the number of steps from the start to each cell; undefined where it cannot be reached. */
+  /** Returns the distance of each cell from the start, undefined for cells that cannot be reached. */
   function distances(grid, isOpen) {
     const start = grid.indexOf(START), steps = new Array(size * size), queue = [start];
     if (start < 0) return steps;
@@ -114,7 +117,7 @@ function maze({ rows: size }) {
     isClue: () => false,
     problem(question) {
       if (!question.includes(START) || !question.includes(GOAL)) return "a maze needs a start and a goal";
-      return shortest(question) === undefined ? "no way leads from start to goal" : null;
+      return shortest(question) === undefined ? "no path leads from start to goal" : null;
     },
     draw(question, cell, token) {
       const grid = [...question];
@@ -130,7 +133,7 @@ function maze({ rows: size }) {
       const steps = distances(answer, marked), numMarked = cells.filter(marked).length;
       const reached = steps[answer.indexOf(GOAL)];
       if (reached === undefined) return { ok: false, text: "the path breaks off", cells: [] };
-      if (reached + 1 < numMarked) return { ok: false, text: "marks beside the path", cells: [] };
+      if (reached + 1 < numMarked) return { ok: false, text: "marks cells beside the path", cells: [] };
       const isShortest = shortest(question) === reached;
       return { ok: true, text: isShortest ? "solved by a shortest path" : "solved, not by a shortest path", cells: [] };
     },

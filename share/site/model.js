@@ -1,15 +1,15 @@
-// The model: model.onnx, one thinking step, run in the browser by onnxruntime-web.
+// The model: onnxruntime-web runs model.onnx, which computes one thinking step, in the browser.
 
 import { CHAINS, searching } from "./search.js";
 import * as ort from "./ort.wasm.bundle.min.mjs";
 
-// One thread: more would need special headers from the server. A worker: the page stays responsive.
+// Use one thread, because more need special headers from the server. Use a worker, so that the page stays responsive.
 ort.env.wasm.numThreads = 1;
 ort.env.wasm.proxy = true;
 ort.env.wasm.wasmPaths = { wasm: new URL("./ort-wasm-simd-threaded.wasm", import.meta.url).href };
 
 export class Model {
-  /** Loads model.onnx of a folder. facts: the content of page.json. */
+  /** Loads model.onnx from a folder. facts: Content of page.json. */
   static async load(facts, folder) {
     const session = await ort.InferenceSession.create(new URL(`./${folder}/model.onnx`, import.meta.url).href, {
       executionProviders: ["wasm"],
@@ -22,7 +22,7 @@ export class Model {
     this.facts = facts;
   }
 
-  /** Returns an async iterator of the model's steps. onRound: called with the number of each move of a search. */
+  /** Returns an async iterator over the thinking steps. onRound: Called with the number of each round of a search. */
   think(inputs, identifier, onRound) {
     const { search } = this.facts;
     if (!search) return this.reason(inputs, identifier);
@@ -30,17 +30,17 @@ export class Model {
     return searching(look, this.facts, inputs, onRound);
   }
 
-  /** Yields the answer after each thinking step, without an end.
+  /** Yields the answer after each thinking step, endlessly.
    *
-   * tokens, confidence: for each cell the likeliest token and its probability. halt: the model's probability that
-   * the answer is right. stops: whether the model would halt here.
+   * tokens, confidence: Most likely token of each cell, and its probability. halt: Predicted probability that the
+   * answer is right. stops: Whether the model would halt here.
    */
   async *reason(inputs, identifier) {
     const { state: shapes, vocab_size: size } = this.facts;
     const names = Object.keys(shapes);
     const kept = names.map((name) => new Float32Array(shapes[name].reduce((a, b) => a * b, 1)));
     for (let step = 1; ; step++) {
-      // New tensors for each step: their memory is transferred to the worker.
+      // Create new tensors in each step, because their memory is transferred to the worker.
       const feeds = {
         inputs: new ort.Tensor("int32", Int32Array.from(inputs), [1, inputs.length]),
         puzzle_identifiers: new ort.Tensor("int32", Int32Array.of(identifier), [1]),

@@ -1,10 +1,10 @@
-// The page: a grid that a user may edit, and the answers of the model after each thinking step.
+// The page: a grid that a user can edit, and the answers of the model after each thinking step.
 
 import { kindOf } from "./kinds.js";
 import { Model } from "./model.js";
 import { CHAINS } from "./search.js";
 
-// The model that the link names, else the first that fits the link's puzzle: #model=demo&puzzle=1..4........4..1
+// The model of the link, else the first one with the size of its puzzle. Example: #model=demo&puzzle=1..4........4..1
 const models = await (await fetch("models.json")).json();
 const asked = new URLSearchParams(location.hash.slice(1));
 const fits = (text) => (each) => each.rows * each.columns === text?.length;
@@ -14,26 +14,26 @@ const facts = await (await fetch(`${folder}/page.json`)).json();
 const kind = kindOf(facts);
 const look = {
   ...facts,
-  symbols: facts.symbols.map((symbol, token) => (facts.colors[token] ? " " : symbol)), // the colour shows it
+  symbols: facts.symbols.map((symbol, token) => (facts.colors[token] ? " " : symbol)), // shown by its color
   clues: new Set([...facts.symbols.keys()].filter(kind.isClue)),
-  first_of_field: null, // `grid` cuts the cells to draw out of the field
+  first_of_field: null, // `grid` crops the field to the cells to draw
 };
-const LONGER = [1, 2, 4, 16]; // choices of steps, as multiples of facts.steps
+const LONGER = [1, 2, 4, 16]; // selectable numbers of steps, as multiples of facts.steps
 const model = Model.load(facts, folder);
 const isText = kind.tokens.length > 0 && kind.tokens.every((token) => token === kind.blank || facts.symbols[token].length === 1);
 
-// The state of the page. shown: the number of the step; 0: the question. selected: a cell.
+// The state of the page. shown: number of the step; 0 is the question. selected: selected cell.
 const now = { puzzle: null, thoughts: [], shown: 0, selected: 0, brush: kind.tokens[0], total: facts.steps };
-let source = null; // iterator of the model's steps on this puzzle
+let source = null; // iterator over the steps of the model on this puzzle
 let isReady = false; // whether the model is loaded
-let playing = null; // an object for each playback; playback ends when it changes
+let playing = null; // an object that identifies the playback; a playback ends when this changes
 
-// What is shown ---------------------------------------------------------------------------------------------
+// Rendering ---------------------------------------------------------------------------------------------
 
 const rowOf = (cell) => Math.floor(cell / facts.columns), columnOf = (cell) => cell % facts.columns;
 const answerAt = (step) => (step ? now.thoughts[step - 1].tokens : now.puzzle.inputs);
 
-/** Returns the cells to show, row by row: the smallest rectangle of the field with all cells of the grid `frame`. */
+/** Returns the cells to show, row by row: the smallest rectangle that contains all cells of the grid `frame`. */
 function grid(frame) {
   const all = [...frame.keys()];
   const inside = all.filter((cell) => facts.first_of_field === null || frame[cell] >= facts.first_of_field);
@@ -75,7 +75,7 @@ function render() {
   });
   const board = $("board"), rows = cells.length / columns;
   board.classList.toggle("editable", isEditable);
-  board.setAttribute("viewBox", `0 0 ${columns} ${rows}`); // its border is around
+  board.setAttribute("viewBox", `0 0 ${columns} ${rows}`); // the border is outside
   board.style.width = `${Math.min(100, (100 * columns) / rows)}%`;
   renderWords(thought, verdict, isLast, isOpen);
   renderBars();
@@ -87,7 +87,7 @@ function render() {
   document.body.dataset.step = shown;
 }
 
-/** Returns the candidates of the shown cells after a move of a search, and before that move. */
+/** Returns the candidates of the shown cells after and before a move of a search. */
 function boardOf(step, cells) {
   const { board, guess } = now.thoughts[step - 1], before = now.thoughts[step - 2];
   const goesOn = before && ![guess, before.guess].includes(ANEW);
@@ -100,13 +100,13 @@ function renderWords(thought, verdict, isLast, isOpen) {
   const name = puzzle.number ? `Puzzle ${puzzle.number} of ${facts.puzzles.length}` : puzzle.from;
   const changed = shown ? thought.tokens.filter((token, cell) => token !== answerAt(shown - 1)[cell]).length : 0;
   const cells = `${changed || "nothing"} changed`;
-  const event = thought?.guess === ANEW ? "a contradiction: it begins anew" : cells;
+  const event = thought?.guess === ANEW ? "contradiction: the search restarts" : cells;
   $("where").textContent = shown ? `Thinking step ${shown} of ${now.total} \u00b7 ${event}` : puzzle.name ?? name;
   const element = $("verdict");
   const problem = shown ? null : kind.problem(puzzle.inputs);
   element.className = problem ? "bad" : verdict ? (verdict.ok ? "good" : isLast ? "bad" : "open") : "";
   if (isOpen) element.className = "open";
-  element.textContent = problem ?? (isOpen ? "not decided" : verdict ? (verdict.ok || isLast ? verdict.text : "still thinking") : "");
+  element.textContent = problem ?? (isOpen ? "undecided" : verdict ? (verdict.ok || isLast ? verdict.text : "still thinking") : "");
 }
 
 function renderBars() {
@@ -127,17 +127,17 @@ function renderBars() {
     bar.className = [step === now.shown && "shown", step === first && first && "stops", step > now.thoughts.length && "open"]
       .filter(Boolean).join(" ");
     bar.firstChild.firstChild.style.height = thought ? `max(2px, ${thought.halt * 100}%)` : "0";
-    const share = facts.search ? "of the cells decided" : "sure to be right";
+    const share = facts.search ? "of the cells decided" : "probability of being right";
     bar.title = thought ? `step ${step}: ${fraction(thought.halt)} ${share}` : step ? `step ${step}` : "the question";
   });
   if (facts.search) {
-    const searches = now.isSearching ? `Searching by ${CHAINS} chains, round ${now.isSearching}. ` : "";
-    $("halting").textContent = `${searches}The bars show the share of the cells that are decided, by the chain that found the answer.`;
+    const searches = now.isSearching ? `Searching with ${CHAINS} chains, round ${now.isSearching}. ` : "";
+    $("halting").textContent = `${searches}The bars show the fraction of decided cells, in the chain that found the answer.`;
     return;
   }
   const isDone = now.thoughts.length >= now.total;
-  const stop = first ? ` It would stop after step ${first}.` : isDone ? " It would not stop yet." : "";
-  $("halting").textContent = `The bars show how sure the model is that its answer is right.${stop}`;
+  const stop = first ? ` The model would halt after step ${first}.` : isDone ? " The model would not halt yet." : "";
+  $("halting").textContent = `The bars show the predicted probability that the answer is right.${stop}`;
 }
 
 function renderQuestion() {
@@ -149,7 +149,7 @@ function renderQuestion() {
   $("mini").style.width = `${Math.min(150, 18 * columns)}px`;
 }
 
-// What happens ----------------------------------------------------------------------------------------------
+// Actions ----------------------------------------------------------------------------------------------
 
 function pose(puzzle) {
   $("hint").textContent = kind.hint;
@@ -157,25 +157,25 @@ function pose(puzzle) {
   source = null;
   Object.assign(now, { puzzle: { identifier: facts.puzzles[0].identifier, ...puzzle }, thoughts: [], shown: 0, isSearching: 0 });
   if (facts.search) now.total = facts.steps;
-  const text = write(puzzle.inputs); // of a grid smaller than its field too short
+  const text = write(puzzle.inputs); // too short if the grid is smaller than its field
   history.replaceState(null, "", link(chosen.name, isText && read(text) ? text : puzzle.number));
   render();
 }
 
 const link = (name, puzzle) => `#${new URLSearchParams({ ...(models.length > 1 && { model: name }), ...(puzzle && { puzzle }) })}`;
 
-/** Returns a puzzle as text, a symbol for each cell, for a link or to be pasted. */
+/** Returns a puzzle as text, with a symbol for each cell, for a link or for pasting. */
 const write = (inputs) => inputs.map((token) => (token === kind.blank ? "." : facts.symbols[token])).join("");
 const cellsOf = (text) => text.replace(kind.paints ? /[\r\n]/g : /\s/g, ""); // a space may be an open cell
 
-/** Returns which of the tokens has a symbol, in either case where none has it exactly; -1: none. */
+/** Returns the token with a symbol, else the one with the same letter in the other case, else -1. */
 function tokenOf(symbol, tokens) {
   const [exact, folded] = [(each) => each, (each) => each.toLowerCase()].map((fold) =>
     tokens.find((token) => facts.symbols[token] && fold(facts.symbols[token]) === fold(symbol)));
   return exact ?? folded ?? -1;
 }
 
-/** Returns the tokens of a text such as 1..4 .... .... 4..1; null where it is no puzzle of this size. */
+/** Returns the tokens of a text such as 1..4 .... .... 4..1, or null if it is not a puzzle of this size. */
 function read(text) {
   const tokens = [...cellsOf(text)].map((symbol) => {
     const token = tokenOf(symbol, [...facts.symbols.keys()]);
@@ -184,7 +184,7 @@ function read(text) {
   return tokens.length === facts.rows * facts.columns && !tokens.includes(-1) ? tokens : null;
 }
 
-/** Shows the puzzle of the link, given as text, or as a number where a text cannot tell it. */
+/** Shows the puzzle of the link. The link has it as text, or as a number if it cannot be written as text. */
 function poseLinked(text) {
   const tokens = isText && text !== null ? read(text) : null;
   const index = tokens ? facts.puzzles.findIndex(({ inputs }) => `${inputs}` === `${tokens}`) : text - 1;
@@ -193,7 +193,7 @@ function poseLinked(text) {
   else next();
 }
 
-/** Shows the next puzzle of the list; after the last one, or after an own puzzle, the first. */
+/** Shows the next puzzle of the list. After the last one, or after a puzzle of the user, shows the first. */
 function next() {
   const index = (now.puzzle?.number ?? 0) % facts.puzzles.length;
   pose({ ...facts.puzzles[index], number: index + 1 });
@@ -257,7 +257,7 @@ async function play() {
   }
 }
 
-// Hands -----------------------------------------------------------------------------------------------------
+// Editing and keyboard -----------------------------------------------------------------------------------------------------
 
 function choose(token) {
   if (kind.paints) now.brush = token;
@@ -302,7 +302,7 @@ function onKey(event) {
   const key = event.key.toLowerCase();
   const token = key.trim() ? tokenOf(event.key, kind.tokens) : -1;
   const back = () => goTo(now.shown - 1), on = () => goTo(now.shown + 1);
-  const acts = { p: play, n: next, ",": back, ".": on, pageup: back, pagedown: on }; // a symbol goes before a letter
+  const acts = { p: play, n: next, ",": back, ".": on, pageup: back, pagedown: on }; // a symbol of the puzzle takes precedence over a key
   if (event.key.startsWith("Arrow") && kind.tokens.length) move(event.key);
   else if (token >= 0) put(now.selected, token);
   else if (["backspace", "delete", "0"].includes(key) && kind.tokens.length) put(now.selected, kind.blank);
@@ -312,7 +312,7 @@ function onKey(event) {
   event.preventDefault();
 }
 
-/** Shows a pasted puzzle; one of another size opens the model for that size. */
+/** Shows a pasted puzzle. If it has another size, opens a model for that size. */
 function onPaste(event) {
   if (!kind.tokens.length) return;
   event.preventDefault();
@@ -320,11 +320,11 @@ function onPaste(event) {
   if (tokens) return poseOwn(tokens);
   const cells = cellsOf(text), other = models.find((each) => each.kind === facts.kind && fits(cells)(each));
   if (other && other !== chosen) location.hash = link(other.name, cells);
-  else $("hint").textContent = `What was pasted is no such puzzle: it takes ${facts.rows * facts.columns} cells, . where one is empty.`;
+  else $("hint").textContent = `The pasted text is not such a puzzle. Paste ${facts.rows * facts.columns} cells, with . for an empty cell.`;
 }
 
 async function copyLink() {
-  if (!navigator.clipboard) return void prompt("The link", location.href); // http other than localhost
+  if (!navigator.clipboard) return void prompt("The link", location.href); // not available over http, except on localhost
   await navigator.clipboard.writeText(location.href);
   $("copy").textContent = "Link copied";
   setTimeout(() => ($("copy").textContent = "Copy link"), 1600);
@@ -338,7 +338,7 @@ function explain() {
   $("arrows").hidden = !kind.tokens.length;
   const steps = facts.steps === 1 ? "in one pass" : `in ${facts.steps} steps`;
   const does = facts.search ? `searches through ${kind.name}` : `answers ${kind.name} ${steps}`;
-  $("facts").textContent = `${facts.arch}, ${facts.parameters.toLocaleString("en")} parameters, ${does}. It runs in this browser; nothing leaves it.`;
+  $("facts").textContent = `${facts.arch}, ${facts.parameters.toLocaleString("en")} parameters, ${does}. It runs in this browser and sends nothing to a server.`;
   document.title = `Watch it think: ${kind.name}`;
   $("more").hidden = facts.search || !Object.keys(facts.state).length;
   $("steps").replaceChildren(...LONGER.map((times) => new Option(`${times * facts.steps}`, times * facts.steps)));

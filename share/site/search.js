@@ -1,16 +1,16 @@
-// A search (LDT) on boards: the model strikes out candidates of cells, and guesses (models/lattice.py).
+// A search (LDT) on boards: the model removes candidates of cells, and guesses values (models/lattice.py).
 
 export const CHAINS = 4; // independent searches at the same time, with different random guesses
-const SECONDS = 60; // then the search ends without an answer
-const NO_GUESS = -1; // ANEW, from grid.js: the board starts again
+const SECONDS = 60; // time limit, after which the search ends without an answer
+const NO_GUESS = -1; // ANEW (grid.js) means that the board was reset
 
 const logit = (share) => Math.log(share / (1 - share));
 
-/** Searches in CHAINS chains, then yields the moves of the first chain with an answer, else of the first chain.
+/** Searches in CHAINS chains. Then yields the moves of the first chain with an answer, or else of the first chain.
  *
- * look: runs the model on the candidates of all chains, 0 or 1 each. A move has the values of a thinking step
- * (`Model.reason`), and board: for each cell the candidates as bits; guess: the guessed cell, or a negative code;
- * total: the number of moves.
+ * look: Runs the model on the candidates of all chains (0 or 1). onRound: Called with the number of each round. If it
+ * returns a falsy value, the search ends. A move has the values of a thinking step (`Model.reason`). In addition, it has
+ * board: the candidates of each cell as bits; guess: the guessed cell or a negative code; total: the number of moves.
  */
 export async function* searching(look, facts, inputs, onRound) {
   const { values, candidates } = facts.search, size = inputs.length * values.length;
@@ -36,7 +36,7 @@ export async function* searching(look, facts, inputs, onRound) {
   for (const round of rounds[answer]) yield { ...round, total: rounds[answer].length };
 }
 
-/** Strikes out candidates of a board in place, and guesses a cell; a contradictory board starts again. */
+/** Removes candidates of a board in place, and guesses a cell. Resets the board if it is contradictory. */
 function move(board, entered, { keep, digit, conflict }, { values, kill_threshold, conflict_threshold }) {
   const width = values.length, open = [];
   let isContradictory = conflict > logit(conflict_threshold);
@@ -61,7 +61,7 @@ function move(board, entered, { keep, digit, conflict }, { values, kill_threshol
 const range = (first, end) => Array.from({ length: end - first }, (_, index) => first + index);
 const count = (board, entries) => entries.reduce((sum, entry) => sum + board[entry], 0);
 
-/** Returns a board as a thinking step: the value of a cell with one candidate, else the cell's input. */
+/** Returns a board as a thinking step. A cell with one candidate has that value, any other cell its input. */
 function describe(board, inputs, values) {
   const cells = inputs.map((_, cell) => values.filter((_, value) => board[cell * values.length + value]));
   return {

@@ -80,7 +80,7 @@ def test_the_pair_that_does_not_reach_each_other_is_named(machines, tmp_path):
     )
     assert "GLOO_SOCKET_IFNAME" in of_1
     assert "firewall" in of_1
-    assert _told(first, "error") == ["error: neither of ranks 1 and 2 reaches the other"]
+    assert _told(first, "error") == ["error: ranks 1 and 2 cannot connect to each other"]
     assert "Thread" not in first, "no stacks of a hang"
 
 

@@ -152,7 +152,7 @@ def test_a_puzzle_is_solved_step_by_step(visit, address, page):
         assert _cells(shown) == _digits(puzzle["labels"])
         assert shown.inner_text("#verdict") == "solved"
         assert shown.locator("#board .clue-ground").count() == sum(token > 1 for token in puzzle["inputs"])
-        assert re.search(r"It would stop after step \d\.", shown.inner_text("#halting"))
+        assert re.search(r"The model would halt after step \d\.", shown.inner_text("#halting"))
         shown.click("#next")
     assert (visited.errors, visited.requests) == ([], [])
 
@@ -201,7 +201,7 @@ def _watch_search(page, facts: dict, *, sees_contradictions: bool) -> None:
     _play(page)
     last = int(page.get_attribute("body", "data-step"))
     assert page.inner_text("#where").startswith(f"Thinking step {last} of {last} ")
-    assert (page.inner_text("#verdict") == "not decided") == (not all(_cells(page)))
+    assert (page.inner_text("#verdict") == "undecided") == (not all(_cells(page)))
     assert last == facts["steps"] or not sees_contradictions
     left = entered
     for step in range(1, last + 1):
@@ -209,7 +209,7 @@ def _watch_search(page, facts: dict, *, sees_contradictions: bool) -> None:
         page.wait_for_selector(f"body[data-step='{step}']")
         before, left = left, page.locator("#board .candidate:not(.struck)").count()
         began_anew = page.locator("#board .anew").count() == 1
-        assert began_anew == sees_contradictions == ("begins anew" in page.inner_text("#where"))
+        assert began_anew == sees_contradictions == ("the search restarts" in page.inner_text("#where"))
         assert left == entered if began_anew else left < before or not before
         assert page.locator("#board .guess").count() == (not began_anew and before > 0 and step < last)
 
@@ -266,7 +266,7 @@ def test_puzzles_are_typed_pasted_and_made_up(visit, address):
     assert _cells(shown)[5:7] == ["3", ""]
     hint = shown.inner_text("#hint")
     _paste(shown, "1..4 .... ..2. 4..")
-    assert shown.inner_text("#hint").startswith("What was pasted is no such puzzle: it takes 16 cells")
+    assert shown.inner_text("#hint").startswith("The pasted text is not such a puzzle. Paste 16 cells")
     assert _cells(shown)[5:7] == ["3", ""]
     _paste(shown, "1..4 .... ..2. 4..1")
     assert shown.inner_text("#hint") == hint
