@@ -9,7 +9,8 @@ The same from Python, in other processes:
     result = evaluate.run(["checkpoint=checkpoints/demo"], processes=2)
     result.metrics["all"]["exact_accuracy"], result.folder
 
-The number of processes only changes the time. No optimizer, training split or W&B is needed.
+The number of processes changes only the time, up to rounding. The program needs no optimizer, no training
+split and no W&B.
 """
 
 import sys
@@ -62,7 +63,10 @@ def main() -> None:
 
 
 def evaluate(program: Program[EvaluateConfig]) -> None:
-    """Evaluates one checkpoint after the other; for several prints mean and deviation. All ranks call it."""
+    """Evaluates the checkpoints one after the other. All ranks call it.
+
+    For several checkpoints, rank 0 prints mean and deviation.
+    """
     config = program.config
     with program.watchdog.paused():  # no time limit here
         checkpoints = broadcast_checkpoints(config.checkpoint)
@@ -72,7 +76,7 @@ def evaluate(program: Program[EvaluateConfig]) -> None:
             choose_evaluation_format(each.arch.forward_dtype, program.device, given=config.forward_dtype)
             for each in checkpoints
         ]
-        formats = broadcast_object(formats)  # another rank may run on another kind of processor
+        formats = broadcast_object(formats)  # other ranks may run on other kinds of processors
         metrics = [
             evaluate_checkpoint(config, *each, program.device)
             for each in zip(checkpoints, formats, strict=True)
@@ -85,11 +89,12 @@ def evaluate(program: Program[EvaluateConfig]) -> None:
 def evaluate_checkpoint(
     config: EvaluateConfig, checkpoint: Checkpoint, number_format: Choice, device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Evaluates a checkpoint, and writes the files. Returns {set: metrics} on rank 0. All ranks call it.
+    """Evaluates a checkpoint, and writes the files. All ranks call it.
 
-    number_format: The format that the model computes in, the same on all ranks.
+    Returns {set: {metric: value}} on rank 0, {} on other ranks. number_format: Number format in which the
+    model computes, the same on all ranks.
     """
-    # Data; rank 0 reads every token.
+    # Data. Only rank 0 reads every token, to check the dataset.
     folders = _folders(checkpoint, config)
     with collective_errors():
         data = open_datasets(folders, splits=("test",), read_everything=is_main())
@@ -120,7 +125,7 @@ def evaluate_checkpoint(
     if compiles_on_all_ranks(config.compile, device, num_steps=num_calls):
         compile_blocks(model)
 
-    # Evaluation: every rank works on its slice; sums and outputs come together on rank 0.
+    # Evaluation. Every rank works on its slice. Rank 0 gets the sums and the outputs.
     options = {"outputs": config.save_outputs, "settings": settings, "seed": config.seed}
     options |= {"global_batch_size": batch_size, "reasoning": reasoning}
     results = evaluate_split(model, data, evaluators=evaluators, **options)
@@ -149,7 +154,10 @@ def _folders(checkpoint: Checkpoint, config: EvaluateConfig) -> list[Path]:
 
 
 def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
-    """Returns the folder for a checkpoint's results; other data or other options give another folder."""
+    """Returns the folder for a checkpoint's results.
+
+    If output_dir is None, the name of the folder depends on the data and on the options that change results.
+    """
     if config.output_dir is None:
         measured = measured_with(config, _folders(checkpoint, config), checkpoint.find_data())
         digest = hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:8]
@@ -161,33 +169,48 @@ def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
 
 
 def check_folders(checkpoints: list[Checkpoint], config: EvaluateConfig) -> None:
-    """Raises ValueError where two checkpoints have the same folder for their results."""
+    """Raises ValueError if two checkpoints have the same folder for their results."""
     owners: dict[Path, Checkpoint] = {}
     for checkpoint in checkpoints:
         folder = folder_for(checkpoint, config)
         owner = owners.setdefault(folder.resolve(), checkpoint)
         if owner is not checkpoint:
             raise ValueError(
-                f"{owner} and {checkpoint} would both have their results in {folder}: "
-                "leave one out, or rename its run folder"
+                f"{owner} and {checkpoint} would both write their results into {folder}. "
+                "Remove one, or rename its run folder."
             )
 
 
 class Evaluated(NamedTuple):
-    """The results of `run`: their folder, and metrics as {set: {metric: value}}."""
+    """The results of `run`.
+
+    Attributes:
+        folder: Folder of the results.
+        metrics: {set: {metric: value}}.
+    """
 
     folder: Path
     metrics: dict[str, dict[str, float | str]]
 
 
 def run(overrides: Sequence[str], *, processes: int = 1) -> Evaluated:
-    """Evaluates one checkpoint by running evaluate.py in other processes, with their output on the console.
+    """Evaluates one checkpoint: runs evaluate.py in other processes, and shows their output on the console.
 
-    overrides: key=value words of the command line. Raises ValueError, one line, where the evaluation fails.
+    Args:
+        overrides: Overrides of the command line, such as "checkpoint=checkpoints/demo".
+        processes: Number of processes.
+
+    Returns:
+        The folder of the results, and the metrics.
+
+    Raises:
+        ValueError: An override is invalid, or the evaluation failed. The message has one line.
     """
     config = compose_overrides(EvaluateConfig, overrides)
     if len(config.checkpoint) != 1:
-        raise ValueError("checkpoint: give one at a time, whose metrics are returned")
+        raise ValueError(
+            "checkpoint: evaluate.run returns the metrics of one checkpoint. Set checkpoint to one path."
+        )
     folder = folder_for(find_checkpoint(config.checkpoint[0]), config)
     run_child("evaluate.py", overrides, processes=processes)
     return Evaluated(folder, read_results(folder))

@@ -52,9 +52,12 @@ def main() -> None:
 
 
 def print_answer(config: SolveConfig) -> None:
-    """Solves the puzzle of the config, and prints its steps. Raises ValueError, one line, for a mistake."""
+    """Solves the puzzle of the config, and prints its steps.
+
+    Raises ValueError with one line if a key or the puzzle is invalid.
+    """
     if world_size() > 1:
-        raise ValueError("solve.py is one process: start it with python, not with torchrun")
+        raise ValueError("solve.py is one process. Start it with python, not with torchrun.")
     set_cpu_threads(config.cpu_threads)
     solver = load(
         config.checkpoint,
@@ -79,7 +82,22 @@ def load(
     device: str = "auto",
     forward_dtype: NumberFormat | None = None,
 ) -> "Solver":
-    """Loads a model to solve puzzles. The arguments are keys of solve.py. ValueError for a mistake."""
+    """Loads a model that solves puzzles. The arguments have the meaning of the keys of solve.py.
+
+    Args:
+        checkpoint: Run folder, checkpoint folder, file, or hf://OWNER/NAME.
+        data_path: Dataset folder, or several. If None, the folders that the checkpoint names.
+        raw: Whether to use the weights themselves and not their moving average (EMA).
+        device: auto, cpu, cuda or mps.
+        forward_dtype: Number format of the computation. If None, that of the training, or float32 if the
+            processor emulates bfloat16.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ValueError: The checkpoint or the data cannot be read. The message has one line.
+    """
     given = [data_path] if isinstance(data_path, str | Path) else data_path
     folders = None if given is None else [Path(each) for each in given]
     found, chosen = find_checkpoint(checkpoint), choose_device(device)
@@ -88,10 +106,15 @@ def load(
 
 
 class Solver:
-    """A trained model that solves single puzzles; made by `load`.
+    """A trained model that solves single puzzles. `load` creates it.
 
-    questions: reads puzzles for this model. info: describes the dataset of its training. forward_dtype: the
-    number format that the model computes in.
+    Attributes:
+        checkpoint: Checkpoint of the model.
+        raw: Whether the weights themselves are used and not their moving average (EMA).
+        device: Device of the model.
+        forward_dtype: Number format in which the model computes.
+        questions: Reader of puzzles for this model.
+        info: Description of the dataset on which the model was trained.
     """
 
     def __init__(
@@ -110,9 +133,17 @@ class Solver:
         self._models: dict[Metadata, HaltingModel] = {}
 
     def solve(self, puzzle: str | Path | dict | Sequence | np.ndarray, **keys: Any) -> Answer:
-        """Solves a puzzle: a text or file as on the command line, an ARC task as a dict, or rows of cells.
+        """Solves a puzzle.
 
-        keys: of solve.py, such as steps=64, samples=8. Raises ValueError, one line, for a bad puzzle or key.
+        Args:
+            puzzle: Text or file as on the command line, an ARC task as a dict, or rows of cells.
+            keys: Keys of solve.py, such as steps=64, samples=8.
+
+        Returns:
+            The answer, with every step.
+
+        Raises:
+            ValueError: The puzzle or a key is invalid. The message has one line.
         """
         if isinstance(puzzle, dict):
             puzzle = json.dumps(puzzle)
@@ -120,7 +151,7 @@ class Solver:
             rows, vocabulary = np.atleast_2d(puzzle).tolist(), self.info.vocabulary
             if vocabulary is not None:
                 has_spaces = vocabulary.parts_by_spaces
-            elif self.info.kind is not None:  # of one-character cells one may be a space, as in a maze
+            elif self.info.kind is not None:  # one-character cells may be spaces, as in a maze
                 has_spaces = not all(isinstance(cell, str) and len(cell) == 1 for row in rows for cell in row)
             else:
                 has_spaces = True
@@ -129,7 +160,7 @@ class Solver:
         return self.answer(config_with(SolveConfig, **keys))
 
     def answer(self, config: SolveConfig) -> Answer:
-        """Solves the puzzle of a config, with this model: keys about checkpoint and machine are ignored."""
+        """Solves the puzzle of a config. Ignores the keys that select the checkpoint and the machine."""
         puzzle = self.questions.read(config)
         metadata = self.questions.metadata_for(puzzle)
         identifier = self.questions.find_identifier(puzzle, config)
@@ -145,7 +176,7 @@ class Solver:
         )
 
     def _model_for(self, metadata: Metadata) -> HaltingModel:
-        """Returns the model for puzzles of these sizes, in evaluation mode; loads it once for each."""
+        """Returns the model for puzzles of these sizes, in evaluation mode. Loads it once for each size."""
         if metadata not in self._models:
             options = {"raw": self.raw, "forward_dtype": self.forward_dtype}
             model = load_trained_model(self.checkpoint, metadata, **options)

@@ -1,4 +1,4 @@
-"""The evaluators of an evaluation, on every rank: one for each asked kind and dataset folder."""
+"""The evaluators of an evaluation: on every rank, one for each requested kind and dataset folder."""
 
 import copy
 from collections.abc import Sequence
@@ -15,23 +15,23 @@ from distributed.errors import collective_errors
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:
     """Builds the evaluator of the kind `name` for the test split of the dataset in `folder`.
 
-    ValueError, one line: the kind does not exist, or the dataset has another kind.
+    Raises ValueError with one line if the kind does not exist, or if the dataset has another kind.
     """
     if name not in (kinds := kind_names()):
-        raise ValueError(f"evaluators: {name!r} is no kind of puzzle: choose from {', '.join(kinds)}")
+        raise ValueError(f"evaluators: {name!r} is not a kind of puzzle. Choose from {', '.join(kinds)}.")
     kind = find_kind(name)
     if mismatch := kind.mismatch_of(metadata):
         raise ValueError(
-            f"{folder} is no {name} dataset: its {mismatch}; choose the evaluator of its puzzles"
+            f"{folder} is not a dataset of kind {name}: its {mismatch}. Choose the evaluator of its puzzles."
         )
     return kind.build_evaluator(folder, metadata)
 
 
 class Evaluators:
-    """The evaluators of all test sets. Every rank has its own, and adds its own answers.
+    """The evaluators of all test sets. Every rank builds its evaluators, and adds the answers of its slots.
 
-    names: kinds of puzzles. ValueError, perhaps on one rank only, if none of the folders is of one of these
-    kinds.
+    names: Kinds of puzzles. Raises ValueError, perhaps on one rank only, if no folder has puzzles of one of
+    the kinds.
     """
 
     def __init__(self, names: Sequence[str], data: Dataset):
@@ -41,7 +41,7 @@ class Evaluators:
             failures = []
             for folder, evaluators in self._of_folder.items():
                 try:
-                    metadata = load_metadata(folder, "test")  # the folder's own, not the mixture's
+                    metadata = load_metadata(folder, "test")  # of this folder, not of the mixture
                     evaluators.append(build_evaluator(name, folder=folder, metadata=metadata))
                 except ValueError as error:
                     failures.append(error)
@@ -49,7 +49,7 @@ class Evaluators:
                 raise failures[0]
 
     def anew(self) -> "Evaluators":
-        """Returns empty evaluators of the same folders, for another evaluation. To be called before `add`."""
+        """Returns empty evaluators of the same folders, for another evaluation. Call it before `add`."""
         new = copy.copy(self)
         new._of_folder = copy.deepcopy(self._of_folder)
         return new
@@ -58,9 +58,9 @@ class Evaluators:
         return any(self._of_folder.values())
 
     def add(self, set_name: str, answers: Answers, *, samples: Answers | None = None) -> None:
-        """Adds this rank's answers to one batch; sends no message.
+        """Adds this rank's answers to one batch. Does not communicate.
 
-        samples: all answers, where a puzzle has several samples, for evaluators that count votes.
+        samples: If a puzzle has several samples, the answers of all samples, for evaluators that count votes.
         """
         folder, own_name, first_identifier = self._data.origin(set_name)
         for evaluator in self._of_folder[folder]:
@@ -69,9 +69,10 @@ class Evaluators:
             evaluator.add(own_name, own)
 
     def rules_of(self, set_name: str) -> Rules | None:
-        """Returns the rules of a set's puzzles; None where no evaluator has rules.
+        """Returns the rules of a set's puzzles. Returns None if no evaluator has rules.
 
-        Rules are a function of inputs and preds, tokens [n, seq_len], that finds valid answers: bool [n].
+        Rules are a function that maps inputs and preds, tokens [n, seq_len], to whether the answers are
+        valid, bool [n].
         """
         evaluators = self._of_folder[self._data.origin(set_name).folder]
         nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)
@@ -80,7 +81,7 @@ class Evaluators:
         )
 
     def check_rules(self, selects: Sequence[str]) -> None:
-        """Raises ValueError where `selects` has "rules", and a set has no rules."""
+        """Raises ValueError if `selects` contains "rules", and a set has no rules."""
         for name in self._data.splits["test"].sets if "rules" in selects else ():
             if self.rules_of(name) is None:
                 raise ValueError(
@@ -89,9 +90,10 @@ class Evaluators:
                 )
 
     def gather_metrics(self, ranks: Ranks | None = None) -> dict[str, dict[str, float]]:
-        """Returns {set: {"<kind>/<metric>": value}} over all ranks on rank 0, {} elsewhere.
+        """Returns {set: {"<kind>/<metric>": value}} over all ranks on rank 0, {} on other ranks.
 
-        All ranks call it; an error on one ends all. ranks: the ranks that share the puzzles; None: all.
+        All ranks call it. An error on one rank ends all ranks. ranks: Ranks that divide the puzzles among
+        themselves. If None, all ranks.
         """
         metrics: dict[str, dict[str, float]] = {}
         for folder, evaluators in self._of_folder.items():
@@ -105,7 +107,10 @@ class Evaluators:
         return metrics
 
     def write(self, folder: Path) -> None:
-        """Writes the evaluators' files, perhaps in subfolders; on rank 0, after `gather_metrics`."""
+        """Writes the evaluators' files. Only rank 0 calls it, after `gather_metrics`.
+
+        If there are several dataset folders, each has a subfolder of its name.
+        """
         for data_folder, evaluators in self._of_folder.items():
             for evaluator in evaluators:
                 evaluator.write(folder / data_folder.name if len(self._of_folder) > 1 else folder)

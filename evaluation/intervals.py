@@ -1,7 +1,8 @@
-"""Intervals and tests: of an accuracy over test puzzles, and of a mean over seeds.
+"""Confidence intervals and t-tests, for an accuracy over test puzzles and for a mean over seeds.
 
-Student's t with a whole number of degrees of freedom is a finite sum (Abramowitz and Stegun, Handbook of
-Mathematical Functions, 26.7.3 and 26.7.4), so nothing beyond the standard library is needed.
+For an integer number of degrees of freedom, the distribution function of Student's t is a finite sum
+(Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.3 and 26.7.4). The standard library is
+therefore enough.
 """
 
 import math
@@ -10,11 +11,12 @@ from collections.abc import Sequence
 
 
 def wilson_interval(successes_share: float, count: int, *, z: float = 1.959964) -> tuple[float, float]:
-    """Computes Wilson's score interval, in which the true share lies with 95 % confidence (for this z).
+    """Computes Wilson's score interval of a fraction. With the default z, the confidence is 95 %.
 
-    successes_share: the fraction of `count` (at least 1) independent trials. Unlike share +- 1.96 standard
-    errors, the interval is right near 0 and 1 and for few trials. For the mean p of values in 0 .. 1, such as
-    the share of right cells, it is valid but too wide, since their variance is at most p (1 - p).
+    successes_share: Fraction of successes in `count` (at least 1) independent trials, in [0, 1]. The interval
+    is also accurate near 0 and 1 and for few trials, unlike fraction +- 1.96 standard errors. For a mean p of
+    values in [0, 1], such as the fraction of correct cells, the interval is valid but too wide: the variance
+    of the values is at most p (1 - p).
     """
     assert count >= 1
     assert 0 <= successes_share <= 1
@@ -26,14 +28,18 @@ def wilson_interval(successes_share: float, count: int, *, z: float = 1.959964) 
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
-    """Computes the mean and the sample standard deviation (n - 1), None for a single value."""
+    """Computes the mean and the sample standard deviation (divisor n - 1).
+
+    The deviation of a single value is None.
+    """
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
 def goal_p(values: Sequence[float], goal: float) -> float | None:
-    """Computes the p-value of a one-sided one-sample t-test; null hypothesis: the mean is not above the goal.
+    """Computes the p-value of a one-sided one-sample t-test.
 
-    None for fewer than two values. Where all values are equal, p is 0 above the goal, else 1.
+    The null hypothesis is that the mean is not above the goal. Returns None for fewer than two values. If all
+    values are equal, p is 0 if they are above the goal, otherwise 1.
     """
     mean, deviation = mean_and_deviation(values)
     if deviation is None:
@@ -44,7 +50,10 @@ def goal_p(values: Sequence[float], goal: float) -> float | None:
 
 
 def difference_p(values: Sequence[float], others: Sequence[float]) -> float | None:
-    """Computes the p-value of a two-sided t-test, pooled variance: equal means. None for single values."""
+    """Computes the p-value of a two-sided t-test with pooled variance, for the hypothesis of equal means.
+
+    Returns None if both samples have a single value.
+    """
     freedom = len(values) + len(others) - 2
     if freedom < 1:
         return None
@@ -59,12 +68,15 @@ def difference_p(values: Sequence[float], others: Sequence[float]) -> float | No
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float] | None:
-    """Computes the confidence interval of the mean, as over seeds, by Student's t; None for one value."""
+    """Computes the confidence interval of a mean, for example over seeds, by Student's t.
+
+    Returns None for a single value.
+    """
     mean, deviation = mean_and_deviation(values)
     if deviation is None:
         return None
     low, high = 0.0, 1e6
-    for _ in range(100):  # bisection, to more bits than a float has
+    for _ in range(100):  # bisection, beyond the precision of a float
         middle = (low + high) / 2
         is_below = t_tail(middle, len(values) - 1) > (1 - confidence) / 2
         low, high = (middle, high) if is_below else (low, middle)
@@ -73,7 +85,7 @@ def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple
 
 
 def t_tail(t: float, freedom: int) -> float:
-    """Computes P(T >= t) of Student's t with `freedom` (at least 1) degrees of freedom."""
+    """Computes P(T >= t) for Student's t with `freedom` (at least 1) degrees of freedom."""
     angle = math.atan2(t, math.sqrt(freedom))
     is_odd = freedom % 2
     term = total = (math.cos(angle) if freedom > 1 else 0.0) if is_odd else 1.0

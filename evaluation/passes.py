@@ -1,7 +1,7 @@
 """One pass over a split: runs a model on every example, and computes metrics.
 
-Every rank works on its slice of each global batch; metrics are sums over all ranks, and outputs are in
-dataset order. `evaluation.loop` runs each puzzle once, `evaluation.test_time` several times.
+Every rank works on its slice of each global batch. Metrics are summed over all ranks, and outputs are in
+dataset order. `evaluation.loop` runs each puzzle once, `evaluation.test_time` runs it several times.
 """
 
 import dataclasses
@@ -34,11 +34,14 @@ from models.search import Search
 class SetResult:
     """The result of evaluating one set.
 
-    metrics     of the network (none without labels; `count` among them), and <kind>/<metric> of evaluators;
-                where all slots ran all steps, also act_exact_accuracy and act_steps: with early halting
-    exact_accuracy_after_each_step  after step 1, 2, ..., where all slots ran all steps
-    outputs     {name: [rows, ...]}, in dataset order
-    scores      sums of every setting, if settings were evaluated; the other fields are of the largest one
+    metrics     Metrics of the network, including `count` (none without labels), and <kind>/<metric> of the
+                evaluators. If all slots ran all of several steps, also act_exact_accuracy and act_steps: the
+                values that early halting would give.
+    exact_accuracy_after_each_step  Accuracy after step 1, 2, ... Empty if slots could halt early, if settings
+                were evaluated, or without labels.
+    outputs     {name: array [examples, ...]}, in dataset order.
+    scores      Sums of every setting, if settings were evaluated. The other fields then describe the largest
+                setting.
     """
 
     metrics: dict[str, float]
@@ -65,27 +68,32 @@ def evaluate_split(
     ranks: Ranks | None = None,
     stages: Ranks = ALONE,
 ) -> dict[str, SetResult] | None:
-    """Evaluates every set of a split: {set: result} on rank 0, {} elsewhere. All ranks call it.
+    """Evaluates every set of a split. All ranks call it.
 
-    model               is evaluated in evaluation mode, and then in its own mode again
-    global_batch_size   number of slots over all ranks; each sample of a puzzle takes one
-    reasoning           of the evaluation; None: as the architecture has it, with halting=max
-    outputs             names of arrays to keep of every example, as in `save_outputs`
-    settings            numbers of steps and samples to evaluate, instead of one run a puzzle
-    seed                of the noise, if there is any
-    only_first_batches  whether to evaluate only one batch of each set
-    puzzles             for each set the indices of the puzzles to evaluate, int64 [n], rising; None: all
-    all_reduce_stop     called by all ranks before every batch; after True the result is None
-    fetch_rows          for sharded puzzle embeddings, called by all ranks before each set: loads those with
-                        these identifiers, int64 [n]
-    ranks               the ranks that share the puzzles; None: all
-    stages              the ranks of this rank's pipeline; without settings only
+    Args:
+        model: Model to evaluate. It runs in evaluation mode. Its previous mode is restored at the end.
+        global_batch_size: Number of slots over all ranks. Each sample of a puzzle takes one slot.
+        reasoning: Halting and number of steps. If None, the values of the architecture, with halting=max.
+        outputs: Names of the arrays to return for every example, as in `save_outputs`.
+        evaluators: Evaluators that compute more metrics. They also receive the answers.
+        settings: Numbers of steps and samples to evaluate. If None, each puzzle runs once.
+        seed: Seed of the noise.
+        only_first_batches: Whether to evaluate only the first batch of each set.
+        puzzles: Indices of the puzzles to evaluate, {set: int64 [n]}, ascending. If None, all puzzles.
+        all_reduce_stop: Called by all ranks before every batch. If it returns True, the evaluation ends.
+        fetch_rows: Loads sharded puzzle embeddings with these identifiers, int64 [n]. All ranks call it
+            before each set.
+        ranks: Ranks that divide the puzzles among themselves. If None, all ranks.
+        stages: Ranks of this rank's pipeline. Not supported together with `settings`.
+
+    Returns:
+        {set: result} on rank 0, {} on other ranks. None if `all_reduce_stop` returned True.
     """
     network, ranks = model.network, ranks or all_ranks()
     reasoning = reasoning or model.eval_reasoning("max")
     device, was_training = next(model.parameters()).device, model.training
     num_puzzles = global_batch_size
-    if settings is not None and settings.samples[-1] > 1:  # at least a puzzle for each rank
+    if settings is not None and settings.samples[-1] > 1:  # at least one puzzle for each rank
         num_puzzles = max(global_batch_size // settings.samples[-1], ranks.size)
     share = {"global_batch_size": num_puzzles, "only_first_batches": only_first_batches, "puzzles": puzzles}
     options = {"num_slots": -(-global_batch_size // ranks.size), "vocab_size": data.metadata.vocab_size}
@@ -93,7 +101,7 @@ def evaluate_split(
     is_stopped = False
 
     def until_stopped(source: Iterator[tuple[str, Batch]]) -> Iterator[Batch]:
-        """Yields the batches, on the device, until the ranks are asked to stop."""
+        """Yields the batches, on the device, until `all_reduce_stop` returns True."""
         nonlocal is_stopped
         for _, batch in source:
             is_stopped = all_reduce_stop()
@@ -148,9 +156,10 @@ def evaluate_split(
 
 
 class _SetSums:
-    """The metric sums and outputs of one set on this rank, added up over the batches.
+    """The metric sums and outputs of one set on this rank, accumulated over the batches.
 
-    scores: of the settings, if any. num_steps: the steps that all slots run; 0 with early halting.
+    num_steps: Number of steps that all slots run. 0 with early halting or with settings. scores: Sums of the
+    settings. None without settings.
     """
 
     def __init__(
@@ -164,9 +173,9 @@ class _SetSums:
         self.scores: Scores | None = None
 
     def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
-        """Adds a step for the accuracy after each step; does nothing with early halting.
+        """Adds the outputs of a step to the accuracy after each step. Does nothing if num_steps is 0.
 
-        acts_here: bool [slots], True in the step where the slot would halt first.
+        acts_here: bool [slots]. True in the first step in which the model would halt the slot.
         """
         if not len(self._exact_after_step):
             return
@@ -185,14 +194,17 @@ class _SetSums:
                 arrays.append(_output(name, final)[is_real].cpu().numpy())
 
     def describe(self) -> str:
-        """Returns the accuracies on this rank so far, as a text for the progress bar."""
+        """Returns this rank's accuracies so far, as a text for the progress bar."""
         sums = self._metrics.own()
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
         words = {"exact_accuracy": "solved", "accuracy": "cells right"}  # as in the report
         return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in words.items() if name in metrics)
 
     def reduce(self, extra: dict[str, float]) -> SetResult:
-        """Returns the result over all ranks, whole on rank 0 only. All ranks call it. extra: more metrics."""
+        """Returns the result over all ranks. Only rank 0 gets outputs and scores. All ranks call it.
+
+        extra: Metrics to add.
+        """
         sums = self._metrics.reduce()
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
         passes = (self._exact_after_step, self._act_sums)
@@ -228,7 +240,7 @@ def _answers(final: StepOutput) -> Answers:
 
 
 def _output(name: str, output: StepOutput) -> Tensor:
-    """Returns the array `name` of the key `save_outputs`: [batch, ...]. preds has unscored cells too."""
+    """Returns the array `name` of `save_outputs`, [batch, ...]. preds also contains cells without label."""
     logits = output.prediction.logits
     if name == "preds":
         return predicted_tokens(logits)

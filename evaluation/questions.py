@@ -1,4 +1,4 @@
-"""Reads the puzzle that solve.py is to solve, in the symbols and sizes of the model's training data."""
+"""Reads the puzzle for solve.py, in the symbols and sizes of the model's training data."""
 
 import dataclasses
 import difflib
@@ -23,8 +23,8 @@ _FILES = (".txt", ".json", ".csv")
 class Questions:
     """A reader of puzzles for one model.
 
-    info: describes the model's training data. folders: dataset folders of these data, which may be missing;
-    None: the folders that the checkpoint names.
+    info: Description of the model's training data. folders: Dataset folders of the training data. They may be
+    missing. If None, the folders that the checkpoint names.
     """
 
     def __init__(self, checkpoint: Checkpoint, folders: list[Path] | None):
@@ -33,7 +33,7 @@ class Questions:
         self._folders = folders or checkpoint.find_data()
 
     def read(self, config: SolveConfig) -> Puzzle:
-        """Reads the puzzle that a config names. ValueError where it is missing, malformed or unsolvable."""
+        """Reads the puzzle of a config. Raises ValueError if it is missing, malformed or unsolvable."""
         text, source = read_question(config.puzzle)
         kind, vocab_size = self.info.kind, self.info.metadata.vocab_size
         try:
@@ -47,15 +47,15 @@ class Questions:
                 range_of = f"test=0 to test={len(puzzles) - 1}" if len(puzzles) > 1 else "only test=0"
                 raise ValueError(f"test={config.test} is out of range: {source} has {range_of}")
             puzzle = puzzles[config.test].laid_into(self.info.metadata.seq_len)
-            _ = puzzle.remark  # ValueError where it has no solution
+            _ = puzzle.remark  # ValueError if it has no solution
         except ValueError as error:
-            is_name = re.fullmatch(r"\S{1,255}\.[A-Za-z]\w{1,4}|\S*/\S*", text)  # of a file, as a text may be
+            is_name = re.fullmatch(r"\S{1,255}\.[A-Za-z]\w{1,4}|\S*/\S*", text)  # looks like a file name
             missing = "there is no such file, and " if source == "puzzle" and is_name else ""
             raise ValueError(f"{source}: {missing}{error}") from None
         return puzzle
 
     def metadata_for(self, puzzle: Puzzle) -> Metadata:
-        """Returns the metadata of a dataset of such puzzles. ValueError where the model cannot read them."""
+        """Returns the metadata of a dataset of such puzzles. ValueError if the model cannot read them."""
         trained = self.info.metadata
         sizes = {"vocab_size": puzzle.vocab_size, "seq_len": len(puzzle.tokens)}
         reads_any = self._checkpoint.arch.reads_any_length
@@ -67,34 +67,36 @@ class Questions:
         return dataclasses.replace(trained, **sizes)
 
     def find_identifier(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
-        """Finds the identifier of the puzzle embedding to use; None where an embedding must be trained first.
+        """Finds the identifier of the puzzle embedding. Returns None if an embedding must be trained first.
 
-        ValueError where the config's `adapt` or `task` does not go with the model or the puzzle.
+        Raises ValueError if the config's `adapt` or `task` does not fit the model or the puzzle.
         """
         blank = self.info.metadata.blank_identifier_id
         if config.adapt and not puzzle.has_own_rule:
-            raise ValueError("adapt=true is for puzzles with demonstrations, such as ARC tasks: drop it")
+            raise ValueError("adapt=true is for puzzles with demonstrations, such as ARC tasks. Remove it.")
         if not self._checkpoint.arch.has_puzzle_embeddings:
             if config.adapt:
-                raise ValueError(f"adapt=true: {self._checkpoint} has no puzzle embeddings to train: drop it")
+                raise ValueError(
+                    f"adapt=true: {self._checkpoint} has no puzzle embeddings to train. Remove it."
+                )
             return blank
         where = ", ".join(map(str, self._folders))
         if config.task is not None or not puzzle.has_own_rule:
             names = [name for folder in self._folders for name in read_names(folder) or [BLANK]]
             if (count := self.info.metadata.num_puzzle_identifiers) != len(names):
                 raise ValueError(
-                    f"the {count} puzzle identifiers of the model are not named in {where}: give data_path, "
-                    "a dataset with identifiers.json"
+                    f"{where} does not name the {count} puzzle identifiers of the model. Set data_path to a "
+                    "dataset with identifiers.json."
                 )
-            if config.task in names:  # where folders share a name, the first one's
+            if config.task in names:  # if several folders have the name, the first one counts
                 return names.index(config.task)
             if config.task is not None:
                 near = difflib.get_close_matches(config.task, names, n=1)
                 hint = f", did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"task={config.task} is no puzzle identifier in {where}{hint}")
+                raise ValueError(f"task={config.task} is not a puzzle identifier in {where}{hint}")
             if names := list(dict.fromkeys(name for name in names if name != BLANK)):
                 some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-                raise ValueError(f"the model knows several tasks by name: give task=NAME, one of {some}")
+                raise ValueError(f"the model knows several tasks by name. Set task=NAME, one of {some}.")
             return blank
         known = None
         if all((folder / "train" / "dataset.json").is_file() for folder in self._folders):
@@ -102,22 +104,22 @@ class Questions:
             known = puzzle.find_identifier(training.splits["train"])
         if known is None and not config.adapt:
             raise ValueError(
-                f"the model has no embedding for this task (its demonstrations are not in {where}): "
-                "adapt=true trains one first; or name the task it is with task=NAME"
+                f"the model has no embedding for this task: its demonstrations are not in {where}. "
+                "Set adapt=true to train one, or task=NAME if it is a known task."
             )
         if known is not None and config.adapt:
-            log.info(f"the model was trained on this task (identifier {known}): there is nothing to adapt")
+            log.info(f"the model was trained on this task (identifier {known}), so adapt=true has no effect")
         return known
 
 
 def read_question(puzzle: str | None) -> tuple[str, str]:
-    """Reads a puzzle from a file, from standard input (-), or as a text itself: (text, name for messages).
+    """Reads a puzzle from a file, from standard input (-), or from the value itself.
 
-    ValueError where there is nothing.
+    Returns (text, name of the source for messages). Raises ValueError if there is no puzzle.
     """
     if puzzle is None:
         raise ValueError(
-            'puzzle=... is needed: a text such as "1..4 .... ...3 4..1", a file, or - for standard input'
+            'puzzle is missing. Set it to a text such as "1..4 .... ...3 4..1", a file, or - (standard input).'
         )
     text, source = puzzle, "puzzle"
     if puzzle == "-":
@@ -126,16 +128,19 @@ def read_question(puzzle: str | None) -> tuple[str, str]:
         try:
             text, source = read_text(Path(puzzle)), puzzle
         except ValueError as error:
-            raise ValueError(f"puzzle={error}; give a text file, a text, or - for standard input") from None
+            raise ValueError(
+                f"puzzle={error}. Set it to a text file, a text, or - for standard input."
+            ) from None
     if not text.strip():
-        raise ValueError(f"{source} is empty: give a puzzle")
+        raise ValueError(f"{source} is empty. It must contain a puzzle.")
     return text, source
 
 
 def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:
-    """Describes a model's training data, from the folders or the checkpoint, or the folders that it names.
+    """Describes a model's training data, from `folders`, the checkpoint, or the folders that it names.
 
-    A checkpoint of public code without its folders has only sizes. ValueError where these do not suffice.
+    For a checkpoint of the public code without its folders, the description consists of sizes. Raises
+    ValueError if the sizes do not determine the kind of puzzle.
     """
     if folders is None and checkpoint.dataset_info is not None:
         return DatasetInfo.from_json(checkpoint.dataset_info, where=f"what {checkpoint} says of its data")
@@ -156,5 +161,5 @@ def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo
     info = DatasetInfo(usual_metadata(**sizes))
     if len(fitting := kinds_of(info.metadata)) > 1:
         names = " or ".join(kind.name for kind in fitting)
-        raise ValueError(f"{checkpoint} does not say whether its puzzles are {names}: give data_path")
+        raise ValueError(f"{checkpoint} does not say whether its puzzles are {names}. Set data_path.")
     return info

@@ -1,7 +1,7 @@
-"""The files of an evaluation: metrics.json, saved outputs and scaling.json; and printed tables.
+"""Writes the files of an evaluation (metrics.json, saved outputs, scaling.json), and prints its tables.
 
-Every accuracy has a 95 % interval: how much it would vary with other test puzzles. For several checkpoints
-there are a mean and a deviation: how much an accuracy varies with the seed of the training.
+Every accuracy has a 95 % interval, for the variation over other test puzzles. With several checkpoints, every
+metric has a mean and a standard deviation, for the variation over seeds of the training.
 """
 
 import math
@@ -27,32 +27,40 @@ from runtime.writing import replace_file, write_json
 EVALUATION_FILE, SCALING_FILE = "metrics.json", "scaling.json"
 MEASURED_FILE = "measured.json"  # the data and options that `measured_with` returns
 INTERVAL_ENDS = ("low", "high")
-TEXTS = ("selected_by", "forward_dtype")  # metrics that are texts
+TEXTS = ("selected_by", "forward_dtype")  # entries of metrics.json that are texts
 
 _SETTING = "@steps="  # in names such as exact_accuracy@steps=4,samples=1
 _ASKED = ("halting", "noise", "init_noise", "damping", "decision_cell", "decision_value")
 _ASKED += ("eval_conflict_threshold", "seed")
-_OPTIONS = (*_ASKED, "halt_max_steps", "samples", "select", "raw", "forward_dtype")  # all that change results
+_OPTIONS = (
+    *_ASKED,
+    "halt_max_steps",
+    "samples",
+    "select",
+    "raw",
+    "forward_dtype",
+)  # all options that change results
 
 _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
 
 
 def open_output_folder(folder: Path) -> Path:
-    """Makes the folder, before the long work. ValueError where nothing can be written into it."""
+    """Creates the folder. Raises ValueError if it is not writable. Call it before the evaluation."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "permission denied")
     except OSError as error:
         reason = error.strerror or error
-        raise ValueError(f"cannot write into {folder} ({reason}): give another output_dir") from None
+        raise ValueError(f"cannot write into {folder} ({reason}). Choose another output_dir.") from None
     return folder
 
 
 def measured_with(config: EvaluateConfig, data: Sequence[Path], run_data: Sequence[Path]) -> dict[str, Any]:
-    """Returns what made the results unlike a default evaluation: {key: value} of data folders and options.
+    """Returns {key: value} of everything that makes the results differ from a default evaluation.
 
-    The data folders are left out if they are `run_data`, the folders that the run itself names.
+    These are the options that differ from their defaults, and the data folders, unless they are `run_data`,
+    the folders that the run was trained on.
     """
     usual = config_with(EvaluateConfig, checkpoint=config.checkpoint)
     others = [name for name in _OPTIONS if getattr(config, name) != getattr(usual, name)]
@@ -62,9 +70,9 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], run_data: Sequen
 
 
 def write_measured(folder: Path, measured: Mapping[str, Any], data: Sequence[Path]) -> None:
-    """Writes `measured` to measured.json; before, removes results in the folder that had other options.
+    """Writes `measured` to measured.json. First removes results in the folder that had other options.
 
-    data: the data folders; of several, each has a subfolder of its name for what its evaluators write.
+    data: Data folders. If there are several, the evaluators of each write into a subfolder of its name.
     """
     path = folder / MEASURED_FILE
     try:
@@ -96,7 +104,7 @@ def tell_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> No
 
 
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
-    """Warns where the dataset folders of the run have other content than during training."""
+    """Warns if the dataset folders of the run have changed since its training."""
     try:
         trained_on = checkpoint.fingerprint
         is_new = trained_on is not None and trained_on != fingerprint_of(folders)
@@ -104,7 +112,9 @@ def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
         return
     if is_new:
         names = ", ".join(map(str, folders))
-        log.warning(f"{names}: built anew since {checkpoint} was trained, perhaps on these test puzzles")
+        log.warning(
+            f"{names}: rebuilt since {checkpoint} was trained. Its training may have used these test puzzles."
+        )
 
 
 def write_results(
@@ -118,9 +128,9 @@ def write_results(
 ) -> tuple[dict[str, dict[str, float | str]], dict[str, Any] | None]:
     """Writes the files of an evaluation into a folder, and prints tables. Only rank 0 calls it.
 
-    Returns ({set: {metric: value}} with those of every setting, content of scaling.json or None).
-    selected_by: puzzles that selected this checkpoint as its run's best, "validation" or "test"; or None.
-    forward_dtype: Number format that the model computed in.
+    Returns ({set: {metric: value}} with the metrics of every setting, content of scaling.json or None).
+    selected_by: Puzzles that selected this checkpoint as the best of its run, "validation" or "test", or
+    None. forward_dtype: Number format in which the model computed.
     """
     texts = {"selected_by": selected_by, "forward_dtype": forward_dtype}
     metrics, scaling = all_metrics(results, **texts), None
@@ -138,12 +148,12 @@ def write_results(
 
 
 def read_results(folder: Path) -> dict[str, dict[str, float | str]]:
-    """Reads {set: {metric: value}}, as `write_results` has written it into a folder."""
+    """Reads {set: {metric: value}} from a folder that `write_results` wrote."""
     return read_json(folder / EVALUATION_FILE)
 
 
 def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, output_dir: str | None) -> None:
-    """Prints mean and deviation over several checkpoints; writes summary.json if output_dir is given."""
+    """Prints mean and deviation over several checkpoints. If output_dir is set, writes summary.json."""
     summary = summarize(metrics)
     log.info(metrics_table(summary, title=f"mean and standard deviation of {len(metrics)} checkpoints"))
     if output_dir:
@@ -155,10 +165,10 @@ def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, ou
 def all_metrics(
     results: Mapping[str, SetResult], *, selected_by: str | None = None, forward_dtype: str | None = None
 ) -> dict[str, dict[str, float | str]]:
-    """Returns {set: {metric: value}}, with <metric>_low and <metric>_high, the interval of each accuracy.
+    """Returns {set: {metric: value}}. <metric>_low and <metric>_high are the interval of an accuracy.
 
-    selected_by: the puzzles that selected this checkpoint, if any did. forward_dtype: the number format that
-    the model computed in. Both texts are added to every set, unless they are None.
+    selected_by: Puzzles that selected this checkpoint. forward_dtype: Number format in which the model
+    computed. Both texts are added to every set, unless they are None.
     """
     metrics, texts = {}, zip(TEXTS, (selected_by, forward_dtype), strict=True)
     named = {name: text for name, text in texts if text is not None}
@@ -196,7 +206,11 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
 
 
 def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
-    """Computes {set: {metric: mean, <metric>_deviation: ...}} over runs, each {set: {metric: value}}."""
+    """Computes {set: {metric: mean, <metric>_deviation: ...}} over runs.
+
+    runs: {set: {metric: value}} of each run. A set must be in the first run. Metrics that a run lacks are
+    left out.
+    """
     summary: dict[str, dict[str, float]] = {}
     for name in runs[0]:
         columns = [run.get(name, {}) for run in runs]
@@ -214,7 +228,10 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
 
 
 def metrics_table(metrics: _Columns, *, title: str) -> str:
-    """Returns a table as text: a line a metric, a column a set, accuracies with interval or deviation."""
+    """Returns a table as text: one line per metric, one column per set.
+
+    Accuracies have their interval or deviation.
+    """
     names = metric_names(metrics)
     columns = [["", *names]]
     for set_name, values in metrics.items():
@@ -226,13 +243,13 @@ def metrics_table(metrics: _Columns, *, title: str) -> str:
 
 
 def metric_names(metrics: _Columns) -> list[str]:
-    """Lists the metrics of all sets, each once, without the names of intervals and deviations."""
+    """Lists the names of the metrics of all sets, without those of intervals and deviations."""
     names = dict.fromkeys(metric for values in metrics.values() for metric in values)
     return [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
 
 
 def metric_cell(values: Mapping[str, float | str], name: str) -> str:
-    """Returns the text of a metric in a table, with its interval or deviation if `values` has one."""
+    """Returns the table cell of a metric, with the interval or deviation if `values` contains one."""
     if name not in values:
         return ""
     value = values[name]
@@ -259,10 +276,11 @@ def _has_suffix(metric: str, *suffixes: str) -> bool:
 
 
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
-    """Returns the content of scaling.json: the options of the evaluation, and `corners` of each labelled set.
+    """Returns the content of scaling.json: the options of the evaluation, and `corners` of each labeled set.
 
-    A corner is one setting: steps, samples, and for each way to select (the last is the oracle `any`: right
-    where any sample is) accuracies with intervals, and network calls a puzzle.
+    A corner is one setting: a number of steps and of samples. For each selection rule, it has accuracies with
+    their intervals, and the network calls per puzzle. The last rule is the oracle `any`: it is right if any
+    sample is right.
     """
     sets = {}
     for name, result in results.items():
@@ -280,10 +298,10 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
 
 
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns {set: {metric: value}} of all settings, named such as exact_accuracy@steps=64,samples=8.
+    """Returns {set: {metric: value}} of all settings, with names such as exact_accuracy@steps=64,samples=8.
 
-    A name ends with ,select=NAME for another than the first way to select, and begins with any_ for the
-    oracle.
+    Names for the oracle start with any_. Names for a selection rule other than the first end with
+    ,select=NAME.
     """
     metrics: dict[str, dict[str, float]] = {}
     for set_name, content in scaling["sets"].items():
@@ -298,9 +316,10 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
-    """Returns a table as text: a line a setting of each set, with the exact accuracy by each way to select.
+    """Returns a table as text: one line per set and setting, with the exact accuracy of each selection rule.
 
-    For a search, which may end undecided, also the shares of wrong answers and of puzzles without an answer.
+    A search may end without an answer. Its table also has the fractions of wrong answers and of undecided
+    puzzles.
     """
     lines = []
     for set_name, content in scaling["sets"].items():
@@ -323,7 +342,7 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
 
 
 def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dict[str, Any]]:
-    """Returns {set: {metric: value}} of a row of the log, where names are <split>/<set>/<metric>."""
+    """Returns {set: {metric: value}} of a log record, from its names <split>/<set>/<metric>."""
     metrics: dict[str, dict[str, Any]] = {}
     for name, value in row.items():
         first, _, rest = name.partition("/")
@@ -334,11 +353,11 @@ def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dic
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value is a finite number, and no bool."""
+    """Returns whether a value is a finite number, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_share(metric: str) -> bool:
-    """Returns whether a metric is a share of puzzles or cells, which has an interval."""
+    """Returns whether a metric is a fraction of puzzles or cells, so that it has an interval."""
     is_end = _has_suffix(metric, *INTERVAL_ENDS, "deviation")
     return not is_end and (metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@"))

@@ -20,7 +20,7 @@ from evaluation.evaluators import Rules
 from models.carry import StepOutput
 
 ORACLE = "any"  # not a rule, but the upper bound of all rules: right if any sample is right
-# Which answer of a sample a way to select uses: the last one (after all steps, or where the sample halted),
+# Which answer of a sample a selection rule uses: the last one (after all steps, or where the sample halted),
 # the answer where the Q head halts first, or the answer with the largest q_halt.
 AnswerAt = Literal["end", "halt", "peak"]
 ANSWER_AT: dict[str, AnswerAt] = {
@@ -31,14 +31,14 @@ ANSWER_AT: dict[str, AnswerAt] = {
     "residual": "end",
     "rules": "end",
 }
-ScoreKey = tuple[int, int, str, str]  # steps, samples, way to select or `ORACLE`, figure
+ScoreKey = tuple[int, int, str, str]  # steps, samples, selection rule or `ORACLE`, figure
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The settings of an evaluation: every number of steps with every number of samples.
 
-    steps, samples: ascending. selects: ways to select; metrics outside `Scores` use the first.
+    steps, samples: ascending. selects: Selection rules. Metrics outside `Scores` use the first one.
     """
 
     steps: tuple[int, ...]

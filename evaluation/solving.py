@@ -24,15 +24,15 @@ _NOISE = 0.3  # the default for several samples, as in PTRM
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The answer of a model after one step; arrays are [rows, columns] of the answer's grid.
+    """The answer of a model after one step. Arrays are [rows, columns] of the answer's grid.
 
-    number         from 1
-    tokens         uint8 or int32 [seq_len]: all cells, with padding
-    grid           the symbols, as texts
-    confidence     float32: the probability that the model gives to each cell
-    changed        bool: cells that differ from the step before, or at the first step from the puzzle
-    q_halt         the probability of being right, as the model sees it
-    wants_to_halt  whether the Q head would stop here
+    number         Number of the step, from 1.
+    tokens         uint8 or int32 [seq_len]: Tokens of all cells, with padding.
+    grid           Symbols of the cells, as texts.
+    confidence     float32: Probability that the model gives to the symbol of each cell.
+    changed        bool: Whether the cell differs from the step before (at the first step: from the puzzle).
+    q_halt         Halting value: the model's probability that the answer is right.
+    wants_to_halt  Whether the model would halt after this step.
     """
 
     number: int
@@ -45,22 +45,22 @@ class Step:
 
     @property
     def text(self) -> str:
-        """Returns the grid as lines; with spaces where a symbol has several characters."""
+        """Returns the grid as lines. If a symbol has several characters, spaces separate the cells."""
         gap = "" if all(len(symbol) == 1 for symbol in self.grid.flat) else " "
         return "\n".join(gap.join(row) for row in self.grid.tolist())
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Step):
-    """The answer to a puzzle: the step that answers, mostly the last, with all steps of its sample.
+    """The answer to a puzzle: the step that answers (usually the last), with all steps of its sample.
 
-    puzzle, style  the puzzle, and how its kind is drawn
-    steps          all steps of the sample, from the first one
-    sample         number of the sample, from 0 to num_samples - 1
-    select         the way to select that chose the sample
-    valid          whether the answer obeys the rules of the puzzle; None without rules
-    correct        whether the answer is the puzzle's solution; None where no solution is known
-    is_decided     False: a search found no answer, and its first sample is shown
+    puzzle, style  The puzzle, and how its kind is drawn.
+    steps          All steps of the sample, from the first one.
+    sample         Number of the sample, from 0 to num_samples - 1.
+    select         Selection rule that chose the sample.
+    valid          Whether the answer obeys the rules of the puzzle. None if the puzzle has no rules.
+    correct        Whether the answer is the solution. None if no solution is known.
+    is_decided     If False, a search found no answer, and the steps are those of its first sample.
     """
 
     puzzle: Puzzle
@@ -75,7 +75,7 @@ class Answer(Step):
 
     @property
     def halting_step(self) -> int | None:
-        """Returns the step after which the Q head would stop; None where it never would."""
+        """Returns the first step after which the model would halt, or None if it never would."""
         return next((step.number for step in self.steps if step.wants_to_halt), None)
 
     def __str__(self) -> str:
@@ -93,10 +93,10 @@ def answer_puzzle(
     device: torch.device,
     row: int = 0,
 ) -> Answer:
-    """Solves a puzzle as evaluate.py would solve it as example `row` of a set, with that row's noise.
+    """Solves a puzzle with the noise and the result that evaluate.py has for example `row` of a set.
 
-    Runs in one process. identifier: of the puzzle embedding. The model must have the puzzle's sizes and be in
-    evaluation mode. ValueError where the config does not go with the model or the puzzle.
+    Runs in one process. The model must have the puzzle's sizes and be in evaluation mode. identifier:
+    Identifier of the puzzle embedding. Raises ValueError if the config does not fit the model or the puzzle.
     """
     if config.select == "rules" and puzzle.rules is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Draws an answer in a terminal: the puzzle, its answer, and every step, as wide as the screen is."""
+"""Draws an answer in a terminal: the puzzle, the answer and every step, wrapped to its width."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from evaluation.solving import Answer, Step
 
 _GAP = 3  # columns between drawings
 _FAINT, _CHANGED, _STOP, _GOOD, _BAD = "2", "1;4", "7", "32;1", "31;1"  # ANSI codes
-# (confidence, codes, mark): below this confidence a cell has the codes or, in areas of colour, the mark.
+# (confidence, codes, mark): a cell with less confidence is drawn with the ANSI codes. In puzzles with colored
+# areas, it is drawn with the mark.
 _DOUBTS = ((0.5, "97;48;5;124", "?"), (0.8, "97;48;5;130", ":"), (0.95, "97;48;5;58", "."))
 
 
 def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
-    """Draws an answer in lines of `width` columns, unless a grid is wider. color: with ANSI codes."""
+    """Draws an answer in lines of at most `width` columns, unless a grid is wider.
+
+    color: Whether to use ANSI codes.
+    """
     top = [
         _draw_grid("puzzle", answer, answer.puzzle.tokens, color=color),
         _draw_grid("answer", answer, answer.tokens, color=color),
@@ -38,7 +42,7 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
 
 
 def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
-    """Yields rows of drawings, each with as many side by side as fit into `width`."""
+    """Yields rows of drawings. A row has as many drawings side by side as fit into `width`."""
     row, used = [], 0
     for drawing in drawings:
         needed = max(len(without_codes(line)) for line in drawing) + _GAP
@@ -51,7 +55,7 @@ def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
 
 
 def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
-    """Draws the grid that consecutive steps share, with the changes of the first one."""
+    """Draws the grid that consecutive steps share, and marks what the first of them changed."""
     first, last = steps[0], steps[-1]
     title = f"step {first.number}" if first is last else f"steps {first.number}-{last.number}"
     values = [f"{step.q_halt:.2f}" for step in (first, last)]
@@ -73,7 +77,10 @@ def _draw_grid(
     changed: np.ndarray | None = None,
     color: bool,
 ) -> list[str]:
-    """Draws the grid of `tokens`; marks cells of low confidence and changed cells, where these are given."""
+    """Draws the grid of `tokens`, and marks cells of low confidence and changed cells.
+
+    confidence, changed: Arrays of the grid's shape. If None, nothing is marked.
+    """
     style, puzzle = answer.style, answer.puzzle
     cells = puzzle.cells_of(tokens)
     texts, is_new = symbols_of(style, tokens)[cells], style.marks_new & (tokens != puzzle.tokens)[cells]
@@ -92,19 +99,19 @@ def _draw_grid(
 
 
 def _draw_confidence(answer: Answer) -> list[str]:
-    """Draws how sure the answer's cells are, in tenths."""
+    """Draws the confidence of the answer's cells, in tenths (9 means 0.9 to 1)."""
     tenths = np.minimum((answer.confidence * 10).astype(int), 9).astype(np.str_)
     codes = [[_doubt(value)[0] or _FAINT for value in row] for row in answer.confidence]
     return draw_cells("sure (tenths)", tenths, styles=codes, gap=answer.style.gap, color=True)
 
 
 def _doubt(confidence: float) -> tuple[str, str]:
-    """Returns the ANSI codes and the mark of a cell; both are empty where there is no doubt."""
+    """Returns the ANSI codes and the mark of a cell. Both are empty if the confidence is high."""
     return next(((codes, mark) for below, codes, mark in _DOUBTS if confidence < below), ("", ""))
 
 
 def _mark(style: Style) -> str:
-    """Returns a character, no symbol of the puzzle, that marks changed cells where there is no colour."""
+    """Returns the character that marks changed cells without colors. It is not a symbol of the puzzle."""
     return "'" if "*" in style.symbols else "*"
 
 
@@ -113,9 +120,9 @@ def _coded(text: str, codes: str) -> str:
 
 
 def _verdict(answer: Answer) -> Iterator[str]:
-    """Yields the lines beside the answer: whether it is right, its sample and step, its halting value."""
+    """Yields the lines beside the answer: whether it is correct, its sample and step, its halting value."""
     if not answer.is_decided:
-        yield _coded("not decided", _BAD) + f": no run of {answer.num_samples} has found an answer"
+        yield _coded("not decided", _BAD) + f": none of {answer.num_samples} runs found an answer"
         return
     if answer.correct is not None:
         verdict = _coded("correct", _GOOD) if answer.correct else _coded("wrong", _BAD)

@@ -79,9 +79,9 @@ def keeps_state(network: Network) -> bool:
 
 
 def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples: int = 1) -> Draw:
-    """Returns a function that maps a carry to the draws of its slots' next step; None without random numbers.
+    """Returns a function that maps a carry to the random numbers of the next step, or to None if unused.
 
-    The carry's `data.rows` must have the numbers of attempts: row * num_samples + sample.
+    The carry's `data.rows` must contain the numbers of attempts: row * num_samples + sample.
     """
 
     def draw(carry: Carry) -> SlotRng | None:

@@ -1,4 +1,4 @@
-"""The trace of a model: its answers, probabilities, Q values and guesses after each thinking step."""
+"""Traces: answers, probabilities, halting values and guesses of a model after each thinking step."""
 
 import dataclasses
 from typing import NamedTuple
@@ -14,19 +14,19 @@ from models import HaltingModel
 from models.carry import StepOutput
 from models.search import NO_GUESS, Search
 
-MOST_TOKENS = 31  # for bit masks, as a browser's integers have 32 bits
+MOST_TOKENS = 31  # bits of a mask. A browser's integers have 32 bits
 
 
 class Trace(NamedTuple):
-    """The answers of a model after each thinking step; a run is one puzzle in one slot.
+    """The answers of a model after each thinking step. A run is one puzzle in one slot.
 
-    preds          uint8 or int32 [runs, steps, seq_len]: the likeliest token of each cell
-    confidence     float32 [runs, steps, seq_len]: the probability of that token
-    q_halt         float32 [runs, steps]: the logit of being right, and so of stopping here
-    wants_to_halt  bool [runs, steps]: whether the model would stop here
-    candidates     int64 [runs, steps, seq_len]: of a search, bit t is set where a cell may be token t; of
-                   other models, and of more tokens than MOST_TOKENS, [runs, steps, 0]
-    guesses        int16 [runs, steps]: the cell that a search guessed, or NO_GUESS or ANEW (`models.search`)
+    preds          uint8 or int32 [runs, steps, seq_len]: Most likely token of each cell.
+    confidence     float32 [runs, steps, seq_len]: Probability of that token.
+    q_halt         float32 [runs, steps]: Halting value, the logit of "the answer is right".
+    wants_to_halt  bool [runs, steps]: Whether the model would halt after this step.
+    candidates     int64 [runs, steps, seq_len]: Bit t is set if the cell may be token t. Only for a search
+                   with at most MOST_TOKENS tokens. Otherwise [runs, steps, 0].
+    guesses        int16 [runs, steps]: Cell that a search guessed, or NO_GUESS or ANEW (`models.search`).
     """
 
     preds: np.ndarray
@@ -38,19 +38,23 @@ class Trace(NamedTuple):
 
     @property
     def halting_steps(self) -> np.ndarray:
-        """Returns the step, from 1, after which each run would stop, or else the last step: int64 [runs]."""
+        """Returns the step, from 1, after which each run would halt: int64 [runs].
+
+        For a run that would never halt, this is the last step.
+        """
         first = self.wants_to_halt.argmax(axis=1)
         return np.where(self.wants_to_halt.any(axis=1), first, self.wants_to_halt.shape[1] - 1) + 1
 
 
 @torch.inference_mode()
 def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps: int | None = None) -> Trace:
-    """Runs a batch through all thinking steps, in one process, in evaluation mode.
+    """Runs a batch through all thinking steps, in one process. The model must be in evaluation mode.
 
-    seed: of any noise. max_steps: the most steps; None: as many as an evaluation has.
+    seed: Seed of the random numbers, if the evaluation has any. max_steps: Maximum number of steps. If None,
+    the number of steps of an evaluation.
     """
     assert not model.training
-    reasoning = dataclasses.replace(model.eval_reasoning("max"), halting="max")  # also of a search
+    reasoning = dataclasses.replace(model.eval_reasoning("max"), halting="max")  # for a search, too
     if max_steps is not None:
         reasoning = dataclasses.replace(reasoning, max_steps=min(max_steps, reasoning.max_steps))
     steps: list[Trace] = []
@@ -65,7 +69,7 @@ def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps:
 
 
 def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
-    """Returns the trace of one step: the arrays of `Trace` without the axis of steps."""
+    """Returns the trace of one step. Its arrays are those of `Trace`, without the axis of steps."""
     logits, state = output.prediction.logits, output.carry.state
     candidates = torch.zeros(len(logits), 0, dtype=torch.int64)
     guesses = torch.full((len(logits),), NO_GUESS, dtype=torch.int16)

@@ -37,9 +37,9 @@ def test_a_compiler_that_fails_is_one_line_and_auto_does_without(tmp_path, monke
     with pytest.raises(SystemExit):
         compilation.compiles_on_all_ranks(True, _CPU, num_steps=1)
     warning, error = capsys.readouterr().err.splitlines()
-    told = "warning: blocks are not compiled, since the compiler fails (x.h: fatal error: it is gone): "
+    told = "warning: blocks are not compiled, because the compiler fails (x.h: fatal error: it is gone). "
     assert warning.startswith(told)
-    assert error.startswith("error: compile=true, but the compiler fails (found once: it takes seconds): ")
+    assert error.startswith("error: compile=true, but the compiler fails (found once: it takes seconds). ")
 
 
 def _choose_with_a_compiler_that_fails() -> bool:

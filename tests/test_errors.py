@@ -41,7 +41,7 @@ _MISTAKES = [
     ("global_batch_size=25", ["global_batch_size 25", "2 processes"]),
     ("backend=nccl", ["backend=nccl", "device=cuda"]),
     ("checkpoint_path=file/run", ["cannot write into the run folder", "checkpoint_path"]),
-    ("evaluators=[arc]", ["is no arc dataset", "choose the evaluator"]),
+    ("evaluators=[arc]", ["is not a dataset of kind arc", "Choose the evaluator"]),
     ("compile=true", ["compile=true", "no-such-compiler", "compile=auto"]),
 ]
 

@@ -151,7 +151,7 @@ def test_data_is_found_from_the_configs_folder(trained, tmp_path):
     elsewhere.mkdir()
     labels = next((tmp_path / "run" / "data" / "sudoku" / "train").glob("*__labels.npy"))
     np.save(labels, np.load(labels)[::-1])
-    assert "sudoku: built anew since " in _evaluate(elsewhere, f"checkpoint={tmp_path / 'run'}").stderr
+    assert "sudoku: rebuilt since " in _evaluate(elsewhere, f"checkpoint={tmp_path / 'run'}").stderr
     assert (tmp_path / "run" / "evaluation" / "step_20" / "metrics.json").is_file()
 
 
@@ -184,7 +184,7 @@ def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_
         finished = run_program("evaluate", *arguments, folder=tmp_path, world_size=2)
         assert finished.statuses == [1, 1]
         (line,) = finished.error_lines
-        assert f"{' and '.join(both)} would both have their results in {folder}: leave one out" in line
+        assert f"{' and '.join(both)} would both write their results into {folder}. Remove one" in line
         assert finished.stdout == "", "refused before anything is evaluated"
     assert not (tmp_path / "out").exists()
 

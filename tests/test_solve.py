@@ -124,7 +124,7 @@ def test_the_dataset_may_be_gone(folder, sudoku):
     assert load(runs[0], device="cpu").solve(maze_text).text == expected
     rows = [[*row.replace(".", " ")] for row in maze_text.split()]  # a space is an open cell
     assert load(runs[0], device="cpu").solve(rows).text == expected
-    with pytest.raises(ValueError, match="does not say whether its puzzles are maze or .*: give data_path$"):
+    with pytest.raises(ValueError, match="does not say whether its puzzles are maze or .*. Set data_path.$"):
         load(runs[1], device="cpu")  # of an earlier version, which kept no facts
     kinds = [load(run, device="cpu").info.kind.name for run in (sudoku, maze)]
     assert kinds == ["sudoku", "maze"], "by their builders: both have 16 cells and 6 tokens"
@@ -140,7 +140,7 @@ def test_a_dataset_of_no_kind_and_one_with_several_tasks(folder):
     data, builder = folder / "numbers", {"name": "mine"}
     write_dataset(data, splits={"train": split, "test": split}, identifiers=names, builder=builder)
     model = load(save_run(folder / "numbers_run", data), device="cpu")
-    with pytest.raises(ValueError, match="knows several tasks by name: give task=NAME, one of sort, reverse"):
+    with pytest.raises(ValueError, match="knows several tasks by name. Set task=NAME, one of sort, reverse"):
         model.solve("1 2 3")
     answers = {name: model.solve("1 2 3", task=name, steps=2) for name in names[1:]}
     first, second = (answers[name].confidence for name in names[1:])
@@ -153,7 +153,9 @@ def test_a_dataset_of_no_kind_and_one_with_several_tasks(folder):
     shutil.rmtree(data)
     gone = load(folder / "numbers_run", device="cpu")
     for task in (None, "sort"):
-        with pytest.raises(ValueError, match="the 3 puzzle identifiers .*numbers: give data_path"):
+        with pytest.raises(
+            ValueError, match="numbers does not name the 3 puzzle identifiers .* Set data_path"
+        ):
             gone.solve("1 2 3", task=task)
 
 
