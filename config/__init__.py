@@ -1,1 +1,1 @@
-"""Configs of all programs: YAML files, which Hydra composes, and the schemas that check them."""
+"""Configs of all programs: YAML files, composed by Hydra, and the schemas that check them."""

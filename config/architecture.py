@@ -88,7 +88,7 @@ class ArchConfig(Strict):
     def check_outputs(self, names: list[str]) -> None:
         """Raises ValueError if `save_outputs` names an output that the model does not have."""
         if "q_continue_logits" in names and not self.has_q_continue:
-            raise ValueError(f"save_outputs: arch={self.name} has no q_continue_logits: leave them out")
+            raise ValueError(f"save_outputs: arch={self.name} has no q_continue_logits. Remove it.")
 
 
 class TokenConfig(ArchConfig):
@@ -116,23 +116,23 @@ class TokenConfig(ArchConfig):
 
     def mistakes(self) -> Iterator[str]:
         if self.conv != "none" and self.mlp_t:
-            yield f"conv={self.conv} is instead of attention, or beside it: it needs mlp_t=false"
+            yield f"conv={self.conv} replaces attention or is added to it. Set mlp_t=false."
         if self.conv == "instead" and self.puzzle_emb_ndim:
-            yield "conv=instead mixes the cells of a grid alone: it needs puzzle_emb_ndim=0"
+            yield "conv=instead mixes only the cells of a grid. Set puzzle_emb_ndim=0."
         if self.conv == "instead" and self.pos_encodings == "rope":
-            yield "conv=instead has no use for rotary positions: choose pos_encodings=none"
+            yield "conv=instead does not use rotary positions. Set pos_encodings=none."
         if self.hidden_size % self.num_heads:
             yield f"hidden_size {self.hidden_size} is not divisible by num_heads {self.num_heads}"
         if self.pos_encodings == "rope" and self.hidden_size // self.num_heads % 2:
             yield (
-                f"hidden_size / num_heads is {self.hidden_size // self.num_heads}: rotary positions need an "
-                "even head dimension"
+                f"hidden_size / num_heads is {self.hidden_size // self.num_heads}. Rotary positions need an "
+                "even head dimension. Change one of them."
             )
         room = self.num_puzzle_positions * self.hidden_size
         if self.puzzle_emb_ndim > room:
             yield (
                 f"puzzle_emb_ndim {self.puzzle_emb_ndim} does not fit into puzzle_emb_len "
-                f"{self.puzzle_emb_len} positions of hidden_size {self.hidden_size}: it may be {room} at most"
+                f"{self.puzzle_emb_len} positions of hidden_size {self.hidden_size}. Use at most {room}."
             )
 
 
@@ -143,7 +143,7 @@ def _mistakes_of_cycles(arch: ArchConfig) -> Iterator[str]:
 
 def _mistakes_of_q_target(arch: ArchConfig) -> Iterator[str]:
     if arch.q_target == "deferred" and arch.no_ACT_continue:
-        yield "q_target=deferred needs no_ACT_continue=false: else there is no q_continue"
+        yield "q_target=deferred needs no_ACT_continue=false. Without it, there is no q_continue."
 
 
 class HRMConfig(TokenConfig):
@@ -383,18 +383,18 @@ class SERRMConfig(ArchConfig):
         multiple = {"rope": 2, "rope2d": 4}.get(self.pos_encodings, 1)
         if self.head_dim % multiple:
             yield (
-                f"head_dim {self.head_dim} is not a multiple of {multiple}, as pos_encodings="
-                f"{self.pos_encodings} needs"
+                f"head_dim {self.head_dim} is not a multiple of {multiple}. "
+                f"pos_encodings={self.pos_encodings} needs that."
             )
 
 
 class LDTConfig(ArchConfig):
-    """The config of the Lattice Deduction Transformer (LDT), a search that strikes out candidates."""
+    """The config of the Lattice Deduction Transformer (LDT), a search that removes candidates."""
 
     title: ClassVar[str] = "LDT"
     paper: ClassVar[tuple[str, str]] = "Lattice Deduction Transformer", "2605.08605"
     finds_candidates: ClassVar[bool] = True
-    no_mesh: ClassVar[str] = "its blocks and its search need all of a slot in one place"
+    no_mesh: ClassVar[str] = "its blocks and its search need the complete slot on one rank"
     cycle_keys: ClassVar[tuple[str, ...]] = ("loops",)
 
     name: Literal["ldt"]
@@ -424,9 +424,9 @@ class LDTConfig(ArchConfig):
     def mistakes(self) -> Iterator[str]:
         multiple = self.num_heads * (4 if self.pos_encodings == "rope" else 1)
         if self.hidden_size % multiple:
-            yield f"hidden_size {self.hidden_size} is not a multiple of {multiple}, as num_heads needs"
+            yield f"hidden_size {self.hidden_size} is not a multiple of {multiple}, as num_heads requires."
         if self.hint_prob + self.wrong_hint_prob > 1:
-            yield "hint_prob and wrong_hint_prob are shares of the same boards: they add up to 1 at most"
+            yield "hint_prob and wrong_hint_prob are fractions of all boards. Their sum may be at most 1."
 
 
 _BUILT_IN = (
@@ -442,7 +442,7 @@ def architectures() -> dict[str, type[ArchConfig]]:
 
 
 def _choose_class(values: Any) -> Any:
-    """Validates the section `arch` by the class of the model that `name` names."""
+    """Validates the section `arch` with the config class of the model `name`."""
     if not isinstance(values, dict):
         return values
     if "name" not in values:

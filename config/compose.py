@@ -1,6 +1,6 @@
 """Composes the config from a program's command line with Hydra, and checks it with the schema.
 
-In a run, only rank 0 composes the config, and broadcasts it.
+In a run with several processes, rank 0 composes the config and broadcasts it.
 """
 
 import argparse
@@ -29,15 +29,15 @@ from config.texts import expand_home, quote_value, quoted, text_keys
 from runtime.plugins import load_plugins
 from runtime.writing import Patient
 
-# The hint for each of Hydra's own keys, by the beginning of the key.
+# What to do instead of setting a key of Hydra, by the prefix of the key.
 _HYDRA_KEYS = {
-    "hydra.searchpath": "--config-dir FOLDER adds a folder of configs",
-    "hydra.run": "checkpoint_path=FOLDER is the run folder",
+    "hydra.searchpath": "Pass --config-dir FOLDER to add a folder of configs",
+    "hydra.run": "Set checkpoint_path=FOLDER to choose the run folder",
     "hydra.sweep": SEVERAL_RUNS,
     "hydra/launcher": SEVERAL_RUNS,
     "hydra/sweeper": SEVERAL_RUNS,
-    "hydra.job.chdir": "the working folder stays, and paths are relative to it",
-    "hydra": "no key of Hydra itself has an effect here: drop it",
+    "hydra.job.chdir": "The working folder never changes, and paths are relative to it. Remove it",
+    "hydra": "Keys of Hydra have no effect here. Remove it",
 }
 _GROUPS = ("arch", "experiment")
 
@@ -49,26 +49,34 @@ def compose_config(
     notice: Callable[[str], None] | None = None,
     dry_run: Callable[[Config, int], str] | None = None,
 ) -> Config | None:
-    """Composes and checks the config of a command line. Raises ValueError, one line, for a mistake.
+    """Composes and checks the config of a command line.
 
-    arguments: the words of the command line; None: of this process. notice: called with a message where
-    values of an experiment do not fit the chosen arch and are left out. dry_run: (config, N) -> the text to
-    print for --world-size N. Returns None after --help and --cfg job, which only print.
+    Args:
+        schema: Class of the config.
+        arguments: Arguments of the command line. If None, those of this process.
+        notice: Called with a message if values of an experiment do not fit the chosen arch and are ignored.
+        dry_run: `dry_run(config, n)` returns the text to print for --world-size n.
+
+    Returns:
+        The config. None after --help and --cfg job, because they only print.
+
+    Raises:
+        ValueError: The command line is invalid. The message has one line.
     """
     asked = _read_command_line(arguments)
     return _compose_or_show(schema, asked, asked.overrides, notice, dry_run)
 
 
 def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
-    """Composes and checks the config of key=value words. Raises ValueError, one line, for a mistake.
+    """Composes and checks the config of overrides key=value. Raises ValueError, one line, for a mistake.
 
-    overrides: words of a command line; --config-dir FOLDER may be among them.
+    overrides: Arguments of a command line. They may include --config-dir FOLDER.
     """
     return validate_config(schema, compose_values(schema, overrides))
 
 
 def compose_values(schema: type[Config], overrides: Sequence[str]) -> dict[str, Any]:
-    """Composes the values of key=value words as `compose_overrides` does, but checks none of them."""
+    """Composes the values of overrides as `compose_overrides` does, but does not check them."""
     asked = _read_command_line(overrides)
     return _values(schema, _compose(schema, asked.overrides, asked.config_dir))
 
@@ -76,16 +84,17 @@ def compose_values(schema: type[Config], overrides: Sequence[str]) -> dict[str, 
 def config_with(schema: type[Config], **values: Any) -> Config:
     """Returns the default config of a program, changed by `values`, without a command line.
 
-    PretrainConfig has no default `arch`: `values` must have one. Raises ValueError, one line, for a mistake.
+    PretrainConfig has no default for `arch`, so `values` must contain it. Raises ValueError, one line, for a
+    mistake.
     """
     return validate_config(schema, load_defaults(schema.YAML) | values, where=schema.YAML)
 
 
 def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
-    """Splits this process's command line: keys of `schema`, and words for a program to be started.
+    """Splits this process's command line into keys of `schema` and arguments for another program.
 
-    Returns the checked config of `schema`, and the other words unchecked, with --config-dir=FOLDER. None
-    after --help and --cfg job, which only print.
+    Returns the checked config of `schema`, and the unchecked other arguments, including --config-dir=FOLDER.
+    Returns None after --help and --cfg job, because they only print.
     """
     asked, own = _read_command_line(), []
     others = [f"--config-dir={folder}" for folder in asked.config_dir]
@@ -107,7 +116,7 @@ def _compose_or_show(
         return None
     if asked.world_size is not None and not (dry_run and asked.cfg and asked.world_size > 0):
         raise ValueError(
-            "config: --world-size N is for pretrain.py with --cfg job; torchrun starts processes"
+            "config: --world-size N is for pretrain.py with --cfg job. Use torchrun to start processes."
         )
     composed = _compose(schema, overrides, asked.config_dir, notice)
     if asked.world_size:
@@ -120,7 +129,7 @@ def _compose_or_show(
 
 
 def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
-    """Parses key=value words by Hydra's grammar; a key may have several values, as in lr=1e-3,2e-3."""
+    """Parses overrides with Hydra's grammar. A key may have several values, as in lr=1e-3,2e-3."""
     parser, parsed = OverridesParser.create(), []
     with _one_line_errors(schema):
         for override in overrides:
@@ -141,7 +150,7 @@ def _compose(
     with _one_line_errors(schema):
         given = [override.lstrip("+").partition("=")[0] for override in overrides]
         if twice := [key for key in schema.VERBATIM if given.count(key) > 1]:
-            raise ValueError(f"{twice[0]} is given twice: drop one")
+            raise ValueError(f"{twice[0]} is set twice. Remove one.")
         words = [word for override in overrides for word in _translate(schema, override)]
         folders = [quoted(str(Path(each).resolve(strict=True))) for each in config_dirs]
         words += [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
@@ -153,7 +162,10 @@ def _compose(
 
 
 def _leave_out_of_experiment(composed: DictConfig, given: set[str], notice: Callable[[str], None]) -> None:
-    """Resets `arch` values of an experiment that the chosen model lacks, except those of `given` keys."""
+    """Resets `arch` values of an experiment that the chosen model does not allow.
+
+    given: Keys of the command line. Their values are not reset.
+    """
     name, arch = composed.arch.name, OmegaConf.to_container(composed.arch, resolve=True)
     schema, defaults = architectures()[name], load_defaults(f"arch/{name}")
     own = [key for key in arch if f"arch.{key}" not in given and arch[key] != defaults.get(key)]
@@ -174,11 +186,11 @@ def _leave_out_of_experiment(composed: DictConfig, given: set[str], notice: Call
         with open_dict(composed):
             composed.arch = without(left_out)
         values = ", ".join(f"arch.{key}={arch[key]}" for key in left_out)
-        notice(f"the experiment is for another arch than {name}: {values} is left out")
+        notice(f"the experiment is for another arch than {name}. Ignored values: {values}.")
 
 
 def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> list[str] | None:
-    """Returns the keys with a wrong value; None if all is right, [] if only values together are wrong."""
+    """Returns the keys with a wrong value. None: No mistake. []: Only a combination of values is wrong."""
     try:
         schema.model_validate(values)
     except pydantic.ValidationError as error:
@@ -193,7 +205,9 @@ def _validate(schema: type[Config], composed: DictConfig) -> Config:
 def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
     with _one_line_errors(schema):
         if "${oc.env" in OmegaConf.to_yaml(composed):  # an environment variable may be a secret
-            raise ValueError("configs are kept and logged: let the shell fill in $NAME instead of oc.env")
+            raise ValueError(
+                "oc.env is not allowed, because configs are logged. Let the shell replace $NAME."
+            )
         values = OmegaConf.to_container(composed, resolve=True)
         for key in values.keys() & text_keys(schema) - set(schema.VERBATIM):
             values[key] = expand_home(key, values[key])
@@ -203,7 +217,10 @@ def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
 
 
 def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:
-    """Returns NAME of experiment=NAME on a command line, or None. arguments: None: of this process."""
+    """Returns NAME of experiment=NAME on a command line, or None.
+
+    arguments: Arguments of the command line. If None, those of this process.
+    """
     given = (override.partition("=") for override in _read_command_line(arguments).overrides)
     names = [name for key, _, name in given if key == "experiment"]
     return names[-1] if names else None
@@ -220,21 +237,21 @@ def _one_line_errors(schema: type[Config]) -> Iterator[None]:
 def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     asked = _CommandLine().parse_intermixed_args(arguments)
     if asked.multirun:
-        raise ValueError(f"config: --multirun is refused: {SEVERAL_RUNS}")
+        raise ValueError(f"config: --multirun is not supported. {SEVERAL_RUNS}.")
     return asked
 
 
 def _translate(schema: type[Config], override: str) -> list[str]:
-    """Rewrites a typed key=value for Hydra; returns one override, or several.
+    """Rewrites an override key=value for Hydra. Returns one override or several.
 
-    Quotes texts, and replaces keys and values of the public HRM, TRM and URM programs. ValueError for a key
-    of Hydra.
+    Quotes texts, and replaces keys and values of the public HRM, TRM and URM programs. Raises ValueError for
+    a key of Hydra.
     """
     typed, equals, value = override.partition("=")
     key = KEYS.get(typed.lstrip("+"), typed.lstrip("+"))
     if re.match(r"~?hydra\b", key):
         instead = next(text for start, text in _HYDRA_KEYS.items() if key.lstrip("~").startswith(start))
-        raise ValueError(f"{override} is refused: {instead}")
+        raise ValueError(f"{override} is not supported. {instead}.")
     if published := OVERRIDES.get(f"{key}={value.lower()}"):
         return published
     if equals and key in schema.VERBATIM:
@@ -245,7 +262,7 @@ def _translate(schema: type[Config], override: str) -> list[str]:
 
 
 class _CommandLine(argparse.ArgumentParser):
-    """The parser of the command line: key=value words, and the few options that begin with a dash."""
+    """The parser of the command line: overrides key=value, and the few options that start with a dash."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -257,11 +274,14 @@ class _CommandLine(argparse.ArgumentParser):
         self.add_argument("-cd", "--config-dir", action="append", default=[], metavar="FOLDER")
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"config: {message}; keys are given as key=value, and --help lists them")
+        raise ValueError(f"config: {message}. Set keys with key=value. Run --help for a list.")
 
 
 def show(text: str) -> None:
-    """Prints a text on stdout. ValueError for a failed write, but none if the reader (`| head`) has left."""
+    """Prints a text on stdout. Raises ValueError if that fails.
+
+    It is not an error if the reader of a pipe has ended (`| head`).
+    """
     try:
         print(text, file=Patient(sys.stdout), flush=True)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Configs on disk: plain YAML, from which nothing is imported or executed."""
+"""Reads and writes configs as plain YAML. Reading them imports and executes nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -15,30 +15,30 @@ _FORMER_FORMAT = "bfloat16"  # the default of `arch.forward_dtype` before there 
 
 
 def config_to_yaml(config: pydantic.BaseModel) -> str:
-    """Returns a config as YAML text, as config.yaml of a run folder and of a checkpoint has it."""
+    """Returns a config as the YAML text of config.yaml, in a run folder or a checkpoint."""
     return to_yaml(config.model_dump())
 
 
 def load_defaults(name: str) -> dict[str, Any]:
-    """Returns the values of config/<name>.yaml, such as arch/hrm; those of `pretrain` lack `arch`."""
+    """Returns the values of config/<name>.yaml, such as arch/hrm. The values of `pretrain` lack `arch`."""
     values = OmegaConf.load(FOLDER / f"{name}.yaml")
     values.pop("defaults", None)
     return OmegaConf.to_container(values, resolve=True)
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Fills in the default of every missing key except `data_path`; returns the new config, unchecked.
+    """Returns a config with the default of every missing key except `data_path`. Checks nothing.
 
-    values: a config of pretrain.py, which an earlier version or the public code may have written. Unknown
-    keys that are off (false, null, 0 or empty) are dropped: an earlier version may have had them. A config
-    without a number format means bfloat16, the former default.
+    values: Config of pretrain.py. An earlier version or the public code may have written it. Unknown keys are
+    removed if they are off (false, null, 0 or empty), because earlier versions had more keys. If the number
+    format is missing, it becomes bfloat16, the former default.
     """
     defaults, arch = load_defaults("pretrain"), values.get("arch")
     del defaults["data_path"]
     if isinstance(arch, dict) and arch.get("name") in architectures():
         arch = rename_old_keys(arch)
         values = values | {"arch": arch}
-        if (FOLDER / "arch" / f"{arch['name']}.yaml").is_file():  # not so for the model of a plugin
+        if (FOLDER / "arch" / f"{arch['name']}.yaml").is_file():  # a plugin's model has no such file
             defaults["arch"] = load_defaults(f"arch/{arch['name']}")
     filled = _merge(defaults, values)
     if arch and isinstance(arch, dict) and filled["arch"].get("forward_dtype", "auto") == "auto":
@@ -47,7 +47,10 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_of(values: dict[str, Any]) -> str:
-    """Returns the number format of a stored config, bfloat16 or float32. Raises ValueError for another."""
+    """Returns the number format of a stored config: bfloat16 or float32.
+
+    Raises ValueError for any other format.
+    """
     arch = fill_defaults(values).get("arch")
     name = arch.get("forward_dtype") if isinstance(arch, dict) else None
     if name not in ("bfloat16", "float32"):
@@ -64,13 +67,13 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changed_words(values: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
-    """Returns the key=value words that turn `defaults` into `values`; both are nested dicts."""
+    """Returns the overrides key=value that turn `defaults` into `values`. Both are nested dicts."""
     usual = flatten(defaults)
     return [word(key, value) for key, value in flatten(values).items() if value != usual.get(key, ...)]
 
 
 def word(key: str, value: Any) -> str:
-    """Returns the word key=value for a command line, with the value as YAML in one line."""
+    """Returns the override key=value for a command line, with the value as YAML in one line."""
     text = to_yaml(value, default_flow_style=True, width=10**6)
     return f"{key}={text.strip().removesuffix('...').strip()}"
 

@@ -1,4 +1,4 @@
-"""The texts about the config: `--help`, made from the YAML files, and error messages of one line."""
+"""The texts about the config: `--help`, generated from the YAML files, and one-line error messages."""
 
 import difflib
 import itertools
@@ -17,7 +17,7 @@ from config.files import FOLDER
 from config.published import HINTS
 from config.texts import quoted
 
-SEVERAL_RUNS = "search.py sampler=grid runs all combinations of values such as lr=1e-3,2e-3 seed=0,1,2"
+SEVERAL_RUNS = "Use search.py sampler=grid for all combinations of values such as lr=1e-3,2e-3 seed=0,1,2"
 
 _WIDTH = 110
 _COMMENT_COLUMN = 40
@@ -26,17 +26,17 @@ _KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?: (?P<value>[^#]+?))?(?: *# (?P
 _COMMANDS = {"solve": "python solve.py", "search": "python search.py", "page": "python -m share page"}
 _USUAL_NAMES = {"learning_rate": "lr", "batch_size": "global_batch_size", "num_epochs": "epochs"}
 _NOT_KEYS = ("defaults", "name")  # name: set by arch=..., not by a key
-_MOST_USED = (  # keys of pretrain.py, beside experiment and arch
+_MOST_USED = (  # keys of pretrain.py, in addition to experiment and arch
     *("data_path", "validation_fraction", "global_batch_size", "seed", "gradient_accumulation_steps"),
     *("epochs", "eval_interval", "train_steps", "eval_steps", "max_steps", "init_from", "evaluators"),
     *("optimizer", "lr", "weight_decay", "ema", "run_name", "checkpoint_path", "keep_best", "report"),
     *("wandb_mode", "device", "compile"),
 )
 _MORE = """
---help all               all keys, of the models too
---help KEY               all that is to know of a key, such as --help keep_best or --help arch.H_cycles
+--help all               all keys, including those of the models
+--help KEY               default and full description of a key, such as keep_best or arch.H_cycles
 --help arch=trm          the keys of a model
---help experiment        the experiments; --help experiment=demo: one of them
+--help experiment        the experiments. --help experiment=demo shows one of them
 """
 _DRY_RUN = (
     "pretrain.py --cfg job --world-size 64 KEY=VALUE ... shows what a run needs on each of 64 processes."
@@ -44,9 +44,9 @@ _DRY_RUN = (
 
 
 def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.ValidationError) -> str:
-    """Returns a one-line message for the first refused key; unknown keys come first.
+    """Returns a one-line message for the first wrong key. Unknown keys come first.
 
-    Where a key may have several types, pydantic reports an error for each; the message joins them.
+    If a key may have several types, pydantic reports an error for each type. The message joins them.
     """
     errors = mistakes.errors(include_url=False)
     error = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
@@ -59,7 +59,7 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
         message = error["msg"].removeprefix("Value error, ")
         return f"{key}: {message}" if key and f"{key}." not in message else message
     if error["type"] == "string_pattern_mismatch":
-        expected = "start with a letter or digit and go on with those and _ . + -"
+        expected = "start with a letter or digit, and contain only letters, digits and _ . + -"
     else:
         messages = [each["msg"] for each in errors if _key(schema, each) == key]
         messages = ["a text, in quotes" if "valid string" in each else each for each in messages]
@@ -73,17 +73,17 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
     if unknown := re.match(r"Could not override '(.+)'", lines[0]):
         return explain_unknown_key(schema, unknown[1])
     if several := re.match(r"(?:Ambiguous value for argument|Sweep parameters) ('.+')", lines[0]):
-        return f"{several[1]} has several values; a list is written [1,2], and {SEVERAL_RUNS}"
+        return f"{several[1]} has several values. Write a list as [1,2]. {SEVERAL_RUNS}."
     if "Available options in" in str(error):
         start = next(number for number, line in enumerate(lines) if line.startswith("Available options in"))
         names = lines[start + 1 : lines.index("Config search path:")]
-        return f"{lines[0].rpartition(': ')[2]}; there are: {', '.join(names)}"
+        return f"{lines[0].rpartition(': ')[2]}. Choose from {', '.join(names)}."
     if key := getattr(error, "full_key", None):
         return f"{key}: {lines[0]}"
     if merged := re.match(r"Error merging override (.+)", lines[0]):
         return f"cannot use {merged[1]!r} ({str(error.__cause__).partition(chr(10))[0]})"
     if "invalid literal for int()" in lines[0]:
-        return f"a list has no keys ({lines[0]}): it is given as a whole, such as [1,2]"
+        return f"a list has no keys ({lines[0]}). Set the complete list, such as [1,2]."
     if override := getattr(error, "override", None):
         key, equals, value = override.partition("=")
         typed = (
@@ -91,8 +91,8 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
             if value[:1] not in ("", "[", "{")
             else "\"key=[{name:'a=b'}]\""
         )
-        cure = f"; a text with such letters has quotes of its own: {typed}" if equals else ""
-        return f"cannot read {override!r} ({lines[0]}); overrides are written key=value{cure}"
+        hint = f" Quote a text with special characters: {typed}" if equals else ""
+        return f"cannot read {override!r} ({lines[0]}). Write overrides as key=value.{hint}"
     return lines[0]
 
 
@@ -103,8 +103,8 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
         return f"unknown key {key!r}: {HINTS[key]}"
     if key in known:
         names = [name for name, arch in architectures().items() if key in _keys((arch,), "arch.")]
-        public = "; loops of the public URM code is arch.halt_max_steps" if key == "arch.loops" else ""
-        return f"key {key!r} belongs to another arch than the chosen one: to {', '.join(names)}{public}"
+        public = " For loops of the public URM code, set arch.halt_max_steps." if key == "arch.loops" else ""
+        return f"key {key!r} does not belong to the chosen arch, but to {', '.join(names)}.{public}"
     same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     usual = {name: each for name, each in _USUAL_NAMES.items() if each in known}
     near = [usual.get(name, name) for name in difflib.get_close_matches(key, [*known, *usual], n=1)] or same
@@ -112,7 +112,7 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
 
 
 def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
-    """Returns the dotted key that a pydantic error is about; pydantic's own path also names types."""
+    """Returns the dotted key of a pydantic error. The path in the error also contains names of types."""
     *path, last = error["loc"] or ("",)
     names = {name for key in _keys((schema,)) for name in key.split(".")}
     if error["type"] == "extra_forbidden":
@@ -122,7 +122,7 @@ def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
 
 
 def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[str]:
-    """Returns every dotted key of the schemas, nested schemas included."""
+    """Returns every dotted key of the schemas, including nested schemas."""
     annotations: dict[str, list[Any]] = {}
     for model in models:
         for name, field in model.model_fields.items():
@@ -138,9 +138,10 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
 
 
 def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: str = "data_path") -> None:
-    """Raises ValueError where a dataset folder is missing; the message has the experiment's build command.
+    """Raises ValueError if a dataset folder is missing. The message contains a command that builds it.
 
-    experiment: None: any experiment that trains on the folder. key: the one that names the folders.
+    experiment: Experiment whose command is shown. If None, any experiment that trains on the folder. key: Key
+    that names the folders.
     """
     for folder in folders:
         if not Path(folder).is_dir():
@@ -174,25 +175,25 @@ def _data_of(experiment: str) -> str | None:
 def help_text(program: str, topic: str = "") -> str:
     """Returns the text of --help: the keys of a program, in the groups of its YAML file.
 
-    topic: the word after --help. Empty: the most used keys of pretrain, or all keys of another program. all,
-    experiment, experiment=NAME, arch=NAME, a key: only that. ValueError for an unknown key.
+    topic: Argument after --help: all, experiment, experiment=NAME, arch=NAME or a key. If empty, the most
+    used keys of pretrain, or all keys of another program. Raises ValueError for an unknown key.
     """
     path, (kind, _, name) = FOLDER / f"{program}.yaml", topic.partition("=")
     file = FOLDER / kind / f"{name}.yaml"
     if program == "pretrain" and kind in ("arch", "experiment") and file.is_file():
         return "\n".join(_help_of_arch(file)) if kind == "arch" else file.read_text().rstrip()
     if program == "pretrain" and kind in ("arch", "experiment") and name:
-        raise ValueError(f"--help {topic}: config/{kind} has no {name}; --help all lists them")
+        raise ValueError(f"--help {topic}: config/{kind} has no {name}. Run --help all for a list.")
     if topic == "experiment":
         return "\n".join(_help_of_experiments())
     if topic not in ("", "all") and not name:
         return "\n".join(_help_of_key(program, topic))
     command = _COMMANDS.get(program, f"[torchrun --nproc-per-node N] {program}.py")
     lines = [f"{command} [KEY=VALUE ...]", "", *_wrap(_title(path))]
-    shown = "--cfg job KEY=VALUE ... shows all values that a command means."
+    shown = "--cfg job KEY=VALUE ... shows the complete config of a command."
     if program == "pretrain" and topic != "all":
         lines += ["", "What to train", *_row("experiment=NAME", "a file of config/experiment, such as demo")]
-        lines += _row("arch=hrm", f"{' | '.join(architectures())}: the model")
+        lines += _row("arch=hrm", f"the model: {' | '.join(architectures())}")
         lines += _keys_of(path, only=_MOST_USED, is_brief=True)
         return "\n".join([*lines, _MORE, shown, _DRY_RUN])
     lines += _keys_of(path)
@@ -209,7 +210,7 @@ def _help_of_arch(file: Path) -> list[str]:
 
 
 def _help_of_experiments() -> list[str]:
-    lines = ["Experiments: their files say the command, the data and the result; any key can be changed"]
+    lines = ["Experiments. Their files contain the command, the data and the result. You can change any key."]
     for file in sorted((FOLDER / "experiment").glob("*.yaml")):
         lines += _row(f"experiment={file.stem}", _title(file))
     return lines
@@ -223,7 +224,7 @@ def _help_of_key(program: str, key: str) -> list[str]:
         if found := [*_keys_of(file, prefix="arch." * is_of_arch, only=[name])]:
             lines += [f"{file.stem}:", *filter(None, found)]
     if not lines:
-        raise ValueError(f"config: unknown key {key!r}: --help all lists the keys")
+        raise ValueError(f"config: unknown key {key!r}. Run --help all for a list of the keys.")
     return lines
 
 
@@ -233,7 +234,7 @@ def _title(path: Path) -> str:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yields (key, value, comment, heading) for each key of a YAML file; a heading is a line of comment."""
+    """Yields (key, value, comment, heading) for each key of a YAML file. A heading is a comment line."""
     sections: list[str] = []
     heading = ""
     for line in path.read_text().splitlines()[1:]:
@@ -264,7 +265,7 @@ def _keys_of(
 
 
 def _row(left: str, right: str) -> list[str]:
-    """Lays out two columns; a long first column gets a line of its own."""
+    """Formats two columns. A long first column takes a separate line."""
     lines = _wrap(right, indent=_COMMENT_COLUMN)
     if len(left) + 4 > _COMMENT_COLUMN:
         return [f"  {left}", *lines]

@@ -33,12 +33,14 @@ from config.schema import (
 )
 
 Select = Literal["q_head", "q_head_any_step", "first_to_halt", "vote", "residual", "rules"]
-Count = Annotated[int, Field(ge=1, lt=2**16)]  # of steps or samples; noise is keyed by 16 bits of each
+Count = Annotated[
+    int, Field(ge=1, lt=2**16)
+]  # number of steps or samples. The key of the noise has 16 bits for each
 
 
 def _are_different(values: list[Any]) -> list[Any]:
     if len(set(values)) < len(values):
-        raise ValueError(f"{values} has a value twice")
+        raise ValueError(f"{values} has a value twice. Remove one.")
     return values
 
 
@@ -79,9 +81,9 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
 
     def mistakes(self) -> Iterator[str]:
         if self.checkpoint is None:
-            yield "checkpoint=PATH is needed: a run folder, a step_<N> in it, a published file, or hf://OWNER/NAME"
+            yield "checkpoint is missing. Set it to a run folder, a step_<N> folder, a file, or hf://OWNER/NAME."
         if "rules" in self.select and not self.evaluators:
-            yield "select=rules needs the rules of the puzzle: add evaluators=[KIND], such as [sudoku]"
+            yield "select=rules needs the rules of the puzzle. Set evaluators=[KIND], such as [sudoku]."
 
     @property
     def asks_for_settings(self) -> bool:
@@ -90,10 +92,10 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
 
 
 class SolveConfig(_TrainedConfig):
-    """The config of solve.py, which runs as one process."""
+    """The config of solve.py. The program runs as one process."""
 
     YAML: ClassVar[str] = "solve"
-    VERBATIM: ClassVar[tuple[str, ...]] = ("puzzle",)  # even `null` is a text
+    VERBATIM: ClassVar[tuple[str, ...]] = ("puzzle",)  # here, even `null` is a text
 
     checkpoint: Text
     puzzle: str | None
@@ -112,7 +114,7 @@ class SolveConfig(_TrainedConfig):
 
     def mistakes(self) -> Iterator[str]:
         if self.picture is not None and not self.picture.endswith(".svg"):
-            yield f"picture={self.picture}: pictures are SVG: give a name that ends in .svg"
+            yield f"picture={self.picture}: pictures are SVG files. Choose a name that ends in .svg."
 
 
 class PageConfig(Strict):
@@ -131,13 +133,13 @@ class PageConfig(Strict):
 
     def mistakes(self) -> Iterator[str]:
         if self.data_path is not None and len(self.checkpoint or ()) != 1:
-            yield "data_path is of one checkpoint: drop it, or give one"
+            yield "data_path needs exactly one checkpoint. Remove data_path, or set checkpoint to one path."
         if self.output is None:
-            yield "output=FOLDER is needed: where the page goes"
+            yield "output is missing. Set it to the folder of the page."
 
 
 class SearchConfig(Strict):
-    """The config of search.py; all other keys on the command line go to pretrain.py."""
+    """The config of search.py. All other keys on its command line are keys of pretrain.py."""
 
     YAML: ClassVar[str] = "search"
 

@@ -1,4 +1,4 @@
-"""The names of the public code of HRM, TRM and URM, and of earlier versions of this repository, and ours."""
+"""Translates names of the public code of HRM, TRM and URM, and of earlier versions, into today's names."""
 
 import dataclasses
 from typing import Any
@@ -33,11 +33,11 @@ HINTS = {
 class _Published:
     """The translation of one model of the public code.
 
-    - name: of our architecture
-    - keys: {public key of `arch`: our key}
-    - unread: public keys that the public code does not use
-    - constants: {our key: value} of settings that are fixed in the public code
-    - tensors: {beginning of a public tensor's name: our beginning}
+    - name: Name of our architecture.
+    - keys: {public key of `arch`: our key}.
+    - unread: Public keys that the public code does not use.
+    - constants: {our key: value} for settings that are fixed in the public code.
+    - tensors: {prefix of a public tensor's name: our prefix}.
     """
 
     name: str
@@ -89,14 +89,17 @@ PUBLISHED = {
 
 
 def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Translates a public config into our keys; ValueError for an unknown model. where: for messages."""
+    """Translates a public config into our keys. Raises ValueError for an unknown model.
+
+    where: Name of the config, for messages.
+    """
     arch = config.get("arch")
     if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
-        raise ValueError(f"{where} names no architecture: it has no 'arch' with a 'loss'")
-    public = PUBLISHED.get(str(arch.get("name")))  # YAML may have anything there
+        raise ValueError(f"{where} does not name an architecture: it has no section 'arch' with a 'loss'.")
+    public = PUBLISHED.get(str(arch.get("name")))  # in a foreign YAML file, it may be of any type
     if public is None:
         known = ", ".join(PUBLISHED)
-        raise ValueError(f"{where}: unknown architecture {arch.get('name')!r}; known are: {known}")
+        raise ValueError(f"{where}: unknown architecture {arch.get('name')!r}. Known architectures: {known}.")
     values = {public.keys.get(key, key): value for key, value in arch.items() if key not in public.unread}
     loss = {key: value for key, value in arch["loss"].items() if key != "name"}
     arch = {**public.constants, **values, "name": public.name, "loss": loss}
@@ -104,17 +107,19 @@ def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
 
 
 def rename_old_keys(arch: dict[str, Any]) -> dict[str, Any]:
-    """Returns an arch section with the names of today, for configs of earlier versions.
+    """Returns the arch section of an earlier version with today's names.
 
-    TRM with `update: gate` is the model infiloop, and with `single_z: true` the model trm_singlez. Raises
-    ValueError if no model of today is meant.
+    TRM with `update: gate` is now the model infiloop. TRM with `single_z: true` is now the model trm_singlez.
+    Raises ValueError for any other model with one of these keys, or for both keys together.
     """
     has_gate, is_single_z = arch.get("update", "plain") == "gate", bool(arch.get("single_z"))
     values = {key: value for key, value in arch.items() if key not in ("update", "single_z")}
     if not has_gate and not is_single_z:
         return values
     if arch["name"] != "trm" or has_gate == is_single_z:
-        raise ValueError("arch.update=gate: only TRM has a gate (arch=infiloop), with single_z=false")
+        raise ValueError(
+            "arch.update=gate or arch.single_z=true: only TRM has these keys, and not both. Remove one."
+        )
     if is_single_z:
         return values | {"name": "trm_singlez"}
     values.pop("H_layers", None)

@@ -1,6 +1,7 @@
-"""The schema of the config of pretrain.py: its keys, their types, and the combinations that are refused.
+"""The schema of the config of pretrain.py: its keys, their types, and the combinations that are errors.
 
-The meaning and the default of each key are in config/pretrain.yaml; other programs are in `config.programs`.
+The meaning and the default of each key are in config/pretrain.yaml. The schemas of the other programs are in
+`config.programs`.
 """
 
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from config.messages import explain_mistakes
 from runtime import plugins
 
 Value = TypeVar("Value")
-# Marks a key that may change when a run is resumed: schedule and order of the data stay the same. The folder
-# of the data may change too; its fingerprint may not.
+# Marks a key that may change when a run is resumed, because the schedule and the order of the data do not
+# depend on it. The dataset folder may also change, but not its fingerprint.
 _MAY_CHANGE = "may change on resume"
 MayChange = Annotated[Value, _MAY_CHANGE]
 
@@ -33,7 +34,7 @@ Several = Annotated[
 ]
 Paths = Several[Text]
 Plugins = MayChange[list[Text]]  # Python files that `runtime.plugins` imports
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]  # of a folder
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]*$")]  # name of a folder
 
 
 # Required values if gradients are not summed over ranks (local_steps > 1), or if no dense weight is trained
@@ -56,7 +57,7 @@ _OPTIMIZERS = ("adam_atan2", "adamw", "muon")
 
 
 def find_optimizer(name: str) -> Any:
-    """Returns the optimizer class of an imported plugin; None if no plugin has one of this name."""
+    """Returns the optimizer class of an imported plugin, or None if no plugin has one of this name."""
     return next((each for each in plugins.defined("OPTIMIZER") if each.name == name), None)
 
 
@@ -95,7 +96,10 @@ class MachineConfig(Strict):
 
 
 class StageConfig(Strict):
-    """A stage of a curriculum: before the main training, or a `share` of it. It may set other cycles."""
+    """A stage of a curriculum: `epochs` before the main training, or a fraction `share` of it.
+
+    A stage may change the numbers of cycles.
+    """
 
     data_path: Paths | None = None
     epochs: PositiveInt | None = None
@@ -107,19 +111,19 @@ class StageConfig(Strict):
 
     @property
     def cycles(self) -> dict[str, int]:
-        """Returns {key: value} of the cycles that this stage sets; others are the architecture's."""
+        """Returns {key: value} of the cycles that this stage sets."""
         values = {"H_cycles": self.H_cycles, "L_cycles": self.L_cycles, "loops": self.loops}
         return {key: value for key, value in values.items() if value}
 
     def mistakes(self) -> Iterator[str]:
         if (self.epochs is None) == (self.share is None):
-            yield "curriculum: a stage has either epochs, before the main training, or a share of it"
+            yield "curriculum: a stage has either epochs (before the main training) or a share of it."
         if self.share is not None and (self.data_path or self.eval_interval):
-            yield "curriculum: a share of the main training has its data_path and eval_interval"
+            yield "curriculum: a stage with share has no data_path and no eval_interval. Remove them."
 
 
 def all_data_paths(data_path: list[str], curriculum: list[StageConfig]) -> list[str]:
-    """Returns every training data folder once: of the main training first, then of the stages."""
+    """Returns every training data folder once: first those of the main training, then those of the stages."""
     of_stages = [path for stage in curriculum for path in stage.data_path or []]
     return list(dict.fromkeys([*data_path, *of_stages]))
 
@@ -202,29 +206,29 @@ class PretrainConfig(MachineConfig):
         if self.train_steps is None:
             yield from _interval_mistakes(self.epochs, self.eval_interval)
             if self.eval_steps is not None:
-                yield "eval_steps needs train_steps: a length in epochs has eval_interval, in epochs too"
+                yield "eval_steps needs train_steps. Set train_steps, or set eval_interval, in epochs."
         if self.sync_dtype != "float32" and self.sync == "ddp":
-            yield f"sync_dtype={self.sync_dtype} needs sync=flat: ddp exchanges float32"
+            yield f"sync_dtype={self.sync_dtype} needs sync=flat, because DDP sends float32. Set sync=flat."
         for key, value in (("train_only", "puzzle_embeddings"), ("puzzle_emb_sharding", "rows")):
             if getattr(self, key) == value and not self.arch.puzzle_emb_ndim:
-                yield f"{key}={value} needs puzzle embeddings: puzzle_emb_ndim is 0"
+                yield f"{key}={value} needs puzzle embeddings, but arch.puzzle_emb_ndim is 0. Remove {key}."
         if self.train_only == "puzzle_embeddings":
             yield from self._nothing_for(_OF_DENSE_WEIGHTS, of="train_only=puzzle_embeddings")
         if self.ema_bias_correction and self.ema is None:
-            yield "ema_bias_correction=true needs ema: without averages there is nothing to correct"
+            yield "ema_bias_correction=true needs ema. Set ema=0.999, or remove ema_bias_correction."
         self.arch.check_outputs(self.save_outputs)
         if self.arch.confuses_symbols:
             yield (
-                "arch.equivariant_symbols=true alone cannot tell symbols that the input lacks from padding: "
-                "give arch.add_tokens=4, or arch.puzzle_emb_ndim=1"
+                "arch.equivariant_symbols=true: the model cannot distinguish padding from symbols that are "
+                "not in the input. Set arch.add_tokens=4 or arch.puzzle_emb_ndim=1."
             )
         if self.raw and self.ema is None:
-            yield "raw=true needs ema: without averages, eval/ is of the weights themselves. Remove raw."
+            yield "raw=true needs ema. Without ema, eval/ already uses the raw weights. Remove raw."
         for split, key in (("validation/", "validation_fraction"), ("eval_raw/", "raw")):
             if (self.keep_best or "").startswith(split) and not getattr(self, key):
-                yield f"keep_best={self.keep_best} needs {key}: without it no evaluation has this metric"
+                yield f"keep_best={self.keep_best} needs {key}. Without {key}, no evaluation has this metric."
         if self.wandb_log_checkpoints == "best" and not (self.keep_best and self.checkpoint_every_eval):
-            yield "wandb_log_checkpoints=best needs keep_best and checkpoint_every_eval=true"
+            yield "wandb_log_checkpoints=best needs keep_best and checkpoint_every_eval=true. Set them."
         yield from self._local_steps_mistakes()
         if self.pipeline_parallel_degree * self.tensor_parallel_degree > 1:
             yield from self._mesh_mistakes()
@@ -248,11 +252,11 @@ class PretrainConfig(MachineConfig):
         if self.local_steps == 1:
             for key, value in {"outer_lr": 1, "outer_momentum": 0}.items():
                 if getattr(self, key) != value:
-                    yield f"{key}={getattr(self, key)} needs local_steps above 1"
+                    yield f"{key}={getattr(self, key)} needs local_steps above 1. Remove {key}."
             return
         yield from self._nothing_for(_OF_GRADIENTS, of=f"local_steps={self.local_steps}")
         if self.puzzle_emb_sharding == "rows":
-            yield "local_steps above 1 needs the whole puzzle table: puzzle_emb_sharding=replicated"
+            yield "local_steps above 1 needs the full puzzle table. Set puzzle_emb_sharding=replicated."
 
     def _mesh_mistakes(self) -> Iterator[str]:
         arch, stages, shares = self.arch, self.pipeline_parallel_degree, self.tensor_parallel_degree
@@ -261,20 +265,20 @@ class PretrainConfig(MachineConfig):
             key = f"pipeline_parallel_degree={stages}"
             for name in ("H_layers", "L_layers", "num_layers"):
                 if values.get(name, 0) % stages:
-                    yield f"{key} does not divide arch.{name}={values[name]}: stages have equal shares"
+                    yield f"{key} does not divide arch.{name}={values[name]}. Stages have equally many layers."
             if values.get("q_target") == "deferred" and not arch.no_ACT_continue:
-                yield f"{key} needs arch.q_target=exact: ranks would call the network unequally often"
+                yield f"{key} needs arch.q_target=exact, so that all ranks make the same network calls."
         else:
             key = f"tensor_parallel_degree={shares}"
         for name in ("num_heads", "num_heads_t"):
             if values.get(name, 0) % shares:
                 yield f"tensor_parallel_degree={shares} does not divide arch.{name}={values[name]}"
         if 256 % shares:
-            yield f"tensor_parallel_degree={shares} does not divide the inner features: give a power of 2"
+            yield f"tensor_parallel_degree={shares} does not divide the inner features. Use a power of 2."
         if arch.no_mesh:
-            yield f"{key} is not for arch={arch.name}: {arch.no_mesh}"
+            yield f"{key} is not possible with arch={arch.name}: {arch.no_mesh}. Remove it."
         if values.get("dropout"):
-            yield f"{key} needs arch.dropout=0: its random numbers stay where the slots are"
+            yield f"{key} needs arch.dropout=0. Only the rank that owns a slot has its random numbers."
         if self.sync == "ddp":
             yield f"{key} does not work with sync=ddp. Remove one of them."
         if self.local_steps > 1:
@@ -288,17 +292,17 @@ class PretrainConfig(MachineConfig):
     def _curriculum_mistakes(self) -> Iterator[str]:
         shares = [stage.share for stage in self.curriculum if stage.share is not None]
         if sum(shares) > 1:
-            yield f"curriculum: the shares of the main training add up to {sum(shares):.4g}"
+            yield f"curriculum: the sum of all share is {sum(shares):.4g}. It must be at most 1."
         if any(stage.share is None for stage in self.curriculum[len(self.curriculum) - len(shares) :]):
-            yield "curriculum: stages with epochs come before the shares of the main training"
+            yield "curriculum: put stages with epochs before stages with share."
         for stage in self.curriculum:
             for mistake in _interval_mistakes(stage.epochs, stage.eval_interval):
                 yield f"curriculum: {mistake}"
             for key in stage.cycles.keys() - set(self.arch.cycle_keys):
-                yield f"curriculum: arch={self.arch.name} has no {key} to change"
+                yield f"curriculum: arch={self.arch.name} has no {key}. Remove it from the stage."
             needed = self.arch.gradient_cycles if stage.H_cycles else 0
             if needed and stage.H_cycles < needed:
-                yield f"curriculum: H_cycles {stage.H_cycles} is less than gradient_cycles {needed}"
+                yield f"curriculum: H_cycles {stage.H_cycles} is less than gradient_cycles {needed}."
 
     @property
     def data_paths(self) -> list[str]:
@@ -306,7 +310,7 @@ class PretrainConfig(MachineConfig):
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """Returns the peak learning rates, {"lr": ..., "puzzle_emb_lr": ...}, before any scaling."""
+        """Returns the peak learning rates, {"lr": ..., "puzzle_emb_lr": ...}, before `lr_scaling`."""
         return {"lr": self.lr, "puzzle_emb_lr": self.puzzle_emb_lr}
 
 
@@ -319,7 +323,10 @@ Config = TypeVar("Config", bound=pydantic.BaseModel)
 
 
 def validate_config(schema: type[Config], values: dict[str, Any], *, where: str = "config") -> Config:
-    """Checks values and returns the config. ValueError: a line with `where` and the first wrong key."""
+    """Checks values, and returns the config.
+
+    Raises ValueError with one line for the first wrong key. where: Start of that line.
+    """
     try:
         return schema.model_validate(values)
     except pydantic.ValidationError as error:

@@ -1,6 +1,6 @@
 """Names and paths on the command line: quoting for Hydra, and ~ and $NAME in paths.
 
-Unquoted, Hydra's grammar would read 1234_51 as a number, and refuse data/lr=3.
+Without quotes, Hydra's grammar would read 1234_51 as a number, and reject data/lr=3.
 """
 
 import os
@@ -19,7 +19,7 @@ _CONTAINERS = (list, typing.Union, types.UnionType)
 
 
 def text_keys(*schemas: type[pydantic.BaseModel]) -> set[str]:
-    """Returns the keys of the schemas with a text, or a list of texts, as value."""
+    """Returns the keys of the schemas that have a text, or a list of texts, as value."""
     fields = [item for schema in schemas for item in schema.model_fields.items()]
     return {name for name, field in fields if _leaves(field.annotation) <= {str, type(None)}}
 
@@ -30,14 +30,17 @@ def quoted(text: str) -> str:
 
 
 def quote_value(typed: str) -> str:
-    """Quotes a typed value for Hydra: a text, or each text of a [list]; `null` and quoted texts stay."""
+    """Quotes a value for Hydra: a text, or each text of a [list]. Keeps `null` and quoted texts."""
     if typed.startswith("[") and typed.endswith("]"):
         return f"[{','.join(map(quote_value, _ITEM.findall(typed[1:-1])))}]"
     return typed if typed == "null" or _QUOTED.fullmatch(typed) else quoted(typed)
 
 
 def expand_home(key: str, value: Any) -> Any:
-    """Replaces ~ or $NAME at the start of the path `value`. ValueError, with `key`, for unknown names."""
+    """Replaces ~ or $NAME at the start of the path `value`.
+
+    key: Key of the value, for the message. Raises ValueError if the user or the variable does not exist.
+    """
     if isinstance(value, list):
         return [expand_home(key, each) for each in value]
     found = _HOME.match(value) if isinstance(value, str) else None
@@ -46,8 +49,8 @@ def expand_home(key: str, value: Any) -> Any:
     name = found[0]
     expanded = os.path.expanduser(name) if name[0] == "~" else os.environ.get(name[1:], name)
     if expanded == name:
-        what = "no such user" if name[0] == "~" else f"the environment has no {name[1:]}"
-        raise ValueError(f"{key}={value}: {what}; a folder of that very name is ./{value}")
+        what = f"user {name[1:]}" if name[0] == "~" else f"environment variable {name[1:]}"
+        raise ValueError(f"{key}={value}: {what} does not exist. For a folder of that name, set ./{value}.")
     return expanded + value[len(name) :]
 
 

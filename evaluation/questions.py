@@ -119,7 +119,7 @@ def read_question(puzzle: str | None) -> tuple[str, str]:
     """
     if puzzle is None:
         raise ValueError(
-            'puzzle is missing. Set it to a text such as "1..4 .... ...3 4..1", a file, or - (standard input).'
+            'puzzle is missing. Set it to a text such as "1..4 .... ...3 4..1", a file, or - for stdin.'
         )
     text, source = puzzle, "puzzle"
     if puzzle == "-":

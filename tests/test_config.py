@@ -131,7 +131,7 @@ def test_old_configs_with_a_gate_are_of_infiloop():
     ]
     assert validate_config(architectures()["trm_singlez"], one_state).hidden_size == 64
     for wrong in ({"single_z": True}, {"name": "hrm"}):
-        with pytest.raises(ValueError, match="^arch.update=gate: only TRM"):
+        with pytest.raises(ValueError, match="^arch.update=gate or arch.single_z=true: only TRM"):
             fill_defaults({"arch": gated | wrong})
 
 
@@ -175,7 +175,7 @@ def test_help_has_the_keys_that_people_use_and_more_on_request(monkeypatch, caps
     assert _compose(monkeypatch, "--help", "experiment") is None
     listed = capsys.readouterr().out
     assert all(f"\n  experiment={name}" in listed for name in _EXPERIMENTS)
-    with pytest.raises(ValueError, match="unknown key 'keep_bst': --help all"):
+    with pytest.raises(ValueError, match="unknown key 'keep_bst'. Run --help all"):
         _compose(monkeypatch, "--help", "keep_bst")
     with pytest.raises(ValueError, match="--help arch=hmr: config/arch has no hmr"):
         _compose(monkeypatch, "--help", "arch=hmr")
@@ -276,7 +276,7 @@ def test_names_and_paths_are_texts_as_typed(monkeypatch, tmp_path):
 def test_an_experiment_with_another_arch(monkeypatch):
     """What it sets for its own arch is left out, with one notice; what is typed stays."""
     for experiment, arch, left_out in (
-        ("demo", "trm", "arch.H_layers=2, arch.q_target=deferred is"),
+        ("demo", "trm", "arch.H_layers=2, arch.q_target=deferred."),
         ("serrm_sudoku", "hrm", "arch.dropout=0.2"),
         ("demo", "transformer", "arch.L_layers=2"),
     ):

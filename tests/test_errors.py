@@ -80,7 +80,7 @@ def test_mistakes_in_evaluation(tmp_path, data):
     (tmp_path / "corrupt" / "step_1" / "weights.safetensors").write_bytes(b"nothing")
     (tmp_path / "file").touch()
     for words, parts in (
-        ([], ["checkpoint=PATH is needed"]),
+        ([], ["checkpoint is missing"]),
         (["checkpoint=deeper/step_1"], ["weights do not match the config", "H_level.layers.1"]),
         (["checkpoint=corrupt"], ["step_1", "corrupt"]),
         (["checkpoint=run", "output_dir=file/out"], ["cannot write into", "output_dir"]),

@@ -286,7 +286,7 @@ def test_an_unknown_published_model_is_refused_in_one_line(tmp_path, name):
     (tmp_path / "step_7").touch()
     (tmp_path / "all_config.yaml").write_text(yaml.safe_dump({"arch": {"name": name, "loss": {}}}))
     with pytest.raises(
-        ValueError, match=r"all_config.yaml: unknown architecture .*; known are: hrm\.hrm_act"
+        ValueError, match=r"all_config.yaml: unknown architecture .*\. Known architectures: hrm\.hrm_act"
     ):
         find_checkpoint(tmp_path / "step_7")
     (tmp_path / "all_config.yaml").unlink()

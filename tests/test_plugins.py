@@ -81,7 +81,7 @@ def test_the_keys_of_a_model_are_checked_like_ours(tmp_path, monkeypatch):
     assert PretrainConfig.model_validate_json(config.model_dump_json()) == config
     for word, message in (
         ("arch.L_cycles=0", "arch.L_cycles=0 should be greater than 0"),
-        ("arch.H_cycles=2", "belongs to another arch"),
+        ("arch.H_cycles=2", "does not belong to the chosen arch"),
         ("+arch.L_cycle=2", "unknown key 'arch.L_cycle', did you mean 'arch.L_cycles'"),
     ):
         with pytest.raises(ValueError, match=message):

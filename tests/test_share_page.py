@@ -259,8 +259,8 @@ def test_the_command_line(monkeypatch, capsys):
     run("page", "--help")
     assert capsys.readouterr().out.startswith("python -m share page [KEY=VALUE ...]")
     for words, mistake in (
-        (["page", "output=page", "data_path=data"], "config: data_path is of one checkpoint"),
-        (["page", "checkpoint=run"], "config: output=FOLDER is needed"),
+        (["page", "output=page", "data_path=data"], "config: data_path needs exactly one checkpoint"),
+        (["page", "checkpoint=run"], "config: output is missing"),
         (["pull"], "unknown action: 'pull'. Choose push, keep or page"),
     ):
         with pytest.raises(SystemExit, match="1"):

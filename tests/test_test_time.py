@@ -289,7 +289,7 @@ def test_what_means_nothing_is_refused():
         set_up(tiny_model("transformer"), _config(noise=0.3))
     for changes, message in (
         ({"samples": [1, 1]}, r"samples: \[1, 1\] has a value twice"),
-        ({"select": "rules"}, "select=rules needs the rules of the puzzle: add evaluators"),
+        ({"select": "rules"}, "select=rules needs the rules of the puzzle. Set evaluators"),
         ({"damping": 0.0}, "damping=0.0 should be greater than 0"),
     ):
         with pytest.raises(ValueError, match=message):
