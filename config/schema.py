@@ -265,7 +265,7 @@ class PretrainConfig(MachineConfig):
             key = f"pipeline_parallel_degree={stages}"
             for name in ("H_layers", "L_layers", "num_layers"):
                 if values.get(name, 0) % stages:
-                    yield f"{key} does not divide arch.{name}={values[name]}. Stages have equally many layers."
+                    yield f"{key} does not divide arch.{name}={values[name]}. Stages have equal sizes."
             if values.get("q_target") == "deferred" and not arch.no_ACT_continue:
                 yield f"{key} needs arch.q_target=exact, so that all ranks make the same network calls."
         else:

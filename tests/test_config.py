@@ -233,7 +233,7 @@ def test_mistakes_of_runs_from_python_start_nothing():
     for run in (pretrain.run, evaluate.run):
         with pytest.raises(ValueError, match="lr_minimum"):
             run(["data_path=.", "lr_minimum=1"])
-    with pytest.raises(ValueError, match="checkpoint: give one"):
+    with pytest.raises(ValueError, match="checkpoint: evaluate.run returns"):
         evaluate.run(["checkpoint=[one,two]"])
 
 
