@@ -21,11 +21,11 @@ OnStep = Callable[[StepOutput, Tensor], None]  # (output, bool [slots]: True at 
 
 
 class Race:
-    """A race between the samples of a puzzle: the first to halt answers; samples that have lost may stop.
+    """A race between the samples of a puzzle. The first sample to halt answers. Samples that lost may stop.
 
-    samples: several counts, ascending; for each count n there is a race of the first n samples. Of two
-    samples that halt in one step the lower number wins. An attempt has lost when another sample wins the
-    smallest race with both of them. The outcome does not depend on which attempts share a batch.
+    samples: Numbers of samples, ascending. For each number n, the first n samples have a race. If two samples
+    halt in the same step, the lower index wins. An attempt has lost if another sample won the smallest race
+    that includes it. The outcome does not depend on which attempts share a batch.
     """
 
     def __init__(self, samples: Sequence[int]):
@@ -42,7 +42,7 @@ class Race:
                 self._first[row, number] = min(first, (step, sample))
 
     def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
-        """Returns which attempts have lost: bool [n]. attempts: their numbers. steps: made by each so far."""
+        """Returns which attempts have lost: bool [n]. attempts: Their numbers. steps: Their steps so far."""
         lost = []
         for attempt, step in zip(attempts.tolist(), steps.tolist(), strict=True):
             row, sample = divmod(attempt, self._samples[-1])
@@ -61,10 +61,10 @@ def answer_batches(
     race: Race | None = None,
     stages: Ranks = ALONE,
 ) -> Iterator[StepOutput]:
-    """Yields the final outputs of all examples in `batches`, in pieces; with early halting in any order.
+    """Yields the final outputs of all examples in `batches`, in pieces. With early halting, in any order.
 
-    Padding may be left out. draw: returns the random numbers of a step. on_step: called after every step.
-    race: stops attempts that have lost. stages: the ranks of a pipeline, which all call this function and
+    The outputs may lack padding. draw: Returns the random numbers of a step. on_step: Called after every
+    step. race: Stops attempts that have lost. stages: Ranks of a pipeline. All of them call this function and
     make the same calls of the network.
     """
 

@@ -143,7 +143,7 @@ def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo
     ValueError if the sizes do not determine the kind of puzzle.
     """
     if folders is None and checkpoint.dataset_info is not None:
-        return DatasetInfo.from_json(checkpoint.dataset_info, where=f"what {checkpoint} says of its data")
+        return DatasetInfo.from_json(checkpoint.dataset_info, where=f"dataset description of {checkpoint}")
     paths = folders or checkpoint.find_data()
     if folders is not None or all((path / "test" / "dataset.json").is_file() for path in paths):
         data = open_datasets(paths, splits=("test",), read_everything=False)

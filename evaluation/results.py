@@ -92,7 +92,7 @@ def write_measured(folder: Path, measured: Mapping[str, Any], data: Sequence[Pat
 def tell_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
     """Logs a message if an evaluation replaces results that were computed in another number format.
 
-    stored: Number format of the training, in which older versions always evaluated.
+    stored: Number format of the training. Older versions always evaluated in it, and did not record it.
     """
     try:
         before = {str(values.get("forward_dtype", stored)) for values in read_results(folder).values()}

@@ -47,7 +47,7 @@ class Settings:
 
 
 class Samples(NamedTuple):
-    """Several samples of each of some puzzles, with one answer a sample; arrays are [puzzles, samples].
+    """Several samples of each puzzle, with one answer a sample. Arrays are [puzzles, samples].
 
     preds       uint8 or int32 [puzzles, samples, seq_len]
     q_halt      float32: logit of "the answer is right"
@@ -101,9 +101,9 @@ def votes(preds: np.ndarray) -> np.ndarray:
 
 
 def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
-    """Returns the output with its answer at the end, the first halt or the peak of q_halt, as `at` says.
+    """Returns the output with the answer at `at`: at the end, the first halt or the peak of q_halt.
 
-    output: of a `HistoryNetwork`, which keeps these answers.
+    output: Output of a `HistoryNetwork`. It stores these answers.
     """
     if at == "end":
         return output
@@ -114,16 +114,16 @@ def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
 
 
 def predicted_tokens(logits: Tensor) -> Tensor:
-    """Returns the likeliest token of every cell: uint8 or int32 [batch, seq_len]."""
+    """Returns the most likely token of every cell: uint8 or int32 [batch, seq_len]."""
     return logits.argmax(-1).byte() if logits.shape[-1] <= 256 else logits.argmax(-1).int()
 
 
 class Scores:
-    """The sums over labelled puzzles that figures of all settings are computed from, on one rank.
+    """Sums over the labeled puzzles of one rank. The figures of all settings are computed from them.
 
-    sums: {(steps, samples, way to select, figure): sum}. The figures are exact and valid (answers that are
+    sums: {(steps, samples, selection rule, figure): sum}. The figures are exact and valid (answers that are
     right by the label, by the rules), calls (of the network), and for a search undecided (puzzles without an
-    answer). rules: needed to select by `rules`; None: no sums of valid.
+    answer). rules: Rules of the puzzles, needed for select=rules. If None, there are no sums of valid.
     """
 
     def __init__(self, settings: Settings, *, rules: Rules | None, is_search: bool = False):
@@ -132,9 +132,9 @@ class Scores:
         self.sums: Counter[ScoreKey] = Counter()
 
     def add(self, steps: int, attempts: StepOutput) -> np.ndarray:
-        """Adds puzzles that have made `steps` steps; `attempts` has all samples of a puzzle side by side.
+        """Adds puzzles after `steps` steps. In `attempts`, the samples of a puzzle are side by side.
 
-        Returns the sample of each puzzle that the first way selects among all: int64 [puzzles]; -1: none.
+        Returns the sample of each puzzle that the first rule selects among all: int64 [puzzles]. -1: none.
         """
         num_samples = self.settings.samples[-1]
 
@@ -178,14 +178,14 @@ class Scores:
                 self._add((steps, number, by), counted, figures)
                 if by == self.settings.selects[0]:
                     of_first = chosen
-            if not self._is_search:  # in a search lost samples stop: nobody knows their answers
+            if not self._is_search:  # in a search, samples that lost stop without an answer
                 any_valid = None if is_valid is None else is_valid[:, :number].any(axis=1)
                 figures = {"exact": is_exact[:, :number].any(axis=1), "valid": any_valid, "calls": all_calls}
                 self._add((steps, number, ORACLE), counted, figures)
         return of_first
 
     def _are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Returns which answers obey the rules, bool [...]; None without rules. preds: [..., seq_len]."""
+        """Returns which answers obey the rules, bool [...], or None without rules. preds: [..., seq_len]."""
         if self._rules is None:
             return None
         flat = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (inputs, preds))

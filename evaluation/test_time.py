@@ -94,9 +94,9 @@ def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples
 
 
 def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots: int) -> Iterator[Batch]:
-    """Yields every example num_samples times, in batches of at most num_slots; padding stays padding.
+    """Yields every example num_samples times, in batches of at most num_slots. Padding stays padding.
 
-    `rows` of a yielded batch has the number of the attempt, row * num_samples + sample, in place of the row.
+    `rows` of a yielded batch contains the number of the attempt, row * num_samples + sample.
     """
     for batch in batches:
         slots = torch.arange(len(batch.rows) * num_samples, device=batch.rows.device)
@@ -107,11 +107,11 @@ def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots
 
 
 class HistoryNetwork(nn.Module):
-    """A network that also keeps answers of earlier steps in its state, from which a sample is selected.
+    """A network that also stores answers of earlier steps in its state. A sample is selected from them.
 
-    State keys `halt.*` have the answer of the first step where the network wants to halt (before that, the
-    newest answer); `peak.*` have the answer with the largest q_halt. An answer is logits, q_halt, q_continue,
-    and steps, int32 [batch], the number of its step.
+    State keys `halt.*` contain the answer of the first step in which the network wants to halt (before that,
+    the newest answer). `peak.*` contain the answer with the largest q_halt. An answer consists of logits,
+    q_halt, q_continue, and steps, int32 [batch], the number of its step.
     """
 
     def __init__(self, network: Network, *, vocab_size: int):
@@ -180,11 +180,12 @@ def run_settings(
     scores: Scores,
     on_step: OnStep = lambda *_: None,
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-    """Runs all attempts; yields the selected outputs of the largest setting, as soon as puzzles end.
+    """Runs all attempts. Yields the selected outputs of the largest setting as soon as puzzles end.
 
-    Each item is (outputs of selected samples, last outputs of all attempts, numbers of selected samples). All
-    attempts of a puzzle are side by side; the numbers are int64 [puzzles], -1 where a search has no answer.
-    num_slots: of this rank. scores: has the settings, and gets their sums. on_step: called after each step.
+    An item is (outputs of selected samples, last outputs of all attempts, numbers of selected samples). The
+    attempts of a puzzle are side by side. The numbers are int64 [puzzles]; -1: a search has no answer.
+    num_slots: Slots of this rank. scores: Contains the settings, and accumulates their sums. on_step: Called
+    after each step.
     """
     settings, num_samples = scores.settings, scores.settings.samples[-1]
     history = HistoryNetwork(model.network, vocab_size=vocab_size)
@@ -198,7 +199,7 @@ def run_settings(
     }  # attempts by their steps
 
     def collect(output: StepOutput, halts: Tensor) -> None:
-        """Keeps the attempts that have made a setting's number of steps, or have halted before."""
+        """Stores the attempts that reached a setting's number of steps, or halted before."""
         carry = output.carry
         kept = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
         for num_steps, parts in waiting.items():
@@ -209,7 +210,7 @@ def run_settings(
         on_step(output, halts)
 
     def take() -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-        """Scores the puzzles with all their attempts collected; yields the results of the largest setting."""
+        """Scores the puzzles with complete attempts. Yields the results of the largest setting."""
         for num_steps in settings.steps:
             if (whole := _pop_whole(waiting[num_steps], num_samples)) is None:
                 continue
@@ -229,7 +230,7 @@ def run_settings(
 
 
 def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
-    """Removes from `parts` the puzzles with all their attempts; returns them by row and sample, or None."""
+    """Removes the puzzles with complete attempts from `parts`. Returns them by row and sample, or None."""
     if not parts:
         return None
     joined = StepOutput.join(parts)
@@ -243,5 +244,5 @@ def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
     output = joined.select(whole[attempts[whole].argsort()])
     data = output.carry.data
     data = data._replace(rows=data.rows // num_samples)
-    has_ended = torch.ones_like(output.carry.halted)  # for the settings, even if the slot goes on
+    has_ended = torch.ones_like(output.carry.halted)  # for the settings, even if the slot continues
     return output._replace(carry=output.carry._replace(data=data, halted=has_ended))
