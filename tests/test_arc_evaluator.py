@@ -163,7 +163,7 @@ def test_metrics_against_plain_loops(tmp_path):
     tasks, predictions = random_case(tmp_path / "data")
     metrics, submission = evaluated(tmp_path / "data", tasks, predictions)
     shares: dict[int, list[float]] = {k: [] for k in PASSES}
-    submitted = []
+    all_places, submitted = [], []
     for task, tests in tasks.items():
         places = []
         for test_input, (_, output) in enumerate(tests):
@@ -184,10 +184,15 @@ def test_metrics_against_plain_loops(tmp_path):
             assert [given["attempt_1"], given["attempt_2"]] == (ranked * 2)[:2]
         for k in PASSES:
             shares[k].append(np.mean([place < k for place in places]))
-        right = [output in given.values() for (_, output), given in zip(tests, submission[task], strict=True)]
-        submitted.append(np.mean(right))
+        all_places += places
+        submitted += [
+            output in given.values() for (_, output), given in zip(tests, submission[task], strict=True)
+        ]
     assert passes(metrics) == pytest.approx([np.mean(shares[k]) for k in PASSES])
-    assert metrics["arc/pass@2"] == pytest.approx(np.mean(submitted))
+    for k in PASSES:
+        assert metrics[f"arc/outputs/pass@{k}"] == pytest.approx(np.mean([place < k for place in all_places]))
+    assert metrics["arc/outputs/pass@2"] == np.mean(submitted) != metrics["arc/pass@2"]
+    assert metrics["arc/outputs/count"] == len(submitted)
     assert metrics["arc/votes"] == len(predictions)
 
 

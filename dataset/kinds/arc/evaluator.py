@@ -135,12 +135,15 @@ class ArcEvaluator:
         return self._votes, self._num_unknown
 
     def metrics(self, partials: Sequence[tuple[Votes, int]]) -> dict[str, dict[str, float]]:
-        """Returns {set: {"arc/pass@1": ..., "arc/count": tasks, "arc/test_inputs": ..., "arc/votes": ...}}.
+        """Returns {set: {metric: value}}, with the metrics of docs/metrics.md.
 
-        pass@K of a task is the fraction of its test inputs with the right output among the K best grids. The
-        metric is the mean over the tasks of the set. A task that is in no set counts in every set. An input
-        without votes is wrong. An input without a known output is left out. ValueError for an example with an
-        unknown input.
+        A test input is solved at K if its output is among its K best grids. `arc/pass@K` is a mean over tasks
+        of the solved fraction of a task's test inputs. `arc/outputs/pass@K` is the solved fraction of all
+        test inputs, as the competition counts `submission.json` (K = 2). The two differ if tasks have
+        different numbers of test inputs. A task that is in no set counts in every set. An input without votes
+        is not solved. An input without a known output is left out.
+
+        Raises ValueError for an example with an unknown input.
         """
         if num_unknown := sum(number for _, number in partials):
             shown = f"{num_unknown} test examples match no test input of their task in {TEST_PUZZLES}"
@@ -152,7 +155,8 @@ class ArcEvaluator:
 
     def _scores(self, set_name: str, num_votes: int) -> dict[str, float]:
         numbers = self._tasks_of_set[set_name]
-        num_inputs, scores = 0, {k: [] for k in PASSES}  # {K: pass@K of each task}
+        num_solved, scores = dict.fromkeys(PASSES, 0), {k: [] for k in PASSES}  # {K: pass@K of each task}
+        num_inputs = 0
         for number in numbers:
             task = self._tasks[number]
             ranks = []  # number of grids before the right one
@@ -163,9 +167,17 @@ class ArcEvaluator:
                 ranks.append(ranked.index(output) if output in ranked else math.inf)
             num_inputs += len(ranks)
             for k, of_tasks in scores.items() if ranks else ():
-                of_tasks.append(sum(rank < k for rank in ranks) / len(ranks))
-        means = {f"arc/pass@{k}": math.fsum(each) / len(each) for k, each in scores.items() if each}
-        return {**means, "arc/count": len(scores[1]), "arc/test_inputs": num_inputs, "arc/votes": num_votes}
+                solved = sum(rank < k for rank in ranks)
+                num_solved[k] += solved
+                of_tasks.append(solved / len(ranks))
+        metrics: dict[str, float] = {}
+        if num_inputs:
+            metrics |= {
+                f"arc/pass@{k}": math.fsum(of_tasks) / len(of_tasks) for k, of_tasks in scores.items()
+            }
+            metrics |= {f"arc/outputs/pass@{k}": solved / num_inputs for k, solved in num_solved.items()}
+        counts = {"arc/count": len(scores[1]), "arc/outputs/count": num_inputs, "arc/test_inputs": num_inputs}
+        return {**metrics, **counts, "arc/votes": num_votes}
 
     def write(self, folder: Path) -> None:
         """Writes `submission.json`, the two best grids of each test input over all sets, in Kaggle's form.
