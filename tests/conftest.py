@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +53,17 @@ def pytest_collection_finish() -> None:
 
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which tests send, and nohup lets all processes ignore
+
+
+@pytest.fixture(autouse=True)
+def no_plugins(monkeypatch):
+    """Forgets the plugins that a test imports."""
+    from runtime import plugins
+
+    monkeypatch.setattr(plugins, "_loaded", {})
+    yield
+    for name in [name for name in sys.modules if name.startswith("plugin_")]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="session")

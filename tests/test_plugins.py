@@ -1,7 +1,6 @@
 """Plugins: what a file may add, what is refused, and runs with the examples of docs/extend.md."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,6 @@ _GRU = ("plugins=[mine/gru.py]", "--config-dir=mine", "arch=gru", "arch.hidden_s
 _OWN = tuple(
     word for word in OVERRIDES if not word.startswith(("arch.H_layers", "arch.hidden", "arch.num_heads"))
 )
-
-
-@pytest.fixture(autouse=True)
-def nothing_loaded(monkeypatch):
-    """Forgets the plugins after each test."""
-    monkeypatch.setattr(plugins, "_loaded", {})
-    yield
-    for name in [name for name in sys.modules if name.startswith("plugin_")]:
-        del sys.modules[name]
 
 
 @pytest.mark.parametrize(
