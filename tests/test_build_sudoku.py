@@ -227,7 +227,7 @@ def test_one_file_gives_both_splits(tmp_path):
     path = write_csv(tmp_path / "puzzles.csv.gz", rows + rows[:25])
     sets = build(tmp_path / "data", "--source", path, "--box", "2x2")
     train, test = (set(rows_of(sets[split].inputs)) for split in ("train", "test"))
-    assert sets["test"].num_examples == 7
+    assert (sets["train"].num_examples, sets["test"].num_examples) == (45, 5)
     assert not train & test
     assert len(train | test) == len({row[1].replace(".", "0") for row in rows})
 
@@ -246,6 +246,24 @@ def test_filter_is_for_both_splits_and_subsamples_for_one(tmp_path, source):
     assert set(rows_of(few)) < set(rows_of(more)) < set(rows_of(everything["test"].inputs))
     with pytest.raises(ValueError, match="--num-test 7 is too large. The source has only 6 test puzzles."):
         build(tmp_path / "none", *arguments, "--num-test", 7)
+
+
+def test_odd_puzzles_of_a_source_are_reported(tmp_path, capsys):
+    """Repeats are left out. Other answers, solved inputs and puzzles with several solutions are warned of."""
+    rows = source_rows(20)
+    source, _, answer, *rest = rows[0]
+    empty = "." * len(answer)
+    two = [[source, empty, text, *rest] for text in (answer, answer.translate(str.maketrans("1234", "2341")))]
+    write_csv(tmp_path / "train.csv", [*rows, *rows[:3], *two, [source, rows[1][2], rows[1][2], *rest]])
+    write_csv(tmp_path / "test.csv", source_rows(5, stream=1))
+    sets = build(tmp_path / "data", "--source", tmp_path, "--box", "2x2")
+    assert sets["train"].num_examples == 23
+    out, err = capsys.readouterr()
+    assert "train.csv: 3 of 26 puzzles repeat another one, left out" in out
+    assert "train.csv: 1 of 23 puzzles have the input of another one, but another answer." in err
+    assert "train.csv: 1 of 23 puzzles have an answer equal to their input." in err
+    assert "2 of 23 puzzles of the train split have several solutions." in err
+    assert "test split have" not in err
 
 
 def test_puzzles_in_both_splits_are_reported(tmp_path, source, capsys):

@@ -36,12 +36,13 @@ from runtime.reading import sha256_of
 # Streams of random bits. Take a new number for a new purpose, because a changed number changes the datasets.
 # Builders use the numbers 4 to 99.
 GENERATE = {"test": 0, "train": 1}
-_HOLD_OUT, _SUBSAMPLE, _TEST_SUBSAMPLE = 2, 3, 100
+_HOLD_OUT, _SUBSAMPLE, _TEST_SUBSAMPLE, _SEVERAL = 2, 3, 100, 101
 
 _CHUNK_ROWS = 1 << 15
 _SECONDS_ALONE = 2.0  # time that this process generates puzzles before it starts others
 _DRAWS_OF_A_TASK = 8
 _MOST_EXAMPLES = (1 << 31) - 1  # offsets are int32
+_SAMPLE, _SAMPLE_SECONDS = 1000, 10.0  # puzzles whose solutions are counted, and the maximum time for that
 
 
 def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
@@ -74,6 +75,7 @@ def build_puzzles(
     generate: Callable[[], tuple[np.ndarray, np.ndarray]],
     draw_transforms: Callable[[int], np.ndarray] | None,
     make_easier: Callable[[np.ndarray], np.ndarray] | None = None,
+    has_several: Callable[[np.ndarray], bool] | None = None,
 ) -> None:
     """Builds a dataset: reads or generates pairs, augments the training split, and writes the folder.
 
@@ -83,19 +85,26 @@ def build_puzzles(
     Function () -> (training pairs, test pairs). draw_transforms: Function (number of groups) -> transforms of
     `augmentation`, uint8 [groups, puzzles in a group, bytes]. The first of each group is the identity.
     make_easier: Function (training pairs) -> easier inputs [count, cells] with the same labels. They become a
-    second example of each puzzle.
+    second example of each puzzle. has_several: Function (input [cells]) -> whether the puzzle of a source has
+    several solutions.
     """
     instead = {}
     if options.generate is None:
         needed, goal = "train.csv and test.csv", options.output_dir
         files = find_source_files(options.source, choose_puzzle_files, needed=needed, output_dir=goal)
         instead["source"] = {path.name: sha256_of(path) for path in files}
-        train, test = _split_files(files, read(files), thing=thing, seed=options.seed)
+        distinct = [
+            _without_repeats(pairs, path, kind=kind) for path, pairs in zip(files, read(files), strict=True)
+        ]
+        train, test = _split_files(files, distinct, thing=thing, seed=options.seed)
     else:
         train, test = generate()
     asked = options.subsample_size, options.num_test
     train = _keep(train, asked[0], "--subsample-size", "training", seed=options.seed, stream=_SUBSAMPLE)
     test = _keep(test, asked[1], "--num-test", "test", seed=options.seed, stream=_TEST_SUBSAMPLE)
+    if options.generate is None and has_several is not None:
+        for split, pairs in (("train", train), ("test", test)):
+            _warn_of_several_solutions(pairs, split, kind=kind, has_several=has_several)
     held_out = set(input_keys(test[:, 0]))
     if num_shared := np.count_nonzero(are_among(train[:, 0], held_out)):
         warn(f"build {kind}", f"{num_shared} puzzles of the training split are also in the test split.")
@@ -142,6 +151,51 @@ def _split_files(
         few = f"{files[0]} has too few different puzzles to hold out a test split"
         raise ValueError(f"{few}. Pass a folder of two files.")
     return train, test
+
+
+def _without_repeats(pairs: np.ndarray, path: Path, *, kind: str) -> np.ndarray:
+    """Returns the pairs of a file without repeated pairs, in order. Prints the number of repeats.
+
+    Warns of inputs with several answers, and of answers that equal their input. It keeps these pairs.
+    """
+    seen: set[tuple[bytes, bytes]] = set()
+    inputs: set[bytes] = set()
+    is_new, num_doubtful = np.zeros(len(pairs), bool), 0
+    sides = (input_keys(pairs[:, 0]), input_keys(pairs[:, 1]))
+    for row, pair in enumerate(zip(*sides, strict=True)):
+        if pair not in seen:
+            num_doubtful += pair[0] in inputs
+            seen.add(pair)
+            inputs.add(pair[0])
+            is_new[row] = True
+    if num_repeats := len(pairs) - len(seen):
+        print(f"{path}: {num_repeats} of {len(pairs)} puzzles repeat another one, left out")
+    if num_doubtful:
+        text = f"{num_doubtful} of {len(seen)} puzzles have the input of another one, but another answer"
+        warn(f"build {kind}", f"{path}: {text}. No model can get all of them right.")
+    if num_solved := sum(of_input == answer for of_input, answer in seen):
+        text = f"{num_solved} of {len(seen)} puzzles have an answer equal to their input"
+        warn(f"build {kind}", f"{path}: {text}. Check that the columns are not exchanged.")
+    return pairs[is_new]
+
+
+def _warn_of_several_solutions(
+    pairs: np.ndarray, split: str, *, kind: str, has_several: Callable[[np.ndarray], bool]
+) -> None:
+    """Warns if puzzles have several solutions. Counts those of up to _SAMPLE random puzzles, for 10 s."""
+    size = min(len(pairs), _SAMPLE)
+    num_checked = num_several = 0
+    started = time.monotonic()
+    for row in random_orders(random_bits(0, stream=_SEVERAL, index=0, count=len(pairs)))[:size].tolist():
+        num_several += has_several(pairs[row, 0])
+        num_checked += 1
+        if time.monotonic() - started > _SAMPLE_SECONDS:
+            break
+    if num_several:
+        sample = "" if num_checked == len(pairs) else "sampled "
+        text = f"{num_several} of {num_checked} {sample}puzzles of the {split} split have several solutions"
+        advice = f"An answer may be valid and differ from the label. Evaluate with evaluators=[{kind}]."
+        warn(f"build {kind}", f"{text}. {advice}")
 
 
 def _keep(

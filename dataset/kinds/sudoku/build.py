@@ -98,6 +98,7 @@ def build(options: argparse.Namespace) -> None:
         generate=lambda: _generate(options, box=box),
         make_easier=(lambda train: _make_easier(train, clues=clues, seed=seed)) if clues else None,
         draw_transforms=draw_transforms if options.num_aug else None,
+        has_several=functools.partial(_has_several_solutions, box=box),
     )
 
 
@@ -118,6 +119,14 @@ def _generate(options: argparse.Namespace, *, box: rules.Box) -> tuple[np.ndarra
         refusal=f"{few} gave {{count}} puzzles, then no new one. Lower --generate.",
     )
     return drawn[0] + np.uint8(1), drawn[1] + np.uint8(1)
+
+
+def _has_several_solutions(tokens: np.ndarray, *, box: rules.Box) -> bool:
+    """Returns whether a puzzle has several solutions. False if counting them takes too long."""
+    try:
+        return rules.count_solutions((tokens - 1).tolist(), box=box) > 1
+    except rules.TooHardError:
+        return False
 
 
 def _draw(
