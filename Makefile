@@ -51,9 +51,10 @@ demo: setup ## build 4x4 Sudoku, train on two processes, evaluate and solve, in 
 	$(BIN)/python solve.py checkpoint=$(DEMO_RUN) puzzle="1... ..2. .3.. ...4"
 	@echo "report with learning curves and solved puzzles: file://$(CURDIR)/$(DEMO_RUN)/report.html"
 
-page: setup ## write a web page that runs all models of weights/ in the browser
+page: setup ## write a web page with all models of weights/, and open it in the browser
 	$(BIN)/python -m dataset.build arc --output-dir data/arc-mini --generate 40 --max-size 8 --dihedral
 	OMP_NUM_THREADS=1 $(BIN)/python -m share page output=$(DEMO_PAGE)
+	@if [ -t 1 ]; then $(BIN)/python -m share open $(DEMO_PAGE); fi
 
 test: setup ## all tests except test-system
 	$(PYTEST) -n 4 --ignore tests/system  # many of the slow ones wait: for a timeout, a server, torchrun

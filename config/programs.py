@@ -124,6 +124,7 @@ class PageConfig(Strict):
 
     checkpoint: Paths | None
     output: Text | None
+    replace: bool
     plugins: Plugins
     data_path: Paths | None
     raw: bool

@@ -5,13 +5,19 @@ WebAssembly in one thread, because more threads need a server that sends the hea
 """
 
 import base64
+import contextlib
 import dataclasses
+import functools
 import hashlib
+import http.server
 import shutil
 import subprocess
 import tarfile
 import tempfile
+import threading
+import webbrowser
 from collections import Counter
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +38,7 @@ from evaluation.questions import find_info
 from evaluation.trace import MOST_TOKENS
 from models import HaltingModel
 from models.search import Search
+from runtime.reading import read_json
 from runtime.writing import write_json
 from share.onnx import check_packages, write_step
 
@@ -74,26 +81,73 @@ def write_page(config: PageConfig) -> None:
     for name, count in Counter(each.name for each in exhibits).items():
         if count > 1:
             raise ValueError(f"checkpoint: {count} run folders have the name {name}. Rename them.")
+    others = [] if config.replace else others_of(output, names={exhibit.name for exhibit in exhibits})
     with tempfile.TemporaryDirectory() as scratch, replaced_folder(output) as folder:
         for path in find_runtime(Path(config.runtime) if config.runtime else None, Path(scratch)):
             shutil.copy(path, folder)
         shutil.copytree(_SITE, folder, dirs_exist_ok=True)
         for path in (THEME, *SCRIPTS):
             shutil.copy(path, folder)
-        for exhibit in exhibits:
-            log.info(f"exporting {exhibit.name} to ONNX. This takes about a minute.")
+        for entry in others:
+            shutil.copytree(output / entry["name"], folder / entry["name"])
+        for number, exhibit in enumerate(exhibits, 1):
+            log.info(f"exporting {exhibit.name} to ONNX, {number} of {len(exhibits)}. This takes a minute.")
             (folder / exhibit.name).mkdir()
             network, reasoning = exhibit.model.network, exhibit.model.eval_reasoning("max")
             path, seq_len = folder / exhibit.name / MODEL, len(exhibit.facts["puzzles"][0]["inputs"])
             state = write_step(network, reasoning, path, seq_len=seq_len)
             write_json(folder / exhibit.name / DATA, exhibit.facts | {"state": state}, indent=None)
-        write_json(folder / MODELS, [exhibit.listed for exhibit in exhibits])
+        listed = [exhibit.listed for exhibit in exhibits] + others
+        write_json(folder / MODELS, listed)
         size = sum(path.stat().st_size for path in folder.glob(f"*/{MODEL}")) / 1e6
     log.info(
-        f"wrote {config.output}: {', '.join(each.name for each in exhibits)}, {size:.1f} MB\n"
-        f"to open it, run python -m http.server --directory {config.output} 8000, then visit "
-        "http://localhost:8000"
+        f"wrote {config.output}: {', '.join(entry['name'] for entry in listed)}, {size:.1f} MB\n"
+        f"to open it, run python -m share open {config.output}"
     )
+
+
+def others_of(page: Path, *, names: Set[str]) -> list[dict[str, Any]]:
+    """Returns the entries of an existing page's models.json, without the models `names`. [] if there is none.
+
+    Raises ValueError if the file is damaged, or if a model has no folder.
+    """
+    if not (page / MODELS).exists():
+        return []
+    entries = read_json(page / MODELS)
+    are_models = isinstance(entries, list) and all(
+        isinstance(entry, dict)
+        and Path(str(entry.get("name"))).name == entry.get("name")
+        and (page / entry["name"] / MODEL).is_file()
+        for entry in entries
+    )
+    if not are_models:
+        raise ValueError(f"{page / MODELS} is not the list of a page's models. Set replace=true.")
+    return [entry for entry in entries if entry["name"] not in names]
+
+
+def open_page(folder: Path, *, port: int = 8000) -> None:
+    """Serves a page at http://localhost until Ctrl-C, and opens it in the browser if there is one.
+
+    Takes any free port if `port` is in use. Raises ValueError if the folder is not a page.
+    """
+    if not (folder / MODELS).is_file():
+        raise ValueError(f"{folder} is not a page. Write one with python -m share page output={folder}.")
+    handler = functools.partial(_QuietHandler, directory=str(folder))
+    try:
+        server = http.server.ThreadingHTTPServer(("localhost", port), handler)
+    except OSError:
+        server = http.server.ThreadingHTTPServer(("localhost", 0), handler)
+    with server:
+        address = f"http://localhost:{server.server_port}"
+        log.info(f"{folder} is at {address} until Ctrl-C")
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        """Does nothing. The base class would log every request."""
 
 
 def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:

@@ -3,6 +3,10 @@
 import base64
 import hashlib
 import json
+import os
+import shutil
+import signal
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -30,7 +34,9 @@ from share.browser import choose_puzzles, keep_embeddings, write_page
 from share.onnx import check_packages, write_step
 from tests.checkpoints import save_on
 from tests.puzzle_sets import IGNORED, write
+from tests.ranks import REPOSITORY
 from tests.tiny import FACTS, random_batch, tiny_model
+from tests.waiting import wait_for
 
 _SLOTS = 3
 
@@ -111,6 +117,42 @@ def test_onnx_looks_at_boards_as_torch_does(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_page_keeps_its_other_models(trained, files, tmp_path, monkeypatch):
+    """An export takes many seconds. Here, model.onnx is an empty file."""
+    monkeypatch.setattr(browser, "write_step", lambda network, reasoning, path, **_: path.touch())
+    page, second = tmp_path / "page", tmp_path / "second"
+    shutil.copytree(trained, second)
+    for run, replace, expected in (
+        (trained, False, ["run"]),
+        (second, False, ["second", "run"]),
+        (trained, False, ["run", "second"]),
+        (second, True, ["second"]),
+    ):
+        _write(run, page, runtime=str(files), puzzles=2, replace=replace)
+        listed = json.loads((page / "models.json").read_text())
+        assert [entry["name"] for entry in listed] == expected
+        assert {path.parent.name for path in page.glob("*/model.onnx")} == set(expected)
+    (page / "models.json").write_text('[{"name": "../run"}]')
+    with pytest.raises(ValueError, match=r"models.json is not the list of a page's models. Set replace=true"):
+        _write(trained, page, runtime=str(files))
+
+
+@pytest.mark.slow
+def test_a_page_opens_in_the_browser(tmp_path):
+    """The program of BROWSER gets the address, and finds the page there."""
+    (tmp_path / "models.json").write_text("[]")
+    words = [sys.executable, "-m", "share", "open", str(tmp_path)]
+    code = "import sys, urllib.request as web; web.urlretrieve(sys.argv[1] + '/models.json', 'seen')"
+    visit = f'{sys.executable} -c "{code}" %s'
+    process = subprocess.Popen(
+        words, cwd=tmp_path, env=os.environ | {"BROWSER": visit, "PYTHONPATH": str(REPOSITORY)}
+    )
+    wait_for((tmp_path / "seen").exists, "no program was started")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+
+
+@pytest.mark.slow
 def test_onnx_answers_as_torch_does(tmp_path):
     """HRM is below; the others: system/test_long_runs.py."""
     assert_onnx_answers_as_torch("fprm", {}, tmp_path)
@@ -132,7 +174,7 @@ def test_a_page_has_the_model_its_facts_and_the_runtime(trained, sudoku_folder, 
     output = tmp_path / "page"
     _write(trained, output, runtime=str(files), puzzles=5, halt_max_steps=6)
     told = capsys.readouterr()
-    assert f"python -m http.server --directory {output} 8000" in told.out
+    assert f"python -m share open {output}" in told.out
     assert told.err == ""
     scripts = ("start", "page", "kinds", "model", "search", "theme", "grid")
     site = ["index.html", "style.css", "theme.css", *(f"{name}.js" for name in scripts)]
@@ -261,7 +303,7 @@ def test_the_command_line(monkeypatch, capsys):
     for words, mistake in (
         (["page", "output=page", "data_path=data"], "config: data_path needs exactly one checkpoint"),
         (["page", "checkpoint=run"], "config: output is missing"),
-        (["pull"], "unknown action: 'pull'. Choose push, keep or page"),
+        (["pull"], "unknown action: 'pull'. Choose push, keep, page or open"),
     ):
         with pytest.raises(SystemExit, match="1"):
             run(*words)

@@ -40,7 +40,9 @@ def sudoku(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("show")
     others = [text.translate(str.maketrans("1234", "2143")) for text in (QUESTION, ANSWER)]
     write_csv(folder / "source" / "train.csv", [["", QUESTION, ANSWER, ""], ["", *others, ""]])
-    write_csv(folder / "source" / "test.csv", [["", "." + ANSWER[1:], ANSWER, ""]] * 3)
+    write_csv(
+        folder / "source" / "test.csv", [["", f".{ANSWER[1:-n]}{'.' * n}", ANSWER, ""] for n in (1, 2, 3)]
+    )
     arguments = ["--source", folder / "source", "--box", "2x2", "--num-aug", 5]
     build_dataset("sudoku", list(map(str, ["--output-dir", folder / "data", *arguments])))
     return folder / "data"
