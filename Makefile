@@ -24,7 +24,7 @@ export UV_CACHE_DIR ?= $(CURDIR)/.venv/cache
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo page test test-fast test-system check stress bench parity record matrix
+.PHONY: help setup demo page notebook test test-fast test-system check stress bench parity record matrix
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -55,6 +55,10 @@ page: setup ## write a web page with all models of weights/, and open it in the 
 	$(BIN)/python -m dataset.build arc --output-dir data/arc-mini --generate 40 --max-size 8 --dihedral
 	OMP_NUM_THREADS=1 $(BIN)/python -m share page output=$(DEMO_PAGE)
 	@if [ -t 1 ]; then $(BIN)/python -m share open $(DEMO_PAGE); fi
+
+notebook: setup ## open docs/quickstart.ipynb in the browser; installs Jupyter
+	$(INSTALL) --group notebook
+	$(BIN)/jupyter notebook docs/quickstart.ipynb
 
 test: setup ## all tests except test-system
 	$(PYTEST) -n 4 --ignore tests/system  # many of the slow ones wait: for a timeout, a server, torchrun
