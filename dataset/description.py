@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pydantic
 
 from dataset.augmentations import END, FIRST_SYMBOL, PAD, find_augmentation
-from dataset.format import IDENTIFIERS, Dataset, Metadata, read_builder
+from dataset.format import IDENTIFIERS, JOINER, Dataset, Metadata, read_builder
 from dataset.kinds.kind import FAINT, Kind, Puzzle, Style, kind_of, to_grid
 from dataset.sets import rows_of
 from runtime.reading import MissingFileError, printable, read_json
@@ -116,6 +117,21 @@ def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
 # of fixed size (`augmentations`).
 
 
+def characters(text: str) -> list[str]:
+    """Splits a text into characters as readers see them, in the normal form NFC.
+
+    Combining marks, variation selectors, and zero-width joiners with the next character belong to the
+    character before them. Example: an emoji with U+FE0F is one character.
+    """
+    found: list[str] = []
+    for point in unicodedata.normalize("NFC", text):
+        if found and (point == JOINER or unicodedata.category(point)[0] == "M" or found[-1][-1] == JOINER):
+            found[-1] += point
+        else:
+            found.append(point)
+    return found
+
+
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
     """The symbols that tokens 2, 3, ... stand for, and the size of the field in which grids lie."""
@@ -134,7 +150,7 @@ class Vocabulary:
     @property
     def parts_by_spaces(self) -> bool:
         """Returns whether spaces separate the cells of a row."""
-        return any(len(symbol) > 1 for symbol in self.symbols)
+        return any(len(characters(symbol)) > 1 for symbol in self.symbols)
 
     def parse(self, text: str) -> list[list[str]]:
         """Parses a text into a grid. Each line is a row.
@@ -145,7 +161,7 @@ class Vocabulary:
         lines = text.strip("\r\n").splitlines()
         if not self.parts_by_spaces and " " not in self.symbols:
             lines = text.split()
-        grid = [line.split() if self.parts_by_spaces else list(line) for line in lines]
+        grid = [line.split() if self.parts_by_spaces else characters(line) for line in lines]
         self.tokens_of(grid)
         return grid
 

@@ -32,6 +32,7 @@ BLANK = "<blank>"  # name of identifier 0, which puzzles without an embedding sh
 
 _MOST = (1 << 31) - 1  # batches are int32
 _CHUNK_ROWS = 1 << 16
+JOINER = "\u200d"  # zero-width joiner, which makes one emoji of two
 _Number = Annotated[int, Field(ge=0, le=_MOST)]
 _Size = Annotated[int, Field(ge=1, le=_MOST)]
 _Length = Annotated[int, Field(ge=1, le=1 << 20)]  # limited, because the memory for one puzzle grows with it
@@ -39,6 +40,11 @@ _Length = Annotated[int, Field(ge=1, le=1 << 20)]  # limited, because the memory
 USUAL_SIZES = {"vocab_size": 12, "seq_len": 900, "num_puzzle_identifiers": 1}
 _SIZE_OF_ID = {"pad_id": "vocab_size", "blank_identifier_id": "num_puzzle_identifiers"}
 _SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+
+
+def is_printable(symbol: str) -> bool:
+    """Returns whether all characters of a symbol are printable, except joiners in it."""
+    return symbol.replace(JOINER, "").isprintable()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +92,7 @@ class Metadata:
         if (symbols is None) != (num_columns is None):
             yield "symbols and num_columns: one is set, the other is missing"
         elif symbols is not None:
-            if len(set(symbols)) < len(symbols) or not all(map(str.isprintable, symbols)):
+            if len(set(symbols)) < len(symbols) or not all(map(is_printable, symbols)):
                 yield "symbols contains a text twice, or a text that is not printable"
             if len(symbols) > 256 - FIRST_SYMBOL:
                 yield f"{len(symbols)} symbols, more than the {256 - FIRST_SYMBOL} that fit into a byte"

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+import openpyxl
 import pyarrow.parquet
 
 from dataset.build import build_dataset
@@ -31,6 +32,17 @@ def random_pairs(count: int, *, symbols: str = "#. ab", seed: int = 0, tasks: in
 def write_json(path: Path, pairs: list[dict]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return path
+
+
+def write_sheet(path: Path, rows: list[dict]) -> Path:
+    """Writes an Excel file. Lists become JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    book = openpyxl.Workbook()
+    for row in ([*rows[0]], *([json.dumps(value) for value in row.values()] for row in rows)):
+        book.active.append(row)
+    book.create_sheet("notes")
+    book.save(path)
     return path
 
 

@@ -1,8 +1,11 @@
 """Datasets from pairs: reading gives what was written, variants are those of a plain loop, nothing leaks."""
 
+import datetime
 import json
+from pathlib import Path
 
 import numpy as np
+import openpyxl
 import pytest
 
 from dataset.augmentations import NUM_DIHEDRAL, dihedral
@@ -160,6 +163,60 @@ def test_no_variant_is_a_test_pair(tmp_path, capsys):
     printed = capsys.readouterr()
     assert "variants that equal test puzzles, left out: 7\n" in printed.out
     assert printed.err == ""
+
+
+def test_a_sheet_is_read_as_a_table_is(tmp_path, capsys):
+    def write(name: str, *rows: tuple) -> Path:
+        book = openpyxl.Workbook()
+        for row in rows:
+            book.active.append(row)
+        book.create_sheet("notes")
+        book.save(tmp_path / name)
+        return tmp_path / name
+
+    rows = [
+        ("note", "input", "output"),
+        (None, 12, "21"),
+        (None, None, None),
+        (7, "[[1], [2]]", "[[2], [1]]"),
+    ]
+    data = build(tmp_path / "data", write("pairs.xlsx", *rows, (None, "12\n21", 2112.0)))
+    assert {pair[:2] for split in ("train", "test") for pair in read_back(data, split)} == {
+        ("12", "21"), ("1\n2", "2\n1"), ("12\n21", "2112")
+    }  # fmt: skip
+    assert "pairs.xlsx: sheets not used: notes" in capsys.readouterr().out
+    for cell, message in (
+        (
+            datetime.date(2026, 5, 1),
+            "2: the cell is datetime.datetime.*, a datetime. Excel has changed what was",
+        ),
+        (1234567890123456, "2: the cell is 1234567890123456, a int. Excel has"),
+        (True, "2: the cell is True, a bool."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(tmp_path / "data", write("bad.xlsx", rows[0], (None, cell, "1")))
+    with pytest.raises(ValueError, match=r"2: no input, only 1, 2, 4. .* add a first row with them."):
+        build(tmp_path / "data", write("bare.xlsx", ("1", "2", None, "4"), ("1", "2", None, "4")))
+    (tmp_path / "torn.xlsx").write_bytes(write("pairs.xlsx", *rows).read_bytes()[:3000])
+    with pytest.raises(ValueError, match="torn.xlsx cannot be read as Excel"):
+        build(tmp_path / "data", tmp_path / "torn.xlsx")
+
+
+def test_spaces_between_symbols_and_parts_of_characters_are_no_symbols(tmp_path, capsys):
+    heart, e, family = "\u2764\ufe0f", "e\u0301", "\U0001f468\u200d\U0001f469"
+    pairs = [
+        {"input": "1 . 3 4", "output": "1 2 3 4 "},
+        {"input": "4.21", "output": "4321"},
+        {"input": f"{heart}{e}{family}1", "output": "1234"},
+    ]
+    data = build(tmp_path / "data", write_json(tmp_path / "p.jsonl", pairs))
+    found = [pair for split in ("train", "test") for pair in read_back(data, split)]
+    assert {pair[0] for pair in found} == {"1.34", "4.21", f"{heart}\u00e9{family}1"}
+    assert "spaces separate the symbols in 1 of 3 pairs" in capsys.readouterr().out
+    pairs.append({"input": "12 4", "output": "1234"})
+    data = build(tmp_path / "data", write_json(tmp_path / "p.jsonl", pairs))
+    assert "spaces separate" not in capsys.readouterr().out
+    assert max(len(pair[1]) for split in ("train", "test") for pair in read_back(data, split)) == 8
 
 
 # --------------------------------------------------------------------------------------------------- warnings

@@ -32,7 +32,7 @@ from share.push import main as push
 from solve import load
 from tests.arc_source import make_tasks, write_kaggle, write_source
 from tests.maze_source import source_rows as maze_rows
-from tests.pairs_source import write_parquet
+from tests.pairs_source import write_parquet, write_sheet
 from tests.stress.mutations import VALUES, mutate_files, mutate_text
 from tests.sudoku_source import source_rows as sudoku_rows
 from tests.sudoku_source import write_csv
@@ -53,6 +53,7 @@ _SEARCHED += ("lr=interval(1e-4,1e-2)", "optimizer=choice(adam_atan2,muon)")
 _PAIRS_OPTIONS = ("--symmetries", "dihedral,symbols", "--num-aug", "3")
 _SOURCES = {
     "parquet": ("pairs", _PAIRS_OPTIONS),
+    "sheet": ("pairs", _PAIRS_OPTIONS),
     "tasks": ("arc", ("--num-aug", "2")),
     "Kaggle": ("arc", ("--num-aug", "2")),
     "Sudokus": ("sudoku", ("--box", "2x2")),
@@ -117,6 +118,7 @@ def _write_sources(folder: Path, pairs: Path) -> list[Path]:
     """Writes what else builders read, each kind in a folder of its own."""
     rows = [json.loads(line) for line in (pairs / "pairs.jsonl").read_text().splitlines()]
     write_parquet(folder / "parquet" / "pairs.parquet", rows)
+    write_sheet(folder / "sheet" / "pairs.xlsx", rows)
     write_source(folder / "tasks", count=2)
     write_kaggle(folder / "Kaggle", "arc-agi_evaluation", make_tasks(3))
     write_csv(folder / "Sudokus" / "train.csv", sudoku_rows(20))

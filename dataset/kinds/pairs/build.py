@@ -53,8 +53,9 @@ def build(options: argparse.Namespace) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     source = (
         'pairs.jsonl, a line each: {"input": grid, "output": grid, "task": "name", "split": "train"}, the '
-        "last two only where needed, the split train or test; pairs.json, a list of these; pairs.csv or "
-        "pairs.parquet with these columns; .gz too; a folder with such a file, or with one for each split: "
+        "last two only where needed, the split train or test; pairs.json, a list of these; pairs.csv, "
+        "pairs.parquet or pairs.xlsx with these columns; .gz too; a folder with such a file, or with one for "
+        "each split: "
         "train.jsonl and test.jsonl, or all shards of each, train-00000-of-00002.parquet; or "
         "hf://datasets/OWNER/NAME[@REVISION], a dataset of such files on the Hugging Face Hub; a grid is a "
         "list of rows, each a list of symbols or a text with one character for each symbol; a text is a "

@@ -1,10 +1,11 @@
-"""Reading pairs from files: JSON lines, a JSON array, CSV, TSV, plain or compressed, or parquet.
+"""Reading pairs from files: JSON lines, a JSON array, CSV, TSV, plain or compressed, parquet, or Excel.
 
 A pair is {"input": grid, "output": grid, "task": "name", "split": "train" or "test"}. task is only needed if
 there are several tasks, split only if the source divides the pairs. A grid is a list of rows. A row is a list
 of symbols (texts or integers), or a text with a character for each symbol. A text with several lines is a
-grid with these rows. Any other text, or a flat list of symbols, is a sequence. In CSV and parquet, the
-columns have these names. A CSV cell that starts with "[" is a JSON list.
+grid with these rows. Any other text, or a flat list of symbols, is a sequence. If every second character of
+all texts with spaces is a space, spaces separate the symbols. In CSV, parquet and Excel, the columns have
+these names. A cell of CSV or Excel that starts with "[" is a JSON list.
 
 Invariant: both grids of a `Pair` are rectangles of printable symbols. For any other content, ValueError, one
 line with the file, the line and the reason.
@@ -12,14 +13,17 @@ line with the file, the line and the reason.
 
 import importlib
 import re
+import unicodedata
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from dataset.build.sources import read_columns
-from dataset.description import size_of
-from dataset.format import SPLITS
+from dataset.description import characters, size_of
+from dataset.format import SPLITS, is_printable
 from runtime.reading import MissingFileError, open_regular, parse_json, printable, read_json, read_lines
 
 Cells = tuple[tuple[str, ...], ...]
@@ -27,13 +31,15 @@ Cells = tuple[tuple[str, ...], ...]
 FIELDS = ("input", "output", "task", "split")
 _GRIDS = FIELDS[:2]
 _TABLES = (".jsonl", ".ndjson", ".csv", ".tsv")
-_ENDINGS = (*_TABLES, *(f"{each}.gz" for each in _TABLES), ".parquet", ".json", ".json.gz")
+_ENDINGS = (*_TABLES, *(f"{each}.gz" for each in _TABLES), ".xlsx", ".parquet", ".json", ".json.gz")
 # A list as Python or numpy prints it, and an item of one.
 _BRACKETED = re.compile(r"(?:[\w.]+(?=\())?(\[.*\]|[({].*[,\s].*[)}])", re.DOTALL)
 _PRINTED = re.compile(r"""-?\d+\.?\d*|'[^']*'|"[^"]*\"""")
 _SHARD = re.compile(r"-[0-9]{5}-of-([0-9]{5})")  # train-00000-of-00002, as on the Hub
 _MOST_SHOWN, _MOST_FIELDS = 20, 10  # in messages: characters of a value, and names of fields
 _ROWS_AT_ONCE = 1 << 12
+_MOST_SHEET_BYTES = 1 << 28  # size limit of an Excel file's content after unpacking
+_MOST_DIGITS = 15  # Excel stores no more digits of a number
 _MOST_CELLS, _MOST_VALUES = 1 << 20, 1 << 27  # of a grid, and of a part of a parquet file
 
 
@@ -106,10 +112,12 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
                     raise ValueError('not a pair, {"input": grid, "output": grid}')
                 if missing := [name for name in fields if name not in row]:
                     there = ", ".join(printable(str(field))[:_MOST_SHOWN] for field in [*row][:_MOST_FIELDS])
-                    names = "Pass the names of both fields with --fields INPUT,OUTPUT."
-                    raise ValueError(f"no {missing[0]}, only {there or 'nothing'}. {names}")
+                    hint = "Pass the names of both fields with --fields INPUT,OUTPUT."
+                    if read in (_csv_rows, _sheet_rows):
+                        hint += " If the table has no names, add a first row with them."
+                    raise ValueError(f"no {missing[0]}, only {there or 'nothing'}. {hint}")
                 grids = {ours: row[name] for ours, name in zip(_GRIDS, fields, strict=True)}
-                is_cell = read is _csv_rows
+                is_cell = read in (_csv_rows, _sheet_rows)
                 grids = {ours: _parse_list(value, ours, is_cell=is_cell) for ours, value in grids.items()}
                 pair = parse_pair(row | grids, where=f"{path}:{line}")
                 if split and pair.split not in ("", split):
@@ -126,7 +134,31 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
             raise ValueError(
                 f"{without[0]}: no {field}, but other pairs have one. Set it for all pairs or for none."
             )
-    return pairs, sorted(map(printable, others))
+    return _without_separators(pairs), sorted(map(printable, others))
+
+
+def _without_separators(pairs: list[Pair]) -> list[Pair]:
+    """Removes spaces if they separate symbols: in all grids with spaces, every second cell of a row is one.
+
+    Prints the number of these pairs. If a space is in another place, spaces are symbols.
+    """
+
+    def separated(grid: Cells) -> bool:
+        return all(len(row) > 2 and {*row[1::2]} == {" "} and " " not in row[::2] for row in grid)
+
+    with_spaces = [
+        grid for pair in pairs for grid in (pair.input, pair.output) if any(" " in row for row in grid)
+    ]
+    if not with_spaces or not all(map(separated, with_spaces)):
+        return pairs
+
+    def stripped(grid: Cells) -> Cells:
+        return tuple(row[::2] for row in grid) if any(" " in row for row in grid) else grid
+
+    changed = [pair._replace(input=stripped(pair.input), output=stripped(pair.output)) for pair in pairs]
+    number = sum(new != pair for new, pair in zip(changed, pairs, strict=True))
+    print(f"spaces separate the symbols in {number} of {len(pairs)} pairs")
+    return changed
 
 
 def parse_pair(row: dict, *, where: str) -> Pair:
@@ -160,7 +192,8 @@ def _parse_grid(value: Any, name: str) -> Cells:
     for number, row in enumerate(value, 1):
         if not isinstance(row, (list, str)):
             raise ValueError(f"row {number} of the {name} is {_shown(row)}, neither a list nor a text")
-        rows.append(tuple(_parse_symbol(cell, name) for cell in row))
+        cells = characters(row) if isinstance(row, str) else row
+        rows.append(tuple(_parse_symbol(cell, name) for cell in cells))
     size_of(rows, f"the {name}")
     return tuple(rows)
 
@@ -168,8 +201,8 @@ def _parse_grid(value: Any, name: str) -> Cells:
 def _parse_symbol(cell: Any, name: str) -> str:
     if isinstance(cell, bool) or not isinstance(cell, (int, str)) or cell == "":
         raise ValueError(f"the {name} has the cell {_shown(cell)}, neither a text nor an integer")
-    symbol = str(cell)
-    if not symbol.isprintable() or "\ufffd" in symbol or (len(symbol) > 1 and " " in symbol):
+    symbol = unicodedata.normalize("NFC", str(cell))
+    if not is_printable(symbol) or "\ufffd" in symbol or (len(symbol) > 1 and " " in symbol):
         raise ValueError(f"the {name} has the cell {_shown(cell)}, not a printable symbol without spaces")
     return symbol
 
@@ -221,11 +254,54 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict]]:
             yield line, dict(zip(columns, values, strict=True))
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
+def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    """Yields the rows of the first sheet of an Excel file that are not empty. Formulas count as values."""
+    openpyxl = _import("openpyxl", path)
     try:
-        parquet = importlib.import_module("pyarrow.parquet")
+        with open_regular(path) as opened:
+            with zipfile.ZipFile(opened) as parts:
+                if sum(part.file_size for part in parts.infolist()) > _MOST_SHEET_BYTES:
+                    raise ValueError(f"its content has more than {_MOST_SHEET_BYTES:,} bytes")
+            book = openpyxl.load_workbook(opened, read_only=True, data_only=True)
+            if others := book.sheetnames[1:]:
+                print(f"{path}: sheets not used: {', '.join(map(printable, others))}")
+            rows = enumerate(book.worksheets[0].iter_rows(values_only=True), 1)
+            header = next(rows, (1, ()))[1]
+            names = {column: str(name) for column, name in enumerate(header) if name is not None}
+            if len({*names.values()}) < len(names):
+                raise ValueError("two columns have the same name")
+            for number, row in rows:
+                if any(value is not None for value in row):
+                    texts = {name: _text_of(row[at], f"{path}:{number}") for at, name in names.items()}
+                    yield number, texts
+    except Exception as error:  # the parser raises almost anything on damaged bytes
+        if isinstance(error, MissingFileError) or str(error).startswith(f"{path}:"):
+            raise
+        raise ValueError(f"{path} cannot be read as Excel ({' '.join(str(error).split())})") from None
+
+
+def _text_of(value: Any, where: str) -> str:
+    """Returns a cell of Excel as text, "" if it is empty. ValueError for a value that is not as typed."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 10**_MOST_DIGITS:
+        value = int(value)
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, bool) or not isinstance(value, int) or len(str(abs(value))) > _MOST_DIGITS:
+        advice = "Excel has changed what was typed. Format the column as text, and type it again."
+        raise ValueError(f"{where}: the cell is {_shown(value)}, a {type(value).__name__}. {advice}")
+    return str(value)
+
+
+def _import(package: str, path: Path) -> ModuleType:
+    try:
+        return importlib.import_module(package)
     except ImportError:
-        raise ValueError(f"{path} needs the package pyarrow. Install it: pip install pyarrow") from None
+        name = package.partition(".")[0]
+        raise ValueError(f"{path} needs the package {name}. Install it: pip install {name}") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
+    parquet = _import("pyarrow.parquet", path)
     number = 0
     try:
         with open_regular(path) as opened:
@@ -252,5 +328,5 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 _READERS = {
     **{".csv": _csv_rows, ".tsv": _csv_rows, ".jsonl": _json_rows, ".json": _array_rows},
-    **{".ndjson": _json_rows, ".parquet": _parquet_rows},
+    **{".ndjson": _json_rows, ".parquet": _parquet_rows, ".xlsx": _sheet_rows},
 }
