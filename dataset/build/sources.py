@@ -197,6 +197,17 @@ def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> 
         raise ValueError(f"{path}:{lines[int(np.argmin(good))]}: {message}.")
 
 
+def _hint_of(text: str, num_cells: int, *, remark: str) -> str:
+    """Returns `remark`, or what a spreadsheet has probably done to a text of the wrong length."""
+    if text.startswith("'"):
+        return ". Remove the apostrophe at its start. A spreadsheet has added it"
+    if re.fullmatch(r"\d([.,]\d+)?E\+?\d+", text):
+        return ". A spreadsheet has rounded it to a number. Format the column as text, and enter it again"
+    if re.fullmatch(r"[\d.]+", text) and num_cells // 2 < len(text) < num_cells:  # zeros may be dots here
+        remark += ". If a spreadsheet has removed zeros at its start, format the column as text"
+    return remark
+
+
 def parse_grids(
     columns: dict[str, list[str]],
     check: Callable[[np.ndarray, str], None],
@@ -215,8 +226,11 @@ def parse_grids(
     table, grids = np.full(256, 255, np.uint8), []
     table[list(map(ord, token_of))] = list(token_of.values())
     for (name, texts), last in zip(columns.items(), largest, strict=False):
-        lengths = np.fromiter(map(len, texts), np.int64, len(texts))
-        check(lengths == num_cells, f"the {name} does not have {num_cells} cells{remark}")
+        has_length = np.fromiter(map(len, texts), np.int64, len(texts)) == num_cells
+        if not has_length.all():
+            text = texts[int(np.argmin(has_length))]
+            hint = _hint_of(text, num_cells, remark=remark)
+            check(has_length, f"the {name} {printable(text)[:40]!r} does not have {num_cells} cells{hint}")
         characters = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8)
         grids.append(table[characters].reshape(-1, num_cells))
         known = ", ".join(repr(character) for character, token in token_of.items() if token <= last)
