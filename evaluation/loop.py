@@ -123,7 +123,7 @@ def answer_batches(
             halted = carry.halted | race.is_lost(carry.data.rows, carry.steps)
             output = output._replace(carry=carry._replace(halted=halted))
             lost = race.is_lost(waiting.rows, torch.zeros_like(waiting.rows))
-            if lost.any():
+            if lost.any():  # results need an entry of every attempt, also of one that never ran
                 on_step(*_unanswered(begin(waiting.select(lost)), output))
             waiting = waiting.select(~lost)
         on_step(output, output.carry.halted)

@@ -133,7 +133,7 @@ def evaluate_split(
             )
             with bar, torch.inference_mode(), read_batches(dataset, device=device) as source:
                 batches = until_stopped(source)
-                if sums[name].scores is not None:
+                if sums[name].scores is not None:  # several settings or samples of each puzzle
                     options["scores"] = sums[name].scores
                     answered = run_settings(model, batches, reasoning, **options)
                 else:

@@ -1,9 +1,10 @@
 """Test-time compute: runs every puzzle as several samples, for more thinking steps. One sample answers.
 
-A slot works on an attempt: one sample of a puzzle. All attempts run the largest number of steps. On the way,
-`run_settings` stores the answers of every setting: a 64-step result continues the 16-step one, and 8 samples
-include the first 4. So all settings together cost as much as the largest one. Invariant: an attempt depends
-only on the seed, its puzzle and its sample.
+A slot works on an attempt: one sample of a puzzle. An attempt runs the largest number of steps. In a search,
+it ends earlier if it halts, or if another sample of the puzzle has halted before. On the way, `run_settings`
+stores the answers of every setting: a 64-step result continues the 16-step one, and 8 samples include the
+first 4. So all settings together cost as much as the largest one. Invariant: an attempt depends only on the
+seed, its puzzle and its sample.
 """
 
 import dataclasses
@@ -38,7 +39,8 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
     selects = tuple(config.select)
     if isinstance(model.network, Search):
         selects = ("first_to_halt",)
-    return reasoning, Settings(tuple(steps), tuple(samples), selects) if config.asks_for_settings else None
+    settings = Settings(tuple(steps), tuple(samples), selects)
+    return reasoning, settings if config.asks_for_settings else None
 
 
 def reasoning_of_samples(

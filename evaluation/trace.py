@@ -26,7 +26,7 @@ class Trace(NamedTuple):
     wants_to_halt  bool [runs, steps]: Whether the model would halt after this step.
     candidates     int64 [runs, steps, seq_len]: Bit t is set if the cell may be token t. Only for a search
                    with at most MOST_TOKENS tokens. Otherwise [runs, steps, 0].
-    guesses        int16 [runs, steps]: Cell that a search guessed, or NO_GUESS or ANEW (`models.search`).
+    guesses        int16 [runs, steps]: Cell that a search guessed, or NO_GUESS or RESET (`models.search`).
     """
 
     preds: np.ndarray
@@ -74,7 +74,7 @@ def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
     candidates = torch.zeros(len(logits), 0, dtype=torch.int64)
     guesses = torch.full((len(logits),), NO_GUESS, dtype=torch.int16)
     if isinstance(model.network, Search) and logits.shape[-1] <= MOST_TOKENS:
-        board = model.network.board(state)
+        board = model.network.view(state)
         bits = 2 ** torch.arange(logits.shape[-1], device=logits.device)
         candidates, guesses = (board.candidates * bits).sum(-1), board.guess
     tensors = (

@@ -8,12 +8,12 @@ slot halts, its answer counts, and the next step starts it on another puzzle (`H
     training                  arch.halt_max_steps        if the Q head wants to, and exploration allows it
     training, FPRM            arch.halt_max_steps        if the residual is small, and exploration allows it
     training, SE-RRM          arch.halt_max_steps        at random, with arch.halt_exploration_prob
-    training, LDT             arch.halt_max_steps        if the board is solved, or rightly given up
+    training, LDT             arch.halt_max_steps        if the board leaves (table in models/lattice.py)
     evaluation, halting=max   arch.eval_halt_max_steps   never
     evaluation, halting=act   arch.eval_halt_max_steps   if the Q head wants to (FPRM: if the residual is
                                                          small, SE-RRM: if all cells have p > 1/2)
-    evaluation, LDT           arch.eval_halt_max_steps   if the board is solved, whatever `halting` is
-    trace of an answer        arch.eval_halt_max_steps   never, also in LDT
+    evaluation, LDT           arch.eval_halt_max_steps   if the board is solved. `halting` has no effect
+    trace of an answer        arch.eval_halt_max_steps   never
 
 max. steps   If arch.eval_halt_max_steps is null, arch.halt_max_steps counts. `evaluate.py halt_max_steps=N`
              and `solve.py steps=N` set another number.
@@ -87,7 +87,7 @@ class HaltingModel(nn.Module):
         max_steps = arch.eval_halt_max_steps or arch.halt_max_steps
         halting = "act" if self.network.is_search else halting
         reasoning = Reasoning.of_arch(arch, max_steps=max_steps, halting=halting)
-        return dataclasses.replace(reasoning, **arch.eval_changes)
+        return dataclasses.replace(reasoning, **arch.eval_changes)  # other cycles in evaluation (FPRM)
 
     def initial_carry(self, batch: Batch) -> Carry:
         """Returns a carry with as many slots as `batch`, all halted, so that `refill` starts every slot."""

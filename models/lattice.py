@@ -5,11 +5,14 @@ sound if every cell has the value of the solution among its candidates. Otherwis
 
 `move` makes one move of each board. `LDT.forward` calls it once in every thinking step.
 
-1. It strikes out candidates with a low `keep` probability (`kills`).
+1. It removes candidates with a low `keep` probability (`kills`), except those of given cells.
 2. It calls a board contradictory if a cell has no candidate, or if the `conflict` probability is high. It
    calls another board solved if every cell has one candidate.
-3. On any other board it guesses: it samples an open cell and a value, and strikes out the cell's other
-   candidates. This pins the cell.
+3. On any other board it guesses: it samples an open cell and a value, and removes the other candidates of
+   the cell.
+
+A cell with one candidate in `entered` is a given cell, also if the candidate is a hint. A move never removes
+this candidate.
 
 The state of a slot (`LDT.start` makes it):
 
@@ -17,7 +20,7 @@ The state of a slot (`LDT.start` makes it):
     entered  uint8 [batch, cells, values]  `alive` at the start. A search resets a board to it
     target   uint8 [batch, cells, values]  the solution, one-hot; 0 if the board was not sound at its start
     outcome  uint8 [batch]                 SOLVED or CONTRADICTORY after the last move, else 0
-    guess    int16 [batch]                 the cell that the last move pinned, or NO_GUESS
+    guess    int16 [batch]                 the cell that the last move guessed, or NO_GUESS
 
 What happens to a board after its move:
 
@@ -25,11 +28,13 @@ What happens to a board after its move:
     ------------------------------  ------------------------------------------  -------------------------
     SOLVED                          leaves, also if it is solved wrongly        stays; it is the answer
     CONTRADICTORY, solution lost    leaves                                      is reset to `entered`
-    CONTRADICTORY, but sound        stays, without the candidates struck out    is reset to `entered`
-    neither                         stays, with one more cell pinned            the same
+    CONTRADICTORY, but sound        stays. It lost the candidates of 1.         is reset to `entered`
+                                    There was no guess
+    neither, sound or not           stays. There was also a guess               the same
 
-In training, the losses and the rule that boards leave (`leaves`) use `target`. An evaluation does not. A cell
-with one candidate in `entered` is a given cell, also if the candidate is a hint. It never loses it.
+In training, a board also leaves after arch.halt_max_steps moves. The losses and the rule that boards leave
+(`leaves`) use `target`. The losses look at the board before the move, `leaves` at the board after it. An
+evaluation does not use `target`.
 """
 
 from __future__ import annotations
@@ -75,10 +80,11 @@ def move(
     *,
     in_search: bool = False,
 ) -> State:
-    """Strikes out candidates. Then pins one cell of each board that is neither solved nor contradictory.
+    """Removes candidates. Then guesses one cell of each board that is neither solved nor contradictory.
 
-    Returns the new state. In evaluation, the caller resets contradictory boards. In training, a
-    fraction of the pins takes the value of the solution. It falls from true_pin_prob linearly to 0.
+    Returns the new state. In evaluation, the caller resets contradictory boards. In training, a fraction of
+    the guesses takes the value of the solution, if it is still a candidate. This fraction falls linearly from
+    true_pin_prob to 0.
 
     last: Outputs of the last loop. in_search: Whether this is an evaluation.
     """
@@ -91,28 +97,30 @@ def move(
     rows = torch.arange(len(number), device=number.device)
     rank = rng.uniform(number.shape[1:], use="cell")
     if reasoning.decision_cell == "fewest":
-        rank = rank - number
+        rank = rank - number  # argmax: fewest candidates first, in random order
     cell = torch.where(number > 1, rank, -torch.inf).argmax(-1)
     score = last.digit[rows, cell] / arch.temperature
     if reasoning.decision_value == "drawn":
-        score = score - (-rng.uniform(score.shape[1:], use="value").log()).log()  # Gumbel noise: samples
+        score = (
+            score - (-rng.uniform(score.shape[1:], use="value").log()).log()
+        )  # adds Gumbel noise: the argmax is a sample
     if arch.true_pin_prob and not in_search:
         is_true = rng.uniform((), use="pin") < arch.true_pin_prob * (1 - reasoning.progress)
         score = torch.where(is_true[:, None] & (state["target"][rows, cell] == 1), torch.inf, score)
     value = torch.where(alive[rows, cell], score, -torch.inf).argmax(-1)
-    pinned = alive.clone()
-    pinned[rows, cell] = F.one_hot(value, score.shape[1]).bool()
+    guessed = alive.clone()
+    guessed[rows, cell] = F.one_hot(value, score.shape[1]).bool()
     has_ended = is_contradictory | is_solved
-    alive = where(has_ended, alive, pinned).to(torch.uint8)
+    alive = where(has_ended, alive, guessed).to(torch.uint8)
     guess = torch.where(has_ended, NO_GUESS, cell).to(torch.int16)
     outcome = (is_solved * SOLVED + is_contradictory * CONTRADICTORY).to(torch.uint8)
     return state | {"alive": alive, "guess": guess, "outcome": outcome}
 
 
 def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
-    """Returns which candidates a move strikes out: bool [batch, cells, values].
+    """Returns which candidates a move removes: bool [batch, cells, values].
 
-    A cell that had one candidate at the start of the board never loses it. keep: Logits of the last loop.
+    A given cell keeps its candidate. keep: Logits of the last loop.
     """
     is_given = state["entered"].sum(-1, keepdim=True) == 1
     return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & ~is_given
@@ -129,7 +137,7 @@ def leaves(state: State) -> Tensor:
 
 
 def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) -> Sums:
-    """Returns metric sums of the candidates struck out on sound boards, and of the boards that leave.
+    """Returns metric sums of the candidates removed from sound boards, and of the boards that leave.
 
     before, after: Input and output of the thinking step. keep: Logits of the last loop.
     """

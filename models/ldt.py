@@ -1,24 +1,26 @@
-"""The Lattice Deduction Transformer (LDT, arXiv 2605.08605): strikes out candidates, and guesses.
+"""The Lattice Deduction Transformer (LDT, arXiv 2605.08605): removes candidates, and guesses.
 
 A board is a puzzle on which the model works: a set of candidate values for each cell. A thinking step is one
 forward pass and one move (`LDT.forward`):
 
 1. `LDT.look` runs the network on the board. It predicts which candidates are right, the value of each cell,
-   and whether the board has a contradiction, that is, has lost the solution.
-2. `models.lattice.move` strikes out unlikely candidates. If the board is then neither solved nor
-   contradictory, it guesses the value of one open cell.
+   and whether the board has lost the solution. It sees the board under a random symmetry.
+2. `models.lattice.move` removes unlikely candidates. If the board is then neither solved nor contradictory,
+   it guesses the value of one open cell.
 
 The new board is the state of the next thinking step. It has no gradient.
 
 Training    `BoardObjective.losses` compares the predictions for the board before the move with the solution.
-            A board leaves its slot if it looks solved, if it is rightly called contradictory, or after
-            halt_max_steps moves (`HaltingModel.halts`, `models.lattice.leaves`). Then the slot starts a new
-            puzzle (`LDT.start`).
+            `models.lattice` has a table of when a board leaves its slot. Then the slot starts a new puzzle
+            (`LDT.start`). With arch.boards_per_slot > 1, a slot holds several boards, and each training step
+            picks one of them.
 Evaluation  A search. A contradictory board is reset to its start, and the search makes other random guesses.
-            It ends if the board looks solved. After eval_halt_max_steps moves the puzzle is undecided.
+            The search ends when the board looks solved. After eval_halt_max_steps moves, the puzzle is
+            undecided.
 
 There is no Q head, and `models.objective.Objective` is not used. In the paper's code, a second pass after the
-update of the weights moves the boards. Here, the training step's own pass does.
+update of the weights moves the boards. Here, the pass that computes the loss moves them. So the boards move
+by the weights before the update, with dropout.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ from models.lattice import (
 from models.layers import Attention, Dropout, LayerNorm, Linear, grid_angles, rotary_table
 from models.objective import Divisors, Metrics, Sums, correct_sequences
 from models.random import SlotRng
-from models.search import ANEW, NO_GUESS, Board, Search
+from models.search import NO_GUESS, RESET, Search, SearchView
 
 _HALF_TURNS = (0, 1, 4, 5)  # the symmetries of a grid that map rows to rows (`_turned_cells`)
 
@@ -77,9 +79,10 @@ class BoardObjective:
         "count": None,
         **dict.fromkeys(("exact_accuracy", "wrong", "undecided", "steps"), "count"),
     }
-    # bad: Boards that have lost the solution. alarms: Boards that the network calls contradictory. sound: All
-    # boards that are not bad. kills: Candidates that the step strikes out, per sound board. left: Boards that
-    # leave their slot. solved: Boards that leave because they look solved.
+    # Name of a sum: name of the sum that divides it, as in `Objective.metrics`. bad: Boards that have lost the
+    # solution. alarms: Boards that the network calls contradictory. sound: All boards that are not bad. kills:
+    # Candidates that the step removes, per sound board. left: Boards that leave their slot. solved: Boards
+    # that leave because they look solved.
     training_metrics: ClassVar[Metrics] = {
         **{"keep_loss": "slots", "digit_loss": "digit_cells", "conflict_loss": "slots"},
         **{"bad": "slots", "conflict_recall": "bad", "conflict_precision": "alarms"},
@@ -107,21 +110,23 @@ class BoardObjective:
 
             loss = keep_loss + digit_weight * digit_loss + conflict_weight * conflict_loss
 
-        Each loss is a mean over the loops. The targets are of the board before the move.
+        Each loss is a mean over the loops. The targets are of the board before the move. The caller divides
+        the returned loss by divisors["slots"], the number of slots of the global batch.
 
         keep_loss      Binary cross-entropy of `keep` against "a candidate, and right", the mean over all
-                       cells and values, also those that are struck out. The weight is keep_weight for right
+                       cells and values, also those without a candidate. The weight is keep_weight for right
                        candidates, else kill_weight.
         digit_loss     Cross-entropy of `digit`, the mean over the cells of `digit_cells` in the global batch.
                        These are the cells without a given value, on boards that have the solution.
-        conflict_loss  Binary cross-entropy of `conflict` against "the board has lost the solution".
+        conflict_loss  Binary cross-entropy of `conflict` against "the board has lost the solution". With
+                       balanced_conflict, the boards that have lost it have half of the total weight.
         """
         arch, state, slots = self.arch, before.state, divisors["slots"]
         _, _, _, keep, digit, conflict = output.prediction
         target, bad, cells = state["target"], is_bad(state), digit_cells(state)
 
         kept = (state["alive"] & target)[:, None].to(keep.dtype)
-        log_keep = F.logsigmoid(keep)
+        log_keep = F.logsigmoid(keep)  # log_keep - keep is log(1 - sigmoid(keep))
         of_entry = arch.keep_weight * kept * log_keep + arch.kill_weight * (1 - kept) * (log_keep - keep)
         keep_loss = -of_entry.mean((1, 2, 3))
 
@@ -136,6 +141,7 @@ class BoardObjective:
         if arch.balanced_conflict:
             num_bad = torch.as_tensor(divisors["bad"], device=bad.device)
             weight = weight / 2 * slots / torch.where(bad, num_bad, slots - num_bad)
+        # The caller divides by slots, so the sum of digit_loss is divided by num_cells only.
         loss = keep_loss.sum() + arch.digit_weight * digit_loss.sum() * (slots / num_cells)
         loss = loss + (weight * conflict_loss).sum()
 
@@ -175,13 +181,12 @@ class PreNormBlock(nn.Module):
 
     def forward(self, h: Tensor, rotary: Tensor | None, dropout: Dropout | None) -> Tensor:
         """Returns the new h. dropout: Dropout of the attention weights and of the output of both branches."""
-        weights, first, second = (
-            dropout and dropout._replace(stream=3 * self.number + use) for use in range(3)
-        )
-        mixed = self.attn(self.norm1(h), rotary, dropout=weights)
-        h = h + (first(mixed) if first else mixed)
-        out = self.down_proj(F.gelu(self.up_proj(self.norm2(h))))
-        return h + (second(out) if second else out)
+        if dropout is None:
+            h = h + self.attn(self.norm1(h), rotary, dropout=None)
+            return h + self.down_proj(F.gelu(self.up_proj(self.norm2(h))))
+        weights, first, second = (dropout._replace(stream=3 * self.number + use) for use in range(3))
+        h = h + first(self.attn(self.norm1(h), rotary, dropout=weights))
+        return h + second(self.down_proj(F.gelu(self.up_proj(self.norm2(h)))))
 
 
 class LDT(Search):
@@ -247,9 +252,9 @@ class LDT(Search):
         self.loop_norm = LayerNorm(width)
         self.keep_head, self.digit_head = (Linear(width, len(values), bias=True) for _ in range(2))
         self.conflict_head = Linear(width, 1, bias=True)
-        self._draw_weights_()
+        self._initialize_()
 
-    def _draw_weights_(self) -> None:
+    def _initialize_(self) -> None:
         """Initializes the matrices with PyTorch's default distributions, as the paper's code does."""
         for name, module in self.named_modules():
             if isinstance(module, Linear):
@@ -279,15 +284,16 @@ class LDT(Search):
         solution = (data.labels[..., None] == self.values).to(torch.uint8)
         if self.training and rng is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
             entered = self._with_hints(entered, solution, rng)
-        target = solution * holds(entered, solution)[:, None, None]
+        target = solution * holds(entered, solution)[:, None, None]  # 0 if a wrong hint has lost the solution
         outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
         guess = torch.full_like(outcome, NO_GUESS, dtype=torch.int16)
         return {"alive": entered, "entered": entered, "target": target, "guess": guess, "outcome": outcome}
 
-    def board(self, state: State) -> Board:
+    def view(self, state: State) -> SearchView:
         candidates = state["alive"].new_zeros(*state["alive"].shape[:2], len(self.candidates))
         candidates[..., self.values] = state["alive"]
-        return Board(candidates.bool(), torch.where(state["outcome"] == CONTRADICTORY, ANEW, state["guess"]))
+        guess = torch.where(state["outcome"] == CONTRADICTORY, RESET, state["guess"])
+        return SearchView(candidates.bool(), guess)
 
     def _with_hints(self, entered: Tensor, solution: Tensor, rng: SlotRng) -> Tensor:
         """Returns `entered` with hints: some open cells of some boards have only one candidate.
@@ -296,6 +302,7 @@ class LDT(Search):
         probability wrong_hint_prob, 10 to 100 % of the open cells get hints, and 1 to 30 % of the hints are
         wrong, at least one. entered, solution: uint8 [batch, cells, values].
         """
+        # number: Hints of the board. The first num_wrong of them are wrong. The cells are in random order.
         is_open = entered.sum(-1) > 1
         num_open = is_open.sum(-1)
         kind, share, part = rng.uniform((3,), use="hints").unbind(1)
@@ -337,7 +344,8 @@ class LDT(Search):
     ) -> tuple[State, LDTPrediction]:
         """Runs one thinking step: the network on the boards, then one move.
 
-        In evaluation (a search), a contradictory board is reset, and a solved board does not change.
+        In evaluation (a search), a contradictory board is reset. A solved board does not change. Only a trace
+        of an answer calls the network on solved boards.
         """
         dropout = self.arch.dropout if self.training else 0.0
         outputs = self.look(state["alive"], rng, loops=reasoning.loops, dropout=dropout)
@@ -359,38 +367,39 @@ class LDT(Search):
     def look(self, alive: Tensor, rng: SlotRng | None, *, loops: int, dropout: float = 0.0) -> Outputs:
         """Runs all loops on the boards. Returns the outputs of each loop.
 
-        If `rng` is given, the network sees each board under a random symmetry. The outputs are transformed
-        back. alive: Candidates of the boards, uint8 [batch, cells, values].
+        In training and in a search, the network sees each board under a random symmetry, and the outputs are
+        transformed back. alive: Candidates of the boards, uint8 [batch, cells, values]. rng: If None, there
+        is no symmetry.
         """
         num_boards, num_cells, num_values = alive.shape
-        x, index = alive, None
+        seen, index = alive, None
         if rng is not None:
-            index = self._draw_symmetry(rng)
-            x = alive.flatten(1).gather(1, index).view(alive.shape)
+            index = self._sample_symmetry(rng)
+            seen = alive.flatten(1).gather(1, index).view(alive.shape)
         keys = None
         if dropout:
             high, low = rng.integers((2,), below=1 << 23, use="look dropout").unbind(1)
             keys = high << 23 | low
         outputs = []
-        h = h0 = self.input_proj(x.to(self.dtype))
+        h = h0 = self.input_proj(seen.to(self.dtype))
         cls = self.cls_embed.to(self.dtype).expand(num_boards, -1, -1)
         positions = self._positions(num_cells).to(self.dtype)
         for loop in range(loops):
-            h = torch.cat((h + h0, cls), dim=1)
+            x = torch.cat((h + h0, cls), dim=1)
             drops = None if keys is None else Dropout(keys + loop, 0, dropout)
-            u = self.blocks(h, positions, self.rotary, drops)
-            h = self.loop_norm((h + u)[:, :-1])
+            u = self.blocks(x, positions, self.rotary, drops)
+            h = self.loop_norm((x + u)[:, :-1])
             outputs.append((self.keep_head(h), self.digit_head(h), self.conflict_head(u[:, -1])))
         keep, digit, conflict = (torch.stack(each, dim=1).float() for each in zip(*outputs, strict=True))
         if index is not None:
-            index = index[:, None].expand(-1, loops, -1)
+            index = index[:, None].expand(-1, loops, -1)  # the scatter undoes the gather above
             keep, digit = (
                 torch.zeros_like(index, dtype=each.dtype).scatter(2, index, each.flatten(2)).view(each.shape)
                 for each in (keep, digit)
             )
         return Outputs(keep, digit, conflict[..., 0])
 
-    def _draw_symmetry(self, rng: SlotRng) -> Tensor:
+    def _sample_symmetry(self, rng: SlotRng) -> Tensor:
         """Samples a symmetry of each board: int64 [batch, cells * values], the source of each entry."""
         number = rng.integers((), below=len(self.turned_cells), use="look symmetry")
         values = torch.arange(len(self.values), device=number.device).expand(len(number), -1)

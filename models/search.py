@@ -13,11 +13,11 @@ from models.carry import State
 from models.network import Network
 
 
-class Board(NamedTuple):
+class SearchView(NamedTuple):
     """The state of a search on each puzzle, for display.
 
     candidates: Tokens that are still possible in each cell, bool [batch, seq_len, vocab].
-    guess: Cell in which the last step guessed a value, int16 [batch]. NO_GUESS: it did not guess. ANEW: it
+    guess: Cell in which the last step guessed a value, int16 [batch]. NO_GUESS: it did not guess. RESET: it
     reset the board.
     """
 
@@ -25,7 +25,7 @@ class Board(NamedTuple):
     guess: Tensor
 
 
-NO_GUESS, ANEW = -1, -2
+NO_GUESS, RESET = -1, -2
 
 
 class Search(Network):
@@ -48,7 +48,7 @@ class Search(Network):
         """
         raise NotImplementedError
 
-    def board(self, state: State) -> Board:
+    def view(self, state: State) -> SearchView:
         """Returns the candidates of each cell and the last guess, for display."""
         raise NotImplementedError
 

@@ -23,7 +23,7 @@ from evaluation.test_time import build_draw, set_up
 from models import HaltingModel
 from models.lattice import CONTRADICTORY, move
 from models.random import SlotRng
-from models.search import ANEW
+from models.search import RESET
 from report.trace import picture_data, reliability, trace_puzzles
 from share import keep
 from tests.golden.ldt import translate
@@ -215,7 +215,7 @@ def test_a_report_has_the_boards_of_a_search(data):
     assert len(content["puzzles"]) == 40, "a search takes long"
     assert reliability(traced) is None
     guesses = np.array([puzzle["guesses"] for puzzle in content["puzzles"]])
-    assert {ANEW} < set(guesses[guesses < 0])
+    assert {RESET} < set(guesses[guesses < 0])
     assert (guesses >= 0).any()
     for puzzle in content["puzzles"]:
         boards, answers = (np.array(puzzle[name]) for name in ("candidates", "answers"))
@@ -225,7 +225,7 @@ def test_a_report_has_the_boards_of_a_search(data):
         entered = np.array([1 << token if token > 1 else 0b111100 for token in puzzle["input"]])
         for step, guess in enumerate(puzzle["guesses"]):
             before = boards[step - 1] if step else entered
-            assert (boards[step] == entered if guess == ANEW else boards[step] & ~before == 0).all()
+            assert (boards[step] == entered if guess == RESET else boards[step] & ~before == 0).all()
             assert guess < 0 or is_one[step][guess] and before[guess] & (before[guess] - 1)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from dataset.description import with_candidates
 from dataset.format import open_dataset
-from models.search import ANEW
+from models.search import RESET
 from report.compare import write_comparison
 from report.page import write_report
 from report.trace import trace_puzzles
@@ -91,9 +91,9 @@ def test_a_search_shows_candidates_guesses_and_where_it_begins_anew(visit, tmp_p
         assert page.locator("#answer .candidate:not(.struck)").count() == shown
         assert int(_facts(page)["candidates"]) == sum(bits.bit_count() for bits in board)
         assert page.locator("#answer .guess").count() == (guess >= 0)
-        assert page.locator("#answer .anew").count() == (guess == ANEW)
+        assert page.locator("#answer .anew").count() == (guess == RESET)
         struck = page.locator("#answer .struck").count()
-        kinds |= {"struck"} if struck else {"anew"} if guess == ANEW else set()
+        kinds |= {"struck"} if struck else {"anew"} if guess == RESET else set()
         page.keyboard.press("ArrowRight" if step < 20 else "j")
         if step == 20:
             page.locator("#step").fill("1")
