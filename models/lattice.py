@@ -101,9 +101,8 @@ def move(
     cell = torch.where(number > 1, rank, -torch.inf).argmax(-1)
     score = last.digit[rows, cell] / arch.temperature
     if reasoning.decision_value == "drawn":
-        score = (
-            score - (-rng.uniform(score.shape[1:], use="value").log()).log()
-        )  # adds Gumbel noise: the argmax is a sample
+        # With Gumbel noise, the argmax is a sample of the softmax.
+        score = score - (-rng.uniform(score.shape[1:], use="value").log()).log()
     if arch.true_pin_prob and not in_search:
         is_true = rng.uniform((), use="pin") < arch.true_pin_prob * (1 - reasoning.progress)
         score = torch.where(is_true[:, None] & (state["target"][rows, cell] == 1), torch.inf, score)

@@ -79,10 +79,10 @@ class BoardObjective:
         "count": None,
         **dict.fromkeys(("exact_accuracy", "wrong", "undecided", "steps"), "count"),
     }
-    # Name of a sum: name of the sum that divides it, as in `Objective.metrics`. bad: Boards that have lost the
-    # solution. alarms: Boards that the network calls contradictory. sound: All boards that are not bad. kills:
-    # Candidates that the step removes, per sound board. left: Boards that leave their slot. solved: Boards
-    # that leave because they look solved.
+    # Name of a sum: name of the sum that divides it, as in `Objective.metrics`. bad: Boards that have lost
+    # the solution. alarms: Boards that the network calls contradictory. sound: All boards that are not bad.
+    # kills: Candidates that the step removes, per sound board. left: Boards that leave their slot. solved:
+    # Boards that leave because they look solved.
     training_metrics: ClassVar[Metrics] = {
         **{"keep_loss": "slots", "digit_loss": "digit_cells", "conflict_loss": "slots"},
         **{"bad": "slots", "conflict_recall": "bad", "conflict_precision": "alarms"},
