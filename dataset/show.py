@@ -5,6 +5,7 @@ python -m dataset.show data/demo --outputs checkpoints/demo/evaluation/step_100 
 """
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import numpy as np
 from dataset.description import read_info, read_names
 from dataset.drawing import draw, side_by_side
 from dataset.format import IGNORE_LABEL_ID, SPLITS, open_split
+from dataset.kinds.kind import find_kind, kind_names
 from dataset.sets import PuzzleSet
 from runtime.command_line import OneLineParser, add_plugin_option, integer, one_line_errors
 from runtime.reading import printable, read_arrays, read_json
@@ -38,7 +40,15 @@ def show(options: argparse.Namespace) -> None:
     if (options.index or 0) >= puzzle_set.num_examples:
         has = f"Set {options.set!r} of {where} has examples 0 to {puzzle_set.num_examples - 1}."
         raise ValueError(f"--index {options.index} is out of range. {has}")
-    style = read_info([options.data], data.metadata).style
+    info = read_info([options.data], data.metadata)
+    if options.kind is not None:
+        if options.kind not in kind_names():
+            known = ", ".join(kind_names())
+            raise ValueError(f"--kind {options.kind} is not a kind of puzzle. Choose from {known}.")
+        if mismatch := find_kind(options.kind).mismatch_of(data.metadata):
+            raise ValueError(f"{options.data} does not have the kind {options.kind}: its {mismatch}.")
+        info = dataclasses.replace(info, builder=options.kind)
+    style = info.style
     names = read_names(options.data)
     saved, known = None, ""
     if options.outputs is not None:
@@ -76,6 +86,8 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = OneLineParser("dataset.show", description=__doc__.partition("\n")[0])
     add_plugin_option(parser)
     parser.add_argument("data", type=Path, metavar="DATA", help="dataset folder")
+    kind = "kind of puzzle, if the dataset does not determine it: tokens are then shown as numbers"
+    parser.add_argument("--kind", help=kind)
     parser.add_argument("--split", choices=SPLITS, help="split (default train; with --outputs test)")
     parser.add_argument("--set", default="all", help="set of the split (default all)")
     index = "index of the first example, from 0 (default: show one example of each group)"

@@ -87,6 +87,19 @@ def test_larger_sudokus_line_up(tmp_path, capsys):
     assert len({len(line) for line in lines}) == 1
 
 
+def test_a_kind_is_shown_only_if_the_data_or_the_user_say_which(tmp_path, capsys):
+    """A 4x4 Sudoku of the public tools may be a maze too."""
+    tokens = np.array([[5, 1, 1, 2, 1, 1, 5, 1, 1, 5, 1, 1, 1, 1, 4, 1]], np.uint8)
+    split = make_split(np.stack([tokens, tokens], axis=1), vocab_size=6)
+    folder = tmp_path / "data"
+    write_dataset(folder, splits={"train": split, "test": split}, identifiers=["<blank>"], builder={})
+    assert shown(capsys, folder).splitlines()[2].split() == ["5", "1", "1", "2"] * 2
+    assert shown(capsys, folder, "--kind", "sudoku").splitlines()[2].split() == ["4", ".", ".", "1"] * 2
+    for kind, message in (("chess", "is not a kind of puzzle"), ("arc", "does not have the kind arc: its ")):
+        with pytest.raises(SystemExit, match=message):
+            shown(capsys, folder, "--kind", kind)
+
+
 def test_a_maze(maze, capsys):
     assert shown(capsys, maze, "--index", 3) == (
         "train/all, example 3\n"

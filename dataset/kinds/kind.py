@@ -343,12 +343,15 @@ def kinds_of(metadata: Metadata) -> list[Kind]:
 
 
 def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
-    """Returns the kind of a dataset, or None if no kind fits its metadata.
+    """Returns the kind of a dataset, or None if its metadata do not determine the kind.
 
-    If several kinds fit, it prefers the kind named `builder` (in the manifest), then one with the
-    augmentation of the dataset, then the first.
+    The kind named `builder` (in the manifest) is preferred. Without one, exactly one kind must fit the
+    metadata, or exactly one of the kinds that fit must have the augmentation of the dataset. Example: a 4x4
+    Sudoku of the public tools has the sizes of a maze too, so it has no kind.
     """
     if builder in kind_names() and (kind := find_kind(builder)).mismatch_of(metadata) is None:
         return kind  # without importing the other kinds
-    fitting = sorted(kinds_of(metadata), key=lambda kind: kind.augmentation != metadata.augmentation)
-    return fitting[0] if fitting else None
+    fitting = kinds_of(metadata)
+    if len(fitting) > 1:
+        fitting = [kind for kind in fitting if kind.augmentation == metadata.augmentation]
+    return fitting[0] if len(fitting) == 1 else None
