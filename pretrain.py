@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))  # Python omits it if PYTHONSAFEPATH is set
+sys.path.insert(0, str(Path(__file__).parent))  # this folder; with PYTHONSAFEPATH, Python omits it
 
 import runtime.environment  # noqa: F401 - before torch, because OpenMP reads these variables on loading
 
@@ -66,21 +66,25 @@ def train(program: Program[PretrainConfig]) -> int:
     # checkpoint, or a comparison of replicas.
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
-    # Build the state of step 0 from the seed: weights, optimizer state, averages (EMA), and the carry of this
-    # rank's slots. With a mesh or shards, each rank holds only its part.
+    # Build the state of step 0 from the seed: weights, optimizer state, averages (EMA), and the carry. A slot
+    # is one position of the global batch. The carry holds the puzzle and the latent state of each slot of
+    # this rank. With a mesh or a sharded optimizer, each rank holds only its part of the weights or of their
+    # optimizer state.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
     # Load the checkpoint that the key `resume` selects (by default the newest one), or the weights that
-    # `init_from` names. `is_logged` is True if metrics.jsonl contains the row of this step, and at step 0.
-    described = {"fingerprint": data.fingerprint, "dataset_info": data.info().to_json()}
-    checkpoints = open_checkpoints(config, **described)
+    # `init_from` names. `is_logged` is True at step 0, or if metrics.jsonl contains a row of the loaded step.
+    checkpoints = open_checkpoints(config, fingerprint=data.fingerprint, dataset_info=data.info().to_json())
     with program.watchdog.paused():  # a download for `init_from` may take long
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
 
-    # Return if the last step of this launch (`max_steps`, or the last step of the run) is done and logged.
-    # Example: the run was killed during its last evaluation, so its last row is missing. `run_steps` then
-    # evaluates and logs without training.
-    ends_early = is_logged and schedule.is_evaluation(state.step) and checkpoints.ends_early()
+    # Return if there is nothing to do: `stop_patience` ends the run at this step, or the last step of this
+    # launch (`max_steps`, or the last step of the run) is done and logged. If the row of the last step is
+    # missing, because the run was killed during its last evaluation, do not return: `run_steps` evaluates and
+    # logs the row without training.
+    ends_early = (
+        is_logged and schedule.is_evaluation(state.step) and checkpoints.best.ends_early(config.stop_patience)
+    )
     if ends_early or (state.step >= schedule.end_step and is_logged):
         write_status(folder, "finished" if ends_early else schedule.status(state.step), step=state.step)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
@@ -88,15 +92,16 @@ def train(program: Program[PretrainConfig]) -> int:
 
     is_stopped = run_steps(program, state, data, checkpoints, is_logged=is_logged)
 
-    if checkpoints.last_save_failed:  # equal on all ranks, because `run_steps` has called `close`
+    if checkpoints.last_save_failed:  # `checkpoints.close` in `run_steps` has broadcast it from rank 0
         abort_all(f"the last checkpoint was not saved: {config.checkpoint_path} lacks the newest steps")
     reached = schedule.describe(state.step)
     if not is_stopped:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    # After a signal, `end_torchrun` stops torchrun on every node. An elastic torchrun is not stopped. The
-    # exit status makes it restart the processes on the remaining machines.
+    # After a signal, `end_torchrun` stops torchrun on every node, and returns 0. It does not stop an elastic
+    # torchrun (--nnodes MIN:MAX). There it returns a status with which torchrun starts the processes again,
+    # on the machines that remain.
     return end_torchrun()
 
 
@@ -110,8 +115,9 @@ def run_steps(
 ) -> bool:
     """Runs the training steps, and between steps the work that is due. All ranks call it.
 
-    With `local_steps`, ranks hold equal weights only after a merge. Work that is due between two merges then
-    runs after the next merge.
+    With `local_steps`, each rank trains separately, and the ranks merge their weights every few steps. The
+    weights of the ranks are equal only after a merge. Work that falls due between two merges is done after
+    the next merge.
 
     is_logged: Whether metrics.jsonl already contains the row of `state.step`. True at step 0.
 
@@ -124,7 +130,8 @@ def run_steps(
         Monitor(program, state, data, checkpoints, is_logged=is_logged) as monitor,
         Interruption(program.watchdog.is_paused) as interruption,
     ):
-        # Evaluate one batch of each set. An error in the evaluation then appears before the training.
+        # Evaluate one batch of each set, so that an error in the evaluation appears before the training.
+        # `check` warns if the evaluation lacks the metric `keep_best`.
         if config.sanity_check and state.step == 0:
             with monitor.paused():
                 checkpoints.best.check(evaluate(config, state, data, only_first_batches=True))
@@ -139,8 +146,8 @@ def run_steps(
 
             # Log a row of metrics.jsonl: the training metrics since the last row, summed over all ranks, and
             # the evaluation if one is due. If a signal interrupts the evaluation, this row is not logged. The
-            # last checkpoint still contains the metric sums, because only `monitor.log` resets them. The next
-            # launch then evaluates again, and logs the row.
+            # next launch evaluates again, and logs the row. It finds the metric sums in the checkpoint,
+            # because only `monitor.log` resets them.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):
@@ -152,8 +159,9 @@ def run_steps(
                     monitor.show_puzzles(state)
                 monitor.log(state, row)
                 if schedule.is_evaluation(state.step):
-                    ends_early = checkpoints.ends_early()
+                    ends_early = checkpoints.best.ends_early(config.stop_patience)
 
+            # Stop after an evaluation that ends the run (`stop_patience`), a signal, or the last step.
             if ends_early or interruption.is_agreed() or state.step >= schedule.end_step:
                 break
 
@@ -166,11 +174,11 @@ def run_steps(
             # Run one training step. It adds 1 to `state.step`. `rates` are the learning rates of the step.
             # `reasoning` contains the number of cycles, and a curriculum may change it between steps.
             #
-            # A signal may reach only one rank, but all ranks must stop after the same step. Each rank
-            # therefore sends a stop request (0 or 1) together with its gradients. With `local_steps`, it
-            # sends the sum of its requests at the next merge. `result.stop_requests` is the sum over ranks,
-            # or None after a step without a merge. If it is positive, all ranks stop. On CUDA, ranks read the
-            # sum one step later, so that the host does not wait for the device.
+            # A signal may reach only one rank, but all ranks must stop after the same step. So each rank
+            # sends a stop request (0 or 1) together with its gradients, and all ranks stop if the sum over
+            # ranks, `result.stop_requests`, is positive. `record_requests` reads this sum. On CUDA, it reads
+            # the sum of the step before, so that the host does not wait for the device. With `local_steps`,
+            # requests are sent at a merge. After other steps, the sum is None.
             result = train_step(
                 state,
                 batch.to(program.device),
@@ -189,13 +197,14 @@ def run_steps(
                     state.check_replicas()
 
         # End the run: save the last step and wait until it is written. Then rank 0 writes the status and the
-        # report. After a failed save, the old status stays. At the end of `with`, `checkpoints` and `monitor`
-        # are closed a second time, without effect.
+        # report. After a failed save, the old status stays. `checkpoints` and `monitor` are closed here,
+        # because the watchdog must be paused meanwhile. The `with` block closes them after an error.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)
             checkpoints.close()
             if not checkpoints.last_save_failed:
+                # The row of this step is missing if a signal has interrupted its evaluation.
                 status = schedule.status(state.step, lacks_row=monitor.is_row_due(state.step))
                 write_status(folder, "finished" if ends_early else status, step=state.step)
             if config.report and not is_stopped:

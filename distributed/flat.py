@@ -72,7 +72,7 @@ class FlatParameters:
     order. Parameters without weight decay come last, and start at a multiple of 1024 elements. Every
     parameter starts at a multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
 
-    With ZeRO-1 (arXiv 1910.02054), the ranks of the sharding group (`sharers`) split the update. Each rank
+    With ZeRO-1 (arXiv 1910.02054), the ranks of the sharding group split the update. Each rank
     updates its shard of the buffer, then an all-gather distributes the new weights. In mixed precision (arXiv
     1710.03740), the forward pass reads the parameters of `sharded` in `compute_dtype`. Of these parameters, a
     rank has float32 master weights only for its shard. All other parameters stay float32, and every rank
@@ -90,7 +90,7 @@ class FlatParameters:
     Args:
         named_parameters: Parameters of one dtype, on one device.
         ranks: Group that sums the gradients.
-        sharers: Sharding group, a part of `ranks`. If None, all of `ranks` if they use shared memory.
+        shard_group: Sharding group, a part of `ranks`. If None, all of `ranks` if they use shared memory.
             Otherwise, every rank updates everything.
         undecayed: Names of parameters without weight decay. May contain names of other parameters.
         unsplit: Names of matrices that one rank must update as a whole.
@@ -106,7 +106,7 @@ class FlatParameters:
         scalar_names: Sequence[str] = (),
         *,
         ranks: Ranks,
-        sharers: Ranks | None = ALONE,
+        shard_group: Ranks | None = ALONE,
         in_shared_memory: bool = False,
         undecayed: Collection[str] = (),
         unsplit: Collection[str] = (),
@@ -150,11 +150,11 @@ class FlatParameters:
         values = behind_gradients[:num_scalars].view(len(scalar_names), ranks.size)
         self.scalars = Scalars(scalar_names, values, ranks)
 
-        if sharers is None:
-            sharers = ALONE if self.weights_of_ranks is None else ranks
-        self.sharers, self.is_mixed = sharers, dtype != first.dtype
+        if shard_group is None:
+            shard_group = ALONE if self.weights_of_ranks is None else ranks
+        self.shard_group, self.is_mixed = shard_group, dtype != first.dtype
         self._shards = self._cut()  # one for each sharer; the last ones may be short or empty
-        self.shard = self._shards[sharers.index]
+        self.shard = self._shards[shard_group.index]
         self._sharded = {*sharded} & self._ranges.keys() if self.is_mixed else {*self._ranges}
         self._kept = self.around(self.shard)  # the ranges that this rank updates
         if self.is_mixed:
@@ -251,7 +251,7 @@ class FlatParameters:
         shards: Tensors = {}
         # All ranks must agree on which tensors are sharded. A rank cannot tell from its own shard: the
         # shard may happen to cover the full tensor.
-        is_whole = (self.sharers if shard is self.shard else self.ranks).size == 1 and not self.is_part
+        is_whole = (self.shard_group if shard is self.shard else self.ranks).size == 1 and not self.is_part
         for name in self.parameters if names is None else names:
             part, begin = self._part(name, shard), self._ranges[name].start
             shape, length = tuple(self.parameters[name].shape), part.stop - part.start
@@ -308,12 +308,12 @@ class FlatParameters:
         """
         if self.is_mixed and self.shard.start < self.shard.stop:
             self.weights[self.shard] = self.master_weights.at(self.shard)
-        if self.sharers.size == 1:
+        if self.shard_group.size == 1:
             return
         if self.weights_of_ranks is not None:
             self.weights_of_ranks.all_gather_(self.shard)
         else:
-            self.sharers.all_gather_ranges_(self._padded, self._shards)
+            self.shard_group.all_gather_ranges_(self._padded, self._shards)
 
     def average_shards(self) -> list[slice]:
         """Returns, for each rank, the range of weights that it averages.
@@ -343,11 +343,11 @@ class FlatParameters:
 
         If there are such matrices, ranges start and end only at edges of such matrices.
         """
-        if not self.unsplit or self.sharers.size == 1:
-            return _cut_evenly(slice(0, self.size), self.sharers.size)
+        if not self.unsplit or self.shard_group.size == 1:
+            return _cut_evenly(slice(0, self.size), self.shard_group.size)
         ranges = self.ranges(self.unsplit, joins=False)
         edges = sorted({0, self.size, *(edge for each in ranges for edge in (each.start, each.stop))})
-        goals = (self.size * number / self.sharers.size for number in range(self.sharers.size + 1))
+        goals = (self.size * number / self.shard_group.size for number in range(self.shard_group.size + 1))
         ends = [min(edges, key=lambda edge: abs(edge - goal)) for goal in goals]
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 

@@ -65,7 +65,7 @@ class Mesh:
         sizes: {axis: number of ranks}.
         data: Ranks with different slots.
         replicas: Ranks that hold the same part of the blocks, and sum its gradients.
-        sharers: Sharding group, the ranks of `replicas` that divide the update.
+        shard_group: Sharding group, the ranks of `replicas` that divide the update.
         pipeline, owners: Ranks of one pipeline, as two groups (`distributed.pipeline.Ring` explains why).
         tensor: Ranks with the same slots. They divide the weights of blocks.
         holders: Ranks that together hold every weight of the blocks once.
@@ -76,7 +76,7 @@ class Mesh:
         self.sizes = sizes
         self.data = self._along(("pipeline", "replicate", "shard"))
         self.replicas = self._along(("replicate", "shard"))
-        self.sharers = self._along(("shard",))
+        self.shard_group = self._along(("shard",))
         self.pipeline, self.owners = self._along(("pipeline",)), self._along(("pipeline",))
         self.tensor = self._along(("tensor",))
         self.holders = self._along(("pipeline", "tensor"))

@@ -82,6 +82,7 @@ def answer_batches(
             for _ in range(reasoning.max_steps):
                 output = step(carry)
                 carry = output.carry
+                # A slot that never wants to halt counts as halting after its last step.
                 wants_to = model.network.wants_to_halt(carry.state, output.prediction) | carry.halted
                 on_step(output, wants_to & ~has_acted)
                 has_acted |= wants_to

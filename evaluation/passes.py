@@ -117,6 +117,7 @@ def evaluate_split(
             dataset = PuzzleDataset(data, split, plan, rank=ranks.index, world_size=ranks.size)
             if fetch_rows is not None:
                 fetch_rows(torch.from_numpy(dataset.distinct_identifiers()).to(device))
+            # 0: the accuracy after each step is not computed.
             num_steps = 0 if reasoning.halting == "act" or settings is not None else reasoning.max_steps
             sums[name] = _SetSums(network, device, ranks, num_steps=num_steps, outputs=outputs)
             if settings is not None:

@@ -29,7 +29,10 @@ _RESIDUAL_STEPS = 3  # the residual of EqR: the mean change over so many last st
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
-    """Returns the settings of thinking steps, and the `Settings`: None if each puzzle has one plain run.
+    """Returns the settings of thinking steps, and the `Settings` of a table.
+
+    The second one is None without several step counts, several samples, or a select other than q_head. Each
+    puzzle then runs once, and halt_max_steps=N only changes its number of steps.
 
     ValueError: an option does not fit the model.
     """

@@ -33,7 +33,8 @@ class Block(nn.Module):
         mlp_t: SwiGLU | None = None,
     ):
         super().__init__()
-        assert (mlp_t is None) != (self_attn is None and conv is None), "the positions are mixed in one way"
+        mixes_otherwise = self_attn is not None or conv is not None
+        assert (mlp_t is not None) != mixes_otherwise, "pass either mlp_t, or self_attn or conv or both"
         self.self_attn, self.conv, self.mlp_t = self_attn, conv, mlp_t
         self.mlp = mlp
         self.eps = eps

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from dataset.loader import Batch
 
-# The state of a network between thinking steps: {name: tensor of [batch, ...]}. A network may have any names.
-# Latent states have names z_X, such as z_H, and are [batch, ..., hidden] in the forward dtype.
+# The state of a network between thinking steps: {name: tensor of [batch, ...]}. Latent states have names z_X,
+# such as z_H, and are [batch, ..., hidden] in the forward dtype. Only these get noise. Other names contain no
+# dot. A web page passes every state as float32 (share/onnx.py), so store other numbers in float32, too.
 State = dict[str, Tensor]
 
 
@@ -56,7 +57,10 @@ class Reasoning:
 
     @classmethod
     def of_arch(cls, arch: Any, *, max_steps: int, halting: Literal["max", "act"]) -> Reasoning:
-        """Returns the settings of an architecture: its keys that this class has, and defaults otherwise."""
+        """Returns the settings of an architecture: the keys with names of fields, such as H_cycles.
+
+        All other fields have their defaults.
+        """
         names = {field.name for field in dataclasses.fields(cls)}
         keys = {key: value for key, value in arch.model_dump().items() if key in names}
         return cls(max_steps, halting, **keys)

@@ -18,12 +18,14 @@ slot halts, its answer counts, and the next step starts it on another puzzle (`H
 max. steps   If arch.eval_halt_max_steps is null, arch.halt_max_steps counts. `evaluate.py halt_max_steps=N`
              and `solve.py steps=N` set another number.
 halting      A key of pretrain.py (for the evaluations in a run), evaluate.py and solve.py. All have the
-             default max. With max, an evaluation also reports what act would give (act_exact_accuracy).
+             default max. With max and one run of each puzzle (no lists of steps, no samples), an evaluation
+             also reports what act would give (act_exact_accuracy).
 Q head       Wants to halt if q_halt > 0, that is, if the answer is more likely right than wrong. With
              arch.no_ACT_continue=false (HRM), it wants to halt if q_halt > q_continue.
-exploration  In every training step, a fraction arch.halt_exploration_prob of the slots explores. Each of
-             these slots gets a random number from 2 to the largest number of steps. If the slot has made
-             fewer steps, it does not halt in this step. The next step chooses other slots and numbers.
+exploration  In every training step, each slot explores with probability arch.halt_exploration_prob, also in
+             the middle of a puzzle. An exploring slot gets a random number from 2 to the largest number of
+             steps. If it has made fewer steps, it does not halt in this step. In the next step, all of this
+             is sampled from scratch.
 
 `SlotRng` gives each slot its own random numbers. So results do not depend on the number of processes.
 """

@@ -37,8 +37,8 @@ class HRM(TokenNetwork):
         # The state of a slot that starts: random vectors, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # The heads are initialized first, because recorded results depend on this order of random numbers.
-        # Then all modules are registered in the order of use.
+        # Create the heads before the level, because recorded results depend on this order of random numbers.
+        # Assign them after the level, because modules are registered in the order of use.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         H_level = Level(build_block(arch, metadata) for _ in range(arch.H_layers))
         self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
@@ -58,7 +58,8 @@ class HRM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) runs the blocks of L_level on z + x. Damping and noise (models/noise.py) are off by default.
+        # L(z, x) returns blocks(z + x, rotary). The formulas above write it as L(z + x). Damping and noise
+        # (models/noise.py) are off by default.
         H = perturbed(self.H_level, reasoning, rng, self.rotary, name="H")
         L = perturbed(self.L_level, reasoning, rng, self.rotary, name="L")
         z_H, z_L = state["z_H"], state["z_L"]

@@ -89,7 +89,8 @@ class InfiLoop(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) runs the blocks on z + x. Damping and noise (models/noise.py) are off by default.
+        # L(z, x) returns blocks(z + x, rotary). The formulas above write it as L(z + x). Damping and noise
+        # (models/noise.py) are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
         log_D_H = self.gate_H.start(z_H, state["log_D_H"])

@@ -136,9 +136,11 @@ class TokenNetwork(Network):
             e = sqrt(hidden_size) * [puzzle embedding, token embeddings]
 
         The factor makes the entries of the cells about 1, because token embeddings are initialized with
-        standard deviation 1 / sqrt(hidden_size). Puzzle embeddings start at 0. With pos_encodings=learned, e
-        is sqrt(hidden_size / 2) times the sum of these embeddings and the position embeddings. Rotary
-        positions are applied in the attention.
+        standard deviation 1 / sqrt(hidden_size). Puzzle embeddings start at 0. With pos_encodings=learned,
+
+            e = sqrt(hidden_size) * sqrt(1/2) * ([puzzle embedding, token embeddings] + position embeddings)
+
+        Rotary positions are applied in the attention.
 
         inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: int32 [batch].
         """
@@ -146,7 +148,8 @@ class TokenNetwork(Network):
         if self.puzzle_emb is not None:
             # The embedding of a puzzle has puzzle_emb_ndim numbers. They fill the puzzle positions from the
             # left, and zeros fill the rest. Example: TRM has puzzle_emb_ndim = hidden_size and 16 puzzle
-            # positions. The embedding is at position 0, and positions 1 to 15 are zeros in e.
+            # positions. The embedding is at position 0. Positions 1 to 15 are zeros, unless position
+            # embeddings are added.
             embedding = self.puzzle_emb(puzzle_identifiers).to(e.dtype)
             num_zeros = self.num_puzzle_positions * e.shape[-1] - embedding.shape[-1]
             puzzle = F.pad(embedding, (0, num_zeros)).unflatten(1, (self.num_puzzle_positions, -1))

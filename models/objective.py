@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 Sums = dict[str, Tensor]
 # Numbers by name that losses are divided by, over the global batch; "slots" is one of them.
 Divisors = dict[str, "float | Tensor"]
-# For each metric, the name of the sum that divides the sum of the same name. "slots": number of slots times
-# steps, in evaluation number of puzzles with a label. None: the sum is logged undivided.
+# {metric: name of its divisor}. The value of a metric is the sum with its name, divided by the sum with the
+# name of the divisor. In a metric, "slots" is the number of slots, summed over the steps since the last row.
+# In an evaluation, it is the number of puzzles with a label. In the loss, it is global_batch_size.
+# None: the sum is logged undivided.
 Metrics = dict[str, "str | None"]
 ContinueTarget = tuple[Tensor, Tensor, Tensor]  # (logits, targets in [0, 1], mask), each [batch]
 
@@ -71,7 +73,10 @@ class Objective:
         self.arch, self.loss = arch, arch.loss
 
     def divisors(self, carry: Carry) -> Sums:
-        """Returns other divisors of the losses than "slots", on this rank. The forward pass comes later."""
+        """Returns this rank's part of every divisor of a loss term, except "slots": scalars by name.
+
+        They are summed over ranks. Called before the forward pass, with the input of the thinking step.
+        """
         return {}
 
     def losses(

@@ -10,9 +10,9 @@ class PuzzleEmbedding(nn.Module):
     """A table with one learned row for each puzzle identifier.
 
     The table may have a million rows, and a step uses a few hundred. So `weights` is a buffer, not a
-    parameter. In training, each call returns the used rows as an autograd leaf, and remembers the leaf. The
-    table has an optimizer of its own: sign SGD on the gradients of these leaves, with learning rate
-    puzzle_emb_lr (`optimizers.puzzle_table`).
+    parameter. A call copies the used rows. In training, the copy requires a gradient, so that the backward
+    pass stores the gradient of these rows in it. The table has a separate optimizer: sign SGD on these
+    gradients, with learning rate puzzle_emb_lr (`optimizers.puzzle_table`).
 
     weights: The rows, float32 [num_puzzle_identifiers, ndim], initially 0. If the table is sharded, calls
     read fetched rows instead (`read_from`).

@@ -40,8 +40,8 @@ class TRM(TokenNetwork):
         # The state of a slot that starts: random vectors, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # The heads are initialized first, because recorded results depend on this order of random numbers.
-        # Then all modules are registered in the order of use.
+        # Create the heads before the level, because recorded results depend on this order of random numbers.
+        # Assign them after the level, because modules are registered in the order of use.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head
@@ -60,14 +60,18 @@ class TRM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) runs the blocks on z + x. Damping and noise (models/noise.py) are off by default.
+        # L(z, x) returns blocks(z + x, rotary). The formulas above write it as L(z + x). Damping and noise
+        # (models/noise.py) are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
         first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles  # the first such H cycle
         for cycle in range(reasoning.H_cycles):
             has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
-            x = z_H + e  # once per cycle: all calls for z_L read the same sum
+            # All calls for z_L in a cycle read the same x. It is computed with gradient, so that e gets a
+            # gradient from the calls that have one.
+            x = z_H + e
             for call in range(reasoning.L_cycles):
+                # The part with `is_last` matters only if gradient_cycles is 0.
                 with gradient_if(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
                     z_L = L(z_L, x)
             with gradient_if(has_gradient or is_last):

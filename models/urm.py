@@ -53,8 +53,8 @@ class URM(TokenNetwork):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
         # The state of a slot that starts: a random vector, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # The heads are initialized first, because recorded results depend on this order of random numbers.
-        # Then all modules are registered in the order of use.
+        # Create the heads before the level, because recorded results depend on this order of random numbers.
+        # Assign them after the level, because modules are registered in the order of use.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = Level(build_block(arch, metadata, mlp=ConvSwiGLU) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head
@@ -73,7 +73,8 @@ class URM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) runs the blocks on z + x. Damping and noise (models/noise.py) are off by default.
+        # L(z, x) returns blocks(z + x, rotary). The formulas above write it as L(z + x). Damping and noise
+        # (models/noise.py) are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H = state["z_H"]
         num_calls = reasoning.H_cycles * reasoning.L_cycles

@@ -28,7 +28,8 @@ _PIECE = 2**16  # rows in one message, at most
 def sign_sgd_rows_(table: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, weight_decay: float) -> None:
     """Updates rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
 
-    rows: Row numbers, [n]. gradients: [n, ndim]. If a row number repeats, its gradients must be equal.
+    rows: Row numbers, [n]. gradients: [n, ndim]. On CUDA, a row number may repeat. Each repeat must have the
+    same gradient, the sum for its identifier. Then the order of the writes does not matter.
     """
     moved = table[rows].mul_(1 - lr * weight_decay)
     table[rows] = moved.sub_(gradients.sign().to(table.dtype), alpha=lr)

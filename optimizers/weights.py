@@ -163,7 +163,7 @@ def build_flats(
     parameters = dict(network.named_parameters())
     matrices = [name for name in blocks if parameters[name].ndim == 2]
     of_blocks = {
-        "sharers": mesh.sharers,
+        "shard_group": mesh.shard_group,
         "unsplit": matrices if config.optimizer == "muon" else (),
         "sharded": blocks,
         # DistributedDataParallel needs gradients in the dtype of the parameters.
@@ -181,9 +181,9 @@ def build_flats(
     sends_less = config.sync_dtype != "float32" or config.local_steps > 1 or config.train_only != "all"
     on_cpu = all(each.device.type == "cpu" for each in parameters.values())
     in_shared_memory = config.sync == "auto" and on_cpu and not sends_less
-    in_shared_memory &= mesh.sharers.size in (1, mesh.data.size)
+    in_shared_memory &= mesh.shard_group.size in (1, mesh.data.size)
     if config.data_parallel_shard_degree == "auto":
-        of_blocks["sharers"] = None
+        of_blocks["shard_group"] = None
     options = {"in_shared_memory": in_shared_memory, **of_blocks}
     return (FlatParameters(parameters.items(), SCALARS, ranks=mesh.data, **options),)
 

@@ -97,10 +97,10 @@ def test_compiled_shares_have_the_bits_of_the_whole_and_nearly_the_values_of_eag
 
     def trained(rank: int, *, is_sharded: bool, compiler_options=COMPILER_OPTIONS) -> FlatParameters:
         monkeypatch.setenv("RANK", str(rank))
-        network, sharers = tiny_model().network, all_ranks() if is_sharded else ALONE
+        network, shard_group = tiny_model().network, all_ranks() if is_sharded else ALONE
         matrices = block_weights(network) if names else ()
         flat = FlatParameters(
-            network.named_parameters(), ranks=all_ranks(), sharers=sharers, unsplit=matrices
+            network.named_parameters(), ranks=all_ranks(), shard_group=shard_group, unsplit=matrices
         )
         options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1}
         of_adam = [name for name in flat.parameters if name not in matrices]

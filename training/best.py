@@ -7,6 +7,8 @@ from typing import Any, Literal
 from checkpointing.best import BEST_STEP, SELECTED_BY
 from config.schema import PretrainConfig
 from distributed import log
+from distributed.collectives import broadcast_object
+from distributed.process_group import is_main
 from evaluation.results import metrics_by_set
 
 _PASSES = ("eval", "eval_raw", "validation")
@@ -108,6 +110,21 @@ class BestStep:
         """Returns the best of `steps`. None if none of them has a value. Other threads may call it."""
         values = {step: self._values[step] for step in steps if step in self._values}
         return None if self._selection is None else self._selection.best_step(values)
+
+    def ends_early(self, patience: int | None) -> bool:
+        """Returns whether `stop_patience` ends the run, after the last evaluation is logged.
+
+        All ranks call it. If `patience` is None, it returns False and sends no message.
+        """
+        if patience is None or not broadcast_object(is_main() and self.is_exhausted(patience)):
+            return False
+        if is_main():
+            best = self.state()
+            log.info(
+                f"stop_patience={patience}: {best['metric']} ({best['selected_by']} split) was not better "
+                f"than {best['value']:.4g} in {patience} evaluations. The run ends."
+            )
+        return True
 
     def is_exhausted(self, patience: int) -> bool:
         """Returns whether the last `patience` evaluations were not better than an earlier one."""

@@ -135,22 +135,6 @@ class CheckpointManager:
         }
         return {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_to_yaml(self._config)}
 
-    def ends_early(self) -> bool:
-        """Returns whether `stop_patience` ends the run, after the last evaluation is logged.
-
-        All ranks call it. Without the key, it returns False and sends no message.
-        """
-        patience = self._config.stop_patience
-        if patience is None or not broadcast_object(is_main() and self.best.is_exhausted(patience)):
-            return False
-        if is_main():
-            best = self.best.state()
-            log.info(
-                f"stop_patience={patience}: {best['metric']} ({best['selected_by']} split) was not better "
-                f"than {best['value']:.4g} in {patience} evaluations. The run ends."
-            )
-        return True
-
     def pop_stall_seconds(self) -> dict[str, float]:
         """Returns the time spent in `save` since the last call, as a metric. {} without a save."""
         seconds, self._stall_seconds = self._stall_seconds, None

@@ -13,8 +13,8 @@ from training.strategy import next_sync, synced_steps
 class Schedule:
     """The schedule of a run: learning rates and cycles of each step, and the work that is due after it.
 
-    With `local_steps`, ranks hold equal weights only after a synchronization (a merge). If a log row,
-    evaluation or checkpoint falls due in between, it runs after the next synchronization.
+    With `local_steps`, the weights of the ranks are equal only after a merge. If a log row, evaluation or
+    checkpoint falls due between two merges, it is done after the next merge.
 
     `total_steps` is the number of steps of the run. This launch ends after `end_step`, which is `max_steps`
     or `total_steps`, whichever comes first.

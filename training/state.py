@@ -140,7 +140,7 @@ class TrainState:
     def held(self) -> dict[Key, Tensor]:
         """Returns {key: tensor} of all tensors on this rank. Tensors with equal keys are equal on all ranks.
 
-        With `local_steps`, this is true only after a synchronization. The weights appear twice: as the
+        With `local_steps`, this is true only after a merge. The weights appear twice: as the
         optimizer updates them, and as the forward pass reads them. A key is (name, part of the tensor). The
         part () is the full tensor.
         """

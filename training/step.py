@@ -1,23 +1,25 @@
 """One training step: forward and backward pass, sum of gradients over ranks, update, moving averages.
 
-`train_step` runs the step. A slot is one position of the global batch. Each rank works on its own slots.
-Between steps, `state.carry` holds the puzzle and the latent state of each of these slots.
+`train_step` runs the step. A slot is one position of the global batch. Each rank works on its own slots. A
+training step is one thinking step of every slot, followed by one update of the weights. A puzzle stays in its
+slot for several training steps, until the slot halts. Between steps, `state.carry` holds the puzzle and the
+latent state of each slot. States are detached: no gradient flows from one training step into another.
 
 The table lists the modes of a step, and the file that contains each mode.
 
 mode                      key                                    file
-data parallel, flat       sync=flat (auto: GPUs, several nodes)  distributed/sync.py: FlatSync
-data parallel, DDP        sync=ddp                               distributed/sync.py: DDPSync
-data parallel, shared     sync=auto (CPUs of one Linux node)     distributed/sync.py: SharedMemorySync
+flat gradients            sync=flat; auto on GPUs or many nodes  distributed/sync.py: FlatSync
+DDP                       sync=ddp                               distributed/sync.py: DDPSync
+shared memory             sync=auto on CPUs of one Linux node    distributed/sync.py: SharedMemorySync
 sharded optimizer         data_parallel_shard_degree             distributed/flat.py
 local steps               local_steps                            training/strategy.py: LocalSteps
 pipeline                  pipeline_parallel_degree               distributed/pipeline.py
 tensor parallel           tensor_parallel_degree                 distributed/tensor.py
 sharded puzzle table      puzzle_emb_sharding=rows               optimizers/puzzle_table.py
 only puzzle embeddings    train_only=puzzle_embeddings           training/model.py
-targets of q_continue     arch.q_target                          models/objective.py
+second network call       arch.q_target (HRM's Q learning)       models/objective.py
 gradient accumulation     gradient_accumulation_steps            `forward_and_backward`
-other number of ranks     torchrun --nnodes MIN:MAX              training/layout.py
+elastic number of ranks   torchrun --nnodes MIN:MAX              distributed/shards.py: slots_of
 curriculum                curriculum                             training/schedule.py
 
 `PretrainConfig.mistakes` in config/schema.py refuses modes that cannot be combined.
@@ -61,24 +63,28 @@ def train_step(
             last micro-batch.
 
     Returns:
-        The loss, the gradient norm and the number of stop requests, equal on all ranks.
+        The loss, the gradient norm and the number of stop requests. They are equal on all ranks. With local
+        steps, they are None until the next merge.
     """
     state.step += 1
     reasoning = reasoning or state.model.reasoning
     network, rng = state.model.network, sample_rng(state, config, reasoning)
-    # Start halted slots on their puzzle of `batch`. If a slot holds several puzzles, the step picks one.
+    # In LDT, a slot may hold several puzzles (boards). Pick the one on which this step works.
     picked = network.pick_boards(rng)
+    # Start halted slots on their puzzle of `batch`. The other slots keep their puzzle and state.
     active = state.model.refill(state.carry.boards(picked), batch, reasoning, rng)
     with clock.measure("sync"):
         # If the puzzle table is sharded, fetch the embeddings of these slots from their owners.
         state.table.prepare(active.data.puzzle_identifiers)
-        # Sum the divisors of the loss over ranks, except with local steps.
+        # The loss is a sum over slots, divided by the number of slots of the global batch, divisors["slots"].
+        # LDT has terms with other divisors, which depend on the data. Sum these over ranks, except with local
+        # steps.
         divisors = state.strategy.sum_divisors(network.objective.divisors(active))
     after, sums = forward_and_backward(state, active, config, divisors, reasoning, rng, is_asked_to_stop)
     state.carry = state.carry.with_boards_(picked, after)
     grad_norm, result = update(state, config, rates, clock)
     # When a row is logged, every metric is summed over ranks. The gradient norm is equal on all ranks, so
-    # divide it by their number first. With local steps, the result is the mean over ranks.
+    # divide it by the number of ranks first. With local steps, norms differ, and the row has their mean.
     state.metrics.add(_add(sums, {"grad_norm": grad_norm / state.ranks.size}))
     return result
 
@@ -94,20 +100,23 @@ def forward_and_backward(
 ) -> tuple[Carry, Sums]:
     """Adds this rank's gradients of all micro-batches. Returns the new carry and the metric sums.
 
-    `losses` of the objective returns a sum over slots. This function divides it by divisors["slots"], the
-    number of slots of the global batch. With local steps, it is the number of slots of this rank.
+    `losses` of the objective returns a sum over slots. This function divides the sum by divisors["slots"].
+    This divisor is the number of slots of the global batch, or with local steps the one of this rank.
     """
     state.strategy.start_step()  # zeroes the gradients
-    strategy, network, scalars = state.strategy, state.model.network, state.weights.scalars
+    strategy, network = state.strategy, state.model.network
+    scalars = state.weights.scalars  # numbers at the end of the flat gradients, sent with them
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
-    # A rank without slots runs an empty micro-batch, because the other ranks wait for its messages.
+    # The last micro-batch may be smaller. A rank without slots runs one empty micro-batch, because the other
+    # ranks wait for its messages.
     micro_batches = [slice(first, first + size) for first in range(0, max(1, num_slots), size)]
     after, sums = [], {}
     for slots in micro_batches:
         before, local_rng, is_last = active.select(slots), rng[slots], slots is micro_batches[-1]
-        # Add the scalars (stop request, loss) before the last backward pass. `FlatSync` sends them during
-        # that pass, together with the gradients. All other modes send them later.
+        # Add the scalars (stop request, loss) before the last backward pass. With sync=flat, without a mesh
+        # and without local steps, gradients and scalars are sent during this pass. In all other modes,
+        # `reduce_gradients` or a merge sends the scalars.
         if is_last:
             scalars.add(stop=int(is_asked_to_stop()))
         with strategy.micro_batch(is_last=is_last):
@@ -137,12 +146,12 @@ def update(
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
     with clock.measure("sync"):
-        # Copy the updated float32 master weights into the weights of the forward pass. This casts them and,
-        # if the optimizer is sharded, all-gathers the shards. With local steps, merge the weights of all
-        # ranks first, if a merge is due.
+        # Copy the updated float32 master weights into the weights of the forward pass. The copy is cast to
+        # their dtype. If the optimizer is sharded, the shards are all-gathered. With local steps, if a merge
+        # is due, the master weights of all ranks are merged before the copy.
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # Add the dense weights to their average. With local steps, this happens only after a merge, for all steps
-    # since the merge before. The table averages the puzzle embeddings itself, in `update_`.
+    # Add the dense weights to their average (EMA). With local steps, this is done only after a merge, and
+    # counts every step since the previous merge. The table averages puzzle embeddings itself.
     state.average.update(result.averaged_steps)
     return grad_norm, result
 
@@ -151,9 +160,9 @@ def sample_rng(state: TrainState, config: PretrainConfig, reasoning: Reasoning) 
     """Samples the random numbers of one training step on this rank.
 
     They depend on the seed, step and slot, but not on the number of ranks. `Network.sample_randomness`
-    samples arrays for the global batch on the host, such as the smallest number of thinking steps of each
-    slot that explores. Each rank copies the entries of its slots to the device. All other random numbers are
-    generated on the device.
+    samples arrays for the global batch on the host. Example: for each slot that explores, its minimum number
+    of thinking steps (models/halting.py). Each rank copies the entries of its slots to the device. All other
+    random numbers are generated on the device.
     """
     device, slots = state.carry.steps.device, state.slots
     is_pinned = device.type == "cuda"  # then the host does not wait for the copy

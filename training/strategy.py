@@ -20,13 +20,13 @@ from optimizers.weights import Weights
 
 
 class StepResult(NamedTuple):
-    """The result of the steps since the last synchronization.
+    """The result of the steps since the last merge.
 
     The tensors are scalars on the device, equal on all ranks. With local steps, a step that does not
-    synchronize has an empty range, and None in the other fields.
+    merge has an empty range, and None in the other fields.
 
     Attributes:
-        averaged_steps: Steps since the last synchronization, up to this one. The EMA includes them.
+        averaged_steps: Steps since the last merge, up to this one. The EMA includes them.
         loss: Mean loss over these steps and the global batch.
         grad_norm: Norm of the summed gradients. With local steps, the mean of the norms of ranks and steps.
         stop_requests: Stop requests summed over ranks and over these steps. Positive if any rank was asked
@@ -98,9 +98,10 @@ class Strategy:
         raise NotImplementedError
 
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
-        """Copies the updated weights into the forward pass. Afterwards they are equal on all ranks.
+        """Copies the updated weights into the forward pass.
 
-        With local steps, the weights become equal only in steps with a merge.
+        Afterwards, all ranks that hold a weight have the same value. With local steps, this is true only
+        after a merge.
 
         grad_norm: Gradient norm of this step. The result contains it, or with local steps the mean of norms.
         """
@@ -230,9 +231,9 @@ def build_strategy(
 
 
 def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:
-    """Returns the steps since the last synchronization, if one is due after `step`. Otherwise an empty range.
+    """Returns the steps since the last merge, if one is due after `step`. Otherwise an empty range.
 
-    A synchronization is due every `local_steps` steps, and after the last step of the run.
+    A merge is due every `local_steps` steps, and after the last step of the run.
     """
     first = (step - 1) // local_steps * local_steps + 1
     is_synced = step % local_steps == 0 or step == total_steps
@@ -240,5 +241,5 @@ def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> ran
 
 
 def next_sync(step: int, *, local_steps: int, total_steps: int) -> int:
-    """Returns the first step, at or after `step`, that ends with a synchronization."""
+    """Returns the first step, at or after `step`, that ends with a merge."""
     return min(-(-step // local_steps) * local_steps, total_steps)
