@@ -71,7 +71,7 @@ def benchmark_parser(
 
 
 def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and checks the options. Adds `load`, which measures other programs from now on."""
+    """Parses and checks the options. Sets `load`: CPU time of other programs since this call."""
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.rounds = min(arguments.rounds or _QUICK_ROUNDS, _QUICK_ROUNDS)
@@ -138,7 +138,8 @@ def print_report(
 ) -> None:
     """Prints a table, notes, machine, instruction set and versions, then a line of JSON with `result`.
 
-    Call it after all processes of the benchmark have ended. Only then their CPU time counts as ours.
+    Call it after all processes of the benchmark have ended. The CPU time of a child process is known only
+    after its end.
     """
     print(name + (" --quick: these times are meaningless" * options.quick))
     print(*table([header, *rows]), *notes, sep="\n")

@@ -79,7 +79,7 @@ def counting() -> Iterator[dict[str, Sent]]:
 
 
 def kept(state: TrainState) -> dict[str, int]:
-    """Returns the bytes that this rank stores between steps, by the parts of `Needs.memory`."""
+    """Returns the bytes that this rank stores between steps, as {part: bytes} like `Needs.memory`."""
     weights = list(state.model.network.parameters())
     gradients = [each for flat in state.weights.flats for each in flat.views(flat.gradients).values()]
     parts = {

@@ -211,7 +211,10 @@ class _Format:
 
 
 def _format_of_machine(options: argparse.Namespace) -> str:
-    """Returns the number format of a new process, because this one must not open CUDA before it forks."""
+    """Returns the number format that a new process chooses.
+
+    This process must not open CUDA before it forks.
+    """
     with World(options, _Format) as world:
         return world.call("choose")[0]
 

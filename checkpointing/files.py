@@ -3,9 +3,10 @@
 docs/checkpoints.md lists the files of a checkpoint. The functions stand in the order of their calls: first
 `CheckpointWriter` and the functions that save, then the functions that resume.
 
-Saving delays training only while the tensors are copied to host memory. Each rank then writes its files into
-`step_<N>.tmp-<nonce>/`, in a thread. Rank 0 collects the sizes and hashes of all files, writes the manifest,
-and renames the folder. If processes are killed at any time, `step_<N>` is complete or does not exist.
+Saving delays training until the previous save has ended and the tensors are copied to host memory. Each rank
+then writes its files into `step_<N>.tmp-<nonce>/`, in a thread. Rank 0 collects the sizes and hashes of all
+files, writes the manifest, and renames the folder. If processes are killed at any time, `step_<N>` is
+complete or does not exist.
 
 The threads communicate through the key-value store of torch.distributed. They do not use collectives, because
 all ranks must call collectives in the same order, and threads cannot guarantee that.

@@ -18,14 +18,14 @@ _TABLE = PuzzleEmbedding.weights_name
 
 
 def copy_weights_(targets: Tensors, location: str, arch: Architecture) -> dict[str, Tensor]:
-    """Overwrites this rank's weights with the averages (EMA) of a checkpoint, or else with its raw weights.
+    """Copies the averages (EMA) of a checkpoint, or else its raw weights, into this rank's full tensors.
 
-    Overwrites only full tensors. For shards, it returns {name: full weight}, and the caller sends these
-    weights to all ranks. This function does not communicate.
+    Shards are not changed. For these, it returns {name: full weight}, and the caller sends these weights to
+    all ranks. This function does not communicate.
 
-    If the puzzle table has another size, every row becomes the mean of the checkpoint's rows. Tensors
-    computed from this run's data (`of_data`) are not overwritten. Raises ValueError for any other difference.
-    The message lists the keys to set.
+    If the puzzle table has another size, every row becomes the mean of the checkpoint's rows. Tensors that a
+    search computes from this run's data are not changed (`Search.of_data`). Raises ValueError for any other
+    difference. The message lists the keys to set.
 
     targets: Weights of this rank.
     """

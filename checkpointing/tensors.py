@@ -138,9 +138,11 @@ def _shape_of(kept: Tensor | Shard) -> tuple[int, ...]:
 
 
 class _Stored(NamedTuple):
-    """A tensor or a shard in an open file. `spans`, `shape` and `is_by_rank` are those of `Shard`.
+    """A tensor or a shard in an open file.
 
-    If `spans` is None, it is a full tensor.
+    key: Name of the tensor in the file. spans: Ranges of the flattened tensor that the file contains. None: a
+    full tensor. shape: Shape of the full tensor. is_by_rank: Whether each rank has a separate tensor
+    (`Shard.is_by_rank`).
     """
 
     key: str

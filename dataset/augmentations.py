@@ -39,7 +39,9 @@ class Augmentation(NamedTuple):
             -> tokens uint8 [n, seq_len].
         has_translations: Whether each example also has a translation. It moves the grid within its field.
         may_turn: Whether every rotated or mirrored puzzle is valid too. LDT may then rotate and mirror it.
-        may_permute: Whether every permutation of the symbols is valid too. LDT may then permute them.
+        may_permute: Whether every permutation of the symbols is valid too. LDT may then permute them. LDT
+        also
+            assumes that the grid has the boxes of a Sudoku (`models.ldt._turned_cells`).
     """
 
     num_bytes: Callable[[int, int], int]

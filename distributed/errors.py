@@ -126,7 +126,7 @@ def _write_snapshot(folder: Path | None) -> str:
 
 
 def restart_advice() -> str:
-    """Returns advice for the case that processes of other ranks have ended, without the final full stop."""
+    """Returns what to do if processes of other ranks have ended. The text has no full stop at its end."""
     advice = "With --max-restarts, torchrun restarts all ranks"
     if is_elastic():
         return f"{advice} on the remaining nodes"

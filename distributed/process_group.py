@@ -225,8 +225,9 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
 def open_group(backend: str, **options: object) -> None:
     """Calls dist.init_process_group in a way that lets `close_group` end all threads of the group.
 
-    This first imports torch.distributed.nn, because its functions keep a reference to the group that is open
-    when they are imported. Threads of gloo that live while Python exits sometimes abort the process.
+    If threads of gloo still run while Python exits, they sometimes abort the process. `close_group` ends
+    them, if no reference to the group is left. The functions of torch.distributed.nn would keep one, because
+    their default arguments are evaluated when they are imported. So import them before the group exists.
     """
     import torch.distributed.nn.functional  # noqa: F401
 

@@ -28,7 +28,8 @@ from distributed.process_group import is_elastic, local_rank, num_nodes, world_s
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 EXIT_STUCK = 125  # exit status of a rank that was asked to stop, but did not finish its step
 EXIT_AGAIN = 123  # exit status of a stopped rank that makes an elastic torchrun restart it
-# Longest time from a signal, or from an exchange of flags, to the next exchange. torchrun kills after 30 s.
+# If ranks exchange no stop request for this long after a signal, or after an exchange, the rank exits.
+# torchrun kills it after 30 s.
 _GRACE_SECONDS = 20
 _TICK_SECONDS = 0.5
 
@@ -57,7 +58,8 @@ def end_torchrun() -> int:
 class Interruption:
     """A context in which signals ask the ranks to stop after a step, instead of ending the process.
 
-    is_paused: Function that returns whether a rank does something that may take any time, instead of a step.
+    is_paused: Function that returns whether this rank does something other than a training step, such as
+    saving. It may take longer than a step, so there is no time limit.
     """
 
     def __init__(self, is_paused: Callable[[], bool] = lambda: False) -> None:

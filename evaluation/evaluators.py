@@ -30,8 +30,8 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
 class Evaluators:
     """The evaluators of all test sets. Every rank builds its evaluators, and adds the answers of its slots.
 
-    names: Kinds of puzzles. Raises ValueError, perhaps on one rank only, if no folder has puzzles of one of
-    the kinds.
+    names: Kinds of puzzles. Raises ValueError if one of them fits no folder. Other ranks may not raise it, so
+    call it in a block of `collective_errors`.
     """
 
     def __init__(self, names: Sequence[str], data: Dataset):

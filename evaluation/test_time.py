@@ -25,7 +25,7 @@ from models.network import Network
 from models.random import SlotRng
 from models.search import Search
 
-_RESIDUAL_STEPS = 3  # the residual of EqR: the mean change over so many last steps
+_RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of last steps
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:

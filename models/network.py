@@ -86,10 +86,10 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
-        """Returns which slots would halt if they were free to: bool [batch]. By default the Q head decides.
+        """Returns which slots the model wants to halt: bool [batch]. By default, the Q head decides.
 
-        `HaltingModel.halts` calls it, and decides. state: After the step. rng: Random numbers of the step.
-        None in an evaluation without noise.
+        `HaltingModel.halts` then applies the limits (models/halting.py). state: After the step. rng: Random
+        numbers of the step. None in an evaluation without noise.
         """
         return q_head_wants_to_halt(prediction, self.arch)
 

@@ -32,7 +32,10 @@ class Average:
         """Adds the current weights to the averages, once for each of `steps` (numbered from 1)."""
 
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Adds rows of a puzzle table, int64 [n], before step `step` (from 1) changes them."""
+        """Adds the current values of these rows, int64 [n], to their averages.
+
+        Call it before step `step` (from 1) changes the rows.
+        """
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:

@@ -300,9 +300,9 @@ class RowAverage(Average):
 
     @torch.no_grad()
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Updates the average to step - 1, for rows that step `step` (from 1) is about to change.
+        """Brings the averages of these rows up to date with step - 1.
 
-        A second call for the same step changes nothing.
+        Call it before step `step` (from 1) changes the rows. A second call for the same step changes nothing.
 
         identifiers: int64 [n], with repeats.
         """

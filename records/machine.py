@@ -61,7 +61,7 @@ def find_format(
 
 
 def write_format(folder: Path, name: NumberFormat) -> None:
-    """Writes the number format of a folder, before its first training."""
+    """Writes the number format that all trainings in a folder will use. Call it before the first one."""
     write_json(folder / _FILE, {"forward_dtype": name})
 
 

@@ -46,7 +46,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def keep(options: argparse.Namespace) -> None:
-    """Writes weights/NAME (`share keep`). If it raises ValueError, it writes nothing."""
+    """Writes the weights, config and card of a run into weights/NAME. `options`: those of `share keep`.
+
+    If it raises ValueError, it writes nothing.
+    """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", options.name):
         raise ValueError(
             f"NAME {options.name!r} is not a valid folder name. Use letters, digits and _.+- only."

@@ -174,7 +174,7 @@ class TrainState:
     def broadcast_model_(self, whole: dict[str, Tensor] | None = None) -> None:
         """Overwrites the weights of all ranks with the weights of rank 0. All ranks call it, at step 0.
 
-        Resets the averages and the strategy.
+        Afterwards, the averages and the anchor of local steps are these weights, as at step 0.
 
         whole: On rank 0, {name: full weight} for each sharded weight. {} on other ranks. If None, sharded
             weights do not change.

@@ -54,7 +54,8 @@ def find_source_files(
     """Returns the files that --source names: a file, files of a folder, or files downloaded from the Hub.
 
     choose: Function (names of all files) -> names of the needed files, training first. It raises ValueError
-    if some are missing. needed: The needed files, for messages. ValueError, one line, for every error.
+    if some are missing. needed: Text that names these files, for messages. ValueError, one line, for every
+    error.
     """
     if is_address(source):
         address = parse_address(source, kind="dataset")
@@ -191,10 +192,10 @@ def _find_columns(
     return {name: there[own] for name, own in found.items() if own is not None}
 
 
-def expect(path: Path, lines: Sequence[int], good: np.ndarray, message: str) -> None:
-    """Raises ValueError, with file and line, for the first row that is not good. good: Mask, bool [n]."""
-    if not good.all():
-        raise ValueError(f"{path}:{lines[int(np.argmin(good))]}: {message}.")
+def expect(path: Path, lines: Sequence[int], is_valid: np.ndarray, message: str) -> None:
+    """Raises ValueError, with file and line, for the first row where `is_valid` is False: bool [n]."""
+    if not is_valid.all():
+        raise ValueError(f"{path}:{lines[int(np.argmin(is_valid))]}: {message}.")
 
 
 def _hint_of(text: str, num_cells: int, *, remark: str) -> str:

@@ -45,7 +45,7 @@ class ArcPuzzle(Puzzle):
     has_own_rule = True
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the indices of the cells of the answer's grid, cropped by `corner_grids`."""
+        """Returns the indices of the cells of the answer's grid: the rectangle that `corner_grids` finds."""
         (grid,) = corner_grids(tokens[None])
         return to_grid(np.arange(len(tokens)))[: grid.shape[0], : grid.shape[1]]
 

@@ -85,8 +85,8 @@ def _published_answer(maze: list[int]) -> list[int]:
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
     """Yields the cells that are first reached after 0, 1, 2, ... steps, until no maze has new cells.
 
-    is_open, is_start: bool [cells, count]. Yields bits, uint8 [size, size, count / 8]. Each array is
-    overwritten two steps later.
+    is_open, is_start: bool [cells, count]. Each yielded array is uint8 [size, size, count / 8]. It has one
+    bit for each cell of each maze. It is overwritten two steps later.
     """
     front, next_front = _to_bits(is_start), _to_bits(is_start)
     unseen = _to_bits(is_open)[1:-1, 1:-1]
@@ -126,9 +126,10 @@ def draw_mazes(
 
     The path of nearly all random mazes is too short. At size 30 with 110 cells, as published, 1 in 50,000 is
     long enough. So the goal is sampled from the cells that are far enough from the start, and the maze is
-    accepted with probability num_far / num_open. This gives the same distribution. Above size 10 the
-    probability is multiplied by size * size / 120, up to 1. This gives nearly the same distribution, and is 7
-    times as fast at size 30.
+    accepted with probability num_far / num_open. The accepted mazes have the same distribution as if the goal
+    were sampled from all open cells, and mazes with a short path were discarded. Above size 10, the
+    probability is min(1, num_far / num_open * size * size / 120). The distribution is then nearly the same,
+    and at size 30 this is 7 times as fast.
     """
     num_cells = size * size
     count = max(min(_BATCH_CELLS // num_cells, _BATCH_MAZES) // 8 * 8, 8)
