@@ -73,9 +73,12 @@ def train(program: Program[PretrainConfig]) -> int:
     # Load the checkpoint that the key `resume` selects (by default the newest one), or the weights that
     # `init_from` names. `is_logged` is True if metrics.jsonl contains the row of this step, and at step 0.
     described = {"fingerprint": data.fingerprint, "dataset_info": data.info().to_json()}
-    checkpoints = open_checkpoints(config, **described)
+    checkpoints = open_checkpoints(config, **described, trained_on=data.trained_on)
     with program.watchdog.paused():  # a download for `init_from` may take long
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
+    # Find again which test puzzles are trained on: the loaded weights may have been trained on other data.
+    trained = checkpoints.trained_on(schedule.total_steps)
+    data.leaks.broadcast_find(trained, model="the checkpoint that this run started from")
 
     # Return if the last step of this launch (`max_steps`, or the last step of the run) is done and logged.
     # Example: the run was killed during its last evaluation, so its last row is missing. `run_steps` then

@@ -27,7 +27,6 @@ from dataset.format import BLANK, Dataset, load_metadata
 from dataset.sets import ConcatenatedSet, PuzzleSet
 from runtime.reading import MissingFileError, read_bytes
 
-TRAINED_FILE = "trained_on.safetensors"
 UNKNOWN = 0  # hash of an ARC pair without an answer. It is equal to no other example
 
 _MOST_HASHES = 100_000  # in a file. Of more examples, the file contains a sample
@@ -166,7 +165,7 @@ class Trained:
         return is_known if self.rate == 1 else is_known & (hashes < _limit(self.rate))
 
     def to_bytes(self) -> bytes:
-        """Returns the content of `TRAINED_FILE`. It contains at most 100,000 hashes."""
+        """Returns the content of a file that `read_trained` reads. It has at most 100,000 hashes."""
         sample = self
         while len(sample.hashes) > _MOST_HASHES:
             sample = sample.sample(sample.rate / 2)

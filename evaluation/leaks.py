@@ -10,8 +10,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from dataset.equal import Trained, hash_examples
+from checkpointing.pretrained import Checkpoint
+from dataset.equal import Trained, hash_examples, hash_training, read_trained
 from dataset.loader import original_rows
+from dataset.mixture import fingerprint_of, open_datasets
+from dataset.plan import held_out_groups
 from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
 from distributed import log
 from distributed.collectives import broadcast_object
@@ -85,15 +88,18 @@ class Leaks:
         where = folders[data.parts[0][0]] / split
         self._tested[name] = _Tested(where, data, groups is None, rows, hashes)
 
-    def broadcast_find(self, trained: Trained | None) -> None:
+    def broadcast_find(self, trained: Trained | None, *, model: str) -> None:
         """Sets `found`, on all ranks. All ranks call it.
 
         Rank 0 warns once of each set with puzzles that were trained on. With `error`, all ranks end.
 
         trained: The examples that were trained on, on rank 0. If None, they are unknown.
+        model: What was trained on them, for a message.
         """
         with collective_errors():
             if is_main():
+                if trained is None or not trained.is_complete:
+                    log.info(f"The training puzzles of {model} are not all known, so trained_on_rate is 0.")
                 self.found = {name: self._find(name, each, trained) for name, each in self._tested.items()}
         self.found = broadcast_object(self.found)
 
@@ -137,3 +143,24 @@ def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.nd
     variants = rows_of(group_indices, groups)
     found = indices[variants] + number
     return np.sort(found[found < indices[variants + 1]])
+
+
+def find_trained(checkpoint: Checkpoint) -> Trained | None:
+    """Returns the examples that a checkpoint was trained on. None if they are unknown.
+
+    They are in a file of the checkpoint. An older checkpoint has no such file. If its dataset folders have
+    not changed since the training, their training splits are hashed. ValueError if the file is damaged.
+    """
+    if checkpoint.trained_file is not None and (found := read_trained(checkpoint.trained_file)):
+        return found
+    folders = checkpoint.find_data()
+    try:
+        if checkpoint.fingerprint is None or checkpoint.fingerprint != fingerprint_of(folders):
+            return None
+        data = open_datasets(folders, splits=("train",), read_everything=False)
+    except (ValueError, OSError):
+        return None
+    options = {"seed": checkpoint.seed, "fraction": checkpoint.validation_fraction}
+    sets = data.splits["train"].sets
+    held_out = {name: held_out_groups(each, **options) for name, each in sets.items()}
+    return Trained.of([*hash_training(data, held_out).values()], is_complete=checkpoint.init_from is None)

@@ -1,18 +1,28 @@
 """Test puzzles that are trained on: they are found, said, and the accuracy of the others is measured."""
 
+import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from dataset.format import open_dataset
+from checkpointing.files import TRAINED_FILE
+from checkpointing.pretrained import find_checkpoint
+from dataset.equal import Trained, hash_examples
+from dataset.format import load_metadata, open_dataset
 from dataset.mixture import open_datasets
+from evaluation.intervals import wilson_interval
+from evaluation.leaks import Leaks, find_trained
 from evaluation.passes import evaluate_split
 from tests import arc_source
 from tests.ranks import complete_program, run_program
 from tests.sudoku_source import HEADER, build_sets, source_rows, write_csv
 from tests.tiny import OVERRIDES, halting_model, logged_rows, tiny_arch, tiny_config
+from training.checkpoints import CheckpointManager
 from training.data import hold_out, open_data
+from training.state import build_first_state
 
 
 def _build(folder: Path, *, train: list[list[str]], test: list[list[str]], num_aug: int = 0) -> Path:
@@ -115,6 +125,119 @@ def test_the_accuracy_of_the_others_is_that_of_an_evaluation_without_them(leaky)
     metrics = evaluate_split(model, own, global_batch_size=7, leaks=clean)["all"].metrics
     assert (metrics["trained_on"], metrics["trained_on_rate"]) == (0, 1)
     assert not any(each.startswith("unseen/") for each in metrics)
+
+
+def test_a_sample_gives_an_estimate_and_unknown_puzzles_a_lower_bound(leaky, capsys):
+    own = open_dataset(leaky[0], read_everything=False)
+    tested = own.splits["test"].sets["all"]
+    hashes = hash_examples(tested, "test", own.folders)
+    model = halting_model(leaky[0], steps=3)
+
+    def measure(trained: Trained | None) -> dict[str, float]:
+        leaks = Leaks("warn")
+        leaks.add("all", tested, "test", own.folders)
+        leaks.broadcast_find(trained, model="the model")
+        metrics = evaluate_split(model, own, global_batch_size=7, leaks=leaks.found)["all"].metrics
+        return {name: value for name, value in metrics.items() if "trained" in name or "unseen" in name}
+
+    half = Trained.of([hashes[::2]]).sample(0.5)
+    num_known = (hashes < 2**63).sum()
+    low, high = wilson_interval(len(half.hashes) / num_known, num_known)
+    estimate = {"trained_on_rate": 0.5, "trained_on": 20 * len(half.hashes) / num_known}
+    estimate |= {"trained_on_low": 20 * low, "trained_on_high": 20 * high}
+    assert measure(half) == pytest.approx(estimate)
+    shown = f"about {estimate['trained_on']:.0f} ({20 * low:.0f} to {20 * high:.0f}) of 20 test puzzles"
+    assert shown in capsys.readouterr().err
+    assert measure(Trained.of([hashes[:3]], is_complete=False)) == {"trained_on_rate": 0, "trained_on": 3}
+    said = capsys.readouterr()
+    assert "at least 3 of 20 test puzzles were trained on" in said.err
+    assert "The training puzzles of the model are not all known, so trained_on_rate is 0." in said.out
+    assert measure(None) == {"trained_on_rate": 0}
+    assert measure(Trained.of([hashes])) == {"trained_on_rate": 1, "trained_on": 20, "unseen/count": 0}
+
+
+def _state(config):
+    return build_first_state(
+        config, load_metadata(Path(config.data_path[0]), "train"), device=torch.device("cpu")
+    )
+
+
+def _save(run: Path, config, **options) -> Path:
+    run.mkdir()
+    state = _state(config)
+    state.step = 1
+    with CheckpointManager(run, config=config, **options) as checkpoints:
+        checkpoints.save(state)
+    return run / "step_1"
+
+
+def test_a_checkpoint_knows_its_examples_by_its_file_or_by_unchanged_data(leaky, tmp_path):
+    config = _config(leaky[0], validation_fraction=0.5)
+    data = open_data(config)
+    own, described = data.trained_on(1).hashes.tolist(), {"fingerprint": data.fingerprint}
+    assert len(own) == 20
+    new = _save(tmp_path / "new", config, trained_on=data.trained_on, **described)
+    old = _save(tmp_path / "old", config, **described)
+    assert not (old / TRAINED_FILE).exists()
+    for each in (new, old):
+        found = find_trained(find_checkpoint(each))
+        assert (found.hashes.tolist(), found.rate, found.is_complete) == (own, 1, True)
+    assert find_trained(find_checkpoint(_save(tmp_path / "other", config, fingerprint="x"))) is None
+    later = config.model_copy(update={"init_from": str(new)})
+    assert not find_trained(find_checkpoint(_save(tmp_path / "later", later, **described))).is_complete
+    (new / TRAINED_FILE).write_bytes(b"")
+    with pytest.raises(ValueError, match="corrupt"):
+        find_checkpoint(new)
+
+
+def test_a_run_also_knows_the_examples_of_the_checkpoint_that_it_started_from(leaky, tmp_path):
+    first, second = (open_data(_config(folder)) for folder in leaky)
+    new = _save(tmp_path / "new", _config(leaky[0]), fingerprint="a", trained_on=first.trained_on)
+    unknown = _save(tmp_path / "unknown", _config(leaky[0]), fingerprint="a")
+    number = {each: len(data.trained_on(1).hashes) for each, data in (("a", first), ("b", second))}
+
+    def resume(run: Path, **changes) -> tuple[int, bool]:
+        run.mkdir(exist_ok=True)
+        config = _config(leaky[1], **changes)
+        with CheckpointManager(run, config=config, fingerprint="a", trained_on=second.trained_on) as manager:
+            manager.resume(_state(config))
+            found = manager.trained_on(1)
+        return len(found.hashes), found.is_complete
+
+    assert resume(tmp_path / "nothing") == (number["b"], True)
+    assert resume(tmp_path / "started", init_from=str(new)) == (number["a"] + number["b"], True)
+    assert resume(tmp_path / "branch", resume=str(new)) == (number["a"] + number["b"], True)
+    assert resume(tmp_path / "doubtful", init_from=str(unknown)) == (number["b"], False)
+    assert resume(new.parent) == (number["a"] + number["b"], True)
+    # An earlier version saved the checkpoint of this run.
+    assert resume(unknown.parent) == (number["b"], True)
+    assert resume(unknown.parent, init_from=str(new)) == (number["b"], False)
+
+
+@pytest.mark.slow
+def test_evaluate_states_what_a_run_and_its_predecessor_were_trained_on(leaky, tmp_path):
+    main, extra = leaky
+    words = (*OVERRIDES, "epochs=2")
+    for name, more in (
+        ("first", [f"data_path={extra}"]),
+        ("second", [f"data_path={main}", "init_from=first"]),
+    ):
+        finished = complete_program("pretrain", *words, *more, f"checkpoint_path={name}", folder=tmp_path)
+    assert "10 of 20 test puzzles were trained on: set eval/all" in finished.stderr
+    logged = logged_rows(tmp_path / "second")[-1]
+    found = []
+    for ranks in (1, 2):
+        words = ("checkpoint=second", f"output_dir={ranks}")
+        finished = complete_program("evaluate", *words, folder=tmp_path, world_size=ranks)
+        assert finished.stderr.count(f"10 of 20 test puzzles were trained on: set all ({main}/test)") == 1
+        assert re.search(r"^trained_on +10$", finished.stdout, re.MULTILINE)
+        found.append(json.loads((tmp_path / str(ranks) / "metrics.json").read_text())["all"])
+        for name in ("trained_on", "trained_on_rate", "unseen/exact_accuracy", "unseen/count"):
+            assert found[-1][name] == pytest.approx(logged[f"eval/all/{name}"], abs=1e-4)
+    words = ("checkpoint=second", "output_dir=3", "leaks=error")
+    finished = run_program("evaluate", *words, folder=tmp_path, world_size=2)
+    assert set(finished.statuses) == {1}
+    assert "leaks=error: 10 of 20" in finished.stderr
 
 
 @pytest.mark.slow

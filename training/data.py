@@ -120,7 +120,7 @@ def open_data(config: PretrainConfig) -> RunData:
                 f"dataset was rebuilt while it was being opened: {names}. Run the command again."
             )
     check_same_data(fingerprint, names=config.data_paths)
-    leaks.broadcast_find(Trained.of([*hashes.values()]))
+    leaks.broadcast_find(Trained.of([*hashes.values()]), model="this run")
     sets = dataset.splits["train"].sets
     validation = {name: sets[name].group_indices[:-1][groups] for name, groups in held_out.items()}
     return RunData(
