@@ -40,6 +40,7 @@ from distributed.number_format import Choice, choose_evaluation_format
 from distributed.process_group import is_main, world_size
 from evaluation.compilation import compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
+from evaluation.leaks import Leaks, find_trained
 from evaluation.passes import evaluate_split
 from evaluation.results import (
     measured_with,
@@ -95,10 +96,15 @@ def evaluate_checkpoint(
     model computes, the same on all ranks.
     """
     # Data. Only rank 0 reads every token, to check the dataset.
-    folders = _folders(checkpoint, config)
+    folders, leaks, trained = _folders(checkpoint, config), Leaks(config.leaks), None
     with collective_errors():
         data = open_datasets(folders, splits=("test",), read_everything=is_main())
         evaluators = Evaluators(config.evaluators, data)
+        if is_main():
+            trained = find_trained(checkpoint)
+            for name, each in data.splits["test"].sets.items():
+                leaks.add(name, each, "test", data.folders)
+    leaks.broadcast_find(trained, model=str(checkpoint))
 
     # Model.
     batch_size = config.eval_batch_size or checkpoint.global_batch_size
@@ -127,7 +133,7 @@ def evaluate_checkpoint(
 
     # Evaluation. Every rank works on its slice. Rank 0 gets the sums and the outputs.
     options = {"outputs": config.save_outputs, "settings": settings, "seed": config.seed}
-    options |= {"global_batch_size": batch_size, "reasoning": reasoning}
+    options |= {"global_batch_size": batch_size, "reasoning": reasoning, "leaks": leaks.found}
     results = evaluate_split(model, data, evaluators=evaluators, **options)
 
     # Report.

@@ -74,9 +74,17 @@ def train(program: Program[PretrainConfig]) -> int:
 
     # Load the checkpoint that the key `resume` selects (by default the newest one), or the weights that
     # `init_from` names. `is_logged` is True at step 0, or if metrics.jsonl contains a row of the loaded step.
-    checkpoints = open_checkpoints(config, fingerprint=data.fingerprint, dataset_info=data.info().to_json())
+    checkpoints = open_checkpoints(
+        config,
+        fingerprint=data.fingerprint,
+        dataset_info=data.info().to_json(),
+        trained_on=data.trained_on,
+    )
     with program.watchdog.paused():  # a download for `init_from` may take long
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
+    # Find the test puzzles on which the loaded weights or this run are trained.
+    trained = checkpoints.trained_on(schedule.total_steps)
+    data.leaks.broadcast_find(trained, model="the checkpoint that this run started from")
 
     # Return if there is nothing to do: `stop_patience` ends the run at this step, or the last step of this
     # launch (`max_steps`, or the last step of the run) is done and logged. If the row of the last step is

@@ -45,6 +45,7 @@ CONFIG_FILE = "config.yaml"
 STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 STARTS_FILE = "starts.jsonl"  # in a run folder: command, code and hardware of each launch of the run
+TRAINED_FILE = "trained_on.safetensors"  # hashes of the training examples (dataset/equal.py)
 SHARED_CONFIG_FILE = "config.json"  # `python -m share push` writes a checkpoint as these two files
 SHARED_WEIGHTS_FILE = "model.safetensors"
 
@@ -70,13 +71,13 @@ class CheckpointWriter:
         self.failure: str | None = None
         self.saved: deque[Path] = deque()
 
-    def start(self, step: int, sections: dict[str, Tensors], texts: dict[str, str]) -> None:
+    def start(self, step: int, sections: dict[str, Tensors], contents: dict[str, bytes]) -> None:
         """Copies this rank's tensors to host memory, and starts a thread that writes them.
 
         Waits for the previous save first. Does nothing if a checkpoint of this step exists. A failure, here
         or in the thread, only causes a warning.
 
-        texts: {file name: content} of files that the thread also writes. Empty except on rank 0.
+        contents: {file name: content} of files that the thread also writes. Empty except on rank 0.
         """
         self.wait()
         goal = self._run_folder / f"step_{step}"
@@ -89,7 +90,7 @@ class CheckpointWriter:
         except Exception as error:  # for example, out of memory
             failure = _describe(error)
         self._others_seconds = _OTHERS_SECONDS
-        arguments = (unfinished, goal, texts, failure)
+        arguments = (unfinished, goal, contents, failure)
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
 
@@ -132,9 +133,9 @@ class CheckpointWriter:
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
 
-    def _write(self, unfinished: Path, goal: Path, texts: dict[str, str], failure: str) -> None:
+    def _write(self, unfinished: Path, goal: Path, contents: dict[str, bytes], failure: str) -> None:
         # The thread runs this function.
-        written = {"failure": failure} if failure else _write_own(unfinished, self._copies, texts)
+        written = {"failure": failure} if failure else _write_own(unfinished, self._copies, contents)
         if not is_main():
             _send_to_rank_0(unfinished.name, written)
             return
@@ -220,13 +221,13 @@ def local_part(tensors: Tensors) -> Tensors:
     return own
 
 
-def _write_own(folder: Path, sections: dict[str, Tensors], texts: dict[str, str]) -> dict[str, Any]:
+def _write_own(folder: Path, sections: dict[str, Tensors], contents: dict[str, bytes]) -> dict[str, Any]:
     """Writes the files of this rank. Returns {"files": manifest entries, "failure": reason or ""}."""
     try:
         paths = [path for name, tensors in sections.items() for path in save_section(tensors, folder, name)]
-        for name, text in texts.items():
+        for name, content in contents.items():
             paths.append(folder / name)
-            paths[-1].write_text(text, encoding="utf-8")
+            paths[-1].write_bytes(content)
         return {"files": {path.name: _close_file(path) for path in paths}, "failure": ""}
     except Exception as error:
         return {"failure": _describe(error)}

@@ -26,6 +26,7 @@ from checkpointing.files import (
     MANIFEST_FILE,
     SHARED_CONFIG_FILE,
     SHARED_WEIGHTS_FILE,
+    TRAINED_FILE,
     WEIGHTS,
     CorruptCheckpointError,
     newest_checkpoint,
@@ -36,10 +37,10 @@ from checkpointing.files import (
 from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS, translate_weights
 from checkpointing.sizes import sizes_in
 from checkpointing.tensors import find_files, load_joined
-from config.architecture import Architecture, Strict, architectures
+from config.architecture import Architecture, Fraction, Strict, architectures
 from config.files import fill_defaults
 from config.published import translate_config
-from config.schema import Paths, StageConfig, all_data_paths, validate_config
+from config.schema import Paths, Seed, StageConfig, Text, all_data_paths, validate_config
 from dataset.format import Metadata
 from distributed import log
 from distributed.collectives import broadcast_object
@@ -55,6 +56,7 @@ if TYPE_CHECKING:  # the Hub's modules are imported only when needed
 
 SHIPPED = Path(__file__).resolve().parent.parent / "weights"  # trained models in this repository
 _LIGHTNING = ".ckpt"  # suffix of PyTorch Lightning's checkpoints, only for an error message
+_PUBLISHED_KEYS = ("arch", "data_path", "global_batch_size")  # keys of public configs that have our meaning
 ARCH_WORD = "arch=checkpoint"  # argument that copies the architecture of `init_from`
 
 
@@ -65,6 +67,9 @@ class _Recorded(Strict):
     data_path: Paths
     curriculum: list[StageConfig]
     global_batch_size: PositiveInt
+    seed: Seed
+    validation_fraction: Fraction
+    init_from: Text | None
 
 
 class _Shared(Strict):
@@ -76,6 +81,7 @@ class _Shared(Strict):
     dataset: dict[str, Any] | None
     selected_by: Literal["validation", "test"] | None
     has_averages: bool
+    dataset_fingerprint: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +102,7 @@ class Checkpoint:
         has_averages: Whether the checkpoint contains only averaged (EMA) weights.
         address: Address on the Hub, with the commit. None if the checkpoint is local.
         fingerprint: Hash of the training data. None if unknown.
+        seed, validation_fraction, init_from: Keys of the run's config. Defaults for the public code.
     """
 
     path: Path
@@ -104,6 +111,9 @@ class Checkpoint:
     data_paths: list[str]
     global_batch_size: int
     seq_len: int | None
+    seed: int
+    validation_fraction: float
+    init_from: str | None
     dataset_info: dict[str, Any] | None = None
     selected_by: str | None = None
     has_averages: bool = False
@@ -122,6 +132,16 @@ class Checkpoint:
         """Returns the folder for results: the parent of `path`, or checkpoints/hf/OWNER/NAME for the Hub."""
         is_here = self.address is None
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
+
+    @property
+    def trained_file(self) -> Path | None:
+        """Returns the path of the file with the hashes of the training examples. It may not exist.
+
+        None for a checkpoint of the public code.
+        """
+        if self.path.name == SHARED_WEIGHTS_FILE:
+            return self.path.with_name(TRAINED_FILE)
+        return self.path / TRAINED_FILE if self.path.is_dir() else None
 
     def find_data(self) -> list[Path]:
         """Returns the dataset folders of `data_paths`.
@@ -217,7 +237,7 @@ def _choose_files(names: list[str]) -> list[str]:
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
-            return chosen
+            return [*chosen, *({TRAINED_FILE}.intersection(names) if chosen is shared else ())]
     published = f"{PUBLISHED_CONFIGS[0]} and step_<N> or {PUBLISHED_WEIGHTS}"
     raise ValueError(f"contains no checkpoint. Expected {' and '.join(shared)}, or {published}.")
 
@@ -250,8 +270,9 @@ def _read_shared(path: Path) -> Checkpoint:
     except (ValueError, TypeError) as error:
         raise ValueError(f"{config_path} cannot be read ({error})") from None
     shared = validate_config(_Shared, values, where=f"{config_path} is not from `share push`")
-    fields = shared.model_dump(exclude={"run", "dataset"}) | _read_recorded(shared.run, config_path)
-    return Checkpoint(path, **fields, dataset_info=shared.dataset)
+    fields = shared.model_dump(exclude={"run", "dataset", "dataset_fingerprint"})
+    fields |= _read_recorded(shared.run, config_path)
+    return Checkpoint(path, **fields, dataset_info=shared.dataset, fingerprint=shared.dataset_fingerprint)
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -266,7 +287,10 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
     values = {key: config.get(key) for key in _Recorded.model_fields}
     recorded = validate_config(_Recorded, values, where=str(path))
     data_paths = all_data_paths(recorded.data_path, recorded.curriculum)
-    return {"arch": recorded.arch, "data_paths": data_paths, "global_batch_size": recorded.global_batch_size}
+    values = {name: getattr(recorded, name) for name in _Recorded.model_fields}
+    return {"data_paths": data_paths} | {
+        name: value for name, value in values.items() if name not in ("data_path", "curriculum")
+    }
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
@@ -275,6 +299,7 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
         beside = [path.absolute().with_name(name) for name in PUBLISHED_CONFIGS]
         config_path = next(filter(Path.is_file, beside), beside[0])
         config = translate_config(read_yaml(config_path), where=str(config_path))
+        config = {name: value for name, value in config.items() if name in _PUBLISHED_KEYS}
         return Checkpoint(path, step, seq_len=None, **_read_recorded(config, config_path))
     if (path / MANIFEST_FILE).is_file():  # a folder with only weights has no manifest
         try:

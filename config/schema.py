@@ -145,6 +145,7 @@ class PretrainConfig(MachineConfig):
     eval_steps: PositiveInt | None
     max_steps: MayChange[PositiveInt | None]
     validation_fraction: Annotated[float, Field(ge=0, lt=1)]
+    leaks: MayChange[Literal["warn", "error"]]
     curriculum: list[StageConfig]
     optimizer: Text
     optimizer_options: dict[str, Any] | None

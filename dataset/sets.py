@@ -57,6 +57,25 @@ class PuzzleSet:
         """Returns the index of each group's dataset folder: int64 [num_groups], zeros for a single folder."""
         return np.zeros(len(self.group_indices) - 1, np.int64)
 
+    @property
+    def parts(self) -> "list[tuple[int, PuzzleSet]]":
+        """Returns (index of the dataset folder, its set) for each folder: here only one."""
+        return [(0, self)]
+
+    def originals(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yields (inputs, labels, puzzles) of the examples of originals, in chunks, in their order.
+
+        An original is the first puzzle of a group. inputs, labels: [n, seq_len]. puzzles: Index of the puzzle
+        of each example, int64 [n].
+        """
+        firsts = np.asarray(self.group_indices[:-1], np.int64)
+        for part in np.array_split(firsts, -(-len(firsts) // _CHUNK_ROWS)):
+            rows = rows_of(self.puzzle_indices, part)
+            puzzles = part.repeat(np.diff(self.puzzle_indices)[part])
+            if self.augmentation is not None:  # `inputs` contains the originals
+                rows = self._first_original[puzzles] + rows - self.puzzle_indices[puzzles]
+            yield self.inputs[rows], self.labels[rows], puzzles
+
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Reads inputs and labels, [n, seq_len]. rows, puzzles: Indices of the examples, int64 [n]."""
         if self.augmentation is None:
@@ -93,7 +112,7 @@ class PuzzleSet:
 
 
 class ConcatenatedSet:
-    """A concatenation of puzzle sets. The arrays are as in `PuzzleSet`.
+    """A concatenation of puzzle sets. The arrays and `parts` are as in `PuzzleSet`.
 
     folder_of_group: Index of the dataset folder of each group, int64 [num_groups].
     """
@@ -101,7 +120,7 @@ class ConcatenatedSet:
     def __init__(
         self, parts: Sequence[PuzzleSet], *, folders: Sequence[int], first_identifiers: Sequence[int]
     ):
-        self._parts = parts
+        self.parts = [*zip(folders, parts, strict=True)]
         self._first_rows = np.cumsum([0, *(part.num_examples for part in parts)])
         self._first_puzzles = np.cumsum([0, *(len(part.puzzle_identifiers) for part in parts)])
         self.puzzle_identifiers = np.concatenate(
@@ -118,11 +137,11 @@ class ConcatenatedSet:
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Reads inputs and labels, int32 [n, seq_len]. rows, puzzles: Indices of the examples, int64 [n]."""
         part_of_row = self._first_rows.searchsorted(rows, side="right") - 1
-        read = np.empty((2, len(rows), self._parts[0].inputs.shape[1]), np.int32)
+        read = np.empty((2, len(rows), self.parts[0][1].inputs.shape[1]), np.int32)
         for number in np.unique(part_of_row):
             here = part_of_row == number
             own_rows, own_puzzles = rows[here] - self._first_rows[number], puzzles[here]
-            read[:, here] = self._parts[number].read(own_rows, own_puzzles - self._first_puzzles[number])
+            read[:, here] = self.parts[number][1].read(own_rows, own_puzzles - self._first_puzzles[number])
         return read[0], read[1]
 
 

@@ -20,6 +20,7 @@ from distributed.collectives import ALONE, Ranks, RankSums, all_ranks, gather_ob
 from distributed.process_group import is_main
 from distributed.progress import Progress
 from evaluation.evaluators import Evaluators
+from evaluation.leaks import Leak
 from evaluation.loop import answer_batches
 from evaluation.selection import ScoreKey, Scores, Settings, predicted_tokens
 from evaluation.test_time import build_draw, run_settings
@@ -35,8 +36,9 @@ class SetResult:
     """The result of evaluating one set.
 
     metrics     Metrics of the network, including `count` (none without labels), and <kind>/<metric> of the
-                evaluators. If all slots ran all of several steps, also act_exact_accuracy and act_steps: the
-                values that early halting would give.
+                evaluators. With leaks, also trained_on_rate, trained_on and unseen/<metric>. If all slots ran
+                all of several steps, also act_exact_accuracy and act_steps: the values that early halting
+                would give.
     exact_accuracy_after_each_step  Accuracy after step 1, 2, ... Empty if slots could halt early, if settings
                 were evaluated, or without labels.
     outputs     {name: array [examples, ...]}, in dataset order.
@@ -63,6 +65,7 @@ def evaluate_split(
     seed: int = 0,
     only_first_batches: bool = False,
     puzzles: Mapping[str, np.ndarray] | None = None,
+    leaks: Mapping[str, Leak] | None = None,
     all_reduce_stop: Callable[[], bool] = lambda: False,
     fetch_rows: Callable[[Tensor], None] | None = None,
     ranks: Ranks | None = None,
@@ -80,6 +83,7 @@ def evaluate_split(
         seed: Seed of the noise.
         only_first_batches: Whether to evaluate only the first batch of each set.
         puzzles: Indices of the puzzles to evaluate, {set: int64 [n]}, ascending. If None, all puzzles.
+        leaks: {set: its puzzles that were trained on}. If None, there are no metrics of them.
         all_reduce_stop: Called by all ranks before every batch. If it returns True, the evaluation ends.
         fetch_rows: Loads sharded puzzle embeddings with these identifiers, int64 [n]. All ranks call it
             before each set.
@@ -119,7 +123,8 @@ def evaluate_split(
                 fetch_rows(torch.from_numpy(dataset.distinct_identifiers()).to(device))
             # 0: the accuracy after each step is not computed.
             num_steps = 0 if reasoning.halting == "act" or settings is not None else reasoning.max_steps
-            sums[name] = _SetSums(network, device, ranks, num_steps=num_steps, outputs=outputs)
+            leak = leaks[name] if leaks else None
+            sums[name] = _SetSums(network, device, ranks, num_steps=num_steps, outputs=outputs, leak=leak)
             if settings is not None:
                 rules = evaluators.rules_of(name) if evaluators else None
                 sums[name].scores = Scores(settings, rules=rules, is_search=isinstance(network, Search))
@@ -159,14 +164,25 @@ def evaluate_split(
 class _SetSums:
     """The metric sums and outputs of one set on this rank, accumulated over the batches.
 
-    num_steps: Number of steps that all slots run. 0 with early halting or with settings. scores: Sums of the
-    settings. None without settings.
+    num_steps: Number of steps that all slots run. 0 with early halting or with settings. leak: Examples that
+    were trained on. scores: Sums of the settings. None without settings.
     """
 
     def __init__(
-        self, network: Network, device: torch.device, ranks: Ranks, *, num_steps: int, outputs: Sequence[str]
+        self,
+        network: Network,
+        device: torch.device,
+        ranks: Ranks,
+        *,
+        num_steps: int,
+        outputs: Sequence[str],
+        leak: Leak | None,
     ):
-        self._network, self._metrics = network, RankSums(sum_names(network.objective.metrics), device, ranks)
+        names = sum_names(network.objective.metrics)
+        self._network, self._metrics = network, RankSums(names, device, ranks)
+        self._leak = leak
+        self._unseen = RankSums(names, device, ranks) if leak is not None and len(leak.rows) else None
+        self._seen_rows = torch.from_numpy(leak.rows).to(device) if self._unseen is not None else None
         self._exact_after_step = torch.zeros(num_steps, dtype=torch.float32, device=device)
         self._act_sums = torch.zeros(2, dtype=torch.float32, device=device)  # exact answers, steps
         self._rows: list[np.ndarray] = []
@@ -188,6 +204,13 @@ class _SetSums:
 
     def add(self, final: StepOutput) -> None:
         self._metrics.add(self._network.objective.sums(final))
+        if self._unseen is not None:
+            data = final.carry.data
+            is_seen = torch.isin(data.rows, self._seen_rows)[:, None]
+            unseen = data._replace(labels=data.labels.masked_fill(is_seen, IGNORE_LABEL_ID))
+            self._unseen.add(
+                self._network.objective.sums(final._replace(carry=final.carry._replace(data=unseen)))
+            )
         if self._outputs:
             is_real = final.carry.data.is_real
             self._rows.append(final.carry.data.rows[is_real].cpu().numpy())
@@ -200,6 +223,30 @@ class _SetSums:
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
         words = {"exact_accuracy": "solved", "accuracy": "cells right"}  # as in the report
         return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in words.items() if name in metrics)
+
+    def _leak_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the metrics of examples that were trained on. All ranks call it. metrics: Of all examples.
+
+        trained_on is a lower bound if the rate is 0. unseen/<metric> are metrics of the other examples.
+        """
+        leak, count = self._leak, metrics.get("count", 0)
+        unseen = {"count": count}
+        if self._unseen is not None:
+            sums = self._unseen.reduce()
+            unseen = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
+        if leak is None or not metrics:
+            return {}
+        found = {"trained_on_rate": leak.rate}
+        if leak.share is not None:
+            names = ("trained_on", "trained_on_low", "trained_on_high")
+            return found | {name: each * count for name, each in zip(names, leak.share, strict=True)}
+        num_unseen = unseen.get("count", 0.0)
+        if leak.rate == 1 or num_unseen < count:
+            found["trained_on"] = count - num_unseen
+        if leak.rate == 1 and num_unseen < count:
+            found |= {f"unseen/{name}": each for name, each in unseen.items() if name.endswith("accuracy")}
+            found["unseen/count"] = num_unseen
+        return found
 
     def reduce(self, extra: dict[str, float]) -> SetResult:
         """Returns the result over all ranks. Only rank 0 gets outputs and scores. All ranks call it.
@@ -221,6 +268,7 @@ class _SetSums:
             for name in self._outputs:
                 arrays = [array for _, arrays_of_rank in parts for array in arrays_of_rank[name]]
                 outputs[name] = np.concatenate(arrays)[order]
+        metrics |= self._leak_metrics(metrics)
         after_each_step = [number / metrics["count"] for number in exact]
         scores: Counter[ScoreKey] = Counter()
         for part in (gather_objects(self.scores.sums, self._metrics.ranks) if self.scores else None) or ():

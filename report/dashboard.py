@@ -31,7 +31,7 @@ SECTIONS = {
         "solved puzzles, if the Q head halted": "eval/[^/]+/act_exact_accuracy",
     },
     "evaluation": {
-        "solved puzzles": "(eval|eval_raw|validation)/[^/]+/exact_accuracy",
+        "solved puzzles": "(eval|eval_raw|validation)/[^/]+/(unseen/)?exact_accuracy",
         "solved puzzles, by the rules": "eval/[^/]+/[a-z]+/((valid|shortest)_accuracy|(outputs/)?pass@[12])",
         "cells right": "(eval|eval_raw|validation)/[^/]+/accuracy",
         "loss": "(eval|eval_raw|validation)/[^/]+/lm_loss",

@@ -75,9 +75,25 @@ def _solved(run: RunRecord) -> float | None:
     return (_tested(run, "exact_accuracy") or [None])[-1]
 
 
+def _trained_on(run: RunRecord) -> dict[str, float]:
+    """Returns {test set: number of its puzzles that were trained on}, of the last evaluation in the log."""
+    curves = {name: run.curve(f"eval/{name}/trained_on")[1] for name in run.eval_sets()}
+    return {name: values[-1] for name, values in curves.items() if values}
+
+
+def _unseen(run: RunRecord) -> float | None:
+    """Returns the last accuracy on puzzles that were not trained on. None if all test puzzles are such."""
+    trained_on = _trained_on(run)
+    names = {name: "unseen/" if trained_on.get(name) else "" for name in run.eval_sets()}
+    curves = [run.curve(f"eval/{name}/{start}exact_accuracy")[1][-1:] for name, start in names.items()]
+    return fmean(sum(curves, [])) if any(trained_on.values()) and any(curves) else None
+
+
 # {column: (function that formats a value, function that returns the value of a run or None)}.
 _VALUES: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | None]]] = {
     "best": (fraction, lambda run: max(_tested(run, "exact_accuracy"), default=None)),
+    "trained on": ("{:,.0f}".format, lambda run: sum(_trained_on(run).values()) or None),
+    "unseen": (fraction, _unseen),
     "cells right": (fraction, lambda run: (_tested(run, "accuracy") or [None])[-1]),
     "training loss": ("{:.3g}".format, lambda run: (run.curve("train/lm_loss")[1] or [None])[-1]),
     "training steps": ("{:,.0f}".format, lambda run: run.last_step),

@@ -16,6 +16,7 @@ from checkpointing.files import (
     SHARED_CONFIG_FILE,
     SHARED_WEIGHTS_FILE,
     STATE_FILE,
+    TRAINED_FILE,
     read_state,
 )
 from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
@@ -25,6 +26,7 @@ from config.files import fill_defaults
 from config.schema import PretrainConfig, keys_that_may_change
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import DatasetInfo
+from evaluation.leaks import find_trained
 from runtime.command_line import OneLineParser, add_plugin_option, one_line_errors, warn
 from runtime.hub import Address, client_errors, import_client, parse_address
 from runtime.reading import read_yaml
@@ -91,7 +93,7 @@ def write_files(
     dtype: torch.dtype | None = None,
     data_path: str | None = None,
 ) -> None:
-    """Writes config.json, model.safetensors and the model card README.md into a folder.
+    """Writes config, weights, hashes of the training examples, and the model card README.md into a folder.
 
     dtype: Dtype of the stored weights. If None, it is unchanged. data_path: Dataset folder that config.json
     names. If None, the data_path of the run. Raises ValueError for a checkpoint that this code did not write.
@@ -137,6 +139,8 @@ def write_files(
             weights[name] = value.to(dtype)
     save_file(weights, folder / SHARED_WEIGHTS_FILE, metadata={"format": "pt"})
     write_json(folder / SHARED_CONFIG_FILE, shared)
+    if (trained := find_trained(checkpoint)) is not None:
+        (folder / TRAINED_FILE).write_bytes(trained.to_bytes())
     write_text(folder / _CARD_FILE, card)
 
 

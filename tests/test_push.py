@@ -33,6 +33,7 @@ from tests.tiny import OVERRIDES
 
 pytestmark = pytest.mark.slow
 
+_FILES = ["config.json", "model.safetensors", "trained_on.safetensors"]
 _REPO, _HERE = "owner/tiny", "hf://owner/tiny"
 
 
@@ -118,7 +119,8 @@ def test_kept_weights_are_asked_puzzles_with_several_examples(tmp_path):
 def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):
     repository = pushed.repositories["model", _REPO]
     files = repository.commits[repository.find("main")]
-    assert files.keys() == {".gitattributes", "config.json", "model.safetensors", "README.md"}
+    assert files.keys() == {".gitattributes", "README.md", *_FILES}
+    assert files["trained_on.safetensors"] == (trained / "step_10" / "trained_on.safetensors").read_bytes()
     averages = load_joined(trained / "step_10", "ema_weights")
     (tmp_path / "model.safetensors").write_bytes(files["model.safetensors"])
     theirs = load_file(tmp_path / "model.safetensors")
@@ -133,7 +135,7 @@ def test_what_is_pushed_evaluates_to_the_same_bytes(pushed, trained, tmp_path):
     finished = _evaluate(tmp_path, f"checkpoint={_HERE}", "evaluators=[sudoku]", world_size=2, **environment)
     assert finished.statuses == [0, 0], finished.stderr
     assert finished.stderr == ""
-    assert sorted(pushed.downloads()) == ["config.json", "model.safetensors"], "by one rank, once"
+    assert sorted(pushed.downloads()) == _FILES, "by one rank, once"
     written = tmp_path / "checkpoints" / "hf" / "owner" / "tiny" / "evaluation" / "step_10" / "metrics.json"
     assert written.read_bytes() == (tmp_path / "ours" / "metrics.json").read_bytes()
 
@@ -159,7 +161,7 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     (trained / STARTS_FILE).write_text(recorded)
     assert "the run had uncommitted code changes" in capsys.readouterr().err
     names = sorted(path.name for path in (tmp_path / "dry").iterdir())
-    assert names == ["README.md", "config.json", "model.safetensors"]
+    assert names == ["README.md", *_FILES]
     card = ModelCard.load(tmp_path / "dry" / "README.md")
     text, config = card.content, json.loads((tmp_path / "dry" / "config.json").read_text())
     assert "information needed" not in text.lower()
@@ -215,7 +217,7 @@ def test_every_node_downloads_once(pushed, tmp_path):
     pushed.requests.clear()
     paths = run_ranks(_find_on_nodes, 3, homes, pushed.environment(tmp_path))
     assert [path.startswith(home) for path, home in zip(paths, homes, strict=True)] == [True] * 3
-    assert sorted(pushed.downloads()) == ["config.json", "model.safetensors", "model.safetensors"]
+    assert sorted(pushed.downloads()) == ["config.json", *_FILES[1:2], *_FILES[1:]]
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "step_4000", "step_4000.pt"])

@@ -195,6 +195,16 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path
         assert f"lr=0.01 0.900 at {last} {axis}" in part
 
 
+@pytest.mark.slow
+def test_the_table_has_the_accuracy_of_puzzles_that_were_not_trained_on(sudoku_folder, tmp_path):
+    run = read_run(write_run(tmp_path / "run", sudoku_folder, has_checkpoint=False))
+    assert not {"trained on", "unseen"} & {*build_table(group_runs([run])).columns}
+    clean = {"eval/clean/exact_accuracy": 0.5, "eval/clean/trained_on": 0}
+    run.rows[-1].update({"eval/all/trained_on": 30, "eval/all/unseen/exact_accuracy": 0.1, **clean})
+    (record,) = build_table(group_runs([run])).records
+    assert (record["trained on"], record["unseen"]) == (30, pytest.approx(0.3))
+
+
 def test_a_metric_of_one_network_is_drawn(tmp_path, sudoku_folder, monkeypatch):
     run = write_run(tmp_path / "run", sudoku_folder, has_checkpoint=False)
     log = run / METRICS_FILE

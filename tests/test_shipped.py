@@ -8,6 +8,7 @@ from checkpointing.files import SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE
 from checkpointing.pretrained import SHIPPED, find_checkpoint, load_trained_model
 from dataset.build import build_dataset
 from dataset.mixture import open_datasets
+from evaluation.leaks import find_trained
 from evaluation.passes import evaluate_split
 
 # The words of the builder that make the puzzles of each model, and how many of them it solves. QUICK: the
@@ -35,6 +36,13 @@ def test_all_are_small_and_tested():
         assert all(
             each in card for each in ("| code | commit `", "fingerprint", "pretrain.py", "exact_accuracy")
         )
+
+
+def test_it_is_known_what_each_was_trained_on():
+    found = {name: find_trained(find_checkpoint(name)) for name in (*SOLVED, "sudoku_extreme")}
+    assert all(len(each.hashes) for each in found.values())
+    assert [name for name, each in found.items() if not each.is_complete] == ["maze_30x30"]  # its init_from
+    assert len(found["demo"].hashes) == 4000
 
 
 def test_a_path_goes_before_a_name(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ A checkpoint is a folder step_<N> with these files:
 - state.json: The step, from which the position in the data follows. The metric sums of every rank since the
   last logged row. The best evaluation so far. Fingerprint and description of the dataset, seq_len, versions.
 - config.yaml: The config of the run.
+- trained_on.safetensors: Hashes of the examples that were trained on.
 - manifest.json: Size and hash of each file.
 
 Reading a checkpoint does not unpickle or execute anything.
@@ -32,6 +33,7 @@ Reading a checkpoint does not unpickle or execute anything.
 import json
 import platform
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ import torch
 from checkpointing.files import (
     CONFIG_FILE,
     STATE_FILE,
+    TRAINED_FILE,
     CheckpointWriter,
     checkpoints_in,
     newest_intact,
@@ -50,13 +53,16 @@ from checkpointing.files import (
     verify_checkpoint,
 )
 from checkpointing.initial import copy_weights_
+from checkpointing.pretrained import find_checkpoint
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
+from dataset.equal import Trained, read_trained
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors, lost_connection
 from distributed.launch import check_folder_is_shared
 from distributed.process_group import is_main, world_size
+from evaluation.leaks import find_trained
 from runtime.metrics_file import cut_back_rows
 from runtime.writing import write_text
 from training.best import BestStep
@@ -79,6 +85,8 @@ class CheckpointManager:
         config: Config of the run.
         fingerprint: Hash of the dataset, stored in every checkpoint.
         dataset_info: Description of the dataset as JSON values, stored in every checkpoint.
+        trained_on: Function (step) -> examples of this run's data that were trained on up to the step. Called
+            only on rank 0. If None, checkpoints do not contain them.
 
     Attributes:
         best: The best step so far. `Monitor.log` adds evaluations to it on rank 0.
@@ -92,9 +100,11 @@ class CheckpointManager:
         config: PretrainConfig,
         fingerprint: str,
         dataset_info: dict[str, Any] | None = None,
+        trained_on: Callable[[int], Trained] | None = None,
     ):
         self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
-        self._dataset_info = dataset_info
+        self._dataset_info, self._of_data = dataset_info, trained_on
+        self._before: Trained | None = None  # examples of the checkpoint that this launch started from
         self.best = BestStep(config)
         self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.among)
         self._stall_seconds: float | None = None
@@ -112,14 +122,14 @@ class CheckpointManager:
             return
         self._newest_step, started = state.step, time.perf_counter()
         numbers = state.numbers()
-        texts = self._texts(state, numbers) if is_main() else {}
-        self._writer.start(state.step, state.sections() | state.exports(), texts)
+        contents = self._contents(state, numbers) if is_main() else {}
+        self._writer.start(state.step, state.sections() | state.exports(), contents)
         if not self._config.checkpoint_async:
             self._writer.wait()
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
 
-    def _texts(self, state: TrainState, numbers: dict[str, Any]) -> dict[str, str]:
-        """Returns {file name: text} of state.json and config.yaml. numbers: Result of `state.numbers()`."""
+    def _contents(self, state: TrainState, numbers: dict[str, Any]) -> dict[str, bytes]:
+        """Returns {file name: content} of the small files. numbers: Result of `state.numbers()`."""
         content = {
             **numbers,
             "best": self.best.state(),
@@ -133,7 +143,34 @@ class CheckpointManager:
                 "numpy": np.__version__,
             },
         }
-        return {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_to_yaml(self._config)}
+        texts = {STATE_FILE: json.dumps(content, indent=1) + "\n", CONFIG_FILE: config_to_yaml(self._config)}
+        contents = {name: text.encode() for name, text in texts.items()}
+        if (trained := self.trained_on(state.step)) is not None:
+            contents[TRAINED_FILE] = trained.to_bytes()
+        return contents
+
+    def trained_on(self, step: int) -> Trained | None:
+        """Returns the examples that were trained on up to a step, also before this run.
+
+        Call it after `resume`. Returns None except on rank 0.
+        """
+        return self._of_data(step).join(self._before) if is_main() and self._of_data is not None else None
+
+    def _trained_before(self, chosen: Path | None) -> Trained | None:
+        """Returns the examples of the checkpoint that this launch starts from: `chosen`, or `init_from`.
+
+        Returns None if the run starts from random weights.
+        """
+        config, found = self._config, None
+        if chosen is None and config.init_from is None:
+            return None
+        if chosen is None:
+            found = find_trained(find_checkpoint(config.init_from))
+        elif (found := read_trained(chosen / TRAINED_FILE)) is None and chosen.parent != self._run_folder:
+            found = find_trained(find_checkpoint(chosen))
+        elif found is None:  # an older version saved it: only the examples of `init_from` are unknown
+            return Trained.of([], is_complete=config.init_from is None)
+        return Trained.of([], is_complete=False) if found is None else found
 
     def pop_stall_seconds(self) -> dict[str, float]:
         """Returns the time spent in `save` since the last call, as a metric. {} without a save."""
@@ -178,8 +215,10 @@ class CheckpointManager:
         """
         folder, chosen, content = self._run_folder, None, {}
         with collective_errors():
-            if is_main() and (chosen := choose_checkpoint(folder, self._config)):
-                content = read_state(chosen)
+            if is_main():
+                if chosen := choose_checkpoint(folder, self._config):
+                    content = read_state(chosen)
+                self._before = self._trained_before(chosen)
         chosen, content = broadcast_object((chosen, content))
         if chosen is not None:
             with collective_errors():
@@ -272,7 +311,7 @@ def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointMana
 
     Args:
         config: Config of the run.
-        **described: The arguments `fingerprint` and `dataset_info` of `CheckpointManager`.
+        **described: The arguments `fingerprint`, `dataset_info` and `trained_on` of `CheckpointManager`.
     """
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)

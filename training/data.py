@@ -1,7 +1,7 @@
 """The data of a run: opens the datasets of the config, and plans the examples of every training step."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 
 from config.schema import PretrainConfig, StageConfig
 from dataset.description import DatasetInfo, read_info, with_candidates
+from dataset.equal import Trained, hash_training
 from dataset.format import MANIFEST, Dataset, load_metadata
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.mixture import check_same_tokens, fingerprint_of, open_datasets
@@ -20,6 +21,7 @@ from distributed.errors import collective_errors
 from distributed.launch import check_same_data
 from distributed.process_group import is_main, local_rank
 from evaluation.evaluators import Evaluators
+from evaluation.leaks import Leaks
 from runtime.reading import read_bytes
 from training.schedule import Schedule
 
@@ -38,6 +40,9 @@ class RunData:
         tests: {folder name: dataset} of `test_data_path`.
         evaluators: Evaluators of `dataset`, then of each of `tests`. Call `anew` before each evaluation.
         manifests: {data folder: content of its manifest} at the launch, to detect a rebuild.
+        hashes: {index of a training folder: hashes of the examples that are trained on}. {} except on rank 0.
+        leaks: Evaluated puzzles that are trained on. Their sets have the names of their metrics, such as
+            eval/all.
     """
 
     dataset: Dataset
@@ -48,6 +53,13 @@ class RunData:
     tests: dict[str, Dataset]
     evaluators: list[Evaluators]
     manifests: dict[Path, bytes]
+    hashes: dict[int, np.ndarray]
+    leaks: Leaks
+
+    def trained_on(self, step: int) -> Trained:
+        """Returns the examples of all stages that have begun after a step. Only rank 0 may call it."""
+        begun = {number for stage, steps in self.plan.num_steps(step) if steps for number in stage.folders}
+        return Trained.of([self.hashes[number] for number in sorted(begun & self.hashes.keys())])
 
     def warn_if_built_anew(self) -> None:
         """Warns on rank 0 if a data folder was rebuilt since the launch.
@@ -86,7 +98,7 @@ def open_data(config: PretrainConfig) -> RunData:
     Rank 0 checks every token. The first rank of each node computes a fingerprint of the data, or reads it
     from the builder's manifest. The fingerprints of all nodes must be equal.
     """
-    fingerprint = ""
+    fingerprint, hashes, leaks = "", {}, Leaks(config.leaks)
     with collective_errors():
         folders = [Path(path) for path in config.data_paths]
         manifests = _read_manifests([*folders, *map(Path, config.test_data_path or [])])
@@ -97,6 +109,9 @@ def open_data(config: PretrainConfig) -> RunData:
         plan = build_plan(config, dataset, held_out)
         tests = open_tests(config, dataset)
         evaluators = [Evaluators(config.evaluators, each) for each in (dataset, *tests.values())]
+        if is_main():
+            hashes = hash_training(dataset, held_out)
+            _add_evaluated(leaks, dataset, tests, held_out)
         if local_rank() == 0:
             fingerprint = fingerprint_of(dataset.folders)
         if _read_manifests(manifests) != manifests:
@@ -105,6 +120,7 @@ def open_data(config: PretrainConfig) -> RunData:
                 f"dataset was rebuilt while it was being opened: {names}. Run the command again."
             )
     check_same_data(fingerprint, names=config.data_paths)
+    leaks.broadcast_find(Trained.of([*hashes.values()]), model="this run")
     sets = dataset.splits["train"].sets
     validation = {name: sets[name].group_indices[:-1][groups] for name, groups in held_out.items()}
     return RunData(
@@ -116,7 +132,21 @@ def open_data(config: PretrainConfig) -> RunData:
         tests=tests,
         evaluators=evaluators,
         manifests=manifests,
+        hashes=hashes,
+        leaks=leaks,
     )
+
+
+def _add_evaluated(
+    leaks: Leaks, dataset: Dataset, tests: Mapping[str, Dataset], held_out: Mapping[str, np.ndarray]
+) -> None:
+    """Adds all sets that the run evaluates: test sets, those of `test_data_path`, and held-out puzzles."""
+    for prefix, data in (("eval/", dataset), *((f"test/{folder}.", data) for folder, data in tests.items())):
+        for name, each in data.splits["test"].sets.items():
+            leaks.add(f"{prefix}{name}", each, "test", data.folders)
+    for name, groups in held_out.items():
+        each = dataset.splits["train"].sets[name]
+        leaks.add(f"validation/{name}", each, "train", dataset.folders, groups=groups)
 
 
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:

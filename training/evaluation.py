@@ -61,13 +61,16 @@ def evaluate(
     row = {}
     for name, prefix, what in passes:
         evaluators = what["evaluators"].anew() if "evaluators" in what else None
+        start = f"{name.removesuffix('_raw')}/{prefix}"
+        found = data.leaks.found.items()
+        leaks = {set_name.removeprefix(start): leak for set_name, leak in found if set_name.startswith(start)}
         with contextlib.nullcontext() if name == "eval_raw" else state.averaged():
             results = evaluate_split(
                 state.model,
                 global_batch_size=config.global_batch_size,
                 reasoning=reasoning,
                 **options,
-                **what | {"evaluators": evaluators},
+                **what | {"evaluators": evaluators, "leaks": leaks},
             )
         if results is None:
             return None

@@ -18,6 +18,7 @@ from runtime.reading import printable
 _TRAINED = {"lm_loss": "loss", "exact_accuracy": "solved", "accuracy": "cells right"}
 _EVALUATED = {"exact_accuracy": "solved", "wrong": "wrong", "undecided": "undecided"}
 _EVALUATED |= {"accuracy": "cells right", "lm_loss": "loss", "act_steps": "thinking steps"}
+_UNSEEN = {"trained_on": "trained on", "unseen/exact_accuracy": "solved of the others"}
 _SPLITS = ("validation", "eval", "eval_raw", "test")
 _MOST = 4  # maximum number of metrics on the progress bar
 _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
@@ -127,12 +128,14 @@ class Console:
 
 def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
     """Yields (short name, value) of the metrics that the console shows for a set, `keep_best` first."""
-    of_kind = [name for name in metrics if "/" in name and is_share(name)]
+    of_kind = [name for name in metrics if "/" in name and is_share(name) and "unseen/" not in name]
     of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")][:2]  # pass@1, pass@2
     names = [name for name in ("exact_accuracy", *of_kind, *_EVALUATED) if name in metrics]
     if not names:  # a network without these metrics
         names = [name for name in metrics if name != "count"][:_MOST]
+    names += [name for name in _UNSEEN if metrics.get("trained_on") and name in metrics]
     chosen = [name for name in metrics if keep_best and f"/{keep_best}".endswith(f"/{name}")]
     for name in dict.fromkeys([*chosen[:1], *names]):
         usual = name.rpartition("/")[2].removesuffix("_accuracy")
-        yield _EVALUATED.get(name, printable(usual)), f"{metrics[name]:.{1 if 'steps' in name else 3}f}"
+        digits = 0 if name == "trained_on" else 1 if "steps" in name else 3
+        yield (_EVALUATED | _UNSEEN).get(name, printable(usual)), f"{metrics[name]:.{digits}f}"

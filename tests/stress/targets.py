@@ -25,6 +25,7 @@ from dataset.description import read_info, read_names
 from dataset.format import Metadata, load_metadata, open_dataset
 from dataset.loader import read_rows
 from dataset.show import main as show
+from evaluation.leaks import find_trained
 from report.page import write_report
 from report.run import read_run
 from runtime.reading import printable, read_yaml, sha256_of
@@ -196,7 +197,8 @@ def _read_model(metadata: Metadata, folder: Path) -> str:
     checkpoint = find_checkpoint(folder)
     network = load_trained_model(checkpoint, metadata).network
     weights = [weight.numpy() for _, weight in sorted(network.state_dict().items())]
-    return _digest(checkpoint.arch, *weights)
+    trained = find_trained(checkpoint)
+    return _digest(checkpoint.arch, *weights, *([] if trained is None else [trained.hashes]))
 
 
 def _write_report(folder: Path) -> str:

@@ -1,0 +1,197 @@
+"""Equal examples: whether two examples, also of different datasets, are the same puzzle.
+
+An example is identified by a hash of 8 bytes. The hash depends on the tokens of the input, but not on their
+dtype. If a dataset has several puzzle identifiers, such as the tasks of a pairs dataset, it also depends on
+the name of the identifier. In ARC, it depends on the grids of input and answer, but not on the task or on the
+positions of the grids in the field: demonstrations are rightly trained on, test pairs are not.
+
+Only the examples of originals, the first puzzles of the groups, have hashes. Their variants are not read.
+
+Checkpoints contain hashes (`Trained`). Checkpoints of earlier versions become useless for comparisons if the
+hash changes.
+"""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
+from dataset.augmentations import FIRST_SYMBOL, find_augmentation
+from dataset.description import read_info, read_names
+from dataset.format import BLANK, Dataset, load_metadata
+from dataset.sets import ConcatenatedSet, PuzzleSet
+from runtime.reading import MissingFileError, read_bytes
+
+UNKNOWN = 0  # hash of an ARC pair without an answer. It is equal to no other example
+
+_MOST_HASHES = 100_000  # in a file. Of more examples, the file contains a sample
+_MOST_BYTES = 8 * _MOST_HASHES + 4096
+_FIELD = 30  # rows and columns of the largest ARC grid
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
+
+
+def hash_examples(data: PuzzleSet | ConcatenatedSet, split: str, folders: Sequence[Path]) -> np.ndarray:
+    """Returns the hashes of the examples of originals: uint64 [n], in the order of `original_rows`.
+
+    folders: Dataset folders of `data`, in the order of `ConcatenatedSet.folder_of_group`.
+    """
+    found = [hashes for number, part in data.parts for hashes in _hash_part(part, split, folders[number])]
+    return np.concatenate(found)
+
+
+def _hash_part(data: PuzzleSet, split: str, folder: Path) -> Iterator[np.ndarray]:
+    """Yields the hashes of the examples of one dataset folder, in chunks."""
+    metadata = load_metadata(folder, split)
+    kind = read_info([folder], metadata).kind
+    family = find_augmentation(kind.augmentation) if kind else None
+    if family is not None and family.has_translations:
+        for inputs, labels, _ in data.originals():
+            grids, answers = _cut_out(inputs), _cut_out(labels)
+            yield np.where(answers.any(axis=1), _hash_rows(np.hstack([grids, answers])), np.uint64(UNKNOWN))
+        return
+    names = read_names(folder) if metadata.num_puzzle_identifiers > 1 else []
+    names = names if len(names) == metadata.num_puzzle_identifiers else []
+    of_name = np.array([_hash_name(name) for name in names] or [0], np.uint64)
+    dtype = np.uint8 if metadata.vocab_size <= 256 else np.dtype("<u4")
+    for inputs, _, puzzles in data.originals():
+        identifiers = data.puzzle_identifiers[puzzles] if names else np.zeros(len(puzzles), np.int64)
+        yield _mix(_hash_rows(inputs.astype(dtype, copy=False)) ^ of_name[identifiers])
+
+
+def _hash_name(name: str) -> int:
+    named = "" if name == BLANK else name
+    return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "little") if named else 0
+
+
+def _hash_rows(tokens: np.ndarray) -> np.ndarray:
+    """Hashes each row of an array [n, length] of bytes or little-endian numbers: uint64 [n]."""
+    row_bytes = np.ascontiguousarray(tokens).view(np.uint8)
+    num, length = row_bytes.shape
+    padded = np.zeros((num, -(-length // 8) * 8), np.uint8)
+    padded[:, :length] = row_bytes
+    hashes = np.full(num, length, np.uint64)
+    for word in padded.view("<u8").T:
+        hashes = _mix(hashes ^ word)
+    return hashes
+
+
+def _mix(hashes: np.ndarray) -> np.ndarray:
+    """Maps uint64 [n] to well-mixed uint64 [n], one to one (splitmix64)."""
+    hashes = hashes + np.uint64(0x9E3779B97F4A7C15)
+    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+        hashes ^= hashes >> np.uint64(shift)
+        hashes *= np.uint64(multiplier)
+    return hashes ^ (hashes >> np.uint64(31))
+
+
+def _cut_out(tokens: np.ndarray) -> np.ndarray:
+    """Cuts the grids out of square fields [n, cells]: uint8 [n, 900], each at the top left, without ends."""
+    size = math.isqrt(tokens.shape[1])
+    fields = tokens.reshape(-1, size, size)
+    is_cell = fields >= FIRST_SYMBOL
+    top, left = is_cell.any(axis=2).argmax(axis=1), is_cell.any(axis=1).argmax(axis=1)
+    rows, columns = ((first[:, None] + np.arange(size)) % size for first in (top, left))
+    moved = fields[np.arange(len(fields))[:, None, None], rows[:, :, None], columns[:, None, :]]
+    grids = np.zeros((len(fields), _FIELD, _FIELD), np.uint8)
+    grids[:, :size, :size] = np.where(moved >= FIRST_SYMBOL, moved, 0)
+    return grids.reshape(len(fields), -1)
+
+
+def hash_training(data: Dataset, held_out: Mapping[str, np.ndarray]) -> dict[int, np.ndarray]:
+    """Returns {index of the dataset folder: hashes of its training examples, uint64 [n]}.
+
+    held_out: {training set: mask of the groups that are not trained on, bool [num_groups]}.
+    """
+    found: dict[int, list[np.ndarray]] = {number: [] for number in range(len(data.folders))}
+    for name, each in data.splits["train"].sets.items():
+        hashes = hash_examples(each, "train", data.folders)
+        firsts = np.asarray(each.group_indices[:-1], np.int64)
+        groups = np.arange(len(firsts)).repeat(np.diff(each.puzzle_indices)[firsts])
+        is_trained = ~held_out[name][groups] if name in held_out else np.ones(len(groups), bool)
+        for number in np.unique(each.folder_of_group).tolist():
+            found[number].append(hashes[is_trained & (each.folder_of_group[groups] == number)])
+    return {number: np.concatenate(parts) for number, parts in found.items() if parts}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The examples that a model was trained on.
+
+    Attributes:
+        hashes: Hashes, uint64 [n], ascending and distinct.
+        rate: A power of 2, at most 1. Of all examples, `hashes` contains those below rate x 2^64.
+        is_complete: Whether nothing else was trained on. False if the model started from a checkpoint with
+            unknown training examples.
+    """
+
+    hashes: np.ndarray
+    rate: float = 1.0
+    is_complete: bool = True
+
+    @staticmethod
+    def of(hashes: Sequence[np.ndarray], *, is_complete: bool = True) -> "Trained":
+        """Returns the distinct examples of several arrays of hashes."""
+        found = np.sort(np.concatenate([np.zeros(1, np.uint64), *hashes]))  # UNKNOWN is always the first
+        return Trained(found[1:][found[1:] != found[:-1]], is_complete=is_complete)
+
+    def sample(self, rate: float) -> "Trained":
+        """Returns the sample with a rate of at most `rate`."""
+        if rate >= self.rate:
+            return self
+        return dataclasses.replace(self, hashes=self.hashes[self.hashes < _limit(rate)], rate=rate)
+
+    def join(self, other: "Trained | None") -> "Trained":
+        """Returns the examples of both. The rate is the smaller one, unless `other` adds nothing."""
+        if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
+            return self
+        own, others = self.sample(other.rate), other.sample(self.rate)
+        is_complete = self.is_complete and other.is_complete
+        joined = Trained.of([own.hashes, others.hashes], is_complete=is_complete)
+        return dataclasses.replace(joined, rate=own.rate)
+
+    def contains(self, hashes: np.ndarray) -> np.ndarray:
+        """Returns whether each of the hashes is one of the examples: bool [n]."""
+        found = np.append(self.hashes, np.uint64(UNKNOWN))
+        return (found[self.hashes.searchsorted(hashes)] == hashes) & (hashes != UNKNOWN)
+
+    def covers(self, hashes: np.ndarray) -> np.ndarray:
+        """Returns whether `contains` can know each of the hashes, which a sample cannot: bool [n]."""
+        is_known = hashes != UNKNOWN
+        return is_known if self.rate == 1 else is_known & (hashes < _limit(self.rate))
+
+    def to_bytes(self) -> bytes:
+        """Returns the content of a file that `read_trained` reads. It has at most 100,000 hashes."""
+        sample = self
+        while len(sample.hashes) > _MOST_HASHES:
+            sample = sample.sample(sample.rate / 2)
+        tensors = {"hashes": sample.hashes, "rate": np.float64(sample.rate)}
+        tensors["is_complete"] = np.bool_(self.is_complete)
+        return safetensors.numpy.save({name: np.asarray(each) for name, each in tensors.items()})
+
+
+def read_trained(path: Path) -> Trained | None:
+    """Reads and checks a file of `Trained.to_bytes`. None if it is missing. ValueError if it is damaged."""
+    try:
+        content = read_bytes(path, most=_MOST_BYTES)
+        tensors = safetensors.numpy.load(content)
+        hashes, rate, is_complete = (tensors.pop(name) for name in ("hashes", "rate", "is_complete"))
+        found = Trained(hashes, float(rate), bool(is_complete))
+        is_valid = not tensors and hashes.dtype == np.uint64 and hashes.ndim == 1 and rate.dtype == np.float64
+        is_valid &= 0 < found.rate <= 1 and math.frexp(found.rate)[0] == 0.5
+        is_valid = is_valid and bool((hashes[1:] > hashes[:-1]).all() and found.covers(hashes).all())
+    except MissingFileError:
+        return None
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}). Delete it.") from None
+    if not is_valid:
+        raise ValueError(f"{path} does not contain sorted hashes and their rate. Delete it.")
+    return found
+
+
+def _limit(rate: float) -> np.uint64:
+    return np.uint64(int(rate * 2**64))

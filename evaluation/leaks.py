@@ -1,0 +1,166 @@
+"""Test puzzles that a model was trained on. Their accuracy says nothing about new puzzles.
+
+`dataset.equal` decides which examples are equal. Rank 0 compares hashes, the other ranks get the result.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from checkpointing.pretrained import Checkpoint
+from dataset.equal import Trained, hash_examples, hash_training, read_trained
+from dataset.loader import original_rows
+from dataset.mixture import fingerprint_of, open_datasets
+from dataset.plan import held_out_groups
+from dataset.sets import ConcatenatedSet, PuzzleSet, rows_of
+from distributed import log
+from distributed.collectives import broadcast_object
+from distributed.errors import collective_errors
+from distributed.process_group import is_main
+from evaluation.intervals import wilson_interval
+
+
+@dataclasses.dataclass(frozen=True)
+class Leak:
+    """The puzzles of one evaluated set that were trained on, as far as this is known. Equal on all ranks.
+
+    Attributes:
+        rows: Rows of the examples that were trained on, with those of variants: int64, ascending. Empty with
+            a rate between 0 and 1.
+        rate: Fraction of the training examples that are known, `trained_on_rate`. 1: all of them. 0: unknown.
+        share: With a rate between 0 and 1, the estimated fraction of test examples that were trained on, and
+            the ends of its 95 % interval. Otherwise None.
+    """
+
+    rows: np.ndarray
+    rate: float
+    share: tuple[float, float, float] | None = None
+
+
+class _Tested(NamedTuple):
+    """An evaluated set. rows, hashes: Row and hash of each example of its originals, [n]."""
+
+    where: Path
+    data: PuzzleSet | ConcatenatedSet
+    has_variants: bool
+    rows: np.ndarray
+    hashes: np.ndarray
+
+
+class Leaks:
+    """Finds the test puzzles of all evaluated sets that were trained on.
+
+    Args:
+        reaction: What follows if there are any: a warning, or a ValueError.
+
+    Attributes:
+        found: {name of the set: leak}. {} before `broadcast_find`.
+    """
+
+    def __init__(self, reaction: Literal["warn", "error"]):
+        self._reaction = reaction
+        self._tested: dict[str, _Tested] = {}  # only on rank 0
+        self._told: dict[str, str] = {}
+        self.found: dict[str, Leak] = {}
+
+    def add(
+        self,
+        name: str,
+        data: PuzzleSet | ConcatenatedSet,
+        split: str,
+        folders: Sequence[Path],
+        *,
+        groups: np.ndarray | None = None,
+    ) -> None:
+        """Adds an evaluated set, only on rank 0. Reads the inputs of all originals.
+
+        groups: Mask of the evaluated groups, bool [num_groups], of which only the originals are evaluated. If
+        None, all puzzles are evaluated.
+        """
+        rows, hashes = original_rows(data), hash_examples(data, split, folders)
+        if groups is not None:
+            firsts = np.asarray(data.group_indices[:-1], np.int64)
+            is_evaluated = groups.repeat(np.diff(data.puzzle_indices)[firsts])
+            rows, hashes = rows[is_evaluated], hashes[is_evaluated]
+        where = folders[data.parts[0][0]] / split
+        self._tested[name] = _Tested(where, data, groups is None, rows, hashes)
+
+    def broadcast_find(self, trained: Trained | None, *, model: str) -> None:
+        """Sets `found`, on all ranks. All ranks call it.
+
+        Rank 0 warns once of each set with puzzles that were trained on. With `error`, all ranks end.
+
+        trained: The examples that were trained on, on rank 0. If None, they are unknown.
+        model: What was trained on them, for a message.
+        """
+        with collective_errors():
+            if is_main():
+                if trained is None or not trained.is_complete:
+                    log.info(f"The training puzzles of {model} are not all known, so trained_on_rate is 0.")
+                self.found = {name: self._find(name, each, trained) for name, each in self._tested.items()}
+        self.found = broadcast_object(self.found)
+
+    def _find(self, name: str, tested: _Tested, trained: Trained | None) -> Leak:
+        if trained is None:
+            return Leak(np.zeros(0, np.int64), 0.0)
+        rows = tested.rows[trained.contains(tested.hashes)]
+        num_known, share = int(trained.covers(tested.hashes).sum()), None
+        rate = trained.rate if trained.is_complete and num_known else 0.0
+        number = f"{len(rows)} of {len(tested.rows)}"
+        if 0 < rate < 1:
+            part = len(rows) / num_known
+            share = (part, *wilson_interval(part, num_known))
+            estimate, low, high = (round(each * len(tested.rows)) for each in share)
+            number = f"about {estimate} ({low} to {high}) of {len(tested.rows)}"
+        elif rate == 0:
+            number = f"at least {number}"
+        if len(rows):
+            first = f"set {name} ({tested.where}), the first is row {rows[0]}"
+            unseen = " The metrics unseen/... are of the other puzzles." if rate == 1 else ""
+            self._react(name, f"{number} test puzzles were trained on: {first}.", unseen)
+        rows = rows[:0] if share else rows  # a sample does not tell which puzzles are unseen
+        return Leak(_with_variants(tested.data, rows) if tested.has_variants else rows, rate, share)
+
+    def _react(self, name: str, problem: str, unseen: str) -> None:
+        if self._reaction == "error":
+            raise ValueError(f"leaks=error: {problem} Remove them from one split, or set leaks=warn.")
+        if self._told.get(name) != problem:
+            self._told[name] = problem
+            log.warning(f"{problem} Their accuracy says nothing about new puzzles.{unseen}")
+
+
+def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.ndarray:
+    """Returns the same examples of all puzzles of a group, ascending. rows: Rows of originals, int64 [n]."""
+    indices, group_indices = (
+        np.asarray(each, np.int64) for each in (data.puzzle_indices, data.group_indices)
+    )
+    puzzles = indices.searchsorted(rows, side="right") - 1
+    groups = group_indices.searchsorted(puzzles, side="right") - 1
+    number = (rows - indices[puzzles]).repeat(np.diff(group_indices)[groups])
+    variants = rows_of(group_indices, groups)
+    found = indices[variants] + number
+    return np.sort(found[found < indices[variants + 1]])
+
+
+def find_trained(checkpoint: Checkpoint) -> Trained | None:
+    """Returns the examples that a checkpoint was trained on. None if they are unknown.
+
+    They are in a file of the checkpoint. An older checkpoint has no such file. If its dataset folders have
+    not changed since the training, their training splits are hashed. ValueError if the file is damaged.
+    """
+    if checkpoint.trained_file is not None and (found := read_trained(checkpoint.trained_file)):
+        return found
+    folders = checkpoint.find_data()
+    try:
+        if checkpoint.fingerprint is None or checkpoint.fingerprint != fingerprint_of(folders):
+            return None
+        data = open_datasets(folders, splits=("train",), read_everything=False)
+    except (ValueError, OSError):
+        return None
+    options = {"seed": checkpoint.seed, "fraction": checkpoint.validation_fraction}
+    sets = data.splits["train"].sets
+    held_out = {name: held_out_groups(each, **options) for name, each in sets.items()}
+    return Trained.of([*hash_training(data, held_out).values()], is_complete=checkpoint.init_from is None)
