@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from checkpointing.pretrained import Checkpoint
-from dataset.equal import Trained, hash_examples, hash_training, read_trained
+from dataset.equal import UNKNOWN, Trained, hash_examples, hash_training, read_trained
 from dataset.loader import original_rows
 from dataset.mixture import fingerprint_of, open_datasets
 from dataset.plan import held_out_groups
@@ -31,12 +31,15 @@ class Leak:
         rows: Rows of the examples that were trained on, with those of variants: int64, ascending. Empty with
             a rate between 0 and 1.
         rate: Fraction of the training examples that are known, `trained_on_rate`. 1: all of them. 0: unknown.
+        num_distinct: Number of different puzzles in the set: different inputs, in ARC test inputs. Equal
+            puzzles and the views of a test input count once.
         share: With a rate between 0 and 1, the estimated fraction of test examples that were trained on, and
             the ends of its 95 % interval. Otherwise None.
     """
 
     rows: np.ndarray
     rate: float
+    num_distinct: int
     share: tuple[float, float, float] | None = None
 
 
@@ -104,8 +107,9 @@ class Leaks:
         self.found = broadcast_object(self.found)
 
     def _find(self, name: str, tested: _Tested, trained: Trained | None) -> Leak:
+        num_distinct = len(np.setdiff1d(tested.hashes, [np.uint64(UNKNOWN)]))
         if trained is None:
-            return Leak(np.zeros(0, np.int64), 0.0)
+            return Leak(np.zeros(0, np.int64), 0.0, num_distinct)
         rows = tested.rows[trained.contains(tested.hashes)]
         num_known, share = int(trained.covers(tested.hashes).sum()), None
         rate = trained.rate if trained.is_complete and num_known else 0.0
@@ -122,7 +126,8 @@ class Leaks:
             unseen = " The metrics unseen/... are of the other puzzles." if rate == 1 else ""
             self._react(name, f"{number} test puzzles were trained on: {first}.", unseen)
         rows = rows[:0] if share else rows  # a sample does not tell which puzzles are unseen
-        return Leak(_with_variants(tested.data, rows) if tested.has_variants else rows, rate, share)
+        rows = _with_variants(tested.data, rows) if tested.has_variants else rows
+        return Leak(rows, rate, num_distinct, share)
 
     def _react(self, name: str, problem: str, unseen: str) -> None:
         if self._reaction == "error":

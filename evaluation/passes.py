@@ -225,9 +225,10 @@ class _SetSums:
         return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in words.items() if name in metrics)
 
     def _leak_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns the metrics of examples that were trained on. All ranks call it. metrics: Of all examples.
+        """Returns distinct_count, and the metrics of examples that were trained on. All ranks call it.
 
         trained_on is a lower bound if the rate is 0. unseen/<metric> are metrics of the other examples.
+        metrics: Metrics of all examples.
         """
         leak, count = self._leak, metrics.get("count", 0)
         unseen = {"count": count}
@@ -237,6 +238,8 @@ class _SetSums:
         if leak is None or not metrics:
             return {}
         found = {"trained_on_rate": leak.rate}
+        if count:
+            found["distinct_count"] = min(leak.num_distinct, count)
         if leak.share is not None:
             names = ("trained_on", "trained_on_low", "trained_on_high")
             return found | {name: each * count for name, each in zip(names, leak.share, strict=True)}

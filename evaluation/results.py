@@ -174,6 +174,8 @@ def all_metrics(
     named = {name: text for name, text in texts if text is not None}
     for name, result in results.items():
         values = {**result.metrics, "count": int(result.metrics.get("count", 0))}
+        if "distinct_count" in values:
+            values["distinct_count"] = int(values["distinct_count"])
         for step, value in enumerate(result.exact_accuracy_after_each_step, 1):
             values[f"exact_accuracy_after_step_{step}"] = value
         metrics[name] = with_intervals(values) | named
@@ -186,9 +188,24 @@ def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
     for name, value in values.items():
         completed[name] = value
         evaluator, slash, _ = name.rpartition("/")
-        if is_share(name) and (count := int(values.get(f"{evaluator}{slash}count", 0))) > 0:
+        if is_share(name) and (count := independent_count(values, f"{evaluator}{slash}")) > 0:
             completed |= _interval(name, min(max(value, 0.0), 1.0), count)
     return completed
+
+
+def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
+    """Returns the number of independent test puzzles, for the interval of a set's accuracy. 0 if unknown.
+
+    Equal puzzles, and the views of an ARC test input, are not independent. If a metric counts examples, this
+    is the number of different puzzles among them.
+
+    values: Metrics of the set. evaluator: Start of the metric's name, such as "unseen/" or "sudoku/".
+    """
+    count, num_rows = values.get(f"{evaluator}count", 0), values.get("count", 0)
+    counts_examples = evaluator in ("", "unseen/") or count == num_rows
+    if count and counts_examples and (distinct := values.get("distinct_count")):
+        return max(round(distinct * count / num_rows), 1)
+    return int(count)
 
 
 def _interval(metric: str, share: float, count: int) -> dict[str, float]:
@@ -285,13 +302,14 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
     sets = {}
     for name, result in results.items():
         if count := int(result.metrics.get("count", 0)):
+            num_independent = independent_count(result.metrics)
             corners: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
             for (*setting, way, figure), number in result.scores.items():
                 shares = corners.setdefault(tuple(setting), {}).setdefault(way, {})
                 metric = f"{figure}_accuracy" if figure in ("exact", "valid") else figure
                 shares[metric] = number / count
                 if is_share(metric):
-                    shares |= _interval(metric, number / count, count)
+                    shares |= _interval(metric, number / count, num_independent)
             rows = [{"steps": key[0], "samples": key[1], "ways": corners[key]} for key in sorted(corners)]
             sets[name] = {"count": count, "corners": rows}
     return {**{name: getattr(config, name) for name in _ASKED}, "sets": sets}

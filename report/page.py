@@ -14,7 +14,14 @@ from dataset.kinds.kind import to_grid
 from distributed import log
 from distributed.process_group import is_main
 from evaluation.intervals import wilson_interval
-from evaluation.results import INTERVAL_ENDS, is_number, is_share, metric_names, with_suffix
+from evaluation.results import (
+    INTERVAL_ENDS,
+    independent_count,
+    is_number,
+    is_share,
+    metric_names,
+    with_suffix,
+)
 from models import HaltingModel
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart, short
 from report.compute import compute_chart, compute_picture
@@ -378,7 +385,7 @@ def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart 
     for number, (name, values) in enumerate(run.evaluation.items()):
         steps = sorted(int(rest) for metric in values if (rest := metric.removeprefix(key)).isdigit())
         shares = [values[f"{key}{step}"] for step in steps]
-        count = int(values.get("count", 0))
+        count = independent_count(values)
         ends = [wilson_interval(min(share, 1.0), count) for share in shares] if count else []
         lines.append(
             Line(

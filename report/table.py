@@ -11,6 +11,7 @@ from typing import Any
 
 from config.files import flatten
 from evaluation.intervals import difference_p, mean_interval, wilson_interval
+from evaluation.results import independent_count
 from report.charts import fraction, short
 from report.page import check_output, duration, write_page
 from report.run import RunRecord, read_run
@@ -167,8 +168,13 @@ def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float
     if len(shares) > 1:
         low, high = mean_interval(shares)
         return max(low, 0.0), min(high, 1.0)
-    counts = [run.curve(f"eval/{name}/count")[1] for run in runs for name in run.eval_sets()]
-    count = sum(int(each[-1]) for each in counts if each)
+    names = ("count", "distinct_count")
+    sets = [
+        {key: values[-1] for key in names if (values := run.curve(f"eval/{name}/{key}")[1])}
+        for run in runs
+        for name in run.eval_sets()
+    ]
+    count = sum(map(independent_count, sets))
     return wilson_interval(min(shares[0], 1.0), count) if shares and count else (None, None)
 
 

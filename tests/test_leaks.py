@@ -10,12 +10,15 @@ import torch
 
 from checkpointing.files import TRAINED_FILE
 from checkpointing.pretrained import find_checkpoint
+from dataset.build.splits import make_split
+from dataset.build.writing import write_dataset
 from dataset.equal import Trained, hash_examples
 from dataset.format import load_metadata, open_dataset
 from dataset.mixture import open_datasets
 from evaluation.intervals import wilson_interval
 from evaluation.leaks import Leaks, find_trained
 from evaluation.passes import evaluate_split
+from evaluation.results import all_metrics
 from tests import arc_source
 from tests.ranks import complete_program, run_program
 from tests.sudoku_source import HEADER, build_sets, source_rows, write_csv
@@ -103,10 +106,26 @@ def test_arc_counts_test_pairs_and_not_demonstrations(tmp_path):
     found = open_data(tiny_config(data_path=list(map(str, folders)))).leaks.found
     tested = mixed.splits["test"].sets["first_data.all"]
     expected = range(*tested.puzzle_indices[tested.group_indices[1:3]])  # of all three variants
+    assert 3 * found["eval/first_data.all"].num_distinct == tested.num_examples
     assert found["eval/first_data.all"].rows.tolist() == [*expected]
     assert not len(found["eval/other_data.all"].rows)
     alone = open_data(tiny_config(data_path=[str(folders[0])], global_batch_size=4))
     assert not len(alone.leaks.found["eval/all"].rows)  # demonstrations are in both splits
+
+
+def test_repeated_test_puzzles_have_the_interval_of_different_ones(leaky, tmp_path):
+    test = open_dataset(leaky[0], read_everything=False).splits["test"].sets["all"]
+    pairs = np.stack([test.inputs, test.labels], axis=1)
+    splits = {name: make_split(pairs.repeat(5, axis=0), vocab_size=6) for name in ("train", "test")}
+    write_dataset(tmp_path / "data", splits=splits, identifiers=["<blank>"], builder={})
+    data = open_data(_config(tmp_path / "data"))
+    leaks = {"all": data.leaks.found["eval/all"]}
+    model = halting_model(leaky[0], steps=3)
+    results = evaluate_split(model, data.dataset, global_batch_size=7, leaks=leaks)
+    values = all_metrics(results, selected_by=None, forward_dtype=None)["all"]
+    assert (values["count"], values["distinct_count"]) == (100, 20)
+    ends = wilson_interval(values["accuracy"], 20)
+    assert (values["accuracy_low"], values["accuracy_high"]) == pytest.approx(ends)
 
 
 def test_the_accuracy_of_the_others_is_that_of_an_evaluation_without_them(leaky):

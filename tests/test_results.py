@@ -13,6 +13,7 @@ from evaluation.intervals import wilson_interval
 from evaluation.passes import SetResult
 from evaluation.results import (
     all_metrics,
+    independent_count,
     metrics_table,
     scaling_of,
     scaling_table,
@@ -43,6 +44,14 @@ def test_an_interval_has_no_interval():
     )
     assert once["arc/pass@1_low"] < 0.5 < once["arc/pass@1_high"]
     assert with_intervals(once) == once
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "expected"), [("", 30), ("unseen/", 10), ("sudoku/", 30), ("arc/", 8), ("none/", 0)]
+)
+def test_equal_puzzles_count_once_in_an_interval(evaluator, expected):
+    counts = {"count": 300, "distinct_count": 30, "unseen/count": 100, "sudoku/count": 300, "arc/count": 8}
+    assert independent_count(counts, evaluator) == expected
 
 
 def test_what_other_options_left_is_removed_but_not_what_another_evaluation_left(tmp_path):
