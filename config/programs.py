@@ -70,7 +70,7 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
 
     checkpoint: Paths | None
     output_dir: Text | None
-    evaluators: list[str]
+    evaluators: list[str] | None
     leaks: Literal["warn", "error"]
     halt_max_steps: Different[Count] | None
     samples: Different[Count]

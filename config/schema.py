@@ -187,7 +187,7 @@ class PretrainConfig(MachineConfig):
     stop_patience: MayChange[PositiveInt | None]
     checkpoint_async: MayChange[bool]
     resume: MayChange[Text]
-    evaluators: MayChange[list[str]]
+    evaluators: MayChange[list[str] | None]
     halting: MayChange[Literal["max", "act"]]
     raw: MayChange[bool]
     save_outputs: MayChange[list[SavedOutput]]

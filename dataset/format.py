@@ -226,6 +226,15 @@ def read_builder(folder: Path) -> dict[str, Any] | None:
         return None
 
 
+def splits_with_several_solutions(folder: Path) -> list[str]:
+    """Returns the splits in which the builder found puzzles with several solutions, from the manifest."""
+    try:
+        found = read_json(folder / MANIFEST)["several_solutions"]
+        return [split for split in SPLITS if split in found]
+    except (ValueError, KeyError, TypeError):
+        return []
+
+
 def load_metadata(folder: Path, split: str) -> Metadata:
     """Reads `<folder>/<split>/dataset.json`. ValueError if it is missing, malformed or incomplete."""
     path = folder / split / METADATA

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dataset.format import Dataset, Metadata, load_metadata
+from dataset.format import Dataset, Metadata, load_metadata, read_builder, splits_with_several_solutions
 from dataset.kinds.kind import Answers, Evaluator, Rules, find_kind, kind_names
+from distributed import log
 from distributed.collectives import Ranks, gather_objects
 from distributed.errors import collective_errors
+from distributed.process_group import is_main
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:
@@ -30,14 +32,21 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
 class Evaluators:
     """The evaluators of all test sets. Every rank builds its evaluators, and adds the answers of its slots.
 
-    names: Kinds of puzzles. Raises ValueError if one of them fits no folder. Other ranks may not raise it, so
-    call it in a block of `collective_errors`.
+    names: Kinds of puzzles. If None, the kinds of the folders in which the builder found test puzzles with
+    several solutions: there, an answer may be valid and differ from the label. Raises ValueError if one of
+    them fits no folder. Other ranks may not raise it, so call it in a block of `collective_errors`.
     """
 
-    def __init__(self, names: Sequence[str], data: Dataset):
+    def __init__(self, names: Sequence[str] | None, data: Dataset):
         self._data = data
         self._of_folder: dict[Path, list[Evaluator]] = {folder: [] for folder in data.folders}
-        for name in names:
+        several = [folder for folder in data.folders if "test" in splits_with_several_solutions(folder)]
+        kinds = dict.fromkeys(builder["name"] for folder in several if (builder := read_builder(folder)))
+        for kind in kinds if names is not None and is_main() else ():
+            if kind not in names:
+                text = f"test puzzles of {several[0]} have several solutions, so valid answers count as wrong"
+                log.info(f"{text}. Add {kind} to evaluators.")
+        for name in kinds if names is None else names:
             failures = []
             for folder, evaluators in self._of_folder.items():
                 try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataset.format import open_split
+from dataset.format import open_split, splits_with_several_solutions
 from dataset.kinds.sudoku.rules import BOXES, TooHardError, are_solved, count_solutions, find_solutions
 from dataset.sets import FIELDS
 from tests.ranks import REPOSITORY
@@ -264,6 +264,7 @@ def test_odd_puzzles_of_a_source_are_reported(tmp_path, capsys):
     assert "train.csv: 1 of 23 puzzles have an answer equal to their input." in err
     assert "2 of 23 puzzles of the train split have several solutions." in err
     assert "test split have" not in err
+    assert splits_with_several_solutions(tmp_path / "data") == ["train"]
 
 
 def test_puzzles_in_both_splits_are_reported(tmp_path, source, capsys):

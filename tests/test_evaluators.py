@@ -4,6 +4,9 @@ import shutil
 import subprocess
 import sys
 
+from dataset.format import open_dataset
+from evaluation.evaluators import Evaluators
+from tests import sudoku_source
 from tests.ranks import REPOSITORY
 
 
@@ -16,6 +19,21 @@ def test_a_new_kind_is_one_file(tmp_path):
         [sys.executable, "-c", _USE_NEW_KIND], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert run.stdout.split() == ["arc,colours,maze,pairs,sudoku", "colours", "r"]
+
+
+def test_puzzles_with_several_solutions_have_their_evaluator_by_default(tmp_path, caplog):
+    sudoku_source.write_csv(tmp_path / "train.csv", sudoku_source.source_rows(20))
+    rows = sudoku_source.source_rows(5, stream=1)
+    sudoku_source.write_csv(tmp_path / "test.csv", [*rows, [rows[0][0], "." * 16, *rows[0][2:]]])
+    folders = []
+    for name, words in (("several", ("--source", tmp_path)), ("one", ("--generate", 10, "--num-test", 10))):
+        folders.append(tmp_path / name)
+        sudoku_source.build(folders[-1], *words, "--box", "2x2")
+    several, one = (open_dataset(folder, splits=("test",), read_everything=False) for folder in folders)
+    assert (bool(Evaluators(None, several)), bool(Evaluators(None, one))) == (True, False)
+    caplog.set_level("INFO")
+    assert not Evaluators([], several)
+    assert "several solutions, so valid answers count as wrong. Add sudoku to evaluators." in caplog.text
 
 
 _NEW_KIND = """

@@ -102,9 +102,13 @@ def build_puzzles(
     asked = options.subsample_size, options.num_test
     train = _keep(train, asked[0], "--subsample-size", "training", seed=options.seed, stream=_SUBSAMPLE)
     test = _keep(test, asked[1], "--num-test", "test", seed=options.seed, stream=_TEST_SUBSAMPLE)
+    several_solutions = []
     if options.generate is None and has_several is not None:
-        for split, pairs in (("train", train), ("test", test)):
-            _warn_of_several_solutions(pairs, split, kind=kind, has_several=has_several)
+        several_solutions = [
+            split
+            for split, pairs in (("train", train), ("test", test))
+            if _have_several_solutions(pairs, split, kind=kind, has_several=has_several)
+        ]
     held_out = set(input_keys(test[:, 0]))
     if num_shared := np.count_nonzero(are_among(train[:, 0], held_out)):
         warn(f"build {kind}", f"{num_shared} puzzles of the training split are also in the test split.")
@@ -123,7 +127,8 @@ def build_puzzles(
     train_split = make_split(examples, vocab_size=vocab_size, **augmented)
     splits = {"train": train_split, "test": test_split}
     builder = {"name": kind, "arguments": recorded(options, instead)}
-    write_dataset(options.output_dir, splits=splits, identifiers=[BLANK], builder=builder)
+    findings = {"several_solutions": several_solutions}
+    write_dataset(options.output_dir, splits=splits, identifiers=[BLANK], builder=builder, **findings)
     train_set, size = train_split.sets["all"], math.isqrt(train.shape[2])
     things, num_puzzles = f"{thing.partition(' ')[0]}s", len(train_set.puzzle_identifiers)
     easier = "" if make_easier is None else ", with an easier example of every one"
@@ -179,10 +184,13 @@ def _without_repeats(pairs: np.ndarray, path: Path, *, kind: str) -> np.ndarray:
     return pairs[is_new]
 
 
-def _warn_of_several_solutions(
+def _have_several_solutions(
     pairs: np.ndarray, split: str, *, kind: str, has_several: Callable[[np.ndarray], bool]
-) -> None:
-    """Warns if puzzles have several solutions. Counts those of up to _SAMPLE random puzzles, for 10 s."""
+) -> bool:
+    """Returns whether puzzles of a split have several solutions, and warns of them.
+
+    Looks at up to _SAMPLE random puzzles, for up to _SAMPLE_SECONDS.
+    """
     size = min(len(pairs), _SAMPLE)
     num_checked = num_several = 0
     started = time.monotonic()
@@ -194,8 +202,9 @@ def _warn_of_several_solutions(
     if num_several:
         sample = "" if num_checked == len(pairs) else "sampled "
         text = f"{num_several} of {num_checked} {sample}puzzles of the {split} split have several solutions"
-        advice = f"An answer may be valid and differ from the label. Evaluate with evaluators=[{kind}]."
+        advice = f"An answer may be valid and differ from the label. See the metrics of evaluators=[{kind}]."
         warn(f"build {kind}", f"{text}. {advice}")
+    return num_several > 0
 
 
 def _keep(

@@ -12,7 +12,7 @@ import dataclasses
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ def write_dataset(
     identifiers: list[str],
     builder: dict,
     extra_files: dict[str, Any] | None = None,
+    several_solutions: Sequence[str] = (),
 ) -> None:
     """Writes a dataset and its manifest, reads and checks all of it, then replaces the folder.
 
@@ -52,12 +53,14 @@ def write_dataset(
         builder: {"name": ..., "arguments": ...} for the manifest. Use JSON values that do not depend on the
             machine, so that equal arguments give equal bytes.
         extra_files: {file name: JSON value}.
+        several_solutions: Splits that have puzzles with several solutions, for the manifest.
 
     Raises:
         ValueError: The folder may not be replaced, or the dataset is inconsistent.
     """
     with replaced_folder(check_output_folder(folder, builder=builder.get("name"))) as new:
-        _write(new, splits, identifiers=identifiers, builder=builder, extra_files=extra_files or {})
+        _write(new, splits, identifiers=identifiers, extra_files=extra_files or {})
+        _write_manifest(new, splits, builder=builder, several_solutions=several_solutions)
         open_dataset(new, splits=tuple(splits), read_everything=True)
 
 
@@ -119,9 +122,7 @@ def check_output_folder(
     return goal
 
 
-def _write(
-    folder: Path, splits: dict[str, Split], *, identifiers: list[str], builder: dict, extra_files: dict
-) -> None:
+def _write(folder: Path, splits: dict[str, Split], *, identifiers: list[str], extra_files: dict) -> None:
     for split, data in splits.items():
         (folder / split).mkdir(parents=True)
         values = {key: value for key, value in dataclasses.asdict(data.metadata).items() if value is not None}
@@ -136,6 +137,11 @@ def _write(
     write_json(folder / IDENTIFIERS, identifiers)
     for name, content in extra_files.items():  # in one line: they contain thousands of numbers
         write_json(folder / name, content, indent=None)
+
+
+def _write_manifest(
+    folder: Path, splits: dict[str, Split], *, builder: dict, several_solutions: Sequence[str]
+) -> None:
     counts = {
         split: {name: puzzle_set.num_examples for name, puzzle_set in data.sets.items()}
         for split, data in splits.items()
@@ -144,7 +150,8 @@ def _write(
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
         for path in sorted(path for path in folder.rglob("*") if path.is_file())
     }
-    write_json(folder / MANIFEST, {"builder": builder, "examples": counts, "files": files})
+    found = {"several_solutions": list(several_solutions)} if several_solutions else {}
+    write_json(folder / MANIFEST, {"builder": builder, **found, "examples": counts, "files": files})
 
 
 @contextlib.contextmanager
