@@ -10,6 +10,7 @@ import torch
 
 import checkpointing.files
 from checkpointing.files import newest_checkpoint, verify_checkpoint
+from optimizers.learning_rate import learning_rates
 from tests.checkpoints import (
     FINGERPRINT,
     assert_equal,
@@ -100,6 +101,19 @@ def test_the_averages_of_a_branch_begin_with_the_weights_where_there_are_none(ru
     assert "The averages start as its weights" in capsys.readouterr().out
     assert_equal(dict(state.exports()["ema_weights"]), state.sections()["weights"])
     assert_equal(state.sections()["weights"], random_state(3).sections()["weights"])
+
+
+@pytest.mark.parametrize(("rate", "is_told"), [(1e-6, True), (None, False)])
+def test_a_branch_tells_of_a_learning_rate_that_jumps(run, tmp_path, capsys, rate, is_told):
+    """After a finished run, a longer one is no longer at the end of its schedule."""
+    save(run, 3)
+    config = run_config(tmp_path / "branch", resume=str(run))
+    rate = rate or learning_rates(config, 3, total_steps=1000)["lr"]
+    (run / "metrics.jsonl").write_text(f'{{"step": 3, "train/lr": {rate}}}\n')
+    with open_checkpoints(tmp_path / "branch", resume=str(run)) as checkpoints:
+        checkpoints.resume(blank_state(), total_steps=1000)
+    told = "the learning rate changes from 1e-06 to " in capsys.readouterr().out
+    assert told == is_told
 
 
 def _save_share(run: Path) -> None:

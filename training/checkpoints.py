@@ -63,7 +63,9 @@ from distributed.errors import collective_errors, lost_connection
 from distributed.launch import check_folder_is_shared
 from distributed.process_group import is_main, world_size
 from evaluation.leaks import find_trained
-from runtime.metrics_file import cut_back_rows
+from evaluation.results import is_number
+from optimizers.learning_rate import learning_rates
+from runtime.metrics_file import cut_back_rows, read_rows
 from runtime.writing import write_text
 from training.best import BestStep
 from training.run_folder import open_run_folder, writing_errors
@@ -107,6 +109,7 @@ class CheckpointManager:
         self._before: Trained | None = None  # examples of the checkpoint that this launch started from
         self.best = BestStep(config)
         self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.among)
+        self._total_steps: int | None = None  # of the run
         self._stall_seconds: float | None = None
         self._newest_step: int | None = None  # step of the last save, or of the checkpoint resumed from
         self.last_save_failed = False
@@ -136,6 +139,7 @@ class CheckpointManager:
             "dataset_fingerprint": self._fingerprint,
             "dataset": self._dataset_info,
             "seq_len": state.carry.data.inputs.shape[-1],
+            "total_steps": self._total_steps,
             "world_size": world_size(),
             "versions": {
                 "python": platform.python_version(),
@@ -155,6 +159,23 @@ class CheckpointManager:
         Call it after `resume`. Returns None except on rank 0.
         """
         return self._of_data(step).join(self._before) if is_main() and self._of_data is not None else None
+
+    def _tell_of_rate(self, chosen: Path, content: dict[str, Any], total_steps: int) -> None:
+        """Logs the learning rate before and after resume=PATH, if the next step changes it by over 1 %.
+
+        chosen, content: Checkpoint of another run, and its state.json.
+        """
+        step, before = content["step"], None
+        for row, _ in read_rows(chosen.parent):
+            before = row.get("train/lr", before) if row["step"] <= step else before
+        after = learning_rates(self._config, step + 1, total_steps=total_steps)["lr"]
+        if is_number(before) and abs(after - before) > 0.01 * before:
+            length = content.get("total_steps")
+            other = "" if length is None else f", that run had {length}"
+            log.info(
+                f"the learning rate changes from {before:.3g} to {after:.3g} after step {step}. This run has "
+                f"{total_steps} steps{other}."
+            )
 
     def _trained_before(self, chosen: Path | None) -> Trained | None:
         """Returns the examples of the checkpoint that this launch starts from: `chosen`, or `init_from`.
@@ -214,6 +235,7 @@ class CheckpointManager:
             contains the sums for this row, and the caller must log it.
         """
         folder, chosen, content = self._run_folder, None, {}
+        self._total_steps = total_steps
         with collective_errors():
             if is_main():
                 if chosen := choose_checkpoint(folder, self._config):
@@ -234,6 +256,8 @@ class CheckpointManager:
             state.weights.gather_()
             self._newest_step = state.step
             log.info(f"resuming from {chosen}")
+            if is_main() and chosen.parent != folder and total_steps is not None:
+                self._tell_of_rate(chosen, content, total_steps)
         elif self._config.init_from is not None:
             full_copies = {}
             with collective_errors():
