@@ -14,15 +14,15 @@ import pytest
 from runtime.metrics_file import read_rows
 from tests.ranks import Finished, complete_program
 from tests.tiny import OVERRIDES, tiny_config
-from training.monitor import Loggers
-from training.wandb import PICTURES, choose_mode
+from training.loggers import PICTURES, LoggedRun, Loggers
+from training.loggers.wandb import choose_mode
 
 
 @pytest.fixture
 def loggers(tmp_path):
     """Loggers without W&B."""
     config = tiny_config(checkpoint_path=str(tmp_path), project_name="p", run_name="r")
-    return Loggers(config, range(0, 10), run_info={}, tags=[])
+    return Loggers(LoggedRun(config, range(0, 10)))
 
 
 def test_a_failing_logger_is_one_warning_and_ends_nothing(loggers, tmp_path, capsys):

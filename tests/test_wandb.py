@@ -17,7 +17,7 @@ from runtime.metrics_file import read_rows
 from tests.ranks import REPOSITORY, Finished, run_program
 from tests.tiny import OVERRIDES
 from tests.wandb_server import ReceivedRun, WandbServer
-from training.wandb import PICTURES
+from training.loggers import PICTURES
 
 # pretrain.py, in which something happens once a row is logged: CODE, at the step STEP.
 _EVENTFUL = f"""
