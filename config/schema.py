@@ -195,6 +195,7 @@ class PretrainConfig(MachineConfig):
     sanity_check: MayChange[bool]
     log_interval: MayChange[PositiveInt]
     profile: MayChange[bool]
+    loggers: MayChange[list[Text]]
     wandb_mode: MayChange[Literal["auto", "online", "offline", "disabled"]]
     wandb_group: MayChange[Annotated[str, Field(min_length=1, max_length=128)] | None]
     wandb_log_checkpoints: MayChange[Literal["none", "best", "all"]]

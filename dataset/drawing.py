@@ -237,6 +237,11 @@ def _runs(values: np.ndarray) -> Iterator[tuple[int, int, bool]]:
         yield first, end, bool(values[first])
 
 
+def light_colors() -> dict[str, str]:
+    """Returns {"var(--<name>)": #rrggbb} of the colors of theme.css on a light system."""
+    return {f"var(--{name})": color for name, color, _ in _COLOR.findall(THEME.read_text())}
+
+
 def svg_file(content: str, *, width: float, height: float, title: str, style: str = "") -> str:
     """Returns an SVG file: the content on a background of `width` x `height` with round corners.
 

@@ -246,6 +246,15 @@ class TrainPlan:
         """Returns the stage of training step `step`, counted from 1."""
         return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
+    def epochs(self, step: int) -> float:
+        """Returns the number of epochs in the first `step` training steps, over all stages."""
+        epochs = 0.0
+        for plans, _, steps_of_sets in self._iterations:
+            steps = sum(steps_of_sets)
+            epochs += plans[0].eval_interval * min(step, steps) / steps
+            step -= min(step, steps)
+        return epochs
+
     def num_steps(self, last: int) -> list[tuple[Stage, int]]:
         """Returns (stage, how many of the first `last` training steps it has) for each stage."""
         ends = [min(last, each) for each in (0, *self._last_steps)]

@@ -375,6 +375,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def is_count(metric: str) -> bool:
+    """Returns whether a metric is a number of puzzles, tasks or votes, and does not rate answers."""
+    name = metric.rpartition("/")[2]
+    return name.endswith("count") or name in ("test_inputs", "votes", "trained_on", "trained_on_rate")
+
+
 def is_share(metric: str) -> bool:
     """Returns whether a metric is a fraction of puzzles or cells, so that it has an interval."""
     is_end = _has_suffix(metric, *INTERVAL_ENDS, "deviation")

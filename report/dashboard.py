@@ -12,12 +12,15 @@ from typing import Any
 from config.architecture import architectures
 from report.run import other_metrics
 from runtime.command_line import OneLineParser, one_line_errors
-from training.wandb import PICTURES, has_wandb_login
+from training.loggers import PICTURES
+from training.loggers.wandb import has_wandb_login
 
+_SET = "(eval|eval_raw|test|validation)/[^/]+"
 # {section: {title of a panel: regular expression for the full names of its metrics}} (docs/metrics.md).
 SECTIONS = {
     "learning": {
         "loss": "train/lm_loss",
+        "total loss": "train/loss",
         "cells right, at halting": "train/accuracy",
         "solved puzzles, at halting, after one step": "train/exact_accuracy(_after_step_1)?",
         "gradient norm": "train/grad_norm",
@@ -26,15 +29,15 @@ SECTIONS = {
     "halting": {
         "thinking steps until halting": "train/steps",
         "halting loss": "train/q_(halt|continue)_loss",
-        "accuracy of the Q head (is the answer correct?)": "(train|eval/[^/]+)/q_halt_accuracy",
-        "thinking steps, if the Q head halted": "eval/[^/]+/act_steps",
-        "solved puzzles, if the Q head halted": "eval/[^/]+/act_exact_accuracy",
+        "accuracy of the Q head (is the answer correct?)": f"(train|{_SET})/q_halt_accuracy",
+        "thinking steps, if the Q head halted": f"{_SET}/act_steps",
+        "solved puzzles, if the Q head halted": f"{_SET}/act_exact_accuracy",
     },
     "evaluation": {
-        "solved puzzles": "(eval|eval_raw|validation)/[^/]+/(unseen/)?exact_accuracy",
-        "solved puzzles, by the rules": "eval/[^/]+/[a-z]+/((valid|shortest)_accuracy|(outputs/)?pass@[12])",
-        "cells right": "(eval|eval_raw|validation)/[^/]+/accuracy",
-        "loss": "(eval|eval_raw|validation)/[^/]+/lm_loss",
+        "solved puzzles": f"{_SET}/(unseen/)?exact_accuracy",
+        "solved puzzles, by the rules": f"{_SET}/[a-z]+/((valid|shortest)_accuracy|(outputs/)?pass@[12])",
+        "cells right": f"{_SET}/accuracy",
+        "loss": f"{_SET}/lm_loss",
         "best so far": "best/[a-z_]*(accuracy|loss)",
     },
     "throughput": {
@@ -43,16 +46,17 @@ SECTIONS = {
         "seconds per training step": "train/step_seconds",
         "seconds per training step waiting for data": "train/data_wait_seconds",
         "seconds per training step waiting for other ranks": "train/sync_seconds",
+        "fraction of a training step waiting for other ranks": "train/sync_share",
         "seconds waiting for checkpoints": "train/checkpoint_stall_seconds",
     },
     "machines": {
         "memory": "train/peak_memory_bytes",
         "compute seconds, slowest and fastest rank": "train/compute_seconds_(slowest|fastest)_rank",
-        "slowest rank": "train/slowest_rank",
+        "slowest rank, rank with the peak memory": "train/(slowest|peak_memory)_rank",
     },
 }
-_LOGARITHMIC = ("loss", "gradient norm", "halting loss")
-_OTHERS = {name: f"(train|eval/[^/]+)/{name}" for arch in architectures() for name in other_metrics(arch)}
+_LOGARITHMIC = ("loss", "total loss", "gradient norm", "halting loss")
+_OTHERS = {name: f"(train|{_SET})/{name}" for arch in architectures() for name in other_metrics(arch)}
 SECTIONS |= {"others": _OTHERS} if _OTHERS else {}
 _COLUMNS = ("best/exact_accuracy", "best/step")  # columns of the run table, after the name of the run
 

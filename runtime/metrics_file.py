@@ -66,6 +66,11 @@ def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
     return [values for values, _ in rows]
 
 
+def forget_wandb_step(run_folder: Path) -> None:
+    """Makes `last_wandb_step` return 0, because the folder gets another W&B run."""
+    (run_folder / _WANDB_STEP_FILE).unlink(missing_ok=True)
+
+
 def last_wandb_step(run_folder: Path) -> int:
     """Returns the last step that W&B got before rows were removed from the log, or 0."""
     path = run_folder / _WANDB_STEP_FILE

@@ -1,4 +1,4 @@
-"""Plugins: Python files of the user that add a model, a kind of puzzle or an optimizer.
+"""Plugins: Python files of the user that add a model, a kind of puzzle, an optimizer or a logger.
 
 The key `plugins` and the option --plugin name the files. A program imports no other file: if a checkpoint, a
 dataset or a repository on the Hub names a plugin, the program only shows the name. docs/extend.md has
@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_PARTS = ("NETWORK", "KIND", "OPTIMIZER")
+_PARTS = ("NETWORK", "KIND", "OPTIMIZER", "LOGGER")
 _loaded: dict[Path, ModuleType] = {}
 
 

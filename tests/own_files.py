@@ -15,6 +15,7 @@ def write_plugins(folder: Path) -> Path:
         "mine/arch/gru.yaml",
         "mine/jigsaw.py",
         "mine/lion.py",
+        "mine/spoken.py",
     ]
     for name, text in blocks:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -297,7 +297,7 @@ def _draw(data: Path, cases: list[tuple[str, dict]]) -> list[str]:
         opened = open_data(config := build_config("trm", layout, {"data_path": [str(data)]} | options))
         state = build_first_state(config, opened.dataset.metadata, device=torch.device("cpu"))
         state.model.network.puzzle_emb.weights.fill_(0.5)
-        found.append(think_of_puzzles(state, opened, count=4)())
+        found.append(think_of_puzzles(state, opened, count=4).html())
     return found
 
 

@@ -14,15 +14,17 @@ from training.metrics import FiniteCheck, training_metrics
 def test_each_metric_is_divided_by_what_it_is_over():
     sums = {"lm_loss": 6.0, "grad_norm": 4.0, "count": 5, "first_step_count": 4}
     sums |= {"accuracy": 4.0, "exact_accuracy": 3, "q_halt_accuracy": 5, "steps": 20}
-    sums |= {"exact_accuracy_after_step_1": 1}
+    sums |= {"exact_accuracy_after_step_1": 1, "loss": 12.0}
     divided = {"lm_loss": 0.25, "grad_norm": 2.0, "count": 5, "accuracy": 0.8, "exact_accuracy": 0.6}
-    divided |= {"q_halt_accuracy": 1, "steps": 4, "exact_accuracy_after_step_1": 0.25}
+    divided |= {"loss": 0.5, "q_halt_accuracy": 1, "steps": 4, "exact_accuracy_after_step_1": 0.25}
     options = {"steps": 2, "global_batch_size": 12}
     assert training_metrics(HRM, sums, **options) == divided
-    assert training_metrics(HRM, dict.fromkeys(sums, 0.0), **options) == {"lm_loss": 0, "grad_norm": 0}
-    for name in ("first_step_count", "accuracy"):  # a checkpoint from before there was such a metric
+    assert training_metrics(HRM, dict.fromkeys(sums, 0.0), **options) == dict.fromkeys(
+        ("lm_loss", "grad_norm", "loss"), 0
+    )
+    for name in ("first_step_count", "accuracy", "loss"):  # a checkpoint from before there was such a metric
         del sums[name]
-    del divided["exact_accuracy_after_step_1"], divided["accuracy"]
+    del divided["exact_accuracy_after_step_1"], divided["accuracy"], divided["loss"]
     assert training_metrics(HRM, sums, **options) == divided
 
 

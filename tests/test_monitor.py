@@ -1,28 +1,33 @@
-"""Rows of metrics: metrics.jsonl and W&B, and what happens where one of them fails."""
+"""Rows of metrics: metrics.jsonl and the loggers, and what happens where one of them fails."""
 
+import csv
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from runtime.metrics_file import read_rows
+from runtime import plugins
+from runtime.metrics_file import cut_back_rows, read_rows
 from tests.ranks import Finished, complete_program
 from tests.tiny import OVERRIDES, tiny_config
-from training.monitor import Loggers
-from training.wandb import PICTURES, choose_mode
+from training.loggers import PICTURES, LoggedRun, Loggers, find_loggers
+from training.loggers.wandb import choose_mode
 
 
 @pytest.fixture
 def loggers(tmp_path):
     """Loggers without W&B."""
     config = tiny_config(checkpoint_path=str(tmp_path), project_name="p", run_name="r")
-    return Loggers(config, range(0, 10), run_info={}, tags=[])
+    return Loggers(LoggedRun(config, range(0, 10)))
 
 
 def test_a_failing_logger_is_one_warning_and_ends_nothing(loggers, tmp_path, capsys):
@@ -64,6 +69,113 @@ def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, m
     assert "validation/all\033[0m   solved \033[1;32m0.250 (best)\033[0m" in first
     assert "(best)" not in second
     loggers.close()
+
+
+def test_answers_without_labels_are_counted(loggers, capsys):
+    loggers.log(3, {"eval/all/arc/count": 0, "eval/all/arc/test_inputs": 0, "eval/all/arc/votes": 64})
+    assert re.fullmatch(r"step  3 +\d\d:\d\d   64 answers, no labels", capsys.readouterr().err.rstrip())
+    loggers.close()
+
+
+def _logged_run(folder: Path, *names: str, first_step: int = 0) -> LoggedRun:
+    config = tiny_config(checkpoint_path=str(folder), loggers=list(names))
+    return LoggedRun(config, range(first_step, 99), {"num_parameters": 7})
+
+
+def _log(run: LoggedRun, rows: dict[int, dict[str, float]]) -> None:
+    loggers = Loggers(run)
+    for step, row in rows.items():
+        loggers.log(step, row)
+    loggers.close()
+
+
+def test_a_table_gets_columns_and_loses_no_line(tmp_path):
+    """Rows after the checkpoint at step 2 are logged again, and once."""
+    path, text = tmp_path / "metrics.csv", {"best/selected_by": 'a "test", split'}
+    rows = {1: {"train/loss": 0.1}, 2: {"train/loss": 1e-9, "eval/all/accuracy": 0.5}, 3: {"train/loss": 9.0}}
+    _log(_logged_run(tmp_path, "csv"), rows)
+    assert path.read_text() == "step,train/loss,eval/all/accuracy\n1,0.1,\n2,1e-09,0.5\n3,9.0,\n"
+    cut_back_rows(tmp_path, step=2)
+    _log(_logged_run(tmp_path, "csv", first_step=2), {3: {"train/loss": 0.3} | text, 4: {}})
+    with path.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["step"] for row in found] == list("1234")
+    assert [row["train/loss"] for row in found] == ["0.1", "1e-09", "0.3", ""]
+    assert [row["best/selected_by"] for row in found] == ["", "", 'a "test", split', ""]
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(tmp_path):
+    table = find_loggers(_logged_run(tmp_path, "csv").config)[0](_logged_run(tmp_path, "csv"))
+    for step in (1, 2, 3):
+        table.log(step, {"train/loss": 0.25})
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / "metrics.csv").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 3, hard))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            table.log(4, {"train/loss": 0.25})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    table.log(5, {"train/loss": 0.25})
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines == ["step,train/loss", "1,0.25", "2,0.25", "3,0.25", "5,0.25"]
+
+
+def test_tensorboard_has_every_step_once(tmp_path):
+    pytest.importorskip("tensorboard", reason="the logger tensorboard needs the package tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def read() -> EventAccumulator:
+        return EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+
+    def scalars() -> list[tuple[int, float]]:
+        return [(each.step, each.value) for each in read().Scalars("train/loss")]
+
+    _log(_logged_run(tmp_path), {1: {"train/loss": 1.0}})  # before the logger is added
+    first = Loggers(_logged_run(tmp_path, "tensorboard", first_step=1))
+    pictures = SimpleNamespace(images=lambda: [("all, example 3", np.zeros((8, 9, 3), np.uint8))])
+    first.log_puzzles(2, pictures)
+    for step in (2, 3):
+        first.log(step, {"train/loss": 9.0, "best/selected_by": "test"})
+    assert scalars() == [(1, 1), (2, 9), (3, 9)], "a kill loses nothing"
+    first.close()
+    cut_back_rows(tmp_path, step=2)
+    _log(_logged_run(tmp_path, "tensorboard", first_step=2), {3: {"train/loss": 3.0}, 4: {"train/loss": 4.0}})
+    assert scalars() == [(1, 1), (2, 9), (3, 3), (4, 4)]
+    assert [each.step for each in read().Images("puzzles/all, example 3")] == [2]
+    text = read().Tensors("config/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert "    num_parameters: 7\n" in text
+
+
+def test_what_the_key_loggers_may_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(plugins, "_loaded", {})
+    run = _logged_run(tmp_path, "csv", "wandb", "csv")
+    assert [each.name for each in find_loggers(run.config)] == ["csv"], "wandb_mode=disabled"
+    Path(tmp_path / "own.py").write_text("class LOGGER:\n    name = 'own'\n")
+    with pytest.raises(
+        ValueError, match=r"unknown logger in loggers: own. Choose from csv, tensorboard, wandb."
+    ):
+        find_loggers(_logged_run(tmp_path, "own").config)
+    plugins.load_plugins([str(tmp_path / "own.py")])
+    assert [each.name for each in find_loggers(_logged_run(tmp_path, "own").config)] == ["own"]
+    monkeypatch.delitem(sys.modules, "plugin_own")
+    for name in [each for each in sys.modules if each.startswith(("tensorboard", "torch.utils.tensorboard"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "training.loggers.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # not installed
+    with pytest.raises(
+        ValueError, match=r"Run pip install tensorboard, or remove tensorboard from loggers.$"
+    ):
+        find_loggers(_logged_run(tmp_path, "tensorboard").config)
+
+
+def test_the_environment_disables_wandb(tmp_path, monkeypatch, capsys):
+    config = tiny_config(checkpoint_path=str(tmp_path), wandb_mode="offline")
+    assert [each.name for each in find_loggers(config)] == ["wandb"]
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    Loggers(LoggedRun(config, range(9))).close()
+    assert "W&B is disabled, because WANDB_DISABLED=true\n" in capsys.readouterr().out
+    assert not (tmp_path / "wandb").exists()
 
 
 def test_wandb_mode_never_asks(monkeypatch, tmp_path, capsys):

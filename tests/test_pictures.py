@@ -17,7 +17,7 @@ from models.search import NO_GUESS
 from tests.checkpoints import replicated_tensors
 from tests.tiny import tiny_config
 from training.data import open_data
-from training.pictures import draw_thoughts, shown_steps, think_of_puzzles
+from training.pictures import Thoughts, shown_steps, think_of_puzzles
 from training.state import build_first_state
 
 
@@ -43,7 +43,7 @@ def test_wrong_cells_are_marked_and_captions_count_steps():
     preds = np.repeat(labels[:, None], 3, axis=1)
     preds[0, :, 15] = wall  # counts nowhere
     preds[0, 0, 5], preds[0, 0, 0] = open_cell, path
-    text = draw_thoughts(style, inputs, labels, _thoughts(preds, halts_after=3), ["all, example <7>"])
+    text = Thoughts(style, inputs, labels, _thoughts(preds, halts_after=3), ["all, example <7>"]).html()
     assert "<p>all, example &lt;7&gt;: right after step 2; would halt after step 3</p>" in text
     puzzle, first, second, *_ = text.split("</text>\n<rect")[1:]
     assert first.count(style.colors[path]) == 1, "a wrong cell with a colour keeps it"
@@ -51,17 +51,21 @@ def test_wrong_cells_are_marked_and_captions_count_steps():
     assert "var(--bad)" not in puzzle + second
 
     preds[0, 1:, 0] = path
-    text = draw_thoughts(style, inputs, labels, _thoughts(preds, halts_after=1), ["x"])
+    text = Thoughts(style, inputs, labels, _thoughts(preds, halts_after=1), ["x"]).html()
     assert "x: never right; would halt after step 1" in text
 
 
 @pytest.mark.parametrize("style", [Style(), *(find_kind(name).style for name in kind_names())])
 def test_every_look_can_be_drawn(style):
     tokens = np.random.default_rng(0).integers(0, 40, (2, 36))
-    text = draw_thoughts(style, tokens, tokens, _thoughts(tokens[:, None], halts_after=1), ["a", "b"])
+    thoughts = Thoughts(style, tokens, tokens, _thoughts(tokens[:, None], halts_after=1), ["a", "b"])
+    text = thoughts.html()
     assert text.count(": right after step 1; would halt after step 1</p>") == 2
     for svg in text.split("</p>\n")[1:]:
         xml.etree.ElementTree.fromstring(svg.partition("<p>")[0])
+    pytest.importorskip("PIL")
+    for (name, image), expected in zip(thoughts.images(), ("a", "b"), strict=True):
+        assert (name, image.shape[1], image.dtype) == (expected, 3 * 176 + 16, np.uint8)
 
 
 def test_drawing_leaves_training_as_it_was(sudoku_folder):
@@ -70,7 +74,7 @@ def test_drawing_leaves_training_as_it_was(sudoku_folder):
     state = build_first_state(config, data.dataset.metadata, device=torch.device("cpu"))
     state.model.train()
     before = copy.deepcopy(replicated_tensors(state)), torch.get_rng_state()
-    text = think_of_puzzles(state, data, count=3)()
+    text = think_of_puzzles(state, data, count=3).html()
     assert re.findall("<p>(.*?):", text) == [f"all, example {row}" for row in (0, 33, 66)]
     assert state.model.training
     assert torch.equal(torch.get_rng_state(), before[1])
@@ -78,7 +82,7 @@ def test_drawing_leaves_training_as_it_was(sudoku_folder):
         assert torch.equal(tensor, before[0][name]), name
 
 
-def test_a_dataset_with_symbols_of_its_own_is_drawn_with_them(tmp_path, monkeypatch):
+def test_a_dataset_with_symbols_of_its_own_is_drawn_with_them(tmp_path):
     lines = [json.dumps({"input": f"a{digit}b", "output": f"b{digit}a"}) for digit in range(60)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     folder = tmp_path / "data"
@@ -86,7 +90,4 @@ def test_a_dataset_with_symbols_of_its_own_is_drawn_with_them(tmp_path, monkeypa
     config = tiny_config(data_path=[str(folder)])
     data = open_data(config)
     state = build_first_state(config, data.dataset.metadata, device=torch.device("cpu"))
-    styles = []
-    monkeypatch.setattr("training.pictures.draw_thoughts", lambda style, *_: styles.append(style))
-    think_of_puzzles(state, data, count=1)()
-    assert styles[0].symbols[2:] == (*"0123456789", "a", "b")
+    assert think_of_puzzles(state, data, count=1).style.symbols[2:] == (*"0123456789", "a", "b")

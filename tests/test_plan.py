@@ -159,3 +159,12 @@ def test_an_evaluation_reads_everything_once_in_order():
     ]
     for step in range(len(expected) + 2):
         assert contents(plan, step) == expected[step:]
+
+
+def test_epochs_grow_with_the_steps_of_each_stage():
+    """Two epochs of 3 steps each, then four."""
+    sets = {"all": make_set([[1]] * 12)}
+    plan = TrainPlan(sets, [Stage((0,), 2, 1), Stage((0,), 4, 4)], seed=3, global_batch_size=4)
+    assert [plan.epochs(step) for step in (0, 3, 6, 12, plan.total_steps)] == [0, 1, 2, 4, 6]
+    steps = TrainPlan(sets, [Stage((0,), 1, 1)], seed=3, global_batch_size=4, train_steps=7)
+    assert steps.epochs(7) == pytest.approx(7 / 3)

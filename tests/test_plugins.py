@@ -15,7 +15,8 @@ from runtime import plugins
 from runtime.plugins import load_plugins, plugin_files
 from tests.own_files import write_plugins
 from tests.ranks import complete_program, run_program
-from tests.tiny import OVERRIDES, logged_rows
+from tests.tiny import OVERRIDES, logged_rows, tiny_config
+from training.loggers import LoggedRun, Loggers
 
 _GRU = ("plugins=[mine/gru.py]", "--config-dir=mine", "arch=gru", "arch.hidden_size=32", "arch.num_heads=2")
 _OWN = tuple(
@@ -32,7 +33,7 @@ _OWN = tuple(
             {"one.py": "import torch\n\nx = torch.nothing\n"},
             r"plugin one.py, line 3: AttributeError: .*nothing",
         ),
-        ({"one.py": "KINDS = 1\n"}, "plugin one.py defines none of NETWORK, KIND, OPTIMIZER"),
+        ({"one.py": "KINDS = 1\n"}, "plugin one.py defines none of NETWORK, KIND, OPTIMIZER, LOGGER"),
         ({"one.py": "NETWORK = 1\n"}, "plugin one.py: a model needs both NETWORK and Config"),
         (
             {"one.py": "KIND = 1\n", "two/one.py": "KIND = 1\n"},
@@ -125,6 +126,15 @@ def test_a_run_of_a_model_resumes_and_is_evaluated_with_its_plugin_only(tmp_path
     with pytest.raises(ValueError, match="is defined by a plugin"):
         find_checkpoint(run)
     assert "gru" not in architectures()
+
+
+def test_a_logger_of_a_plugin_gets_the_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(write_plugins(tmp_path).parent)
+    load_plugins(["mine/spoken.py"])
+    loggers = Loggers(LoggedRun(tiny_config(checkpoint_path=".", loggers=["spoken"]), range(9)))
+    loggers.log(3, {"eval/all/exact_accuracy": 0.25})
+    loggers.close()
+    assert capsys.readouterr().out == "After 3 of 9 steps, the model solves 25%.\nThe run is over.\n"
 
 
 def test_lion_on_shards_is_lion_on_whole_tensors(tmp_path, monkeypatch):

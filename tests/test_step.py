@@ -41,15 +41,18 @@ def _train(steps: int, options: dict) -> dict:
             state.model.network.q_head.weight.normal_(std=0.5)  # else no slot halts early in so few steps
             state.model.network.q_head.bias.zero_()
     state.broadcast_model_()
-    gradients, norms = [], []
+    gradients, norms, losses = [], [], []
     for step in range(steps):
         result = do_step(state, config, random_batch(_GLOBAL_BATCH, seed=step))
         with pytest.raises(AssertionError, match="loss: too late, the scalars may already be sent"):
             state.weights.scalars.add(loss=1.0)
         gradients.append({name: p.grad.clone() for name, p in state.model.network.named_parameters()})
         norms.append(float(result.grad_norm))
+        losses.append(float(result.loss))
     sums = state.metrics.reduce()
     metrics = training_metrics(state.model.network, sums, steps=steps, global_batch_size=_GLOBAL_BATCH)
+    if rank() == 0:
+        assert metrics["loss"] == pytest.approx(sum(losses) / steps, rel=1e-5)
     return {
         "gradients": gradients,
         "norms": norms,

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from runtime.metrics_file import read_rows
 from tests.ranks import REPOSITORY, Finished, run_program
 from tests.tiny import OVERRIDES
 from tests.wandb_server import ReceivedRun, WandbServer
-from training.wandb import PICTURES
+from training.loggers import PICTURES
 
 # pretrain.py, in which something happens once a row is logged: CODE, at the step STEP.
 _EVENTFUL = f"""
@@ -159,6 +160,9 @@ def test_every_panel_of_the_dashboard_shows_what_a_run_logs(resumed, tmp_path):
     names = {name for row in run.history for name in row}
     sections = [panels for name, panels in dashboard.SECTIONS.items() if name != "others"]  # other nets
     wanted = [metrics for panels in sections for metrics in panels.values()]
+    assert {name for name in names if name.startswith("train/")} - {"train/count", "train/epoch"} == {
+        name for name in names for metrics in wanted if name[:6] == "train/" and re.fullmatch(metrics, name)
+    }
     for metrics in wanted:
         assert any(re.fullmatch(metrics, name) for name in names), metrics
     assert PICTURES in names
@@ -172,6 +176,13 @@ def test_every_panel_of_the_dashboard_shows_what_a_run_logs(resumed, tmp_path):
     assert [section["name"] for section in sections] == list(dashboard.SECTIONS)
     shown = {panel["config"].get("metricRegex") for section in sections for panel in section["panels"]}
     assert {f"^{metrics}$" for metrics in wanted} < shown
+
+
+def test_the_dashboard_shows_every_kind_of_set():
+    panels = dashboard.SECTIONS["evaluation"].values()
+    for split in ("eval", "eval_raw", "test", "validation"):
+        for metric in ("exact_accuracy", "accuracy", "lm_loss", "sudoku/valid_accuracy"):
+            assert any(re.fullmatch(each, f"{split}/folder.all/{metric}") for each in panels), (split, metric)
 
 
 def test_dashboard_is_shown_without_a_network(capsys, monkeypatch, tmp_path):
@@ -215,6 +226,29 @@ def test_no_row_is_lost_because_an_artifact_fails(tmp_path, sudoku_folder, unans
             again = _train(tmp_path, sudoku_folder, *options[1:], server=server, world_size=2)
             assert again.statuses == [0, 0], again.stderr
             _assert_has_all_rows(run.history, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_a_copy_of_a_run_is_another_run(tmp_path, sudoku_folder):
+    """The id that an agent chose belongs to the first folder, and each of both has all of its rows."""
+    with WandbServer() as server:
+        agent = {"WANDB_RUN_ID": "of-agent", "WANDB_SWEEP_ID": "sweep"}
+        first = _train(tmp_path, sudoku_folder, "max_steps=12", server=server, **agent)
+        assert first.statuses == [0], first.stderr
+        assert (tmp_path / "run" / "wandb_run_id").read_text() == "of-agent"
+        shutil.copytree(tmp_path / "run", tmp_path / "copy")
+        options = ("max_steps=20", "checkpoint_path=copy")
+        copied, again = (_train(tmp_path, sudoku_folder, *options, server=server) for _ in range(2))
+        assert f"copy is a copy of {tmp_path / 'run'}. It gets its own W&B run.\n" in copied.stdout
+        (tmp_path / "copy").rename(tmp_path / "moved")
+        moved = ("checkpoint_path=moved",)
+        outputs = [_train(tmp_path, sudoku_folder, *each, server=server).stdout for each in (moved, ())]
+        assert not [text for text in (again.stdout, *outputs) if "is a copy" in text]
+        names = [(tmp_path / folder / "wandb_run_id").read_text() for folder in ("run", "moved")]
+        assert list(server.runs) == names
+        assert names[0] == "of-agent"
+        for name, folder in zip(names, ("run", "moved"), strict=True):
+            _assert_has_all_rows(server.runs[name].history, tmp_path / folder)
 
 
 @pytest.mark.slow

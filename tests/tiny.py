@@ -39,7 +39,7 @@ TIMINGS = {
     for name in (
         *("step_seconds", "examples_per_second", "sync_seconds", "sync_share", "data_wait_seconds"),
         *("compute_seconds_slowest_rank", "compute_seconds_fastest_rank", "slowest_rank"),
-        "peak_memory_bytes",
+        *("peak_memory_bytes", "peak_memory_rank"),
     )
 }
 STALL = "train/checkpoint_stall_seconds"  # in the line after a save

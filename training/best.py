@@ -9,7 +9,7 @@ from config.schema import PretrainConfig
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.process_group import is_main
-from evaluation.results import metrics_by_set
+from evaluation.results import is_count, metrics_by_set
 
 _PASSES = ("eval", "eval_raw", "validation")
 
@@ -100,11 +100,12 @@ class BestStep:
         selection = self._selection
         if selection is None or not selection.is_evaluated(row) or selection.value(row) is not None:
             return
-        names = {selection.short_name(name) for name in row} - {None}
-        log.warning(
-            f"keep_best={selection.metric} is not a metric of the evaluation, so no checkpoint is the best. "
-            f"Choose from {', '.join(sorted(names))}."
-        )
+        names = {selection.short_name(name) for name in row if not is_count(name)} - {None}
+        problem = "is not a metric of the evaluation, so no checkpoint is the best"
+        hint = f"Choose from {', '.join(sorted(names))}."
+        if not names:
+            problem, hint = f"{problem}: the puzzles have no labels", "Set keep_best=null."
+        log.warning(f"keep_best={selection.metric} {problem}. {hint}")
 
     def among(self, steps: Iterable[int]) -> int | None:
         """Returns the best of `steps`. None if none of them has a value. Other threads may call it."""

@@ -104,7 +104,7 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
     if not is_main():
         return {}, None
     values = dict(zip(mine, by_rank.t().tolist(), strict=True))
-    compute = values["compute_seconds"]
+    compute, memory = values["compute_seconds"], values["peak_memory_bytes"]
     slowest = compute.index(max(compute))
     metrics = {
         "examples_per_second": global_batch_size / mine["step_seconds"],
@@ -115,7 +115,8 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
         "compute_seconds_slowest_rank": max(compute),
         "compute_seconds_fastest_rank": min(compute),
         "slowest_rank": slowest,
-        "peak_memory_bytes": int(max(values["peak_memory_bytes"])),
+        "peak_memory_bytes": int(max(memory)),
+        "peak_memory_rank": memory.index(max(memory)),
     }
     usual = median(compute[:slowest] + compute[slowest + 1 :]) if len(compute) > 1 else max(compute)
     more = max(compute) - max(_STRAGGLER * usual, usual + _NOTICEABLE_SECONDS)

@@ -12,9 +12,8 @@ def training_metrics(
     network: Network | type[Network], sums: dict[str, float], *, steps: int, global_batch_size: int
 ) -> dict[str, float]:
     """Returns {metric: value} from sums over all ranks and `steps` steps. Omits metrics without data."""
-    metrics = (
-        network.objective_class.metrics | network.objective_class.training_metrics | {"grad_norm": "updates"}
-    )
+    objective = network.objective_class
+    metrics = objective.metrics | objective.training_metrics | {"grad_norm": "updates", "loss": "slots"}
     sums = sums | {"updates": steps}
     return divide(sums, metrics, slots=steps * global_batch_size)
 

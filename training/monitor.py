@@ -14,7 +14,7 @@ from optimizers.learning_rate import peak_learning_rates
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock, gather_timing, traced_steps
 from training.data import RunData
-from training.loggers import Loggers
+from training.loggers import LoggedRun, Loggers
 from training.metrics import FiniteCheck, training_metrics
 from training.model import count_steps
 from training.run_folder import HEARTBEAT_FILE, record_start, write_status
@@ -79,7 +79,7 @@ class Monitor:
             record_start(folder, step=step, device=self._device, **described)
             self._watchdog.keep_record(folder / HEARTBEAT_FILE)
         self._stack = contextlib.ExitStack()
-        self._loggers = Loggers(self._config, self._remaining, run_info=self._run_info, tags=self._tags())
+        self._loggers = Loggers(LoggedRun(self._config, self._remaining, self._run_info, self._tags()))
         self._stack.push(self._loggers.close)
         is_profiled = self._config.profile and is_main()
         traced = traced_steps(folder / "profile", is_enabled=is_profiled, first_step=step)
@@ -91,10 +91,10 @@ class Monitor:
             write_status(Path(self._config.checkpoint_path), "failed", step=self._step)
         self._stack.__exit__(*error)
 
-    def _tags(self) -> list[str]:
-        """Returns the tags for W&B: the kinds of puzzles, and the architecture."""
+    def _tags(self) -> tuple[str, ...]:
+        """Returns the kinds of puzzles, and the architecture."""
         kinds = [self._data.info_of(each).kind for each in self._data.dataset.folders]
-        return [*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name]
+        return (*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name)
 
     def close(self) -> None:
         """Closes all loggers. Call it after the last checkpoint is saved. A second call does nothing."""
@@ -149,25 +149,22 @@ class Monitor:
         if straggler:
             log.warning(straggler)
         row |= timing | self._checkpoints.pop_stall_seconds() | self._watchdog.pop_recovery()
-        row |= self._schedule.learning_rates(state.step)
+        row |= self._schedule.learning_rates(state.step) | {"epoch": self._schedule.epochs(state.step)}
         row["petaflops"] = self._schedule.petaflops(state.step, self._counter)
         return {f"train/{name}": value for name, value in row.items()}
 
     def show_puzzles(self, state: TrainState) -> None:
-        """Sends pictures of the model's answers to `wandb_log_puzzles` test puzzles to W&B.
+        """Logs pictures of the model's answers to `wandb_log_puzzles` test puzzles.
 
         All ranks call it, before `log` of the same step.
         """
-        count, wandb = self._config.wandb_log_puzzles, self._loggers.wandb
-        if not count or not broadcast_object(wandb is not None and wandb.takes_pictures):
+        count = self._config.wandb_log_puzzles
+        if not count or not broadcast_object(self._loggers.take_pictures):
             return
-        from training.pictures import think_of_puzzles  # import it only if W&B needs pictures
+        from training.pictures import think_of_puzzles  # import it only if a logger needs pictures
 
         with self.paused(), state.averaged():
-            draw = think_of_puzzles(state, self._data, count=count)
-            if is_main():
-                with log.warn_once("W&B's pictures"):
-                    wandb.log_puzzles(state.step, draw)
+            self._loggers.log_puzzles(state.step, think_of_puzzles(state, self._data, count=count))
 
     def log(self, state: TrainState, row: dict[str, float]) -> None:
         """Logs the row of a step on rank 0, with the best evaluation so far. Resets the metric sums."""
@@ -176,8 +173,6 @@ class Monitor:
         state.metrics.reset()
 
     def _send_checkpoints(self) -> None:
-        """Sends newly completed checkpoints to W&B, if `wandb_log_checkpoints` is set."""
+        """Shows newly completed checkpoints to the loggers."""
         for folder in self._checkpoints.pop_saved():
-            if self._loggers.wandb is not None:
-                with log.warn_once("W&B's copy of a checkpoint"):
-                    self._loggers.wandb.log_checkpoint(folder)
+            self._loggers.log_checkpoint(folder)

@@ -4,13 +4,22 @@ A wrong cell is red. If the kind of puzzle gives its token a color, the cell is 
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
+from typing import NamedTuple
 
 import numpy as np
 
-from dataset.drawing import SVG_STYLE, SvgGrid, cells_of, paint_cell, regions_of, svg_file
+from dataset.drawing import (
+    SVG_STYLE,
+    Paint,
+    SvgGrid,
+    cells_of,
+    light_colors,
+    paint_cell,
+    regions_of,
+    svg_file,
+)
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Style
 from dataset.loader import choose_rows, read_rows
@@ -21,14 +30,11 @@ from training.state import TrainState
 
 _MOST_STEPS = 64  # maximum number of thinking steps, because recipes of LDT and FPRM allow a thousand
 _GRIDS = 7  # maximum number of grids in a row: the puzzle, answers after 5 steps, the solution
-_GRID, _GAP, _TITLE = 160, 16, 34  # units of the SVG
+_GRID, _GAP, _TITLE = 160, 16, 34  # units of the SVG, pixels of the image
 
 
-def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> Callable[[], str]:
-    """Runs the model on `count` puzzles of the first test set. All ranks call it.
-
-    Returns a function that draws the answers and returns them as HTML.
-    """
+def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> "Thoughts":
+    """Runs the model on `count` puzzles of the first test set. All ranks call it. Returns the answers."""
     set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
     batch = read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
     state.table.fetch(batch.puzzle_identifiers.to(state.carry.steps.device))
@@ -42,7 +48,7 @@ def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> Callabl
         model.train(was_training)
     names = [f"{set_name}, example {row}" for row in batch.rows.tolist()]
     style = data.info_of(data.dataset.origin(set_name).folder).style
-    return functools.partial(draw_thoughts, style, batch.inputs.numpy(), batch.labels.numpy(), trace, names)
+    return Thoughts(style, batch.inputs.numpy(), batch.labels.numpy(), trace, names)
 
 
 def shown_steps(num_steps: int) -> list[int]:
@@ -53,50 +59,124 @@ def shown_steps(num_steps: int) -> list[int]:
     return [*powers[: _GRIDS - 3], num_steps]
 
 
-def draw_thoughts(
-    style: Style, inputs: np.ndarray, labels: np.ndarray, trace: Trace, names: Sequence[str]
-) -> str:
-    """Returns HTML with a caption and a row of grids for each puzzle.
+class _Grid(NamedTuple):
+    """A grid to draw: its title, and for each cell its look and whether it is crossed out."""
 
-    inputs, labels: Tokens [n, seq_len]. A cell with the label IGNORE_LABEL_ID is never marked as wrong.
-    names: Captions.
+    title: str
+    paints: list[list[Paint]]
+    is_crossed: np.ndarray  # bool [rows, columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class Thoughts:
+    """The answers of a model to a few puzzles.
+
+    Attributes:
+        style: Style of the grids.
+        inputs: Tokens [n, seq_len].
+        labels: Tokens [n, seq_len]. A cell with the label IGNORE_LABEL_ID is never marked as wrong.
+        trace: Answers after each thinking step.
+        names: Names of the puzzles.
     """
-    steps, drawn = shown_steps(trace.preds.shape[1]), []
-    for number, (puzzle, label, name) in enumerate(zip(inputs, labels, names, strict=True)):
+
+    style: Style
+    inputs: np.ndarray
+    labels: np.ndarray
+    trace: Trace
+    names: Sequence[str]
+
+    def html(self) -> str:
+        """Draws a caption and a row of grids (SVG) for each puzzle. Returns HTML."""
+        drawn = []
+        for number, name in enumerate(self.names):
+            grids, regions = self._grids(number)
+            grid, content = SvgGrid(*grids[0].is_crossed.shape, _GAP, _TITLE, _cell_size(grids[0])), []
+            for title, paints, is_crossed in grids:
+                content.append(f'<text x="{grid.left}" y="{_TITLE - 12}" class="left small">{title}</text>')
+                for cell, crossed in np.ndenumerate(is_crossed):
+                    paint = paints[cell[0]][cell[1]]
+                    content.append(grid.ground(*cell, paint))
+                    content += [grid.text(*cell, paint)] if paint.text else []
+                    content += [grid.cross(*cell)] if crossed else []
+                content += grid.lines(regions)
+                grid = dataclasses.replace(grid, left=grid.left + _GRID + _GAP)
+            height = _TITLE + grid.rows * grid.size + _GAP
+            svg = svg_file("\n".join(content), width=grid.left, height=height, title=name, style=SVG_STYLE)
+            drawn.append(
+                f"<p>{escape(name)}: {_in_words(self.labels[number], self.trace, number)}</p>\n{svg}"
+            )
+        return "\n".join(drawn)
+
+    def images(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields (name, image as uint8 [height, width, 3]) of each puzzle. Needs the package pillow."""
+        from PIL import Image, ImageColor, ImageDraw, ImageFont
+
+        colors = light_colors()
+        for number, name in enumerate(self.names):
+            grids, regions = self._grids(number)
+            (rows, columns), size = grids[0].is_crossed.shape, _cell_size(grids[0])
+            numbers = (
+                np.zeros((rows, columns), int) if regions is None else np.reshape(regions, (rows, columns))
+            )
+            shape = len(grids) * (_GRID + _GAP) + _GAP, round(2 * _TITLE + rows * size + _GAP)
+            image = Image.new("RGB", shape, colors["var(--raised)"])
+            draw, font = ImageDraw.Draw(image, "RGBA"), ImageFont.load_default(13)
+            caption = f"{name}: {_in_words(self.labels[number], self.trace, number)}"
+            draw.text((_GAP, _TITLE / 2), caption, colors["var(--ink)"], font, anchor="lm")
+            for index, (title, paints, is_crossed) in enumerate(grids):
+                left, top = _GAP + index * (_GRID + _GAP), 2 * _TITLE
+                draw.text((left, top - 12), title, colors["var(--muted)"], font, anchor="lm")
+                for (row, column), crossed in np.ndenumerate(is_crossed):
+                    paint, x, y = paints[row][column], left + column * size, top + row * size
+                    box, ink = (x, y, x + size, y + size), colors["var(--ink)"]
+                    ground = ImageColor.getrgb(colors.get(paint.ground, paint.ground))
+                    draw.rectangle(box, (*ground, round(255 * paint.opacity)), colors["var(--line)"])
+                    if paint.text:
+                        ink = colors["var(--accent)"] if paint.kind == "own" else ink
+                        middle, own_font = (x + size / 2, y + size / 2), ImageFont.load_default(size / 2)
+                        draw.text(middle, paint.text, ink, own_font, anchor="mm")
+                    for ends in [(box[:2], box[2:]), ((x, y + size), (x + size, y))] if crossed else []:
+                        draw.line(ends, "white", 3)
+                        draw.line(ends, "black", 1)
+                    if row and numbers[row, column] != numbers[row - 1, column]:
+                        draw.line((x, y, x + size, y), colors["var(--box)"], 2)
+                    if column and numbers[row, column] != numbers[row, column - 1]:
+                        draw.line((x, y, x, y + size), colors["var(--box)"], 2)
+                frame = (left, top, left + columns * size, top + rows * size)
+                draw.rectangle(frame, None, colors["var(--box)"], 2)
+            yield name, np.asarray(image)
+
+    def _grids(self, number: int) -> tuple[list[_Grid], list[int] | None]:
+        """Returns the grids of a puzzle, and the region of each cell (`regions_of`)."""
+        style, puzzle, label = self.style, self.inputs[number], self.labels[number]
         is_counted = label != IGNORE_LABEL_ID
         solution = np.where(is_counted, label, puzzle)
-        grids = {f"step {step}": trace.preds[number, step - 1] for step in steps}
-        grids = {"puzzle": puzzle, **grids, "solution": solution}
         cells = cells_of(style, solution, frame=solution)
-        grid = SvgGrid(*cells.shape, _GAP, _TITLE, _GRID / max(*cells.shape, 1))
-        content = []
-        for title, tokens in grids.items():
-            content.append(f'<text x="{grid.left}" y="{_TITLE - 12}" class="left small">{title}</text>')
+        steps = shown_steps(self.trace.preds.shape[1])
+        answers = {f"step {step}": self.trace.preds[number, step - 1] for step in steps}
+        drawn = []
+        for title, tokens in {"puzzle": puzzle, **answers, "solution": solution}.items():
             is_wrong = is_counted & (tokens != label) & (title != "puzzle")
-            content += _draw_grid(grid, style, tokens[cells], puzzle[cells], is_wrong[cells])
-            grid = dataclasses.replace(grid, left=grid.left + _GRID + _GAP)
-        height = _TITLE + grid.rows * grid.size + _GAP
-        svg = svg_file("\n".join(content), width=grid.left, height=height, title=name, style=SVG_STYLE)
-        drawn.append(f"<p>{escape(name)}: {_in_words(label, trace, number)}</p>\n{svg}")
-    return "\n".join(drawn)
+            is_colored = np.isin(
+                tokens, [*style.colors]
+            )  # a cross keeps the color of the model's answer visible
+            paints = [
+                [_paint(style, int(tokens[cell]), int(puzzle[cell]), is_wrong[cell]) for cell in row]
+                for row in cells.tolist()
+            ]
+            drawn.append(_Grid(title, paints, (is_wrong & is_colored)[cells]))
+        return drawn, regions_of(style, cells.size)
 
 
-def _draw_grid(
-    grid: SvgGrid, style: Style, tokens: np.ndarray, puzzle: np.ndarray, is_wrong: np.ndarray
-) -> Iterator[str]:
-    for cell in np.ndindex(tokens.shape):
-        token = int(tokens[cell])
-        is_given = token == puzzle[cell] and not style.is_blank(token)
-        paint = paint_cell(style, token, is_clue=style.marks_new and is_given)
-        has_color = token in style.colors
-        if is_wrong[cell] and not has_color:
-            paint = paint._replace(ground="var(--bad)", opacity=0.45)
-        yield grid.ground(*cell, paint)
-        if paint.text:
-            yield grid.text(*cell, paint)
-        if is_wrong[cell] and has_color:  # because the color shows the model's answer
-            yield grid.cross(*cell)
-    yield from grid.lines(regions_of(style, tokens.size))
+def _cell_size(grid: _Grid) -> float:
+    return _GRID / max(*grid.is_crossed.shape, 1)
+
+
+def _paint(style: Style, token: int, given: int, is_wrong: bool) -> Paint:
+    is_clue = style.marks_new and token == given and not style.is_blank(token)
+    paint = paint_cell(style, token, is_clue=is_clue)
+    is_red = is_wrong and token not in style.colors
+    return paint._replace(ground="var(--bad)", opacity=0.45) if is_red else paint
 
 
 def _in_words(label: np.ndarray, trace: Trace, number: int) -> str:

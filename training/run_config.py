@@ -32,6 +32,7 @@ from distributed.process_group import (
 from runtime.reading import read_yaml
 from training import dry_run
 from training.layout import check_layout
+from training.loggers import find_loggers
 
 FORMAT_KEY = "arch.forward_dtype"
 
@@ -61,6 +62,7 @@ def compose_run(
     check_data_folders(config.data_paths, experiment=experiment)
     check_data_folders(config.test_data_path or [], experiment=experiment, key="test_data_path")
     check_layout(config, processes or world_size())
+    find_loggers(config)
     if config.run_name is None and config.checkpoint_path is None:
         config = config.model_copy(update={"run_name": draw_name()})
     return fix_format(name_run(config, experiment=experiment))

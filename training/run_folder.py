@@ -24,6 +24,7 @@ from config.schema import PretrainConfig
 from distributed import log
 from distributed.process_group import is_main, local_world_size, world_size
 from distributed.processor import describe_processor
+from runtime.metrics_file import read_rows
 from runtime.plugins import plugin_files
 from runtime.reading import read_json, sha256_of
 from runtime.writing import open_to_append, write_json, write_text
@@ -33,7 +34,6 @@ from training.run_config import describe_changes, read_stored_config
 STATUS_FILE = "status"
 REPORT_FILE = "report.html"
 HEARTBEAT_FILE = "heartbeat"
-WANDB_ID_FILE = "wandb_run_id"
 _LOCK_FILE = "lock"
 
 
@@ -153,6 +153,7 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
         "git_commit": git_commit(),
         "hardware": _describe_hardware(device),
         "processes": world_size(),
+        "folder": str(folder.resolve()),
         "torch": torch.__version__,
         **described,
     }
@@ -164,6 +165,13 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
             write_text(path, diff)
     with disk_errors_warn(folder / STARTS_FILE) as path, open_to_append(path) as file:
         file.write(f"{json.dumps(start)}\n".encode())
+
+
+def earlier_folders(folder: Path) -> list[Path]:
+    """Returns the other existing folders that starts.jsonl names. A copy of a run folder has some."""
+    named = {start.get("folder") for start, _ in read_rows(folder, STARTS_FILE)}
+    paths = [Path(each) for each in named if isinstance(each, str) and "\0" not in each]
+    return [path for path in paths if path.is_dir() and not path.samefile(folder)]
 
 
 def _command_line() -> str:

@@ -31,6 +31,10 @@ class Schedule:
         """Returns the learning rates of a step, as {"lr": ..., "puzzle_emb_lr": ...}."""
         return learning_rates(self._config, step, total_steps=self.total_steps)
 
+    def epochs(self, step: int) -> float:
+        """Returns the number of epochs in the first `step` steps, over all stages."""
+        return self._plan.epochs(step)
+
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
         """Returns `usual` with the cycles of the curriculum stage of the step, and with its `progress`."""
         cycles = self._plan.stage_of(step).cycles

@@ -222,6 +222,7 @@ def build_first_state(
             *sum_names(network.objective.metrics),
             "grad_norm",
             *sum_names(network.objective.training_metrics),
+            "loss",
         )
         return TrainState(
             model=model.model,

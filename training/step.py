@@ -128,7 +128,7 @@ def forward_and_backward(
             scalars.add(loss=loss.detach())
             strategy.backward(loss / divisors["slots"])
         after.append(output.carry)
-        sums = _add(sums, new_sums)
+        sums = _add(sums, new_sums | {"loss": loss.detach()})
     return Carry.join(after), sums
 
 

@@ -13,30 +13,33 @@ import queue
 import secrets
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import wandb
 
 from checkpointing.best import BEST_STEP
 from checkpointing.files import step_of
-from config.schema import PretrainConfig
 from distributed import log
 from distributed.launch import REPOSITORY, code_files
-from runtime.metrics_file import last_wandb_step, read_rows
+from runtime.metrics_file import forget_wandb_step, last_wandb_step, read_rows
 from runtime.reading import read_text
 from runtime.writing import open_to_append, write_text
 from training.best import goal_of
 from training.code import git_commit
-from training.run_folder import REPORT_FILE, WANDB_ID_FILE
+from training.loggers import PICTURES, LoggedRun
+from training.run_folder import REPORT_FILE, earlier_folders
 
-PICTURES = "puzzles"  # key of the pictures of puzzles
+if TYPE_CHECKING:
+    from training.pictures import Thoughts
+
+_ID_FILE = "wandb_run_id"
 _CLIENT_LOG = "logs/wandb.log"  # output of the client's helper process
 # In seconds. WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT override these values.
 _LIMITS = {"init_timeout": 60.0, "finish_timeout": 300.0}
 _ARTIFACT_SECONDS = 60.0  # maximum wait for artifacts at the end of a run
-_EVALUATED = ("eval/", "eval_raw/", "validation/")
+_EVALUATED = ("eval/", "eval_raw/", "test/", "validation/")
 
 
 class WandbRun:
@@ -44,22 +47,23 @@ class WandbRun:
 
     W&B's client has a helper process. An unexpected answer of the server can end that process. This class
     then sends nothing more. The next launch of the run sends the rows that the server lacks.
-
-    run_info: Values that W&B's config contains in addition to the config.
     """
 
-    name = "W&B"
+    name = "wandb"
 
-    def __init__(self, config: PretrainConfig, *, run_info: dict[str, Any], tags: Sequence[str]):
-        self._config, self._folder = config, Path(config.checkpoint_path)
-        self._run_info, self._tags = {**run_info, "git_commit": git_commit()}, list(tags)
+    def __init__(self, run: LoggedRun):
+        self._config, self._folder, self._tags = run.config, run.folder, list(run.tags)
+        self._description = {**run.description, "git_commit": git_commit()}
         self._has_ended = False  # whether W&B's client has ended
         self._defined: set[str] = set()
         self._best: dict[str, float] = {}  # {evaluated metric: best value so far}
         self._best_step: int | None = None  # step with the best value of keep_best, if found in this launch
-        self._last_step = last_wandb_step(self._folder)
-        self._run = self._start(choose_mode(config.wandb_mode))
-        self._catch_up()
+        self._id, is_new = _wandb_id(self._folder)
+        self._last_step = 0 if is_new else last_wandb_step(self._folder)
+        self._run = self._start(choose_mode(run.config.wandb_mode))
+        if is_new or self._run.id != self._id:  # the agent of a sweep sets another id
+            write_text(self._folder / _ID_FILE, self._run.id)
+        self._catch_up(is_new=is_new)
         self._extras = _Extras()
         self._extras.submit("the code", self._log_code)
 
@@ -92,13 +96,13 @@ class WandbRun:
         config = self._config
         return wandb.init(
             project=config.project_name,
-            id=_wandb_id(self._folder),
+            id=self._id,
             resume="allow",
             name=f"{config.run_name} (seed {config.seed})",
             group=config.wandb_group,
             job_type="train",
             tags=self._tags,
-            config={**config.model_dump(), **self._run_info},
+            config=self._description,
             dir=self._folder,
             mode=mode,
             settings=settings,
@@ -107,14 +111,14 @@ class WandbRun:
     def _how_to_send(self) -> str:
         return f"To send it later, run `wandb sync --include-online {self._folder}/wandb/*run-*`."
 
-    def _catch_up(self) -> None:
-        """Reads metrics.jsonl: records the best values, and, if online, sends rows that the server lacks."""
+    def _catch_up(self, *, is_new: bool) -> None:
+        """Reads metrics.jsonl: records the best values, and, if online or new, sends rows that W&B lacks."""
         if not self._run.offline:
             self._last_step = self._run.starting_step - 1
         for row, _ in read_rows(self._folder):
             metrics = {name: value for name, value in row.items() if name != "step"}
             self._record_best(metrics)
-            if not self._run.offline:
+            if is_new or not self._run.offline:
                 self._send(row["step"], metrics)
 
     def _end_early(self, error: Exception) -> None:
@@ -156,14 +160,9 @@ class WandbRun:
                 best = {"max": max, "min": min}[goal](self._best.get(name, value), value)
                 self._best[name] = self._run.summary[f"best/{name}"] = best
 
-    @property
-    def takes_pictures(self) -> bool:
-        return not self._has_ended
-
-    def log_puzzles(self, step: int, draw: Callable[[], str]) -> None:
-        """Logs the HTML that `draw` returns. Call it before `log` of the same step."""
-        if step > self._last_step:
-            self._run.log({PICTURES: wandb.Html(draw())}, step=step)
+    def log_puzzles(self, step: int, thoughts: "Thoughts") -> None:
+        if step > self._last_step and not self._has_ended:
+            self._run.log({PICTURES: wandb.Html(thoughts.html())}, step=step)
 
     def log_checkpoint(self, folder: Path) -> None:
         """Sends a saved checkpoint as an artifact, if `wandb_log_checkpoints` selects it."""
@@ -282,9 +281,19 @@ def _end_client() -> None:
         wandb.teardown()
 
 
-def _wandb_id(folder: Path) -> str:
-    """Returns the W&B id of this run folder. The first launch samples it, later launches read it."""
-    path = folder / WANDB_ID_FILE
-    if not path.exists():
-        write_text(path, secrets.token_hex(4))
-    return read_text(path).strip()
+def _wandb_id(folder: Path) -> tuple[str, bool]:
+    """Returns (W&B id of this run folder, whether it is new). A copy of a run folder gets a new id."""
+    path = folder / _ID_FILE
+    stored = read_text(path).strip() if path.exists() else ""
+    if not stored:
+        return os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), True
+    for other in earlier_folders(folder):
+        with contextlib.suppress(ValueError):
+            if read_text(other / _ID_FILE).strip() == stored:
+                log.info(f"{folder} is a copy of {other}. It gets its own W&B run.")
+                forget_wandb_step(folder)
+                return secrets.token_hex(4), True
+    return stored, False
+
+
+LOGGER = WandbRun

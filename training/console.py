@@ -1,17 +1,13 @@
-"""The loggers of a run: metrics.jsonl, the console and W&B. A failing logger only causes a warning."""
+"""The console of a run: a progress bar, and a line for each evaluated set."""
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from config.schema import PretrainConfig
 from distributed import log
-from distributed.process_group import is_main
 from distributed.progress import Progress
-from evaluation.results import is_share, metrics_by_set
-from runtime.metrics_file import MetricsFile
+from evaluation.results import is_count, is_share, metrics_by_set
 from runtime.reading import printable
 
 # {metric: its name on the console}. The report uses the same names.
@@ -22,51 +18,6 @@ _UNSEEN = {"trained_on": "trained on", "unseen/exact_accuracy": "solved of the o
 _SPLITS = ("validation", "eval", "eval_raw", "test")
 _MOST = 4  # maximum number of metrics on the progress bar
 _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
-
-
-class Loggers:
-    """The loggers of a run: metrics.jsonl, the console and W&B. Only rank 0 has loggers.
-
-    steps: range(number of steps done, last step of this launch).
-    run_info: Values that W&B's config contains in addition to the config.
-    tags: Tags of the run at W&B.
-    """
-
-    def __init__(
-        self, config: PretrainConfig, steps: range, *, run_info: dict[str, Any], tags: Sequence[str]
-    ):
-        self._all: list[Any] = []  # objects with name, log, close, and perhaps step_done
-        self.wandb: Any = None  # a WandbRun, unless W&B is disabled
-        if not is_main():
-            return
-        with log.warn_once(MetricsFile.name):
-            self._all.append(MetricsFile(Path(config.checkpoint_path)))
-        with log.warn_once(Console.name):
-            self._all.append(Console(config, steps))
-        mode = config.wandb_mode if config.wandb_mode != "auto" else os.environ.get("WANDB_MODE")
-        if mode != "disabled":
-            with log.warn_once("W&B"):
-                from training.wandb import WandbRun  # here, because importing the client takes time
-
-                self.wandb = WandbRun(config, run_info=run_info, tags=tags)
-                self._all.append(self.wandb)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs one row of metrics, at most once for each step."""
-        self._call("log", step, metrics)
-
-    def step_done(self) -> None:
-        self._call("step_done")
-
-    def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
-        """Closes the loggers. error_type: Type of the exception that ended the run. None without one."""
-        self._call("close", has_failed=error_type is not None)
-
-    def _call(self, method: str, *arguments: Any, **options: Any) -> None:
-        for logger in self._all:
-            with log.warn_once(logger.name):
-                if hasattr(logger, method):
-                    getattr(logger, method)(*arguments, **options)
 
 
 class Console:
@@ -132,7 +83,9 @@ def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Itera
     of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")][:2]  # pass@1, pass@2
     names = [name for name in ("exact_accuracy", *of_kind, *_EVALUATED) if name in metrics]
     if not names:  # a network without these metrics
-        names = [name for name in metrics if name != "count"][:_MOST]
+        names = [name for name in metrics if not is_count(name)][:_MOST]
+    if not names and "arc/votes" in metrics:
+        yield f"{metrics['arc/votes']:.0f}", "answers, no labels"
     names += [name for name in _UNSEEN if metrics.get("trained_on") and name in metrics]
     chosen = [name for name in metrics if keep_best and f"/{keep_best}".endswith(f"/{name}")]
     for name in dict.fromkeys([*chosen[:1], *names]):

@@ -1,0 +1,153 @@
+"""The loggers of a run: metrics.jsonl, the console, and the loggers that the key `loggers` names.
+
+Each file of this folder contains a logger, a class `LOGGER` with the members of `Logger`. A plugin may
+contain one too (docs/extend.md). Only rank 0 has loggers. A failing logger only causes a warning.
+"""
+
+import dataclasses
+import functools
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from config.schema import PretrainConfig
+from distributed import log
+from distributed.process_group import is_main
+from runtime.metrics_file import MetricsFile
+from runtime.plugins import defined
+from training.console import Console
+
+if TYPE_CHECKING:
+    from training.pictures import Thoughts
+
+PICTURES = "puzzles"  # name of the pictures of puzzles
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggedRun:
+    """The run that a logger logs.
+
+    Attributes:
+        config: Config of the run.
+        steps: range(number of steps done, last step of this launch).
+        info: Description of the run in addition to the config, such as num_parameters.
+        tags: Kinds of puzzles, and the architecture.
+    """
+
+    config: PretrainConfig
+    steps: range
+    info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tags: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Returns the run folder."""
+        return Path(self.config.checkpoint_path)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """Returns all keys of the config, and `info`."""
+        return {**self.config.model_dump(), **self.info}
+
+
+class Logger(Protocol):
+    """The members of a logger.
+
+    A logger may also have these methods:
+
+    - `log_puzzles(step, thoughts)` gets pictures of puzzles (`training.pictures.Thoughts`), before the row.
+    - `log_checkpoint(folder)` gets a complete checkpoint.
+    - `step_done()` is called after each training step.
+
+    Attributes:
+        name: Value of the key `loggers`.
+    """
+
+    name: str
+
+    def __init__(self, run: LoggedRun): ...
+
+    def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        """Logs a row, at most once for each step. Steps increase."""
+
+    def close(self, *, has_failed: bool) -> None:
+        """Closes the logger. has_failed: Whether an exception ended the run."""
+
+
+def find_loggers(config: PretrainConfig) -> list[type[Logger]]:
+    """Imports the classes that the key `loggers` names, except for W&B if it is disabled.
+
+    Raises ValueError for an unknown name, or if a package is missing.
+    """
+    of_plugins = {each.name: each for each in defined("LOGGER")}
+    known = sorted({*(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")), *of_plugins})
+    found = []
+    for name in dict.fromkeys(config.loggers):
+        if name not in known:
+            raise ValueError(f"unknown logger in loggers: {name}. Choose from {', '.join(known)}.")
+        if name == "wandb" and _is_wandb_disabled(config):
+            continue
+        try:
+            found.append(of_plugins.get(name) or importlib.import_module(f"{__name__}.{name}").LOGGER)
+        except ImportError as error:
+            hint = f"Run pip install {name}, or remove {name} from loggers."
+            raise ValueError(f"the logger {name} lacks a package: {error}. {hint}") from None
+    return found
+
+
+def _is_wandb_disabled(config: PretrainConfig) -> bool:
+    mode = config.wandb_mode if config.wandb_mode != "auto" else os.environ.get("WANDB_MODE")
+    return mode == "disabled" or _environment_disables_wandb()
+
+
+def _environment_disables_wandb() -> bool:
+    return os.environ.get("WANDB_DISABLED", "").lower() in ("1", "true", "yes", "on")
+
+
+class Loggers:
+    """All loggers of a run. On ranks other than 0, the methods do nothing."""
+
+    def __init__(self, run: LoggedRun):
+        self._all: list[Any] = []  # objects with the members of `Logger`
+        if not is_main():
+            return
+        builders = {MetricsFile.name: lambda: MetricsFile(run.folder)}
+        builders[Console.name] = lambda: Console(run.config, run.steps)
+        builders |= {each.name: functools.partial(each, run) for each in find_loggers(run.config)}
+        if "wandb" in run.config.loggers and _environment_disables_wandb():
+            log.info(f"W&B is disabled, because WANDB_DISABLED={os.environ['WANDB_DISABLED']}")
+        for name, build in builders.items():
+            with log.warn_once(name):
+                self._all.append(build())
+
+    @property
+    def take_pictures(self) -> bool:
+        """Returns whether a logger logs pictures of puzzles. False on ranks other than 0."""
+        return any(hasattr(each, "log_puzzles") for each in self._all)
+
+    def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        """Logs one row of metrics, at most once for each step."""
+        self._call("log", step, metrics)
+
+    def log_puzzles(self, step: int, thoughts: "Thoughts") -> None:
+        """Logs pictures of puzzles. Call it before `log` of the same step."""
+        self._call("log_puzzles", step, thoughts)
+
+    def log_checkpoint(self, folder: Path) -> None:
+        """Tells the loggers that a checkpoint is complete."""
+        self._call("log_checkpoint", folder)
+
+    def step_done(self) -> None:
+        self._call("step_done")
+
+    def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
+        """Closes the loggers. error_type: Type of the exception that ended the run. None without one."""
+        self._call("close", has_failed=error_type is not None)
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> None:
+        for logger in self._all:
+            with log.warn_once(logger.name):
+                if hasattr(logger, method):
+                    getattr(logger, method)(*arguments, **options)

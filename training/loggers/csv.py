@@ -1,0 +1,61 @@
+"""Logs a run to metrics.csv, a table with one column for each metric."""
+
+import csv
+import errno
+import io
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from runtime.metrics_file import read_rows
+from runtime.reading import read_lines
+from runtime.writing import open_to_append, replace_file
+from training.loggers import LoggedRun
+
+
+class CsvFile:
+    """The file metrics.csv in the run folder. Its first column is `step`.
+
+    At the start of a launch, the file gets the rows of metrics.jsonl. If a metric appears for the first time,
+    the file is rewritten with a new last column.
+    """
+
+    name = "csv"
+
+    def __init__(self, run: LoggedRun):
+        self._path = run.folder / "metrics.csv"
+        self._write([values for values, _ in read_rows(run.folder)])
+
+    def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
+        """Writes a row. Raises OSError if the disk is full. The file then lacks the row."""
+        row = {"step": step, **metrics}
+        if row.keys() <= set(self._columns):
+            self._append(row)
+        else:
+            self._write([*csv.DictReader(read_lines(self._path)), row])
+
+    def close(self, *, has_failed: bool) -> None:
+        pass
+
+    def _write(self, rows: list[Mapping[str, Any]]) -> None:
+        columns = list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
+        with replace_file(self._path) as file:
+            file.write(_to_text(columns, [dict(zip(columns, columns, strict=True)), *rows]))
+        self._columns = columns
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        line = _to_text(self._columns, [row]).encode()
+        with open_to_append(self._path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if file.write(line) < len(line):
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _to_text(columns: list[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    text = io.StringIO()
+    csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+LOGGER = CsvFile
