@@ -20,7 +20,15 @@ from typing import Any, NamedTuple
 from dataset.build.sources import read_columns
 from dataset.description import size_of
 from dataset.format import SPLITS
-from runtime.reading import MissingFileError, open_regular, parse_json, printable, read_json, read_lines
+from runtime.reading import (
+    MissingFileError,
+    PointerFileError,
+    open_regular,
+    parse_json,
+    printable,
+    read_json,
+    read_lines,
+)
 
 Cells = tuple[tuple[str, ...], ...]
 
@@ -245,7 +253,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
                     number += 1
                     yield number, {name: batch[name][row].as_py() for name in fields.names}
     except Exception as error:  # the parser raises almost anything on damaged bytes
-        if isinstance(error, MissingFileError):
+        if isinstance(error, (MissingFileError, PointerFileError)):
             raise
         raise ValueError(f"{path} cannot be read as parquet ({' '.join(str(error).split())})") from None
 
