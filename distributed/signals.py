@@ -46,6 +46,10 @@ def end_torchrun() -> int:
     minutes for the other nodes, so it is sent SIGTERM. An elastic torchrun keeps running: exit status
     EXIT_AGAIN makes it restart the workers on the remaining nodes.
     """
+    if is_under_torchrun():
+        log.info(
+            "If torchrun received the signal, it ends with a traceback (SignalException). It is not an error."
+        )
     barrier()  # wait until rank 0 has printed everything
     if is_elastic():
         return EXIT_AGAIN
