@@ -37,7 +37,15 @@ from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.process_group import connect_store, is_main, rank, world_size
 from distributed.shards import Shard, Tensors, tensor_of
-from runtime.reading import MissingFileError, parse_json, read_bytes, read_json, sha256_of
+from runtime.reading import (
+    MissingFileError,
+    PointerFileError,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_json,
+    sha256_of,
+)
 from runtime.writing import flush, remove_unfinished_files
 
 WEIGHTS, EMA_WEIGHTS = "weights", "ema_weights"  # sections of a checkpoint (checkpointing/tensors.py)
@@ -311,7 +319,8 @@ class CorruptCheckpointError(ValueError):
 def verify_checkpoint(folder: Path) -> None:
     """Compares every file of a checkpoint with the manifest.
 
-    Raises CorruptCheckpointError if a file differs, and ValueError if this process may not read a file.
+    Raises CorruptCheckpointError if a file differs. Raises ValueError if this process may not read a file, or
+    if a file is a pointer of Git LFS.
     """
     try:
         text = read_bytes(folder / MANIFEST_FILE)
@@ -322,8 +331,12 @@ def verify_checkpoint(folder: Path) -> None:
             if name != Path(name).name:
                 raise ValueError(f"{MANIFEST_FILE} lists {name!r}, but this is not a file name")
             path = folder / name
-            if path.stat().st_size != entry["bytes"] or sha256_of(path) != entry["sha256"]:
+            with open_regular(path) as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes != entry["bytes"] or sha256_of(path) != entry["sha256"]:
                 raise ValueError(f"{name} does not match the manifest")
+    except PointerFileError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
             raise ValueError(
@@ -351,6 +364,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         state = read_json(path)
     except MissingFileError:
         return {}
+    except PointerFileError:
+        raise
     except ValueError as error:
         raise ValueError(f"{error}. Choose another checkpoint.") from None
     if not isinstance(state, dict):

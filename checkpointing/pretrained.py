@@ -49,7 +49,7 @@ from distributed.process_group import is_main, local_rank
 from models import HaltingModel, build_model, network_class
 from models.blocks import cast_blocks_
 from models.search import Search
-from runtime.reading import read_json, read_yaml
+from runtime.reading import PointerFileError, open_regular, read_json, read_yaml
 
 if TYPE_CHECKING:  # the Hub's modules are imported only when needed
     from runtime.hub import Address
@@ -267,6 +267,8 @@ def _read_shared(path: Path) -> Checkpoint:
     try:
         values = read_json(config_path)
         values = {key: values[key] for key in _Shared.model_fields if key in values}
+    except PointerFileError:
+        raise
     except (ValueError, TypeError) as error:
         raise ValueError(f"{config_path} cannot be read ({error})") from None
     shared = validate_config(_Shared, values, where=f"{config_path} is not from `share push`")
@@ -390,13 +392,16 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
         raise ValueError(f"checkpoint {checkpoint} contains only averaged (EMA) weights. Remove raw=true.")
     try:
         if path.name == SHARED_WEIGHTS_FILE:
-            return load_file(path)
+            with open_regular(path):
+                return load_file(path)
         if path.is_dir():
             has_averages = not raw and find_files(path, EMA_WEIGHTS)
             return load_joined(path, EMA_WEIGHTS if has_averages else WEIGHTS)
-        with warnings.catch_warnings():  # torch warns about other kinds of pickles
+        with open_regular(path), warnings.catch_warnings():  # torch warns about other kinds of pickles
             warnings.simplefilter("ignore")
             content = torch.load(path, map_location="cpu", weights_only=True)
+    except PointerFileError:
+        raise
     except Exception as error:  # torch's unpickler raises many types of errors for damaged bytes
         reason = (str(error) or type(error).__name__).splitlines()[0]
         if isinstance(error, pickle.UnpicklingError):  # torch's message suggests to execute the pickle

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from distributed.process_group import rank, world_size
 from distributed.shards import Shard, Span, Spans, Tensors, tensor_of
-from runtime.reading import parse_json
+from runtime.reading import open_regular, parse_json
 
 _MOST = 2**48  # maximum number of elements of a tensor
 _SHARDS = "shards"  # key of the metadata, with JSON: {name: [spans, shape of the full tensor, is_by_rank]}
@@ -197,7 +197,7 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
     found: dict[str, list[Span]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
     for path in paths:
-        with safe_open(path, framework="pt") as file:
+        with open_regular(path), safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             shards = parse_json(metadata.get(_SHARDS, "{}"), where=f"{path}: {_SHARDS}")
             for key in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)

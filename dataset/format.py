@@ -21,7 +21,7 @@ from pydantic import Field
 
 from dataset.augmentations import AUGMENTATIONS, FIRST_SYMBOL, find_augmentation
 from dataset.sets import FIELDS, PuzzleSet, fields_of
-from runtime.reading import MissingFileError, open_regular, read_json
+from runtime.reading import MissingFileError, PointerFileError, open_regular, read_json
 
 SPLITS = ("train", "test")
 IGNORE_LABEL_ID = -100  # in a batch, the label of a cell that is not scored
@@ -244,6 +244,8 @@ def load_metadata(folder: Path, split: str) -> Metadata:
     except MissingFileError as error:
         problem = f"{folder} is not a dataset, or its {split} split was not built"
         raise ValueError(f"{error}: {problem}. Build it, or set data_path.") from None
+    except PointerFileError:
+        raise
     except pydantic.ValidationError as error:
         if isinstance(values, dict) and values.keys() >= _KEYS_OF_NANO_TRM:
             problem = f"{folder} is a dataset of nano-trm, with other tokens and metadata"
@@ -313,6 +315,8 @@ def _open_array(path: Path) -> np.ndarray:
         return array.view(np.int64) if array.dtype == np.uint64 else array
     except MissingFileError as error:
         raise _broken(str(error)) from None
+    except PointerFileError:
+        raise
     except Exception as error:  # numpy's parser raises many types for a damaged header
         problem = " ".join(str(error).split())
         raise _broken(f"{path} is empty, truncated or not a .npy file of numbers ({problem})") from None

@@ -29,7 +29,6 @@ from distributed.errors import EXIT_FAILURE, collective_errors, connection_error
 from distributed.number_format import Choice, choose_format
 from distributed.process_group import (
     agent_serves_store,
-    check_launcher,
     choose_backend,
     choose_device,
     device_type,
@@ -40,6 +39,7 @@ from distributed.process_group import (
     num_nodes,
     process_group,
     rank,
+    read_launcher,
     rendezvous_store,
     set_cpu_threads,
     set_node_variables,
@@ -80,7 +80,7 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
     """
     log.capture_library_warnings()
     with local_errors():
-        check_launcher()
+        read_launcher()
         text = _broadcast_config(compose)
         load_plugins(json.loads(text).get("plugins", []))
         config = schema.model_validate_json(text)

@@ -111,7 +111,7 @@ def info(message: str) -> None:
 def warning(message: str) -> None:
     """Prints a warning as one line on stderr, with the rank if there are several.
 
-    Each text is printed only once.
+    Each text is printed only once. If the text is equal on all ranks, only rank 0 should call it.
     """
     _logger.warning(message)
 

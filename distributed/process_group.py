@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -21,8 +22,13 @@ import torch.distributed as dist
 _STORE_TIMEOUT = timedelta(minutes=10)
 _NAME_SECONDS = 30  # time limit for resolving the host name of rank 0
 _FAREWELL = timedelta(minutes=1)  # how long rank 0 waits for others to read the store before it ends
-# Variables of launchers that do not set WORLD_SIZE: the number of processes that were started.
-_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+# Launchers that do not set WORLD_SIZE: (name, variable with the number of processes, variable with the own
+# number). mpirun may start its processes with srun, so its own variables come first.
+_LAUNCHERS = (
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("mpirun", "PMI_SIZE", "PMI_RANK"),
+)
 _store_lock = threading.Lock()
 # While one rank evaluates or saves, the others wait in a collective. By default, torch ends a collective
 # after 10 minutes (NCCL) or 30 minutes (gloo). Here the watchdog ends hung ranks instead, because it knows
@@ -63,19 +69,52 @@ def is_elastic() -> bool:
     return False
 
 
-def check_launcher() -> None:
-    """Raises ValueError if a launcher started several processes without setting the variables of a rank."""
-    if "WORLD_SIZE" not in os.environ:
-        for variable, launcher in _LAUNCHERS.items():
-            if (count := os.environ.get(variable, "1")) != "1":
-                raise ValueError(
-                    f"{launcher} started {count} processes, but WORLD_SIZE is not set. Start one torchrun on "
-                    "each node, as launch/slurm.sbatch does (docs/many_machines.md). If each process is a "
-                    "separate run, set WORLD_SIZE=1."
-                )
+def is_under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def read_launcher() -> None:
+    """Sets the variables of a rank if srun started several processes, and checks those of other launchers.
+
+    Raises ValueError if they are not set, or if several processes have the same rank.
+    """
+    launchers = (each for each in _LAUNCHERS if os.environ.get(each[1], "1") != "1")
+    launcher, count_name, number_name = next(launchers, ("", "", ""))
+    count, number = os.environ.get(count_name), os.environ.get(number_name)
+    if launcher == "srun" and "RANK" not in os.environ and os.environ.get("WORLD_SIZE", count) == count:
+        _set_slurm_variables()
+    elif launcher and "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            f"{launcher} started {count} processes, but WORLD_SIZE is not set. Start one torchrun on each "
+            "node, as launch/slurm.sbatch does (docs/many_machines.md). If each process is a separate run, "
+            "set WORLD_SIZE=1."
+        )
+    elif launcher and not is_under_torchrun() and str(world_size()) == count and str(rank()) != number:
+        raise ValueError(
+            f"several processes have the same rank: RANK={rank()}, but {number_name}={number}. {launcher} "
+            f"started {count} processes. Set RANK=${number_name} in each process, not once for all."
+        )
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and world_size() > 1:
         raise ValueError(f"WORLD_SIZE={world_size()} needs {', '.join(missing)}. Set them, or use torchrun.")
+
+
+def _set_slurm_variables() -> None:
+    """Sets the variables of a rank in a process of srun. The first node of the job step serves the store."""
+    nodes, job = os.environ["SLURM_STEP_NODELIST"], int(os.environ["SLURM_JOB_ID"])
+    if "MASTER_ADDR" not in os.environ:
+        command = ["scontrol", "show", "hostnames", nodes]
+        try:
+            listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ValueError(
+                f"cannot list the nodes of the job: {' '.join(command)} failed ({error}). Set MASTER_ADDR to "
+                "the first node."
+            ) from None
+        os.environ["MASTER_ADDR"] = listed[0]
+    os.environ.setdefault("MASTER_PORT", str(20000 + job % 10000))
+    names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
+    os.environ |= {ours: os.environ[its] for ours, its in names.items()}
 
 
 def set_node_variables(hosts: list[str]) -> None:
@@ -339,7 +378,7 @@ def set_cpu_threads(threads: int | str) -> int:
 def omp_threads_of_the_user() -> int | None:
     """Returns the user's OMP_NUM_THREADS. Returns None if it is not set, or is the 1 that torchrun sets."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
-    if chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+    if chosen == "1" and is_under_torchrun():
         try:
             environment = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
         except OSError:  # no /proc: assume that torchrun set the 1

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from distributed import log
 from distributed.collectives import all_ranks, barrier
-from distributed.process_group import is_elastic, local_rank, num_nodes, world_size
+from distributed.process_group import is_elastic, is_under_torchrun, local_rank, num_nodes, world_size
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 EXIT_STUCK = 125  # exit status of a rank that was asked to stop, but did not finish its step
@@ -47,10 +47,14 @@ def end_torchrun() -> int:
     minutes for the other nodes, so it is sent SIGTERM. An elastic torchrun keeps running: exit status
     EXIT_AGAIN makes it restart the workers on the remaining nodes.
     """
+    if is_under_torchrun():
+        log.info(
+            "If torchrun received the signal, it ends with a traceback (SignalException). It is not an error."
+        )
     barrier()  # wait until rank 0 has printed everything
     if is_elastic():
         return EXIT_AGAIN
-    if num_nodes() > 1 and local_rank() == 0 and os.getppid() > 1:
+    if is_under_torchrun() and num_nodes() > 1 and local_rank() == 0 and os.getppid() > 1:
         os.kill(os.getppid(), signal.SIGTERM)
     return 0
 

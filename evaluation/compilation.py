@@ -4,7 +4,7 @@ import torch
 
 from distributed import log
 from distributed.errors import collective_errors
-from distributed.process_group import all_gather_objects, local_rank
+from distributed.process_group import all_gather_objects, is_main, local_rank, world_size
 from models.compilation import find_compiler_failure, should_compile
 
 _COMPILING = (
@@ -24,12 +24,18 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
         failure = find_compiler_failure(device) if compiles and local_rank() == 0 else None
         if failure is not None:
             variable = "CC" if device.type == "cuda" else "CXX"
-            reason = f"the compiler fails ({failure})"
-            hint = f"Fix it, or choose another compiler with {variable}=PATH"
+            failure = (
+                f"the compiler fails ({failure}). Fix it, or choose another compiler with {variable}=PATH"
+            )
             if choice is True:
-                raise ValueError(f"compile=true, but {reason}. {hint}, or set compile=auto.")
-            log.warning(f"blocks are not compiled, because {reason}. {hint}.")
-    compiles = all(all_gather_objects(compiles and failure is None))
+                raise ValueError(f"compile=true, but {failure}, or set compile=auto.")
+    answers, failures = zip(*all_gather_objects((compiles, failure)), strict=True)
+    if is_main():
+        for text in dict.fromkeys(filter(None, failures)):
+            ranks = [number for number, each in enumerate(failures) if each == text]
+            where = f" on {log.name_ranks(ranks)}" if world_size() > 1 else ""
+            log.warning(f"blocks are not compiled, because{where} {text}.")
+    compiles = all(answers) and not any(failures)
     if compiles:
         log.info(_COMPILING)
     return compiles

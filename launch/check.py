@@ -54,7 +54,7 @@ def main() -> None:
         if options.timeout <= 0:
             parser.error(f"--timeout {options.timeout:g} must be greater than 0")
     with local_errors():
-        group.check_launcher()
+        group.read_launcher()
     log.info(describe_process())
     with local_errors():
         if world_size() > 1:

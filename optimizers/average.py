@@ -17,6 +17,7 @@ from torch import Tensor
 from config.schema import PretrainConfig
 from distributed import log
 from distributed.flat import FlatParameters
+from distributed.process_group import is_main
 from distributed.shards import Tensors
 
 _FEW = 5  # after 5 / (1 - rate) steps, less than 0.01 of the average are the initial weights
@@ -122,8 +123,8 @@ def build_average(
 
 
 def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:
-    """Warns if the span of the average, 1 / (1 - rate) steps, is too long for a run of `num_steps`."""
-    if num_steps * (1 - rate) >= _FEW:
+    """Warns on rank 0 if an average over 1 / (1 - rate) steps is too long for a run of `num_steps`."""
+    if num_steps * (1 - rate) >= _FEW or not is_main():
         return
     share = f"The initial weights still make up {rate**num_steps:.0%} of the average. "
     held, advice = ("", "") if corrects_bias else (share, " set ema_bias_correction=true,")

@@ -25,6 +25,7 @@ import yaml
 MOST_BYTES = 2**26  # size limit of a file that is read at once, and of a line
 _MOST_ARRAY_BYTES = 2**30  # size limit of all arrays of one file
 _MOST_LEVELS = 40
+_POINTER = b"version https://git-lfs.github.com/spec/"  # how a pointer file of Git LFS starts
 _LARGEST = 2**64  # limit of integers: a Philox seed has 64 bits
 
 
@@ -32,15 +33,26 @@ class MissingFileError(ValueError):
     """The error for a file that does not exist."""
 
 
+class PointerFileError(ValueError):
+    """The error for a pointer of Git LFS in place of the file. Its message is complete."""
+
+
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a regular file to read bytes. ValueError for a missing file, a folder, or a failed read."""
+    """Opens a regular file to read bytes.
+
+    ValueError for a missing file, a folder, a pointer of Git LFS, or a failed read.
+    """
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer; the check below refuses it.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ValueError(f"{path} is not a regular file")
+            if os.pread(descriptor, len(_POINTER), 0) == _POINTER:
+                raise PointerFileError(
+                    f"{path} is a pointer of Git LFS. To download it, run git lfs pull in {path.parent}."
+                )
             yield file
     except (FileNotFoundError, NotADirectoryError):
         raise MissingFileError(f"{path} is missing") from None
@@ -134,7 +146,7 @@ def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYT
                 raise ValueError(f"the arrays have more than {most:,} bytes")
             contents = (io.BytesIO(archive.read(member)) for member in members)
             return [np.lib.format.read_array(content, allow_pickle=False) for content in contents]
-    except MissingFileError:
+    except (MissingFileError, PointerFileError):
         raise
     except Exception as error:  # numpy raises many types for a damaged header
         raise ValueError(f"{path}: cannot read the arrays ({' '.join(str(error).split())})") from None

@@ -1,6 +1,7 @@
 """The moving average against the plain one over every value in every step, and what reads it."""
 
 import contextlib
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from optimizers.average import Average, DenseAverage, warn_of_long_average
 from optimizers.puzzle_table import Replicated, RowAverage
 from tests.checkpoints import assert_equal, begin_training, do_step
 from tests.float64 import assert_close
+from tests.ranks import run_ranks
 from tests.tiny import FACTS, random_batch, tiny_config, tiny_model
 from training.state import build_first_state
 
@@ -65,6 +67,18 @@ def test_equals_the_average_of_everything_in_every_step(corrects_bias):
             for name, value in plain.items():
                 expected = value / (1 - _RATE**step) if corrects_bias else value
                 assert_close(found[name], expected, what=name)
+
+
+def _warn() -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        warn_of_long_average(0.999, num_steps=10, corrects_bias=False)
+    return stderr.getvalue()
+
+
+def test_one_rank_warns_for_all():
+    first, second = run_ranks(_warn, 2)
+    assert first.startswith("warning (rank 0): ema=0.999 averages over about 1000 steps")
+    assert second == ""
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,13 @@
 """When a run is compiled, and what of it."""
 
+import contextlib
+import io
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from distributed.process_group import rank
 from evaluation import compilation
 from evaluation.loop import answer_batches
 from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
@@ -42,13 +46,20 @@ def test_a_compiler_that_fails_is_one_line_and_auto_does_without(tmp_path, monke
     assert error.startswith("error: compile=true, but the compiler fails (found once: it takes seconds). ")
 
 
-def _choose_with_a_compiler_that_fails() -> bool:
-    compilation.find_compiler_failure = lambda _: "it is gone"  # rank 0 alone looks
-    return compilation.compiles_on_all_ranks("auto", _CPU, num_steps=10**9)
+def _choose_with_a_compiler_that_fails(local_ranks: list[int]) -> tuple[bool, str]:
+    compilation.local_rank = lambda: local_ranks[rank()]
+    compilation.find_compiler_failure = lambda _: "it is gone"  # the first rank of each node looks
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        return compilation.compiles_on_all_ranks("auto", _CPU, num_steps=10**9), stderr.getvalue()
 
 
-def test_all_ranks_compile_or_none():
-    assert run_ranks(_choose_with_a_compiler_that_fails, 2) == [False, False]
+@pytest.mark.parametrize(("local_ranks", "named"), [([0, 1], "rank 0"), ([0, 0], "ranks 0, 1")])
+def test_all_ranks_compile_or_none_and_one_says_why(local_ranks, named):
+    first, second = run_ranks(_choose_with_a_compiler_that_fails, 2, local_ranks)
+    told = f"warning (rank 0): blocks are not compiled, because on {named} the compiler fails (it is gone). "
+    assert not first[0]
+    assert first[1].startswith(told)
+    assert second == (False, "")
 
 
 @pytest.fixture

@@ -138,8 +138,18 @@ def test_nodes_and_local_ranks_are_counted_where_no_torchrun_says_them():
     ("environment", "line"),
     [
         (
-            {"SLURM_STEP_NUM_TASKS": "4"},
-            "srun started 4 processes, but WORLD_SIZE is not set. Start one torchrun",
+            {
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_STEP_NODELIST": "node[0-1]",
+                "SLURM_JOB_ID": "7",
+                "PATH": "",
+            },
+            "scontrol show hostnames node[0-1] failed ([Errno 2]",
+        ),
+        (
+            {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "RANK": "0", "WORLD_SIZE": "2"},
+            "several processes have the same rank: RANK=0, but SLURM_PROCID=1. srun started 2 processes. Set "
+            "RANK=$SLURM_PROCID in each process",
         ),
         (
             {"OMPI_COMM_WORLD_SIZE": "2"},
@@ -171,6 +181,25 @@ def test_a_launcher_without_torchrun_is_right_or_one_line(monkeypatch, capsys, e
             pass
     (told,) = capsys.readouterr().err.splitlines()
     assert line in told
+
+
+@pytest.mark.parametrize("given", [{}, {"WORLD_SIZE": "4", "MASTER_ADDR": "node5", "MASTER_PORT": "1234"}])
+def test_srun_says_which_rank_a_process_is(monkeypatch, tmp_path, given):
+    (tmp_path / "scontrol").write_text(
+        '#!/bin/sh\n[ "$*" = "show hostnames node[3-4]" ] && echo node3 node4\n'
+    )
+    (tmp_path / "scontrol").chmod(0o755)
+    step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node[3-4]", "SLURM_JOB_ID": "1012345"}
+    step |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    expected = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    expected |= {"MASTER_ADDR": "node3", "MASTER_PORT": "22345"} | given
+    for name in expected:
+        monkeypatch.setenv(name, "")  # so that the test leaves none behind
+        monkeypatch.delenv(name)
+    for name, value in (step | given).items():
+        monkeypatch.setenv(name, value)
+    process_group.read_launcher()
+    assert {name: os.environ[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(("threads", "is_told"), [(1, False), (2, False), (3, True)])

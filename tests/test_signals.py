@@ -20,6 +20,7 @@ from distributed.process_group import rank
 from distributed.signals import SIGNALS, Interruption, stop_signals
 from tests.ranks import REPOSITORY, complete_program, run_ranks, send_signal
 from tests.tiny import OVERRIDES, logged_rows
+from tests.waiting import read, wait_for
 
 
 def _ask_after_a_signal(number: int, asked_rank: int) -> list[bool]:
@@ -114,6 +115,38 @@ def test_a_run_that_is_stopped_goes_on_from_that_step(
     ours, theirs = (path / "step_16" / "weights.safetensors" for path in (run, whole_run))
     assert ours.read_bytes() == theirs.read_bytes()
     assert logged_rows(run) == logged_rows(whole_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signals", "is_ignored"), [("SIGTERM,SIGINT", True), ("SIGTERM,SIGHUP", False)])
+def test_torchrun_under_nohup(tmp_path, sudoku_folder, signals, is_ignored):
+    """torchrun handles a signal of its option also under nohup. The traceback at its end is announced."""
+    words = (f"data_path={sudoku_folder}", *OVERRIDES, "epochs=100000", "eval_interval=100000")
+    words += ("checkpoint_path=run", "log_interval=1", "wandb_mode=disabled", "compile=false")
+    options = ("--standalone", "--nproc-per-node=2", f"--signals-to-handle={signals}")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *options, REPOSITORY / "pretrain.py", *words]
+    with (tmp_path / "output.txt").open("w") as file:
+        process = subprocess.Popen(
+            ["nohup", *torchrun], cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=file, stderr=file
+        )
+    rows = tmp_path / "run" / "metrics.jsonl"
+    try:
+        wait_for(lambda: read(rows), "no row", output=tmp_path / "output.txt")
+        process.send_signal(signal.SIGHUP)
+        if is_ignored:
+            count = len(read(rows).splitlines())
+            wait_for(lambda: len(read(rows).splitlines()) > count + 20, "it has stopped")
+            process.terminate()
+        assert process.wait(120) == 1
+    finally:
+        process.kill()
+    assert json.loads(read(tmp_path / "run" / "status"))["status"] == "stopped"
+    before, announced, after = read(tmp_path / "output.txt").partition("If torchrun received the signal, ")
+    assert "To continue, run the same command with run_name=run" in before
+    assert "Traceback" not in before
+    first, traceback, last = after.partition("\nTraceback ")
+    assert first == "it ends with a traceback (SignalException). It is not an error."
+    assert "SignalException: Process " in last.splitlines()[-1]
 
 
 @pytest.mark.slow

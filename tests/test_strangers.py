@@ -2,26 +2,33 @@
 
 import gzip
 import json
+import shutil
 import sqlite3
 import subprocess
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from checkpointing.pretrained import find_checkpoint, load_trained_model
-from checkpointing.tensors import find_files, save_section
+from checkpointing.files import read_state
+from checkpointing.pretrained import SHIPPED, find_checkpoint, load_trained_model, load_weights
+from checkpointing.tensors import find_files, load_joined, save_section
 from config.compose import compose_overrides
 from config.files import config_to_yaml, load_defaults
 from config.programs import SearchConfig
 from config.schema import PretrainConfig, validate_config
+from dataset.build.__main__ import main as build
 from dataset.description import DatasetInfo, read_names
-from dataset.format import usual_metadata
+from dataset.format import open_split, usual_metadata
 from distributed import log
 from report.page import write_report
 from runtime.reading import read_arrays, read_lines, read_text
 from runtime.writing import write_text
 from share.card import _build_command, _plain
+from tests.checkpoints import resume, save
+from tests.puzzle_sets import write as make_dataset
 from tests.ranks import REPOSITORY
 from training.run_folder import is_in_use, lock_folder, record_start, write_status
 from tuning.space import read_space
@@ -42,6 +49,54 @@ def test_what_is_small_on_disk_stays_small(tmp_path):
     (tmp_path / "ema_weights_0_of_999999999.safetensors").touch()
     with pytest.raises(ValueError, match="ema_weights_1_of_999999999.safetensors is missing"):
         find_files(tmp_path, "ema_weights")
+
+
+@pytest.fixture(scope="module")
+def some_files(tmp_path_factory) -> Path:
+    """A run, a shared checkpoint, public weights, a dataset, and tables."""
+    folder = tmp_path_factory.mktemp("files")
+    save(folder / "run", 5).close()
+    shutil.copytree(SHIPPED / "demo", folder / "shared")
+    torch.save({}, folder / "step_7")
+    make_dataset(folder / "data", train={"all": [[1]]}, test={"all": [[1]]})
+    (folder / "data" / "identifiers.json").write_text("[]")
+    for name in ("pairs.jsonl", "pairs.csv", "pairs.parquet", "pairs.json", "all__outputs.npz"):
+        (folder / name).touch()
+    return folder
+
+
+def _read_table(path: Path) -> None:
+    build(["pairs", "--source", str(path), "--output-dir", str(path.with_name("built"))])
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("run/step_5/weights.safetensors", lambda path: resume(path.parent.parent)),
+        ("run/step_5/weights.safetensors", lambda path: load_joined(path.parent, "weights")),
+        ("run/step_5/config.yaml", lambda path: find_checkpoint(path.parent)),
+        ("run/step_5/state.json", lambda path: read_state(path.parent)),
+        ("run/step_5/manifest.json", lambda path: find_checkpoint(path.parent)),
+        ("shared/config.json", lambda path: find_checkpoint(path.parent)),
+        ("shared/model.safetensors", lambda path: load_weights(find_checkpoint(path.parent))),
+        ("step_7", lambda path: load_weights(replace(find_checkpoint(SHIPPED / "demo"), path=path))),
+        ("data/train/dataset.json", lambda path: open_split(path.parent.parent, "train")),
+        ("data/train/all__inputs.npy", lambda path: open_split(path.parent.parent, "train")),
+        ("data/identifiers.json", lambda path: read_names(path.parent)),
+        ("all__outputs.npz", lambda path: read_arrays(path, ["preds"])),
+        *((f"pairs.{ending}", _read_table) for ending in ("jsonl", "csv", "parquet", "json")),
+    ],
+)
+def test_a_pointer_of_git_lfs_is_named(some_files, tmp_path, capsys, name, read):
+    folder = tmp_path / "copy"
+    shutil.copytree(some_files, folder)
+    path = folder / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 124837\n")
+    with pytest.raises((ValueError, SystemExit)) as refused:
+        read(path)
+    line = f"{path} is a pointer of Git LFS. To download it, run git lfs pull in {path.parent}.\n"
+    assert f"{refused.value}\n{capsys.readouterr().err}".count(line) == 1
+    assert path.is_file(), "it is not renamed"
 
 
 def test_sizes_are_compared_before_there_is_memory_for_them(tmp_path):

@@ -3,7 +3,6 @@
 Only rank 0 calls these functions. The other ranks receive the config (`distributed.launch`).
 """
 
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from distributed.number_format import Choice, choose_format
 from distributed.process_group import (
     agent_serves_store,
     choose_device,
+    is_under_torchrun,
     may_restart,
     value_of_launch,
     world_size,
@@ -91,7 +91,7 @@ def draw_name() -> str:
     serves the store, and the name would be lost if rank 0 ended.
     """
     name = coolname.generate_slug(2)
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not is_under_torchrun():
         return name
     if agent_serves_store():
         return value_of_launch("run_name", name)

@@ -22,7 +22,7 @@ import torch
 from checkpointing.files import STARTS_FILE, newest_checkpoint
 from config.schema import PretrainConfig
 from distributed import log
-from distributed.process_group import is_main, local_world_size, world_size
+from distributed.process_group import is_main, is_under_torchrun, local_world_size, world_size
 from distributed.processor import describe_processor
 from runtime.metrics_file import read_rows
 from runtime.plugins import plugin_files
@@ -177,7 +177,7 @@ def earlier_folders(folder: Path) -> list[Path]:
 def _command_line() -> str:
     """Returns the command line that launches this run again."""
     program = ["python"]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if is_under_torchrun():
         nodes, rest = divmod(world_size(), local_world_size())
         program = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 and not rest else [])]
         program += ["--nproc-per-node", str(local_world_size())]

@@ -1,6 +1,7 @@
 """launch/slurm.sbatch on a real Slurm of emulated machines: what ends a job costs only time, but scancel."""
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -75,6 +76,34 @@ class _Job:
 def cluster(machines, tmp_path) -> Iterator[Cluster]:
     with slurm(machines, tmp_path / "slurm") as opened:
         yield opened
+
+
+def _submit(cluster: Cluster, folder: Path, *words: str, setup: str = "") -> Path:
+    """Submits a script with `srun python pretrain.py` and four tasks. Returns the file of its output."""
+    arguments = shlex.join([str(REPOSITORY / "pretrain.py"), *words, "checkpoint_path=run"])
+    script = folder / "job.sbatch"
+    script.write_text(f"#!/bin/bash\n{setup}\nsrun {sys.executable} {arguments}\n")
+    options = ("--nodes", "2", "--ntasks-per-node", "2", "--output", "output.txt")
+    cluster.submit(script, options=options, cwd=folder)
+    return folder / "output.txt"
+
+
+def test_srun_starts_each_rank(cluster, tmp_path, sudoku_folder):
+    output = _submit(cluster, tmp_path, f"data_path={sudoku_folder}", *_WORDS, "max_steps=3")
+    wait_for(lambda: not cluster.run("squeue", "-h"), "not ended", output=output)
+    assert json.loads(read(tmp_path / "run" / "status")) == {"status": "max_steps", "step": 3}, read(output)
+    start = json.loads(read(tmp_path / "run" / "starts.jsonl"))
+    assert start["processes"] == 4
+    assert "warning" not in read(output)
+
+
+def test_processes_of_the_same_rank_are_told(cluster, tmp_path, sudoku_folder):
+    setup = "export RANK=0 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29511"
+    words = (f"data_path={sudoku_folder}", *_WORDS, "max_steps=3", "init_timeout_seconds=5")
+    output = _submit(cluster, tmp_path, *words, setup=setup)
+    wait_for(lambda: not cluster.run("squeue", "-h"), "not ended", output=output)
+    for number in (1, 2, 3):
+        assert f"several processes have the same rank: RANK=0, but SLURM_PROCID={number}. " in read(output)
 
 
 def test_a_job_whose_time_is_up_and_that_loses_a_node_computes_the_same(

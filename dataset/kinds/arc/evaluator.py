@@ -26,7 +26,7 @@ from dataset.kinds.arc.tasks import COLOR_0, TEST_PUZZLES, VOCAB_SIZE, grid_byte
 from dataset.kinds.arc.variants import IDENTITY, parse_variant_name
 from dataset.kinds.kind import SUBMISSION_FILE, Answers
 from dataset.sets import PuzzleSet
-from runtime.reading import read_json
+from runtime.reading import PointerFileError, read_json
 from runtime.writing import write_json
 
 PASSES = (1, 2, 5, 10, 100, 1000)  # K of pass@K
@@ -222,6 +222,8 @@ def load_tasks(folder: Path) -> list[EvaluatedTask]:
             raise ValueError(f"{path} is not a JSON object of tasks")
         own = {"subset": "test", "source": path, "needs_outputs": False}
         tests = {name: arc.parse_task(content[name], task_id=name, **own).test for name in sorted(content)}
+    except PointerFileError:
+        raise
     except ValueError as error:
         raise ValueError(f"{error}. Build the dataset again.") from None
     return [_evaluated_task(name, pairs) for name, pairs in tests.items()]

@@ -24,7 +24,15 @@ from typing import Any, NamedTuple
 from dataset.build.sources import read_columns
 from dataset.description import characters, size_of
 from dataset.format import SPLITS, is_printable
-from runtime.reading import MissingFileError, open_regular, parse_json, printable, read_json, read_lines
+from runtime.reading import (
+    MissingFileError,
+    PointerFileError,
+    open_regular,
+    parse_json,
+    printable,
+    read_json,
+    read_lines,
+)
 
 Cells = tuple[tuple[str, ...], ...]
 
@@ -275,7 +283,7 @@ def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
                     texts = {name: _text_of(row[at], f"{path}:{number}") for at, name in names.items()}
                     yield number, texts
     except Exception as error:  # the parser raises almost anything on damaged bytes
-        if isinstance(error, MissingFileError) or str(error).startswith(f"{path}:"):
+        if isinstance(error, (MissingFileError, PointerFileError)) or str(error).startswith(f"{path}:"):
             raise
         raise ValueError(f"{path} cannot be read as Excel ({' '.join(str(error).split())})") from None
 
@@ -321,7 +329,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
                     number += 1
                     yield number, {name: batch[name][row].as_py() for name in fields.names}
     except Exception as error:  # the parser raises almost anything on damaged bytes
-        if isinstance(error, MissingFileError):
+        if isinstance(error, (MissingFileError, PointerFileError)):
             raise
         raise ValueError(f"{path} cannot be read as parquet ({' '.join(str(error).split())})") from None
 
