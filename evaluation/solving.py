@@ -60,6 +60,7 @@ class Answer(Step):
     select         Selection rule that chose the sample.
     valid          Whether the answer obeys the rules of the puzzle. None if the puzzle has no rules.
     correct        Whether the answer is the solution. None if no solution is known.
+    is_search      Whether the model searches. Then q_halt and confidence are not probabilities.
     is_decided     If False, a search found no answer, and the steps are those of its first sample.
     """
 
@@ -71,6 +72,7 @@ class Answer(Step):
     select: Select
     valid: bool | None
     correct: bool | None
+    is_search: bool = False
     is_decided: bool = True
 
     @property
@@ -140,6 +142,7 @@ def answer_puzzle(
         select=settings.selects[0],
         valid=bool(puzzle.rules(puzzle.tokens[None], step.tokens[None])[0]) if puzzle.rules else None,
         correct=None if puzzle.solution is None else puzzle.is_solution(step.tokens),
+        is_search=is_search,
         is_decided=int(chosen[0]) >= 0,
     )
 
