@@ -40,6 +40,7 @@ class Progress(tqdm):
             self.postfix = self._shown()
         if not self._is_plain:
             return super().display(msg, pos)
-        if msg is None and self.n > self.initial:
+        began = getattr(self, "start_t", self._time())  # tqdm also calls this method before it starts
+        if msg is None and (self.n > self.initial or self._time() - began >= self.mininterval):
             log.note(str(self))
         return True
