@@ -35,6 +35,11 @@ class Progress(tqdm):
         options = {"mininterval": 0.2, "miniters": 0, "disable": not is_main(), "bar_format": _BAR} | options
         super().__init__(dynamic_ncols=True, **options)
 
+    def close(self) -> None:
+        if self._is_plain and not self.disable and self.n == self.last_print_n:
+            self.leave = False  # the last line has said the same
+        super().close()
+
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
         if self._shown is not None and msg is None:
             self.postfix = self._shown()

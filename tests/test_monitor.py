@@ -43,6 +43,19 @@ def test_a_failing_logger_is_one_warning_and_ends_nothing(loggers, tmp_path, cap
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+def test_the_last_line_of_progress_appears_once_and_names_an_evaluation(loggers, capsys):
+    bar = loggers._all[1]._bar
+    bar.mininterval = 0
+    for _ in range(9):
+        loggers.step_done()
+    loggers.set_activity("evaluating")
+    loggers.step_done()
+    loggers.set_activity("training")
+    loggers.close()
+    *_, last = (line.partition(" in ")[0] for line in capsys.readouterr().err.splitlines())
+    assert last == "evaluating: 10 of 10 steps"
+
+
 def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, monkeypatch):
     """The best is marked, on the puzzles that choose it."""
     row = {"train/lm_loss": 0.5, "eval/all/count": 9, "eval/all/exact_accuracy": 0.5711, "best/step": 3}

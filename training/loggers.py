@@ -34,7 +34,7 @@ class Loggers:
     def __init__(
         self, config: PretrainConfig, steps: range, *, run_info: dict[str, Any], tags: Sequence[str]
     ):
-        self._all: list[Any] = []  # objects with name, log, close, and perhaps step_done
+        self._all: list[Any] = []  # objects with name, log, close, and perhaps step_done, set_activity
         self.wandb: Any = None  # a WandbRun, unless W&B is disabled
         if not is_main():
             return
@@ -56,6 +56,10 @@ class Loggers:
 
     def step_done(self) -> None:
         self._call("step_done")
+
+    def set_activity(self, name: str) -> None:
+        """Changes the first word of the progress bar."""
+        self._call("set_activity", name)
 
     def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
         """Closes the loggers. error_type: Type of the exception that ended the run. None without one."""
@@ -120,6 +124,9 @@ class Console:
 
     def step_done(self) -> None:
         self._bar.update()
+
+    def set_activity(self, name: str) -> None:
+        self._bar.set_description_str(name, refresh=sys.stderr.isatty())
 
     def close(self, *, has_failed: bool) -> None:
         self._bar.close()
