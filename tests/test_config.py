@@ -167,7 +167,9 @@ def test_help_has_the_keys_that_people_use_and_more_on_request(monkeypatch, caps
     text = capsys.readouterr().out
     assert len(re.findall(r"^  \w+=\S+ +\w", text, re.MULTILINE)) == 25
     assert len(text.splitlines()) <= 70
-    for topic, part in (("arch=fprm", "  arch.forward_dtype="), ("arch.H_cycles", "trm:"), ("lr", "peak")):
+    topics = {"arch=fprm": "  arch.forward_dtype=", "arch.H_cycles": "trm:", "lr": "peak"}
+    topics |= {"hidden_size": "ldt:\n  arch.hidden_size=128", "arch.loss": "  arch.loss.loss_type="}
+    for topic, part in topics.items():
         assert _compose(monkeypatch, "--help", topic) is None
         assert part in capsys.readouterr().out
     assert _compose(monkeypatch, "--help", "experiment=demo") is None
