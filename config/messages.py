@@ -13,7 +13,7 @@ from typing import Any
 import pydantic
 
 from config.architecture import ArchConfig, architectures
-from config.files import FOLDER
+from config.files import FOLDER, load_defaults
 from config.published import HINTS
 from config.texts import quoted
 
@@ -160,6 +160,9 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
             hint = f"Build it: {own[0]}" if own else f"Build it (docs/data.md), or set {key}"
             if experiment and commands and not own:
                 hint += f". The data of experiment={experiment}: {commands[0]}"
+            if experiment is None and folder == load_defaults("pretrain")["data_path"]:
+                problem = f"is the default of {key}, and {problem}"
+                hint = f"Set {key}, or train on a small set with experiment=demo after: {_data_of('demo')}"
             raise ValueError(f"data folder {folder} {problem}. {hint}{several}")
 
 

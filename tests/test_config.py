@@ -309,6 +309,9 @@ def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch,
         compose_run()
     with pytest.raises(ValueError, match="arc-mini does not exist. Build it: python .* --generate 40 "):
         check_data_folders(["data/arc-mini"], experiment=None)  # as of a model in weights/
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "arch=trm"])
+    with pytest.raises(ValueError, match="is the default of data_path, and .* experiment=demo after: python"):
+        compose_run()
 
 
 def test_numbers_are_not_guessed_from_other_types():
