@@ -159,7 +159,7 @@ def run_steps(
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 if schedule.is_evaluation(state.step):
-                    with monitor.paused():
+                    with monitor.paused("evaluating"):
                         results = evaluate(config, state, data, interruption)
                     if results is None:
                         break

@@ -39,8 +39,6 @@ from evaluation.questions import Questions
 from evaluation.solving import Answer, answer_puzzle
 from evaluation.terminal import draw_answer
 from models import HaltingModel
-from report.animation import draw_animation
-from report.page import write_page
 from training.adaptation import adapt
 
 
@@ -70,6 +68,9 @@ def print_answer(config: SolveConfig) -> None:
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     show(draw_answer(answer, width=shutil.get_terminal_size().columns, color=color))
     if config.picture is not None:
+        from report.animation import draw_animation  # here, because both take a third of a second to load
+        from report.page import write_page
+
         write_page(Path(config.picture), draw_animation(answer))
         log.info(f"wrote {config.picture}")
 

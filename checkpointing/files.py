@@ -57,6 +57,8 @@ TRAINED_FILE = "trained_on.safetensors"  # hashes of the training examples (data
 SHARED_CONFIG_FILE = "config.json"  # `python -m share push` writes a checkpoint as these two files
 SHARED_WEIGHTS_FILE = "model.safetensors"
 
+_RUNS = Path("checkpoints")  # the default folder of runs (`checkpoint_path`)
+_MOST_NAMED = 5  # runs or checkpoints in a message
 _OTHERS_SECONDS = 600.0  # how long rank 0 waits for the other ranks, after it has written its own files
 _POLL_SECONDS = 0.05
 
@@ -276,6 +278,19 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
     """Returns the folders step_<N> of a run, in the order of steps. They may be damaged."""
     folders = [path for path in run_folder.glob("step_*") if step_of(path) is not None and path.is_dir()]
     return sorted(folders, key=step_of)
+
+
+def explain_missing(path: Path) -> str:
+    """Returns a message for a checkpoint or run folder that does not exist: which ones do, newest first."""
+    if step_of(path) is not None and (steps := checkpoints_in(path.parent)):
+        names = ", ".join(step.name for step in steps[::-1][:_MOST_NAMED])
+        return f"{path} does not exist. {path.parent} has {names}."
+    configs = [each for depth in ("*", "*/*") for each in _RUNS.glob(f"{depth}/{CONFIG_FILE}")]
+    folders = [each.parent for each in configs if step_of(each.parent) is None]
+    folders.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    runs = ", ".join(map(str, folders[:_MOST_NAMED]))
+    newest = f" The newest of {_RUNS}/ are {runs}." if runs else f" {_RUNS}/ contains no run."
+    return f"{path} does not exist. Pass a run folder, or a step_<N> folder in one.{newest}"
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:

@@ -29,6 +29,7 @@ from checkpointing.files import (
     TRAINED_FILE,
     WEIGHTS,
     CorruptCheckpointError,
+    explain_missing,
     newest_checkpoint,
     read_state,
     step_of,
@@ -213,8 +214,10 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
         return dataclasses.replace(_read_checkpoint(path, step_of(path)), selected_by=selected_by)
     if not path.exists():
         names = ", ".join(sorted(each.parent.name for each in SHIPPED.glob(f"*/{SHARED_WEIGHTS_FILE}")))
-        hint = "Pass a run folder, a step_<N> folder in one, or the name of a model in weights/"
-        raise ValueError(f"checkpoint {path} does not exist. {hint}: {names}.")
+        shipped = (
+            "" if step_of(path) is not None and path.parent.is_dir() else f" Models in weights/: {names}."
+        )
+        raise ValueError(f"checkpoint {explain_missing(path)}{shipped}")
     if (path / SHARED_WEIGHTS_FILE).is_file():
         return _read_shared(path / SHARED_WEIGHTS_FILE)
     if path.is_dir() and not find_files(path, WEIGHTS):

@@ -13,7 +13,7 @@ from typing import Any
 import pydantic
 
 from config.architecture import ArchConfig, architectures
-from config.files import FOLDER
+from config.files import FOLDER, load_defaults
 from config.published import HINTS
 from config.texts import quoted
 
@@ -34,7 +34,7 @@ _MOST_USED = (  # keys of pretrain.py, in addition to experiment and arch
 )
 _MORE = """
 --help all               all keys, including those of the models
---help KEY               default and full description of a key, such as keep_best or arch.H_cycles
+--help KEY               all about a key or a group of keys, such as keep_best, H_cycles or arch.loss
 --help arch=trm          the keys of a model
 --help experiment        the experiments. --help experiment=demo shows one of them
 """
@@ -58,6 +58,9 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
     if error["type"] == "value_error":  # from `mistakes`, with keys in the message
         message = error["msg"].removeprefix("Value error, ")
         return f"{key}: {message}" if key and f"{key}." not in message else message
+    inner = [name for name in _keys((schema,)) if name.startswith(f"{key}.")]
+    if inner and error["type"] in ("model_type", "model_attributes_type"):
+        return f"{key} is a group of keys, not a value. Set one of them, such as {inner[0]}={error['input']}."
     if error["type"] == "string_pattern_mismatch":
         expected = "start with a letter or digit, and contain only letters, digits and _ . + -"
     else:
@@ -157,6 +160,9 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
             hint = f"Build it: {own[0]}" if own else f"Build it (docs/data.md), or set {key}"
             if experiment and commands and not own:
                 hint += f". The data of experiment={experiment}: {commands[0]}"
+            if experiment is None and folder == load_defaults("pretrain")["data_path"]:
+                problem = f"is the default of {key}, and {problem}"
+                hint = f"Set {key}, or train on a small set with experiment=demo after: {_data_of('demo')}"
             raise ValueError(f"data folder {folder} {problem}. {hint}{several}")
 
 
@@ -217,14 +223,25 @@ def _help_of_experiments() -> list[str]:
 
 
 def _help_of_key(program: str, key: str) -> list[str]:
-    """Returns help lines for a key: default and comment. Raises ValueError for an unknown key."""
-    is_of_arch, name = key.startswith("arch."), key.removeprefix("arch.")
-    lines: list[str] = []
-    for file in sorted((FOLDER / "arch").glob("*.yaml")) if is_of_arch else [FOLDER / f"{program}.yaml"]:
-        if found := [*_keys_of(file, prefix="arch." * is_of_arch, only=[name])]:
-            lines += [f"{file.stem}:", *filter(None, found)]
-    if not lines:
+    """Returns help lines for a key, or for a group of keys: default and comment.
+
+    key: The key, or its last part if only one key ends in it. Raises ValueError for an unknown key.
+    """
+    files = [(FOLDER / f"{program}.yaml", "")]
+    if program == "pretrain":
+        files += [(file, "arch.") for file in sorted((FOLDER / "arch").glob("*.yaml"))]
+    known = [f"{prefix}{name}" for file, prefix in files for name, *_ in _entries(file)]
+    chosen = {each for each in known if each == key or each.startswith(f"{key}.")}
+    chosen = chosen or {each for each in known if each.endswith(f".{key}")}
+    if not chosen:
         raise ValueError(f"config: unknown key {key!r}. Run --help all for a list of the keys.")
+    if len(chosen) > 1 and not all(each.startswith(f"{key}.") for each in chosen):
+        raise ValueError(f"config: several keys end in {key!r}. Choose one: {', '.join(sorted(chosen))}.")
+    lines: list[str] = []
+    for file, prefix in files:
+        names = [each.removeprefix(prefix) for each in chosen if each.startswith(prefix)]
+        if found := [*_keys_of(file, prefix=prefix, only=names)]:
+            lines += [f"{file.stem}:", *filter(None, found)]
     return lines
 
 

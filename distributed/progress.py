@@ -37,11 +37,17 @@ class Progress(tqdm):
         options = {"mininterval": 0.2, "miniters": 0, "disable": not is_main(), "bar_format": _BAR} | options
         super().__init__(dynamic_ncols=True, **options)
 
+    def close(self) -> None:
+        if self._is_plain and not self.disable and self.n == self.last_print_n:
+            self.leave = False  # the last line has said the same
+        super().close()
+
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
         if self._shown is not None and msg is None:
             self.postfix = self._shown()
         if not self._is_plain:
             return super().display(msg, pos)
-        if msg is None and self.n > self.initial:
+        began = getattr(self, "start_t", self._time())  # tqdm also calls this method before it starts
+        if msg is None and (self.n > self.initial or self._time() - began >= self.mininterval):
             log.note(str(self))
         return True

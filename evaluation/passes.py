@@ -7,6 +7,7 @@ dataset order. `evaluation.loop` runs each puzzle once, `evaluation.test_time` r
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,11 +140,16 @@ def evaluate_split(
             )
             with bar, torch.inference_mode(), read_batches(dataset, device=device) as source:
                 batches = until_stopped(source)
+
+                def on_step(*step: Any, part: _SetSums = sums[name], bar: Progress = bar) -> None:
+                    part.add_step(*step)
+                    bar.update(0)  # also shows progress while no puzzle is complete
+
                 if sums[name].scores is not None:  # several settings or samples of each puzzle
-                    options["scores"] = sums[name].scores
+                    options |= {"scores": sums[name].scores, "on_step": on_step}
                     answered = run_settings(model, batches, reasoning, **options)
                 else:
-                    more = {"draw": draw, "on_step": sums[name].add_step, "stages": stages}
+                    more = {"draw": draw, "on_step": on_step, "stages": stages}
                     finals = answer_batches(model, batches, reasoning, **more)
                     answered = ((final, None, None) for final in finals)
                 for final, attempts, _ in answered:

@@ -1,8 +1,16 @@
-"""Solves one puzzle as evaluate.py does, and keeps every step of the sample that answers."""
+"""Solves one puzzle as evaluate.py does, and keeps every step of the sample that answers.
+
+A search is different. `evaluate.py` runs all its samples side by side, and the one with the fewest steps
+answers. Here, only _FIRST_SAMPLES samples start, and their number doubles every _WIDEN_STEPS steps. The first
+sample that halts answers. Each sample makes the same steps as in `evaluate.py`, so both decide the same
+puzzles, but another sample may answer. Easy puzzles take a fraction of the time.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -12,13 +20,21 @@ from dataset.drawing import symbols_of
 from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Puzzle, Style
 from dataset.loader import Batch
+from distributed.progress import Progress
 from evaluation.selection import Scores, Settings
-from evaluation.test_time import keeps_state, reasoning_of_samples, run_settings
+from evaluation.test_time import (
+    build_draw,
+    keeps_state,
+    reasoning_of_samples,
+    run_settings,
+    split_into_attempts,
+)
 from evaluation.trace import Trace, trace_step
 from models import HaltingModel
-from models.carry import StepOutput
+from models.carry import Carry, Reasoning, StepOutput
 from models.search import Search
 
+_FIRST_SAMPLES, _WIDEN_STEPS = 8, 16  # of a search
 _NOISE = 0.3  # the default for several samples, as in PTRM
 
 
@@ -60,6 +76,7 @@ class Answer(Step):
     select         Selection rule that chose the sample.
     valid          Whether the answer obeys the rules of the puzzle. None if the puzzle has no rules.
     correct        Whether the answer is the solution. None if no solution is known.
+    is_search      Whether the model searches. Then q_halt and confidence are not probabilities.
     is_decided     If False, a search found no answer, and the steps are those of its first sample.
     """
 
@@ -71,6 +88,7 @@ class Answer(Step):
     select: Select
     valid: bool | None
     correct: bool | None
+    is_search: bool = False
     is_decided: bool = True
 
     @property
@@ -93,7 +111,7 @@ def answer_puzzle(
     device: torch.device,
     row: int = 0,
 ) -> Answer:
-    """Solves a puzzle with the noise and the result that evaluate.py has for example `row` of a set.
+    """Solves a puzzle with the noise that evaluate.py has for example `row` of a set.
 
     Runs in one process. The model must have the puzzle's sizes and be in evaluation mode. identifier:
     Identifier of the puzzle embedding. Raises ValueError if the config does not fit the model or the puzzle.
@@ -108,28 +126,36 @@ def answer_puzzle(
     is_search = isinstance(model.network, Search)
 
     seen: list[tuple[np.ndarray, Trace]] = []  # after each step: its attempts, and their trace
+    batch = _batch_of(puzzle, identifier, row).to(device)
+    bar = Progress(total=max_steps, desc="thinking", unit="step", delay=1, leave=False)
 
-    def record(output: StepOutput, _: torch.Tensor) -> None:
+    def record(output: StepOutput, _: torch.Tensor | None = None) -> None:
         seen.append((output.carry.data.rows.cpu().numpy(), trace_step(model, output)))
+        bar.update(min(1, max_steps - bar.n))  # samples that start later make more steps in total
 
-    settings = Settings((max_steps,), (config.samples,), ("first_to_halt" if is_search else config.select,))
-    scores = Scores(settings, rules=puzzle.rules, is_search=is_search)
-    ((final, _, chosen),) = run_settings(
-        model,
-        iter([_batch_of(puzzle, identifier, row).to(device)]),
-        reasoning,
-        seed=config.seed,
-        num_slots=config.samples,
-        vocab_size=puzzle.vocab_size,
-        scores=scores,
-        on_step=record,
-    )
-    sample = max(int(chosen[0]), 0)  # without an answer, the first sample is shown
+    with bar:
+        if is_search:
+            options = {"seed": config.seed, "num_samples": config.samples, "on_step": record}
+            chosen, select = _first_to_halt(model, batch, reasoning, **options), "first_to_halt"
+        else:
+            settings = Settings((max_steps,), (config.samples,), (config.select,))
+            ((final, _, (chosen,)),) = run_settings(
+                model,
+                iter([batch]),
+                reasoning,
+                seed=config.seed,
+                num_slots=config.samples,
+                vocab_size=puzzle.vocab_size,
+                scores=Scores(settings, rules=puzzle.rules),
+                on_step=record,
+            )
+            select = config.select
+    sample = max(int(chosen), 0)  # without an answer, the first sample is shown
     attempt = row * config.samples + sample
     own = [(rows == attempt, step) for rows, step in seen if attempt in rows]
     trace = [Trace(*(column[is_own][0] for column in step)) for is_own, step in own]
     steps = _steps_of(puzzle, style, trace)
-    step = steps[int(final.carry.steps) - 1]
+    step = steps[-1] if is_search else steps[int(final.carry.steps) - 1]
     return Answer(
         **vars(step),
         puzzle=puzzle,
@@ -137,11 +163,49 @@ def answer_puzzle(
         steps=steps,
         sample=sample,
         num_samples=config.samples,
-        select=settings.selects[0],
+        select=select,
         valid=bool(puzzle.rules(puzzle.tokens[None], step.tokens[None])[0]) if puzzle.rules else None,
         correct=None if puzzle.solution is None else puzzle.is_solution(step.tokens),
-        is_decided=int(chosen[0]) >= 0,
+        is_search=is_search,
+        is_decided=int(chosen) >= 0,
     )
+
+
+def _first_to_halt(
+    model: HaltingModel,
+    batch: Batch,
+    reasoning: Reasoning,
+    *,
+    seed: int,
+    num_samples: int,
+    on_step: Callable[[StepOutput], None],
+) -> int:
+    """Runs samples of a search until one halts. Returns its number, or -1 if none halts.
+
+    batch: The puzzle. on_step: Called after each step of the samples that run.
+    """
+    (attempts,) = split_into_attempts(iter([batch]), num_samples=num_samples, num_slots=num_samples)
+    draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
+    running: list[Carry] = []
+    num_started = 0
+    for number in itertools.count():
+        if not running or number % _WIDEN_STEPS == 0:
+            new = attempts.select(slice(num_started, max(_FIRST_SAMPLES, 2 * num_started)))
+            if len(new.rows):
+                blank = model.initial_carry(new)
+                running.append(model.refill(blank, new, reasoning, draw(blank)))
+                num_started += len(new.rows)
+            elif not running:
+                return -1
+        carry = Carry.join(running)
+        output = model(carry, reasoning, draw(carry))
+        on_step(output)
+        carry = output.carry
+        has_answer = model.network.wants_to_halt(carry.state, output.prediction)
+        if has_answer.any():
+            return int(carry.data.rows[has_answer][0]) % num_samples
+        going_on = (~carry.halted).nonzero().flatten()
+        running = [carry.select(going_on)] if len(going_on) else []
 
 
 def _noise(model: HaltingModel, config: SolveConfig) -> float:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections.abc import Iterator
 
 import numpy as np
 
+from config.programs import Select
 from dataset.drawing import GREEN, draw_cells, side_by_side, symbols_of, without_codes
 from dataset.kinds.kind import Style
 from evaluation.solving import Answer, Step
 
 _GAP = 3  # columns between drawings
-_FAINT, _CHANGED, _STOP, _GOOD, _BAD = "2", "1;4", "7", "32;1", "31;1"  # ANSI codes
+_FAINT, _CHANGED, _GOOD, _BAD = "2", "1;4", "32;1", "31;1"  # ANSI codes
+_CERTAIN = 0.9  # if all cells have this confidence, it is not drawn
 # (confidence, codes, mark): a cell with less confidence is drawn with the ANSI codes. In puzzles with colored
 # areas, it is drawn with the mark.
 _DOUBTS = ((0.5, "97;48;5;124", "?"), (0.8, "97;48;5;130", ":"), (0.95, "97;48;5;58", "."))
+_RULES: dict[Select, str] = {
+    "q_head": "the most likely right at its end",
+    "q_head_any_step": "the most likely right at any step",
+    "first_to_halt": "the first to halt",
+    "vote": "the most frequent answer",
+    "residual": "the least change in its last steps",
+    "rules": "by the rules of the puzzle",
+}
 
 
 def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
@@ -27,17 +36,14 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
     top = [
         _draw_grid("puzzle", answer, answer.puzzle.tokens, color=color),
         _draw_grid("answer", answer, answer.tokens, color=color),
-        _draw_confidence(answer),
-        ["", *_verdict(answer)],
     ]
-    groups = itertools.groupby(answer.steps, key=lambda step: step.grid.tolist())
-    steps = [_draw_group(answer, list(group), color=color) for _, group in groups]
-    parts = [
-        *(part.lstrip("\n") for part in _wrap(top, width)),
-        _halting_values(answer, width),
-        *_wrap(steps, width),
-    ]
-    text = "\n\n".join([*parts, _legend(answer.style, color=color)])
+    if (answer.confidence < _CERTAIN).any():
+        top.append(_draw_confidence(answer))
+    top.append(["", *_verdict(answer)])
+    groups = [list(group) for _, group in itertools.groupby(answer.steps, lambda step: step.grid.tolist())]
+    steps = [_draw_group(answer, group, color=color) for group in groups]
+    parts = [*(part.lstrip("\n") for part in _wrap(top, width)), *_wrap(steps, width)]
+    text = "\n\n".join(filter(None, [*parts, _legend(answer, groups, color=color)]))
     return text if color else "\n".join(map(str.rstrip, without_codes(text).splitlines()))
 
 
@@ -57,15 +63,13 @@ def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
 def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
     """Draws the grid that consecutive steps share, and marks what the first of them changed."""
     first, last = steps[0], steps[-1]
-    title = f"step {first.number}" if first is last else f"steps {first.number}-{last.number}"
-    values = [f"{step.q_halt:.2f}" for step in (first, last)]
-    halting = "q " + "-".join(dict.fromkeys(values))
-    stops = answer.halting_step in range(first.number, last.number + 1)
-    if stops:
-        halting += f" stop@{answer.halting_step}" if len(steps) > 1 else " stop"
+    title = f"step {first.number}" + (f" (same to {last.number})" if last is not first else "")
     marked = {"confidence": last.confidence, "changed": first.changed}
     drawing = _draw_grid(title, answer, first.tokens, **marked, color=color)
-    return [drawing[0], _coded(halting, _STOP if stops else _FAINT), *drawing[1:]]
+    if answer.is_search:
+        return drawing
+    values = dict.fromkeys(f"{step.q_halt:.2f}" for step in (first, last))
+    return [drawing[0], _coded(f"right: {' to '.join(values)}", _FAINT), *drawing[1:]]
 
 
 def _draw_grid(
@@ -102,7 +106,7 @@ def _draw_confidence(answer: Answer) -> list[str]:
     """Draws the confidence of the answer's cells, in tenths (9 means 0.9 to 1)."""
     tenths = np.minimum((answer.confidence * 10).astype(int), 9).astype(np.str_)
     codes = [[_doubt(value)[0] or _FAINT for value in row] for row in answer.confidence]
-    return draw_cells("sure (tenths)", tenths, styles=codes, gap=answer.style.gap, color=True)
+    return draw_cells("confidence (tenths)", tenths, styles=codes, gap=answer.style.gap, color=True)
 
 
 def _doubt(confidence: float) -> tuple[str, str]:
@@ -132,29 +136,30 @@ def _verdict(answer: Answer) -> Iterator[str]:
         yield f"{verdict}: the rules of the puzzle {'hold' if answer.valid else 'do not hold'}"
     if answer.puzzle.remark:
         yield answer.puzzle.remark
-    run = ""
     if answer.num_samples > 1:
-        run = f"run {answer.sample + 1} of {answer.num_samples} ({answer.select}), "
-    halting = f"would halt after step {answer.halting_step}" if answer.halting_step else "would never halt"
-    yield f"{run}thinking step {answer.number} of {len(answer.steps)}"
-    least = f", least sure cell {answer.confidence.min():.2f}" if answer.confidence.size else ""
-    yield f"halting value {answer.q_halt:.2f}{least}"
-    yield f"the model {halting}"
+        yield f"sample {answer.sample + 1} of {answer.num_samples} answers: {_RULES[answer.select]}"
+    yield f"thinking step {answer.number} of {len(answer.steps)}"
+    if not answer.is_search:
+        yield f"probability that the answer is right: {answer.q_halt:.2f}"
+        least = answer.confidence.min(initial=1)
+        yield f"least confidence of a cell: {least:.2f}" if least < _CERTAIN else "confident of every cell"
+        after = f"halt after step {answer.halting_step}" if answer.halting_step else "never halt"
+        yield f"the model would {after}"
 
 
-def _halting_values(answer: Answer, width: int) -> str:
-    values = [f"{step.q_halt:.2f}".removeprefix("0").replace("1.00", "1.0") for step in answer.steps]
-    runs = [(value, len(list(run))) for value, run in itertools.groupby(values)]
-    text = " ".join(value if count == 1 else f"{value}(x{count})" for value, count in runs)
-    return textwrap.fill(f"halting values: {text}", width, subsequent_indent=" " * 16)
-
-
-def _legend(style: Style, *, color: bool) -> str:
-    if not color:
-        changed = "" if style.has_areas else f"; {_mark(style)} changed"
-        return f"q: halting value; stop: where the model would halt{changed}"
-    doubts = [
-        f"{mark} <{below:g}" if style.has_areas else _coded(f" <{below:g} ", codes)
-        for below, codes, mark in _DOUBTS
-    ]
-    return f"q: halting value   {_coded('changed', _CHANGED)}   sure {' '.join(doubts)}"
+def _legend(answer: Answer, groups: list[list[Step]], *, color: bool) -> str:
+    """Explains the words and marks that occur in the drawn steps."""
+    style, parts = answer.style, []
+    if not answer.is_search:
+        parts.append("right: probability that the answer is right")
+    if any(group[0].changed.any() for group in groups) and (color or not style.has_areas):
+        parts.append(_coded("changed", _CHANGED) if color else f"{_mark(style)} changed")
+    if color:
+        seen = {_doubt(value) for group in groups for value in group[-1].confidence.flat}
+        doubts = [
+            f"{mark} <{below:g}" if style.has_areas else _coded(f" <{below:g} ", codes)
+            for below, codes, mark in _DOUBTS
+            if (codes, mark) in seen
+        ]
+        parts += [f"confidence {' '.join(doubts)}"] if doubts else []
+    return "   ".join(parts)

@@ -51,7 +51,7 @@ class FixedPointLevel(Level):
         self.num_layers = arch.L_layers  # of all pipeline stages
         width, self.num_before, self.eps = arch.hidden_size, arch.num_puzzle_positions, arch.rms_norm_eps
         for name, first in (("alpha_1_param", arch.alpha_1_init), ("alpha_2_param", arch.alpha_2_init)):
-            self.register_parameter(name, nn.Parameter(torch.full((width,), first).logit()))
+            self.register_parameter(name, nn.Parameter(torch.full((width,), first, device="cpu").logit()))
         self.has_grid, self.has_last_norm = arch.conv_type == "conv2d", arch.norm_placement == "output"
         convolution = nn.Conv2d if self.has_grid else nn.Conv1d
         self.conv = convolution(width, width, _KERNELS[arch.conv_type], groups=width, bias=False)

@@ -31,7 +31,7 @@ class Gate(nn.Module):
     def __init__(self, width: int, *, eps: float):
         super().__init__()
         self.q = nn.Parameter(torch.zeros(width))
-        self.beta_logit = nn.Parameter(torch.tensor(_FIRST_DECAY).logit())
+        self.beta_logit = nn.Parameter(torch.tensor(_FIRST_DECAY, device="cpu").logit())
         self.eps = eps
 
     def score(self, z: Tensor) -> Tensor:

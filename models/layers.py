@@ -66,15 +66,21 @@ def rotary_table(angles: Tensor) -> Tensor:
     return torch.stack((angles.cos(), angles.sin()))
 
 
-def rotary_angles(positions: Tensor, dim: int, *, base: float) -> Tensor:
-    """Returns the angles p * base^(-2i / dim): float32 [length, dim / 2]. positions: The p, [length]."""
-    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+def rotary_angles(positions: Tensor | int, dim: int, *, base: float) -> Tensor:
+    """Returns the angles p * base^(-2i / dim): float32 [length, dim / 2].
+
+    The result is on the CPU, because the first product on the device "meta" makes torch import its compiler.
+    positions: The p, [length], on the CPU. An integer n stands for 0 to n - 1.
+    """
+    if isinstance(positions, int):
+        positions = torch.arange(positions, device="cpu")
+    frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     return torch.outer(positions.to(torch.float32), frequencies)
 
 
 def grid_angles(num_cells: int, num_columns: int, head_dim: int, *, base: float) -> Tensor:
     """Returns rotary angles of grid cells, [cells, head_dim / 2]: half by row, half by column."""
-    positions = torch.arange(num_cells)
+    positions = torch.arange(num_cells, device="cpu")
     lines = positions // num_columns, positions % num_columns
     return torch.cat([rotary_angles(each, head_dim // 2, base=base) for each in lines], dim=1)
 

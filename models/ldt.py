@@ -245,7 +245,7 @@ class LDT(Search):
             angles = F.pad(angles, (0, 0, 0, 1))  # angle 0 for the cls token after the cells
             rotary = rotary_table(angles)
         self.register_buffer("rotary", rotary, persistent=False)
-        self.cls_embed, self.cls_pos = (nn.Parameter(0.02 * torch.randn(1, 1, width)) for _ in range(2))
+        self.cls_embed, self.cls_pos = (nn.Parameter(torch.randn(1, 1, width).mul_(0.02)) for _ in range(2))
         options = {"num_heads": arch.num_heads, "expansion": arch.expansion}
         options["has_rotary"] = self.row_embed is None
         self.blocks = Level(PreNormBlock(width, number=n, **options) for n in range(arch.num_layers))

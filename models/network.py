@@ -127,7 +127,7 @@ class TokenNetwork(Network):
             self.embed_pos = Embedding(num_positions, width, std=width**-0.5, dtype=self.dtype)
         elif arch.pos_encodings == "rope":
             head_dim = width // arch.num_heads
-            rotary = rotary_table(rotary_angles(torch.arange(num_positions), head_dim, base=arch.rope_theta))
+            rotary = rotary_table(rotary_angles(num_positions, head_dim, base=arch.rope_theta))
         self.register_buffer("rotary", rotary, persistent=False)
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:

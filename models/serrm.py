@@ -202,7 +202,7 @@ class SERRM(Network):
 def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
     """Returns rotary angles, [seq_len, head_dim / 2]. ValueError: rope2d, but the puzzles are not grids."""
     if arch.pos_encodings == "rope":
-        return rotary_angles(torch.arange(metadata.seq_len), arch.head_dim, base=arch.rope_theta)
+        return rotary_angles(metadata.seq_len, arch.head_dim, base=arch.rope_theta)
     num_columns = columns_of(metadata, needed_by="arch.pos_encodings=rope2d")
     return grid_angles(metadata.seq_len, num_columns, arch.head_dim, base=arch.rope_theta)
 

@@ -4,6 +4,8 @@ python -m report checkpoints/demo
 python -m report RUN RUN ... [--output FILE] [--table FILE.md]      compares runs
 """
 
+import runtime.environment  # noqa: F401
+
 import argparse
 import functools
 import re

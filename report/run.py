@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from checkpointing.files import CONFIG_FILE, STARTS_FILE, checkpoints_in, read_state, step_of
+from checkpointing.files import (
+    CONFIG_FILE,
+    STARTS_FILE,
+    checkpoints_in,
+    explain_missing,
+    read_state,
+    step_of,
+)
 from config.architecture import architectures
 from config.files import fill_defaults
 from evaluation.results import (
@@ -127,7 +134,7 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
     evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist. Pass a run folder, such as checkpoints/demo.")
+        raise ValueError(explain_missing(folder))
     log, config_path = folder / METRICS_FILE, folder / CONFIG_FILE
     if evaluation is None and not (log.exists() or config_path.exists() or any(folder.glob("step_*"))):
         raise ValueError(f"{folder} is not a run folder: {CONFIG_FILE} and {METRICS_FILE} are missing")

@@ -1,17 +1,34 @@
 """Sets environment variables that libraries read when they load. Programs import this module before torch.
 
+It also prints the first line of a program, because torch takes seconds to load.
+
 A waiting OpenMP thread should spin only briefly, then sleep, because spinning threads take cores from other
 processes. If the user has set one of the variables, nothing is changed. Example: with two busy processes on
 the machine, a step of the demo on two threads takes 140 ms with these settings, and 2300 ms with
 OMP_WAIT_POLICY=ACTIVE. Without other processes, a step takes 49 ms with both, and 80 ms with PASSIVE.
 """
 
+import contextlib
 import os
+import sys
 from pathlib import Path
 
 from runtime.writing import open_closed_streams
 
 open_closed_streams()
+
+
+def _announce() -> None:
+    """Prints on stderr that a program of this repository starts. Other processes and ranks print nothing."""
+    path = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    is_ours = Path(__file__).parents[1] in path.resolve().parents and "tests" not in path.parts
+    if is_ours and "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
+        name = path.parent.name if path.stem == "__main__" else path.stem
+        with contextlib.suppress(OSError):
+            print(f"{name}: loading PyTorch", file=sys.stderr, flush=True)
+
+
+_announce()
 
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 if not _WAITING & os.environ.keys():

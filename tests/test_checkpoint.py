@@ -1,6 +1,7 @@
 """Checkpoints: their content, which are kept, and how a start continues from them."""
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import torch
 
 import checkpointing.files
 from checkpointing.files import newest_checkpoint, verify_checkpoint
+from checkpointing.pretrained import find_checkpoint
 from optimizers.learning_rate import learning_rates
+from report.run import read_run
 from tests.checkpoints import (
     FINGERPRINT,
     assert_equal,
@@ -27,6 +30,24 @@ from tests.checkpoints import (
 from tests.ranks import run_ranks
 from training.checkpoints import choose_checkpoint
 from training.run_folder import open_run_folder
+
+
+def test_a_missing_checkpoint_is_explained_by_those_that_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("demo", "hrm-demo/first", "hrm-demo/second")):
+        run = Path("checkpoints") / name
+        (run / "step_50").mkdir(parents=True)
+        for folder in (run, run / "step_50"):
+            (folder / "config.yaml").touch()
+        os.utime(run, (number, number))
+    runs = "checkpoints/hrm-demo/second, checkpoints/hrm-demo/first, checkpoints/demo"
+    with pytest.raises(ValueError, match=f"The newest of checkpoints/ are {runs}. Models in weights/: arc_"):
+        find_checkpoint("checkpoints/first")
+    with pytest.raises(ValueError, match="checkpoints/demo/step_60 does not exist. .*demo has step_50.$"):
+        find_checkpoint("checkpoints/demo/step_60")
+    with pytest.raises(ValueError, match=f"are {runs}.$"):
+        read_run(Path("first"))
+
 
 # ---------------------------------------------------------------------------------------------------- content
 

@@ -167,7 +167,9 @@ def test_help_has_the_keys_that_people_use_and_more_on_request(monkeypatch, caps
     text = capsys.readouterr().out
     assert len(re.findall(r"^  \w+=\S+ +\w", text, re.MULTILINE)) == 25
     assert len(text.splitlines()) <= 70
-    for topic, part in (("arch=fprm", "  arch.forward_dtype="), ("arch.H_cycles", "trm:"), ("lr", "peak")):
+    topics = {"arch=fprm": "  arch.forward_dtype=", "arch.H_cycles": "trm:", "lr": "peak"}
+    topics |= {"hidden_size": "ldt:\n  arch.hidden_size=128", "arch.loss": "  arch.loss.loss_type="}
+    for topic, part in topics.items():
         assert _compose(monkeypatch, "--help", topic) is None
         assert part in capsys.readouterr().out
     assert _compose(monkeypatch, "--help", "experiment=demo") is None
@@ -307,6 +309,9 @@ def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch,
         compose_run()
     with pytest.raises(ValueError, match="arc-mini does not exist. Build it: python .* --generate 40 "):
         check_data_folders(["data/arc-mini"], experiment=None)  # as of a model in weights/
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "arch=trm"])
+    with pytest.raises(ValueError, match="is the default of data_path, and .* experiment=demo after: python"):
+        compose_run()
 
 
 def test_numbers_are_not_guessed_from_other_types():

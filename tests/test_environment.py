@@ -6,22 +6,50 @@ import ast
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
+from runtime import environment
 from tests.ranks import REPOSITORY
 
 _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 @pytest.mark.parametrize(
-    "program", ["pretrain.py", "evaluate.py", "solve.py", "search.py", "share/__main__.py"]
+    "program",
+    [
+        *("pretrain.py", "evaluate.py", "solve.py", "search.py", "share/__main__.py", "report/__main__.py"),
+        *("records/__main__.py", "records/comparison.py"),
+    ],
 )
 def test_it_is_the_first_import_of_every_program(program):
     tree = ast.parse((REPOSITORY / program).read_text())
     imports = [ast.unparse(node) for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     others = [each for each in imports if each.split()[1].partition(".")[0] not in sys.stdlib_module_names]
     assert others[0] == "import runtime.environment"
+
+
+@pytest.mark.parametrize(
+    ("path", "rank", "expected"),
+    [
+        ("solve.py", None, "solve: loading PyTorch\n"),
+        ("report/__main__.py", "0", "report: loading PyTorch\n"),
+        ("pretrain.py", "1", ""),
+        ("tests/own_tasks.py", None, ""),
+        ("../other/solve.py", None, ""),
+        (None, None, ""),
+    ],
+)
+def test_a_program_prints_a_line_on_stderr_before_torch_loads(monkeypatch, capsys, path, rank, expected):
+    main = types.SimpleNamespace(__file__=None if path is None else str(REPOSITORY / path))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    environment._announce()
+    assert capsys.readouterr() == ("", expected)
 
 
 @pytest.mark.parametrize(

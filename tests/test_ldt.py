@@ -11,13 +11,16 @@ import torch.nn.functional as F
 
 from checkpointing import initial
 from checkpointing.pretrained import find_checkpoint
+from config.compose import config_with
 from config.files import load_defaults
-from config.programs import EvaluateConfig
+from config.programs import EvaluateConfig, SolveConfig
 from config.schema import validate_config
 from dataset.build import build_dataset
 from dataset.description import with_candidates
 from dataset.format import Dataset, open_dataset
+from dataset.kinds.kind import Puzzle, find_kind
 from dataset.loader import Batch, read_rows
+from evaluation import solving
 from evaluation.loop import answer_batches
 from evaluation.test_time import build_draw, set_up
 from models import HaltingModel
@@ -227,6 +230,37 @@ def test_a_report_has_the_boards_of_a_search(data):
             before = boards[step - 1] if step else entered
             assert (boards[step] == entered if guess == RESET else boards[step] & ~before == 0).all()
             assert guess < 0 or is_one[step][guess] and before[guess] & (before[guess] - 1)
+
+
+def test_a_search_starts_with_few_samples_and_the_first_to_halt_answers(data, monkeypatch):
+    """Sample 9 halts after its step 2. It starts after 3 steps, and 8 samples run before."""
+    model, started = searching_model(data).eval(), []
+    monkeypatch.setattr(solving, "_WIDEN_STEPS", 3)
+
+    def wants_to_halt(state, _prediction, _rng=None):
+        return state["is_it"] & (state["age"] == 2)
+
+    def start(batch, *_):
+        started.append(len(batch.rows))
+        return own_start(batch, *_) | {"is_it": batch.rows == 9, "age": torch.zeros_like(batch.rows)}
+
+    def forward(state, *arguments, **options):
+        own = {name: each for name, each in state.items() if name not in ("is_it", "age")}
+        after, prediction = own_forward(own, *arguments, **options)
+        return after | {"is_it": state["is_it"], "age": state["age"] + 1}, prediction
+
+    network, own_start, own_forward = model.network, model.network.start, model.network.forward
+    for name, function in (("wants_to_halt", wants_to_halt), ("start", start), ("forward", forward)):
+        monkeypatch.setattr(network, name, function)
+    tokens = np.array(data.splits["test"].sets["all"].inputs[0])
+    config = config_with(SolveConfig, samples=32, steps=20)
+    options = {"style": find_kind("sudoku").style, "identifier": 0, "device": torch.device("cpu")}
+    answer = solving.answer_puzzle(model, Puzzle(tokens, 6), config, **options)
+    assert (answer.sample, answer.number, answer.is_decided) == (9, 2, True)
+    assert started == [8, 8, 8, 8], "twice each: blank, and filled"
+    few = config_with(SolveConfig, samples=32, steps=1)
+    answer = solving.answer_puzzle(model, Puzzle(tokens, 6), few, **options)
+    assert (answer.sample, answer.is_decided, sum(started[4:]) // 2) == (0, False, 32), "all of them ran"
 
 
 @pytest.mark.slow

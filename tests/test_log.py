@@ -192,12 +192,13 @@ from distributed.progress import Progress
 log.open_rank_file(Path.cwd())
 with Progress(desc="evaluating", total=3, unit="puzzle", shown=lambda: "accuracy 0.5") as bar:
     bar.mininterval = 0
-    for _ in range(3):
-        bar.update()
+    for number in (0, 1, 1, 1):
+        bar.update(number)
 """
     run = _run(code, tmp_path)
     lines = run.stderr.splitlines()
-    assert [line.partition(" in ")[0] for line in lines[:2]] == [
+    assert [line.partition(" in ")[0] for line in lines[:3]] == [
+        "evaluating: 0 of 3 puzzles",
         "evaluating: 1 of 3 puzzles",
         "evaluating: 2 of 3 puzzles",
     ]

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import training.console
+from config.files import FOLDER
 from runtime import plugins
 from runtime.metrics_file import cut_back_rows, read_rows
 from tests.ranks import Finished, complete_program
@@ -46,6 +48,33 @@ def test_a_failing_logger_is_one_warning_and_ends_nothing(loggers, tmp_path, cap
     assert "the broken one" in warning
     assert "disk full" in warning
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_last_line_of_progress_appears_once_and_names_an_evaluation(loggers, capsys):
+    bar = loggers._all[1]._bar
+    bar.mininterval = 0
+    for _ in range(9):
+        loggers.step_done()
+    loggers.set_activity("evaluating")
+    loggers.step_done()
+    loggers.set_activity("training")
+    loggers.close()
+    *_, last = (line.partition(" in ")[0] for line in capsys.readouterr().err.splitlines())
+    assert last == "evaluating: 10 of 10 steps"
+
+
+def test_a_line_says_when_the_run_ends(loggers, capsys, monkeypatch):
+    monkeypatch.setattr(training.console, "_FORECAST_SECONDS", 0)
+    for _ in range(3):
+        loggers.step_done()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"about 0 h 0 min of training remain, until \d{4}-.* and evaluations", line)
+    training.console._show_end(100 * 86400)
+    line = capsys.readouterr().err
+    assert "takes about 100 more days on this machine. Training continues. Smaller experiments: " in line
+    assert all(
+        (FOLDER / f"experiment/{name}.yaml").is_file() for name in re.findall(r"experiment=(\w+)", line)
+    )
 
 
 def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, monkeypatch):

@@ -197,7 +197,7 @@ def test_adapting_trains_one_embedding_and_nothing_else(arc, capsys, monkeypatch
     answers = [model.solve(task, **keys) for _ in range(2)]
     assert np.array_equal(answers[0].confidence, answers[1].confidence), "drawn from the seed"
     shown = capsys.readouterr()
-    assert "4 steps train only an embedding for this puzzle, on its 4 demonstrations" in shown.out
+    assert "4 steps train only an embedding for this puzzle, on its 4 demonstrations" in shown.err
     losses = [float(loss) for loss in re.findall(r"loss=([0-9.]+)", shown.err)]
     assert max(losses) < 5, "a progress bar with the mean over the batch"
 

@@ -25,38 +25,49 @@ def _step(number: int, text: str, before: str, *, q: float, sure: float = 1.0, s
     )
 
 
-def _picture(*, width: int = 80, color: bool = False, first: str = "1234") -> str:
+def _picture(*, width: int = 80, color: bool = False, first: str = "1234", sure: float = 1, **more) -> str:
     texts = ["1.3.", first, "1214", "1214"]
     steps = [
         _step(1, texts[1], texts[0], q=0.1, sure=0.4),
         _step(2, texts[2], texts[1], q=0.62, stops=True),
-        _step(3, texts[3], texts[2], q=0.999, stops=True),
+        _step(3, texts[3], texts[2], q=0.999, sure=sure, stops=True),
     ]
     style = dataclasses.replace(find_kind("sudoku").style)
     puzzle = Puzzle(np.array([2, 1, 4, 1]), 6)
     chosen = {"sample": 1, "num_samples": 4, "select": "vote", "valid": True, "correct": None}
-    answer = Answer(**vars(steps[2]), puzzle=puzzle, style=style, steps=steps, **chosen)
+    answer = Answer(**vars(steps[2]), puzzle=puzzle, style=style, steps=steps, **chosen, **more)
     return draw_answer(answer, width=width, color=color)
 
 
 def test_the_picture_in_plain_text():
     assert _picture() == (
-        "puzzle   answer   sure (tenths)\n"
-        "1 .      1 2      9 9             valid: the rules of the puzzle hold\n"
-        "3 .      1 4      9 9             run 2 of 4 (vote), thinking step 3 of 3\n"
-        "                                  halting value 1.00, least sure cell 1.00\n"
-        "                                  the model would halt after step 2\n"
+        "puzzle   answer\n"
+        "1 .      1 2      valid: the rules of the puzzle hold\n"
+        "3 .      1 4      sample 2 of 4 answers: the most frequent answer\n"
+        "                  thinking step 3 of 3\n"
+        "                  probability that the answer is right: 1.00\n"
+        "                  confident of every cell\n"
+        "                  the model would halt after step 2\n"
         "\n"
-        "halting values: .10 .62 1.0\n"
+        "step 1        step 2 (same to 3)\n"
+        "right: 0.10   right: 0.62 to 1.00\n"
+        "1  2*         1  2\n"
+        "3  4*         1* 4\n"
         "\n"
-        "step 1   steps 2-3\n"
-        "q 0.10   q 0.62-1.00 stop@2\n"
-        "1  2*    1  2\n"
-        "3  4*    1* 4\n"
-        "\n"
-        "q: halting value; stop: where the model would halt; * changed"
+        "right: probability that the answer is right   * changed"
     )
-    assert max(map(len, _picture(width=45).splitlines()[:-1])) <= 45, "what has no room goes below"
+    assert max(map(len, _picture(width=47).splitlines()[:-1])) <= 47, "what has no room goes below"
+
+
+def test_only_what_occurs_is_drawn_and_explained():
+    assert "confidence (tenths)\n" in _picture(sure=0.89)
+    assert "least confidence of a cell: 0.89" in _picture(sure=0.89)
+    legend = _picture(color=True).splitlines()[-1]
+    assert " <0.5 " in legend
+    assert " <0.8 " not in legend
+    search = _picture(is_search=True)
+    assert search.endswith("\n\n* changed")
+    assert "right" not in search, "a search has no probability"
 
 
 def test_what_changed_has_a_mark_that_is_no_symbol():
@@ -65,7 +76,7 @@ def test_what_changed_has_a_mark_that_is_no_symbol():
     answer = Answer(*vars(step).values(), puzzle, style, [step], 0, 1, "q_head", valid=None, correct=None)
     text = draw_answer(answer, width=80, color=False)
     assert "*'" in text
-    assert text.endswith("; ' changed")
+    assert text.endswith("   ' changed")
 
 
 def test_the_picture_in_colour_is_the_same_with_codes():
@@ -74,7 +85,7 @@ def test_the_picture_in_colour_is_the_same_with_codes():
     assert "\x1b[32;1;4m2\x1b[0m" in colored, "sure, new and changed"
     assert "\x1b[97;48;5;124m." not in _picture(color=True, first="123."), "an open cell says it itself"
     plain = re.sub(r"\x1b\[[0-9;]*m", "", colored)
-    assert plain.splitlines()[:7] == _picture().splitlines()[:7]
+    assert plain.splitlines()[:10] == _picture().splitlines()[:10]
     areas = Style(symbols="_.1234", ansi={3: "30;103"}, gap="")
     step = _step(1, "1234", "1.3.", q=0.5, sure=0.7)
     puzzle = Puzzle(np.array([2, 1, 4, 1]), 6)

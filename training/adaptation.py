@@ -57,7 +57,7 @@ def adapt(
     fill_(state.sections()["weights"], load_weights(checkpoint, raw=raw), source=str(checkpoint.path))
     state.weights.gather_()
 
-    log.info(
+    log.note(
         f"adapting: {num_steps} steps train only an embedding for this puzzle, on its {num_examples} "
         "demonstrations"
     )

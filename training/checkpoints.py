@@ -46,6 +46,7 @@ from checkpointing.files import (
     TRAINED_FILE,
     CheckpointWriter,
     checkpoints_in,
+    explain_missing,
     newest_intact,
     read_state,
     remove_unfinished,
@@ -313,6 +314,8 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
             )
         log.info(f"resume={path} has no effect, because {run_folder} already has checkpoints")
         return newest
+    if not path.exists():
+        raise ValueError(f"resume={explain_missing(path)}")
     if not path.is_dir():
         raise ValueError(
             f"resume={path} is not a folder. Set resume to auto, never, must, a run folder, or a step_<N> "

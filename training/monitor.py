@@ -122,15 +122,18 @@ class Monitor:
         self._loggers.step_done()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self, activity: str = "training") -> Iterator[None]:
         """Stops the step clock and the watchdog during the block, such as a save or an evaluation.
 
-        Before the block, it ends the run if a loss or gradient norm was not finite.
+        Before the block, it ends the run if a loss or gradient norm was not finite. activity: First word of
+        the progress bar during the block.
         """
         self.clock.stop()
         self._finite.check()
+        self._loggers.set_activity(activity)
         with self._watchdog.paused():
             yield
+        self._loggers.set_activity("training")
 
     def is_row_due(self, step: int) -> bool:
         """Returns whether a row of this step is due, and is not logged yet. Equal on all ranks."""

@@ -60,6 +60,7 @@ class Logger(Protocol):
     - `log_puzzles(step, thoughts)` gets pictures of puzzles (`training.pictures.Thoughts`), before the row.
     - `log_checkpoint(folder)` gets a complete checkpoint.
     - `step_done()` is called after each training step.
+    - `set_activity(name)` gets the name of what the run does now, such as evaluating.
 
     Attributes:
         name: Value of the key `loggers`.
@@ -141,6 +142,10 @@ class Loggers:
 
     def step_done(self) -> None:
         self._call("step_done")
+
+    def set_activity(self, name: str) -> None:
+        """Tells the loggers what the run does now. The console shows it on the progress bar."""
+        self._call("set_activity", name)
 
     def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
         """Closes the loggers. error_type: Type of the exception that ended the run. None without one."""
