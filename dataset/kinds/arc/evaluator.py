@@ -93,7 +93,7 @@ class ArcEvaluator:
     Several samples of a puzzle vote like several views.
     """
 
-    samples_vote = True
+    samples_vote, only_answered = True, False
 
     def __init__(self, folder: Path, metadata: Metadata):
         """Reads the tasks. ValueError if an identifier in a test set is not a variant of a task."""
@@ -139,8 +139,8 @@ class ArcEvaluator:
 
         pass@K of a task is the fraction of its test inputs with the right output among the K best grids. The
         metric is the mean over the tasks of the set. A task that is in no set counts in every set. An input
-        without votes is wrong. An input without a known output is left out. ValueError for an example with an
-        unknown input.
+        without votes is wrong, or left out with `only_answered`. An input without a known output is left out.
+        ValueError for an example with an unknown input.
         """
         if num_unknown := sum(number for _, number in partials):
             shown = f"{num_unknown} test examples match no test input of their task in {TEST_PUZZLES}"
@@ -160,6 +160,8 @@ class ArcEvaluator:
                 if output == arc.EMPTY:  # unknown
                     continue
                 ranked = self._total.ranked([TestInput(set_name, number, task.index_of[grid])])
+                if self.only_answered and not ranked:
+                    continue
                 ranks.append(ranked.index(output) if output in ranked else math.inf)
             num_inputs += len(ranks)
             for k, of_tasks in scores.items() if ranks else ():
