@@ -3,7 +3,7 @@
 An example is identified by a hash of 8 bytes. The hash depends on the tokens of the input, but not on their
 dtype. If a dataset has several puzzle identifiers, such as the tasks of a pairs dataset, it also depends on
 the name of the identifier. In ARC, it depends on the grids of input and answer, but not on the task or on the
-positions of the grids in the field: demonstrations are rightly trained on, test pairs are not.
+positions of the grids in the field. A test pair must not be trained on. A demonstration may be trained on.
 
 Only the examples of originals, the first puzzles of the groups, have hashes. Their variants are not read.
 
@@ -97,7 +97,7 @@ def _cut_out(tokens: np.ndarray) -> np.ndarray:
     top, left = is_cell.any(axis=2).argmax(axis=1), is_cell.any(axis=1).argmax(axis=1)
     rows, columns = ((first[:, None] + np.arange(size)) % size for first in (top, left))
     moved = fields[np.arange(len(fields))[:, None, None], rows[:, :, None], columns[:, None, :]]
-    grids = np.zeros((len(fields), _FIELD, _FIELD), np.uint8)
+    grids = np.zeros((len(fields), *[max(size, _FIELD)] * 2), np.uint8)
     grids[:, :size, :size] = np.where(moved >= FIRST_SYMBOL, moved, 0)
     return grids.reshape(len(fields), -1)
 
@@ -160,7 +160,7 @@ class Trained:
         return (found[self.hashes.searchsorted(hashes)] == hashes) & (hashes != UNKNOWN)
 
     def covers(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns whether `contains` can know each of the hashes, which a sample cannot: bool [n]."""
+        """Returns whether `contains` is certain for each of the hashes: bool [n]. All, except of a sample."""
         is_known = hashes != UNKNOWN
         return is_known if self.rate == 1 else is_known & (hashes < _limit(self.rate))
 

@@ -57,10 +57,15 @@ class Evaluators:
             if len(failures) == len(self._of_folder):
                 raise failures[0]
 
-    def anew(self) -> "Evaluators":
-        """Returns empty evaluators of the same folders, for another evaluation. Call it before `add`."""
+    def anew(self, *, only_answered: bool = False) -> "Evaluators":
+        """Returns empty evaluators of the same folders, for another evaluation. Call it before `add`.
+
+        only_answered: Whether only examples that are added count. If False, each evaluator decides.
+        """
         new = copy.copy(self)
         new._of_folder = copy.deepcopy(self._of_folder)
+        for each in sum(new._of_folder.values(), []) if only_answered else ():
+            each.only_answered = True
         return new
 
     def __bool__(self) -> bool:

@@ -80,8 +80,8 @@ class Leaks:
     ) -> None:
         """Adds an evaluated set, only on rank 0. Reads the inputs of all originals.
 
-        groups: Mask of the evaluated groups, bool [num_groups], of which only the originals are evaluated. If
-        None, all puzzles are evaluated.
+        groups: Mask, bool [num_groups]. Only the originals of these groups are evaluated. If None, all
+        puzzles are evaluated.
         """
         rows, hashes = original_rows(data), hash_examples(data, split, folders)
         if groups is not None:
@@ -125,7 +125,7 @@ class Leaks:
             first = f"set {name} ({tested.where}), the first is row {rows[0]}"
             unseen = " The metrics unseen/... are of the other puzzles." if rate == 1 else ""
             self._react(name, f"{number} test puzzles were trained on: {first}.", unseen)
-        rows = rows[:0] if share else rows  # a sample does not tell which puzzles are unseen
+        rows = rows[:0] if share else rows  # with a sample, the other puzzles are not known
         rows = _with_variants(tested.data, rows) if tested.has_variants else rows
         return Leak(rows, rate, num_distinct, share)
 

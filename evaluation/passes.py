@@ -103,6 +103,8 @@ def evaluate_split(
     share = {"global_batch_size": num_puzzles, "only_first_batches": only_first_batches, "puzzles": puzzles}
     options = {"num_slots": -(-global_batch_size // ranks.size), "vocab_size": data.metadata.vocab_size}
     options["seed"], draw = seed, build_draw(network, reasoning, seed=seed)
+    has_seen = {name for name, leak in (leaks or {}).items() if leak.rate == 1 and len(leak.rows)}
+    of_unseen = evaluators.anew(only_answered=True) if evaluators and has_seen else None
     is_stopped = False
 
     def until_stopped(source: Iterator[tuple[str, Batch]]) -> Iterator[Batch]:
@@ -156,15 +158,25 @@ def evaluate_split(
                     sums[name].add(final)
                     bar.update(int(final.carry.data.is_real.sum()) * ranks.size)
                     if evaluators:
-                        samples = None if attempts is None else _answers(attempts)
-                        evaluators.add(name, _answers(final), samples=samples)
+                        _add_answers(evaluators, name, final, attempts)
+                    if of_unseen and name in has_seen:
+                        unseen = sums[name].select_unseen
+                        _add_answers(of_unseen, name, unseen(final), attempts and unseen(attempts))
             if is_stopped:
                 return None
     finally:
         model.train(was_training)
     extra = evaluators.gather_metrics(ranks) if evaluators else {}
+    for name, metrics in (of_unseen.gather_metrics(ranks) if of_unseen else {}).items():
+        if name in has_seen:
+            extra[name] = extra.get(name, {}) | {f"unseen/{each}": value for each, value in metrics.items()}
     results = {name: part.reduce(extra.get(name, {})) for name, part in sums.items()}
     return results if is_main() else {}
+
+
+def _add_answers(evaluators: Evaluators, name: str, final: StepOutput, attempts: StepOutput | None) -> None:
+    samples = None if attempts is None else _answers(attempts)
+    evaluators.add(name, _answers(final), samples=samples)
 
 
 class _SetSums:
@@ -211,17 +223,16 @@ class _SetSums:
     def add(self, final: StepOutput) -> None:
         self._metrics.add(self._network.objective.sums(final))
         if self._unseen is not None:
-            data = final.carry.data
-            is_seen = torch.isin(data.rows, self._seen_rows)[:, None]
-            unseen = data._replace(labels=data.labels.masked_fill(is_seen, IGNORE_LABEL_ID))
-            self._unseen.add(
-                self._network.objective.sums(final._replace(carry=final.carry._replace(data=unseen)))
-            )
+            self._unseen.add(self._network.objective.sums(self.select_unseen(final)))
         if self._outputs:
             is_real = final.carry.data.is_real
             self._rows.append(final.carry.data.rows[is_real].cpu().numpy())
             for name, arrays in self._outputs.items():
                 arrays.append(_output(name, final)[is_real].cpu().numpy())
+
+    def select_unseen(self, output: StepOutput) -> StepOutput:
+        """Returns the output for the examples that were not trained on, and for padding."""
+        return output.select((~torch.isin(output.carry.data.rows, self._seen_rows)).nonzero().flatten())
 
     def describe(self) -> str:
         """Returns this rank's accuracies so far, as a text for the progress bar."""

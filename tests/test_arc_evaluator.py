@@ -53,6 +53,17 @@ def test_outputs_that_nobody_knows_count_nowhere(tmp_path):
     assert submission == {"a": [attempts(B, B), attempts(E, E)], "b": [attempts(C, C)]}
 
 
+@pytest.mark.parametrize(("only_answered", "expected"), [(False, (0.25, 2, 3)), (True, (1.0, 1, 1))])
+def test_inputs_without_votes_are_wrong_or_do_not_count(tmp_path, only_answered, expected):
+    tasks = {"a": [(A, B), (C, D)], "b": [(A, B)]}
+    folder = write_arc(tmp_path / "data", tasks, sets={"all": ["a", "b"]})
+    evaluator = arc_evaluator(folder)
+    evaluator.only_answered = only_answered
+    evaluator.add("all", arc_answers(folder, tasks, [Prediction("a", 0, B)]))
+    metrics = metrics_of(evaluator)["all"]
+    assert tuple(metrics[f"arc/{name}"] for name in ("pass@1", "count", "test_inputs")) == expected
+
+
 def test_a_dataset_of_hrms_tools_has_its_tasks_in_its_test_set(tmp_path):
     """It has no test_puzzles.json, and other names of variants."""
     folder = write_arc(tmp_path / "data", ONE_TASK, sets={"all": VIEWS})

@@ -35,6 +35,12 @@ def test_the_dtype_and_other_folders_do_not_matter(tmp_path):
     assert len(original_rows(joined)) == len(alone) + len(_hashes(b))
 
 
+def test_the_hash_is_that_of_checkpoints_of_earlier_versions():
+    tokens = np.arange(20, dtype=np.uint8).reshape(2, 10)
+    assert equal._hash_rows(tokens).tolist() == [17992673231302329983, 15663598950839961897]
+    assert equal._hash_name("turn") == 14914494917266671731
+
+
 def test_variants_are_not_read_and_the_original_is_the_same_in_both_forms(tmp_path):
     words = ("--generate", 30, "--num-test", 5, "--box", "2x2", "--num-aug", 3)
     build_sets("sudoku", tmp_path / "made", *words)

@@ -15,6 +15,7 @@ from dataset.build.writing import write_dataset
 from dataset.equal import Trained, hash_examples
 from dataset.format import load_metadata, open_dataset
 from dataset.mixture import open_datasets
+from evaluation.evaluators import Evaluators
 from evaluation.intervals import wilson_interval
 from evaluation.leaks import Leaks, find_trained
 from evaluation.passes import evaluate_split
@@ -101,7 +102,7 @@ def test_arc_counts_test_pairs_and_not_demonstrations(tmp_path):
     for name, each in (("first", first), ("other", other)):
         source = arc_source.write_folder(tmp_path / name / "evaluation", each)
         folders.append(tmp_path / f"{name}_data")
-        arc_source.build(folders[-1], "--source", source, "--num-aug", 2)
+        arc_source.build(folders[-1], "--source", source, "--num-aug", 2, "--max-size", 6)
     mixed = open_datasets(folders, read_everything=False)
     found = open_data(tiny_config(data_path=list(map(str, folders)))).leaks.found
     tested = mixed.splits["test"].sets["first_data.all"]
@@ -109,6 +110,12 @@ def test_arc_counts_test_pairs_and_not_demonstrations(tmp_path):
     assert 3 * found["eval/first_data.all"].num_distinct == tested.num_examples
     assert found["eval/first_data.all"].rows.tolist() == [*expected]
     assert not len(found["eval/other_data.all"].rows)
+    own = open_dataset(folders[0], read_everything=False)
+    options = {"leaks": {"all": found["eval/first_data.all"]}, "evaluators": Evaluators(["arc"], own)}
+    metrics = evaluate_split(halting_model(folders[0], steps=2), own, global_batch_size=9, **options)
+    metrics, num_inputs = metrics["all"].metrics, sum(len(task["test"]) for task in first.values())
+    assert (metrics["arc/count"], metrics["arc/test_inputs"]) == (5, num_inputs)
+    assert (metrics["unseen/arc/count"], metrics["unseen/arc/test_inputs"]) == (4, num_inputs - len(test))
     alone = open_data(tiny_config(data_path=[str(folders[0])], global_batch_size=4))
     assert not len(alone.leaks.found["eval/all"].rows)  # demonstrations are in both splits
 
@@ -133,11 +140,14 @@ def test_the_accuracy_of_the_others_is_that_of_an_evaluation_without_them(leaky)
     model = halting_model(leaky[0], steps=3)
     own = open_dataset(leaky[0], read_everything=False)
     leaks = {"all": data.leaks.found["eval/main.all"]}
-    metrics = evaluate_split(model, own, global_batch_size=7, leaks=leaks)["all"].metrics
+    options = {"global_batch_size": 7, "evaluators": Evaluators(["sudoku"], own)}
+    metrics = evaluate_split(model, own, leaks=leaks, **options)["all"].metrics
     others = {"all": np.arange(1, 20, 2)}
-    rest = evaluate_split(model, own, global_batch_size=7, puzzles=others)["all"].metrics
+    options["evaluators"] = Evaluators(["sudoku"], own)
+    rest = evaluate_split(model, own, puzzles=others, **options)["all"].metrics
     assert (metrics["trained_on"], metrics["trained_on_rate"], metrics["unseen/count"]) == (10, 1, 10)
-    for each in ("accuracy", "exact_accuracy", "q_halt_accuracy"):
+    of_kind = ("sudoku/count", "sudoku/valid_accuracy", "sudoku/exact_accuracy")
+    for each in ("accuracy", "exact_accuracy", "q_halt_accuracy", *of_kind):
         assert metrics[f"unseen/{each}"] == pytest.approx(rest[each], abs=1e-6)
     assert metrics["accuracy"] != metrics["unseen/accuracy"]
     clean = {"all": data.leaks.found["eval/extra.all"]}

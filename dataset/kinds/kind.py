@@ -181,6 +181,9 @@ class Evaluator(Protocol):
     samples_vote: bool
     """Whether `add` gets all sampled answers to an example, to let them vote, or only the selected one."""
 
+    only_answered: bool
+    """Whether only examples that `add` got count. If False, a missing answer may count as wrong."""
+
     def add(self, set_name: str, answers: Answers) -> None:
         """Adds the answers to one batch of a set."""
 
@@ -209,7 +212,7 @@ class RowEvaluator:
     The check `exact` is passed if all scored cells are right. A kind adds other checks, such as `valid`.
     """
 
-    samples_vote = False
+    samples_vote, only_answered = False, True
 
     def __init__(
         self,

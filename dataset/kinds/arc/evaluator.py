@@ -93,7 +93,7 @@ class ArcEvaluator:
     Several samples of a puzzle vote like several views.
     """
 
-    samples_vote = True
+    samples_vote, only_answered = True, False
 
     def __init__(self, folder: Path, metadata: Metadata):
         """Reads the tasks. ValueError if an identifier in a test set is not a variant of a task."""
@@ -141,7 +141,7 @@ class ArcEvaluator:
         of the solved fraction of a task's test inputs. `arc/outputs/pass@K` is the solved fraction of all
         test inputs, as the competition counts `submission.json` (K = 2). The two differ if tasks have
         different numbers of test inputs. A task that is in no set counts in every set. An input without votes
-        is not solved. An input without a known output is left out.
+        is not solved, or left out with `only_answered`. An input without a known output is left out.
 
         Raises ValueError for an example with an unknown input.
         """
@@ -164,6 +164,8 @@ class ArcEvaluator:
                 if output == arc.EMPTY:  # unknown
                     continue
                 ranked = self._total.ranked([TestInput(set_name, number, task.index_of[grid])])
+                if self.only_answered and not ranked:
+                    continue
                 ranks.append(ranked.index(output) if output in ranked else math.inf)
             num_inputs += len(ranks)
             for k, of_tasks in scores.items() if ranks else ():
