@@ -29,7 +29,9 @@ from training.loggers.wandb import choose_mode
 def loggers(tmp_path):
     """Loggers without W&B."""
     config = tiny_config(checkpoint_path=str(tmp_path), project_name="p", run_name="r")
-    return Loggers(LoggedRun(config, range(0, 10)))
+    opened = Loggers(LoggedRun(config, range(0, 10)))
+    yield opened
+    opened.close()
 
 
 def test_a_failing_logger_is_one_warning_and_ends_nothing(loggers, tmp_path, capsys):
