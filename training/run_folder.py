@@ -26,7 +26,7 @@ from distributed.process_group import is_main, is_under_torchrun, local_world_si
 from distributed.processor import describe_processor
 from runtime.metrics_file import read_rows
 from runtime.plugins import plugin_files
-from runtime.reading import read_json, sha256_of
+from runtime.reading import read_json, read_text, sha256_of
 from runtime.writing import open_to_append, write_json, write_text
 from training.code import code_diff, git_commit
 from training.run_config import describe_changes, read_stored_config
@@ -167,11 +167,17 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
         file.write(f"{json.dumps(start)}\n".encode())
 
 
-def earlier_folders(folder: Path) -> list[Path]:
-    """Returns the other existing folders that starts.jsonl names. A copy of a run folder has some."""
+def find_original(folder: Path, name: str) -> Path | None:
+    """Returns the run folder of which `folder` is a copy, or None.
+
+    starts.jsonl names it, and its file `name` is equal.
+    """
     named = {start.get("folder") for start, _ in read_rows(folder, STARTS_FILE)}
-    paths = [Path(each) for each in named if isinstance(each, str) and "\0" not in each]
-    return [path for path in paths if path.is_dir() and not path.samefile(folder)]
+    for other in [Path(each) for each in named if isinstance(each, str) and "\0" not in each]:
+        with contextlib.suppress(ValueError, OSError):
+            if not other.samefile(folder) and read_text(other / name) == read_text(folder / name):
+                return other
+    return None
 
 
 def _command_line() -> str:

@@ -17,6 +17,7 @@ from distributed import log
 from distributed.process_group import is_main
 from runtime.metrics_file import MetricsFile
 from runtime.plugins import defined
+from training.code import git_commit
 from training.console import Console
 
 if TYPE_CHECKING:
@@ -48,8 +49,8 @@ class LoggedRun:
 
     @property
     def description(self) -> dict[str, Any]:
-        """Returns all keys of the config, and `info`."""
-        return {**self.config.model_dump(), **self.info}
+        """Returns all keys of the config, `info`, and the git commit of the code."""
+        return {**self.config.model_dump(), **self.info, "git_commit": git_commit()}
 
 
 class Logger(Protocol):

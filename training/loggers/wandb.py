@@ -1,8 +1,7 @@
 """Logs a run to Weights & Biases (W&B).
 
 The rows of metrics.jsonl matter most. If anything else fails (code, pictures, checkpoints, the report), a
-warning is printed, and rows are still sent. A thread sends artifacts, because sending them waits for the
-server.
+warning is printed, and rows are still sent. A thread sends artifacts, because sending them takes time.
 """
 
 import contextlib
@@ -27,9 +26,8 @@ from runtime.metrics_file import forget_wandb_step, last_wandb_step, read_rows
 from runtime.reading import read_text
 from runtime.writing import open_to_append, write_text
 from training.best import goal_of
-from training.code import git_commit
 from training.loggers import PICTURES, LoggedRun
-from training.run_folder import REPORT_FILE, earlier_folders
+from training.run_folder import REPORT_FILE, find_original
 
 if TYPE_CHECKING:
     from training.pictures import Thoughts
@@ -43,17 +41,16 @@ _EVALUATED = ("eval/", "eval_raw/", "test/", "validation/")
 
 
 class WandbRun:
-    """Sends the rows of a run folder to Weights & Biases (W&B).
+    """Sends the rows of a run folder to W&B.
 
-    W&B's client has a helper process. An unexpected answer of the server can end that process. This class
-    then sends nothing more. The next launch of the run sends the rows that the server lacks.
+    An unexpected answer of the server can end the helper process of W&B's client. This class then sends
+    nothing more. The next launch of the run sends the rows that the server lacks.
     """
 
     name = "wandb"
 
     def __init__(self, run: LoggedRun):
-        self._config, self._folder, self._tags = run.config, run.folder, list(run.tags)
-        self._description = {**run.description, "git_commit": git_commit()}
+        self._logged, self._config, self._folder = run, run.config, run.folder
         self._has_ended = False  # whether W&B's client has ended
         self._defined: set[str] = set()
         self._best: dict[str, float] = {}  # {evaluated metric: best value so far}
@@ -69,21 +66,17 @@ class WandbRun:
 
     def _start(self, mode: str) -> Any:
         """Creates the run at W&B, or continues it. If the server does not answer, the run is offline."""
-        logging.getLogger("wandb").handlers[:] = [
-            logging.NullHandler()
-        ]  # the exceptions contain the same messages
+        logging.getLogger("wandb").handlers[:] = [logging.NullHandler()]  # exceptions contain its messages
         try:
             run = self._init(mode)
         except wandb.errors.Error as error:
             if mode != "online":
                 raise
             _end_client()
-            run = self._init("offline")
-            reason = str(error).partition("\n")[0]
+            run, reason = self._init("offline"), str(error).partition("\n")[0]
             log.warning(f"cannot reach W&B ({reason}). The W&B run is offline. {self._how_to_send()}")
-        else:
-            if mode == "online":
-                log.info(f"W&B: {run.url}")
+        if not run.offline:
+            log.info(f"W&B: {run.url}")
         return run
 
     def _init(self, mode: str) -> Any:
@@ -101,8 +94,8 @@ class WandbRun:
             name=f"{config.run_name} (seed {config.seed})",
             group=config.wandb_group,
             job_type="train",
-            tags=self._tags,
-            config=self._description,
+            tags=list(self._logged.tags),
+            config=self._logged.description,
             dir=self._folder,
             mode=mode,
             settings=settings,
@@ -166,8 +159,7 @@ class WandbRun:
 
     def log_checkpoint(self, folder: Path) -> None:
         """Sends a saved checkpoint as an artifact, if `wandb_log_checkpoints` selects it."""
-        is_best = step_of(folder) == self._best_step
-        asked = self._config.wandb_log_checkpoints
+        is_best, asked = step_of(folder) == self._best_step, self._config.wandb_log_checkpoints
         if not self._has_ended and (asked == "all" or (asked == "best" and is_best)):
             aliases = ["latest", "best"] if is_best else ["latest"]
             self._extras.submit(str(folder), lambda: self._log_folder(folder, aliases))
@@ -287,12 +279,10 @@ def _wandb_id(folder: Path) -> tuple[str, bool]:
     stored = read_text(path).strip() if path.exists() else ""
     if not stored:
         return os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4), True
-    for other in earlier_folders(folder):
-        with contextlib.suppress(ValueError):
-            if read_text(other / _ID_FILE).strip() == stored:
-                log.info(f"{folder} is a copy of {other}. It gets its own W&B run.")
-                forget_wandb_step(folder)
-                return secrets.token_hex(4), True
+    if original := find_original(folder, _ID_FILE):
+        log.info(f"{folder} is a copy of {original}. It gets its own W&B run.")
+        forget_wandb_step(folder)
+        return secrets.token_hex(4), True
     return stored, False
 
 
