@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+import training.loggers
+from config.files import FOLDER
 from runtime.metrics_file import read_rows
 from tests.ranks import Finished, complete_program
 from tests.tiny import OVERRIDES, tiny_config
@@ -54,6 +56,20 @@ def test_the_last_line_of_progress_appears_once_and_names_an_evaluation(loggers,
     loggers.close()
     *_, last = (line.partition(" in ")[0] for line in capsys.readouterr().err.splitlines())
     assert last == "evaluating: 10 of 10 steps"
+
+
+def test_a_line_says_when_the_run_ends(loggers, capsys, monkeypatch):
+    monkeypatch.setattr(training.loggers, "_FORECAST_SECONDS", 0)
+    for _ in range(3):
+        loggers.step_done()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"about 0 h 0 min of training remain, until \d{4}-.*", line)
+    training.loggers._show_end(100 * 86400)
+    line = capsys.readouterr().err
+    assert "takes about 100 more days on this machine. Training continues. Smaller experiments: " in line
+    names = re.findall(r"experiment=(\w+)", line)
+    assert all((FOLDER / f"experiment/{name}.yaml").is_file() for name in names)
+    loggers.close()
 
 
 def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, monkeypatch):

@@ -2,7 +2,9 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ _TRAINED = {"lm_loss": "loss", "exact_accuracy": "solved", "accuracy": "cells ri
 _EVALUATED = {"exact_accuracy": "solved", "wrong": "wrong", "undecided": "undecided"}
 _EVALUATED |= {"accuracy": "cells right", "lm_loss": "loss", "act_steps": "thinking steps"}
 _SPLITS = ("validation", "eval", "eval_raw", "test")
+# After so many seconds of training, a line says when the run ends. From so many hours on, it is a warning.
+_FORECAST_SECONDS, _MANY_HOURS = 60, 48
+_SMALL = ("demo", "sudoku_9x9_easy", "maze_15x15")  # experiments for two CPU cores, minutes each
 _MOST = 4  # maximum number of metrics on the progress bar
 _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
 
@@ -84,6 +89,7 @@ class Console:
 
     def __init__(self, config: PretrainConfig, steps: range):
         self._bar = Progress(desc="training", total=steps.stop, initial=steps.start, unit="step")
+        self._began, self._has_forecast = time.monotonic(), False
         self._keep_best = config.keep_best
         self._has_colors = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
 
@@ -124,12 +130,36 @@ class Console:
 
     def step_done(self) -> None:
         self._bar.update()
+        if self._has_forecast:
+            return
+        now, num_steps = time.monotonic(), self._bar.n - self._bar.initial
+        if num_steps == 1:
+            self._first_end = now
+        if now - self._began >= _FORECAST_SECONDS:
+            self._has_forecast = True
+            # The first step is slower than others, because it allocates and compiles.
+            is_first = num_steps == 1
+            seconds = now - self._began if is_first else (now - self._first_end) / (num_steps - 1)
+            _show_end(seconds * (self._bar.total - self._bar.n))
 
     def set_activity(self, name: str) -> None:
         self._bar.set_description_str(name, refresh=sys.stderr.isatty())
 
     def close(self, *, has_failed: bool) -> None:
         self._bar.close()
+
+
+def _show_end(seconds: float) -> None:
+    """Says when the run ends. seconds: Time of the remaining steps."""
+    end = datetime.now() + timedelta(seconds=seconds)
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < _MANY_HOURS:
+        log.note(f"about {hours} h {minutes} min of training remain, until {end:%Y-%m-%d %H:%M}")
+        return
+    log.warning(
+        f"this run takes about {hours / 24:,.0f} more days on this machine. Training continues. Smaller "
+        f"experiments: {', '.join(f'experiment={name}' for name in _SMALL)}."
+    )
 
 
 def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
