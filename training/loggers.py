@@ -12,14 +12,12 @@ from config.schema import PretrainConfig
 from distributed import log
 from distributed.process_group import is_main
 from distributed.progress import Progress
+from evaluation.passes import WORDS
 from evaluation.results import is_share, metrics_by_set
 from runtime.metrics_file import MetricsFile
 from runtime.reading import printable
 
-# {metric: its name on the console}. The report uses the same names.
-_TRAINED = {"lm_loss": "loss", "exact_accuracy": "solved", "accuracy": "cells right"}
-_EVALUATED = {"exact_accuracy": "solved", "wrong": "wrong", "undecided": "undecided"}
-_EVALUATED |= {"accuracy": "cells right", "lm_loss": "loss", "act_steps": "thinking steps"}
+_TRAINED = ("lm_loss", "exact_accuracy", "accuracy")  # on the progress bar
 _SPLITS = ("validation", "eval", "eval_raw", "test")
 # After so many seconds of training, a line says when the run ends. From so many hours on, it is a warning.
 _FORECAST_SECONDS, _MANY_HOURS = 60, 48
@@ -98,7 +96,7 @@ class Console:
         known = [name for name in _TRAINED if name in trained]
         shown = known or list(trained)[:_MOST]  # a network without these metrics shows its first ones
         self._bar.set_postfix_str(
-            "  ".join(f"{_TRAINED.get(name, name)} {trained[name]:.3f}" for name in shown), refresh=False
+            "  ".join(f"{WORDS.get(name, name)} {trained[name]:.3f}" for name in shown), refresh=False
         )
         sets = {
             (split, name): each for split in _SPLITS for name, each in metrics_by_set(metrics, split).items()
@@ -166,10 +164,10 @@ def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Itera
     """Yields (short name, value) of the metrics that the console shows for a set, `keep_best` first."""
     of_kind = [name for name in metrics if "/" in name and is_share(name)]
     of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")][:2]  # pass@1, pass@2
-    names = [name for name in ("exact_accuracy", *of_kind, *_EVALUATED) if name in metrics]
+    names = [name for name in ("exact_accuracy", *of_kind, *WORDS) if name in metrics]
     if not names:  # a network without these metrics
         names = [name for name in metrics if name != "count"][:_MOST]
     chosen = [name for name in metrics if keep_best and f"/{keep_best}".endswith(f"/{name}")]
     for name in dict.fromkeys([*chosen[:1], *names]):
         usual = name.rpartition("/")[2].removesuffix("_accuracy")
-        yield _EVALUATED.get(name, printable(usual)), f"{metrics[name]:.{1 if 'steps' in name else 3}f}"
+        yield WORDS.get(name, printable(usual)), f"{metrics[name]:.{1 if 'steps' in name else 3}f}"
