@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from config.files import FOLDER
 from runtime.metrics_file import read_rows
 from tests.ranks import Finished, complete_program
 from tests.tiny import OVERRIDES, tiny_config
-from training.monitor import Loggers
+from training.monitor import Loggers, Monitor
 from training.wandb import PICTURES, choose_mode
 
 
@@ -90,6 +91,16 @@ def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, m
     assert "validation/all\033[0m   solved \033[1;32m0.250 (best)\033[0m" in first
     assert "(best)" not in second
     loggers.close()
+
+
+def test_a_run_names_the_slots_of_its_processes(monkeypatch):
+    monitor = types.SimpleNamespace(_config=tiny_config(global_batch_size=12))
+    carry, ranks = types.SimpleNamespace(halted=range(4)), types.SimpleNamespace(size=3)
+    state = types.SimpleNamespace(carry=carry, ranks=ranks)
+    monkeypatch.setattr("training.monitor.world_size", lambda: 3)
+    assert Monitor._slots(monitor, state) == "4 slots on each of 3 processes"
+    monitor._config = tiny_config(global_batch_size=10)
+    assert Monitor._slots(monitor, state) == "at most 4 slots on each of 3 processes"
 
 
 def test_wandb_mode_never_asks(monkeypatch, tmp_path, capsys):
