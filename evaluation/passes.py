@@ -31,6 +31,12 @@ from models.network import Network
 from models.objective import correct_sequences, divide, sum_names
 from models.search import Search
 
+# {metric: its name on the console}. The report uses the same names (docs/metrics.md).
+WORDS = {
+    **{"exact_accuracy": "solved", "wrong": "wrong", "undecided": "undecided", "accuracy": "cells right"},
+    **{"lm_loss": "loss", "act_steps": "thinking steps"},
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class SetResult:
@@ -238,8 +244,8 @@ class _SetSums:
         """Returns this rank's accuracies so far, as a text for the progress bar."""
         sums = self._metrics.own()
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
-        words = {"exact_accuracy": "solved", "accuracy": "cells right"}  # as in the report
-        return "  ".join(f"{word} {metrics[name]:.3f}" for name, word in words.items() if name in metrics)
+        names = [name for name in ("exact_accuracy", "accuracy") if name in metrics]
+        return "  ".join(f"{WORDS[name]} {metrics[name]:.3f}" for name in names)
 
     def _leak_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Returns distinct_count, and the metrics of examples that were trained on. All ranks call it.

@@ -4,6 +4,8 @@ python -m report.dashboard --project sudoku --entity my-team
 python -m report.dashboard --project sudoku --dry-run
 """
 
+import runtime.environment  # noqa: F401
+
 import argparse
 import warnings
 from collections.abc import Sequence

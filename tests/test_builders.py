@@ -1,6 +1,7 @@
 """What all builders share: the command alone decides what is in the folder, to the byte."""
 
 import hashlib
+import re
 import shlex
 from pathlib import Path
 
@@ -85,3 +86,11 @@ def test_the_command_on_a_card_gives_the_same_bytes(source, command):
     kind, *words = shlex.split(shown.replace("SOURCE", str(source)), comments=True)[3:]
     build_dataset(kind, words)
     assert files_of(source / "again") == data
+
+
+def test_a_builder_says_how_far_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("dataset.build.splits._FIRST_LINE_SECONDS", 0)
+    build_dataset("sudoku", ["--output-dir", str(tmp_path / "data"), "--generate", "3", "--box", "2x2"])
+    first, *others = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"generated \d+ of \d+ test puzzles", first)
+    assert not others, "then one a minute"

@@ -83,6 +83,7 @@ def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
         each.partition(" ")[0] for each in lines
     }
     assert lines[-3].startswith("10 steps, ")
+    assert any(line.startswith("estimate: about ") and " slots fit into a process" in line for line in lines)
     assert lines[-1] == "arch.forward_dtype=bfloat16 is assumed, because arch.forward_dtype is given"
     assert compose_run([*words, f"data_path={sudoku_folder}"]) is None
     assert "nowhere" not in capsys.readouterr().out
@@ -97,6 +98,18 @@ def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     assert compose_run([*_FITS[:2], *layout], processes=2).data_parallel_shard_degree == 2
     with pytest.raises(ValueError, match="--world-size N is for"):
         compose_run(["--world-size", "64"])
+
+
+def test_the_slots_that_fit_fill_the_memory():
+    with torch.device("meta"):
+        model = build_model(tiny_arch(), FACTS)
+    counter = StepCounter(model, seq_len=FACTS.seq_len)
+    few, many = (
+        Needs(tiny_config(global_batch_size=size), counter, _ALONE | {"replicate": 2}) for size in (8, 800)
+    )
+    needed = sum(many.memory().values()) + many.activations(model.reasoning)
+    assert few.slots_that_fit(needed + 1, model.reasoning) == many.slots == 400
+    assert few.slots_that_fit(0, model.reasoning) == 0
 
 
 def test_local_steps_send_the_rows_of_several_steps_in_one_message():

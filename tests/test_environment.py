@@ -20,7 +20,7 @@ _CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else o
     "program",
     [
         *("pretrain.py", "evaluate.py", "solve.py", "search.py", "share/__main__.py", "report/__main__.py"),
-        *("records/__main__.py", "records/comparison.py"),
+        *("records/__main__.py", "records/comparison.py", "report/dashboard.py"),
     ],
 )
 def test_it_is_the_first_import_of_every_program(program):

@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from tests.ranks import Finished, complete_program
 from tests.tiny import OVERRIDES, tiny_config
 from training.loggers import PICTURES, LoggedRun, Loggers, find_loggers
 from training.loggers.wandb import choose_mode
+from training.monitor import Monitor
 
 
 @pytest.fixture
@@ -70,13 +72,12 @@ def test_a_line_says_when_the_run_ends(loggers, capsys, monkeypatch):
     for _ in range(3):
         loggers.step_done()
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"about 0 h 0 min of training remain, until \d{4}-.* and evaluations", line)
+    assert re.fullmatch(r"about 0 h 0 min of training remain, until \d{4}-.*", line)
     training.console._show_end(100 * 86400)
     line = capsys.readouterr().err
     assert "takes about 100 more days on this machine. Training continues. Smaller experiments: " in line
-    assert all(
-        (FOLDER / f"experiment/{name}.yaml").is_file() for name in re.findall(r"experiment=(\w+)", line)
-    )
+    names = re.findall(r"experiment=(\w+)", line)
+    assert all((FOLDER / f"experiment/{name}.yaml").is_file() for name in names)
 
 
 def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, monkeypatch):
@@ -207,6 +208,16 @@ def test_the_environment_disables_wandb(tmp_path, monkeypatch, capsys):
     Loggers(LoggedRun(config, range(9))).close()
     assert "W&B is disabled, because WANDB_DISABLED=true\n" in capsys.readouterr().out
     assert not (tmp_path / "wandb").exists()
+
+
+def test_a_run_names_the_slots_of_its_processes(monkeypatch):
+    monitor = types.SimpleNamespace(_config=tiny_config(global_batch_size=12))
+    carry, ranks = types.SimpleNamespace(halted=range(4)), types.SimpleNamespace(size=3)
+    state = types.SimpleNamespace(carry=carry, ranks=ranks)
+    monkeypatch.setattr("training.monitor.world_size", lambda: 3)
+    assert Monitor._slots(monitor, state) == "4 slots on each of 3 processes"
+    monitor._config = tiny_config(global_batch_size=10)
+    assert Monitor._slots(monitor, state) == "at most 4 slots on each of 3 processes"
 
 
 def test_wandb_mode_never_asks(monkeypatch, tmp_path, capsys):

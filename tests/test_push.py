@@ -177,7 +177,9 @@ def test_the_card_tells_what_the_run_was(trained, tmp_path, capsys):
     for expected in (changed, state["dataset_fingerprint"], "(EMA 0.5)", "checkpoint=hf://owner/name"):
         assert expected in text
 
-    (num_parameters,) = re.findall(r"([\d,]+) parameters on", (trained / "logs" / "rank_0.log").read_text())
+    first_lines = (trained / "logs" / "rank_0.log").read_text()
+    assert "slots on each of 2 processes" in first_lines
+    (num_parameters,) = re.findall(r"([\d,]+) parameters on", first_lines)
     assert f" with {num_parameters} weights, and 32 in puzzle embeddings" in text
 
     # The command makes the same run.

@@ -76,6 +76,7 @@ def test_a_table_of_the_best_checkpoints_says_who_chose_them():
     assert summary["all"]["selected_by"] == "test"
     for table in (metrics_table(runs[0], title="one"), metrics_table(summary, title="two")):
         assert ["selected_by", "test"] in [line.split() for line in table.splitlines()]
+    assert metrics_table(runs[0], title="").splitlines()[2].split()[:2] == ["solved", "(exact_accuracy)"]
     corner = {"accuracy@steps=2,samples=1": 0.5, "accuracy_low@steps=2,samples=1": 0.4}
     names = {"accuracy@steps=2,samples=1", "accuracy_deviation@steps=2,samples=1"}
     assert summarize([{"all": corner}, {"all": corner}])["all"].keys() == names

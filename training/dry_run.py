@@ -3,8 +3,11 @@
 docs/parallel.md shows the output.
 """
 
+from runtime.environment import num_cores
+
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +17,7 @@ from config.schema import PretrainConfig
 from dataset.description import with_candidates
 from dataset.format import USUAL_SIZES, usual_metadata
 from dataset.mixture import open_datasets
+from distributed.process_group import device_type
 from models import HaltingModel, build_model
 from models.blocks import block_weights
 from models.carry import Reasoning
@@ -100,6 +104,12 @@ class Needs:
         # same.
         return at_once * num_blocks * of_block / 2 * self._state_bytes(reasoning)
 
+    def slots_that_fit(self, num_bytes: float, reasoning: Reasoning) -> int:
+        """Estimates how many slots fit into the memory of a process."""
+        of_slots = self.activations(reasoning) + self.memory()["carry"]
+        fixed = sum(self.memory().values()) - self.memory()["carry"]
+        return max(0, int((num_bytes - fixed) / of_slots * self.slots))
+
     def sent(self, reasoning: Reasoning) -> dict[str, Sent]:
         """Returns {purpose: messages that a process sends in a step}, for the process that sends most.
 
@@ -175,11 +185,28 @@ def describe(config: PretrainConfig, world_size: int) -> str:
             ),
             f"\n{'GB a process':<24}",
             *(f"{part:<24}{num_bytes / _GB:10.3g}" for part, num_bytes in memory.items()),
+            *_describe_fit(config, needs, model.reasoning, world_size),
             f"\n{'a process sends a step':<24}{'messages':>10}{'MB':>10}",
             *(f"{what:<24}{each.messages:10.3g}{each.bytes / _MB:10.3g}" for what, each in sent.items()),
             f"\n{num_steps or 'unknown'} steps, {flops / _PETA:.3g} PFLOP each",
         ]
     )
+
+
+def _describe_fit(
+    config: PretrainConfig, needs: Needs, reasoning: Reasoning, world_size: int
+) -> Iterator[str]:
+    """Yields how many slots fit into a process on a machine like this one. Nothing if it lacks the device."""
+    if device_type(config.device) == "cuda":
+        if not torch.cuda.is_available():
+            return
+        num_bytes, where = float(torch.cuda.get_device_properties(0).total_memory), "a GPU like the first one"
+    else:
+        number = min(world_size, num_cores())
+        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / number
+        where = "this machine" if number == 1 else f"this machine with {number} processes"
+    slots = needs.slots_that_fit(num_bytes, reasoning)
+    yield f"estimate: about {slots:,} slots fit into a process, with {num_bytes / _GB:.3g} GB on {where}"
 
 
 def _build(config: PretrainConfig) -> tuple[HaltingModel, int, int | None, list[str]]:

@@ -66,7 +66,8 @@ class Monitor:
         total = data.schedule.petaflops(data.schedule.total_steps, self._counter)
         log.info(
             f"{data.schedule.describe(state.step)}\n{state.weights.num_parameters:,} parameters "
-            f"on {world_size()} x {self._device.type}{layout}{sync}; {rates}\n{total:.3g} PFLOP of training, "
+            f"on {world_size()} x {self._device.type}{layout}{sync}; {rates}\n{self._slots(state)}\n"
+            f"{total:.3g} PFLOP (1e15 operations) of training, "
             f"{flops_of_step / 1e9:.3g} GFLOP a thinking step"
         )
 
@@ -90,6 +91,13 @@ class Monitor:
         if any(error):
             write_status(Path(self._config.checkpoint_path), "failed", step=self._step)
         self._stack.__exit__(*error)
+
+    def _slots(self, state: TrainState) -> str:
+        """Returns how many slots a process has, as a text. The last ranks may have fewer."""
+        slots, size = len(state.carry.halted), self._config.global_batch_size
+        most = "" if slots * state.ranks.size == size else "at most "
+        where = "one process" if world_size() == 1 else f"each of {world_size()} processes"
+        return f"{most}{slots} slots on {where}"
 
     def _tags(self) -> tuple[str, ...]:
         """Returns the kinds of puzzles, and the architecture."""

@@ -39,6 +39,7 @@ GENERATE = {"test": 0, "train": 1}
 _HOLD_OUT, _SUBSAMPLE, _TEST_SUBSAMPLE, _SEVERAL = 2, 3, 100, 101
 
 _CHUNK_ROWS = 1 << 15
+_FIRST_LINE_SECONDS, _LINE_SECONDS = 10, 60  # times between lines that say how far the generation is
 _SECONDS_ALONE = 2.0  # time that this process generates puzzles before it starts others
 _DRAWS_OF_A_TASK = 8
 _MOST_EXAMPLES = (1 << 31) - 1  # offsets are int32
@@ -239,6 +240,7 @@ def draw_distinct(
     """
     seen: set[bytes] = set()
     drawn = {}
+    due = time.monotonic() + _FIRST_LINE_SECONDS
     for split, count in (("test", num_test), ("train", num_train)):
         kept: list[np.ndarray] = []
         last_index = -1  # index of the call that gave the latest new puzzle
@@ -252,6 +254,9 @@ def draw_distinct(
                         last_index = index
                 if len(kept) >= count:
                     break
+                if time.monotonic() >= due:
+                    print(f"generated {len(kept)} of {count} {split} puzzles", file=sys.stderr, flush=True)
+                    due = time.monotonic() + _LINE_SECONDS
                 if index - last_index >= max_misses:
                     raise ValueError(refusal.format(count=len(seen)))
         drawn[split] = np.stack(kept)
