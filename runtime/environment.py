@@ -1,4 +1,7 @@
-"""Sets environment variables that libraries read when they load. Programs import this module before torch.
+"""Prepares a process for torch. Programs import this module before torch.
+
+It sets environment variables that libraries read when they load. It prepares the standard streams. If the
+working folder was removed, it ends the process.
 
 A waiting OpenMP thread should spin only briefly, then sleep, because spinning threads take cores from other
 processes. If the user has set one of the variables, nothing is changed. Example: with two busy processes on
@@ -7,11 +10,16 @@ OMP_WAIT_POLICY=ACTIVE. Without other processes, a step takes 49 ms with both, a
 """
 
 import os
+import sys
 from pathlib import Path
 
-from runtime.writing import open_closed_streams
+from runtime.writing import check_working_folder, prepare_streams
 
-open_closed_streams()
+prepare_streams()
+try:
+    check_working_folder()
+except ValueError as _error:
+    sys.exit(f"error: {_error}")
 
 _WAITING = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"}
 if not _WAITING & os.environ.keys():
