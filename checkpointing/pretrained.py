@@ -169,7 +169,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
     Args:
         location: A run folder (its newest checkpoint), RUN_FOLDER/best, a step_<N> folder, a step_<N> file of
             the public code, a folder of `share push`, the name of a model in weights/, or
-            hf://OWNER/NAME[@REVISION].
+            hf://OWNER/NAME[@REVISION]. A link to one of them is followed.
 
     Returns:
         The description of the checkpoint.
@@ -195,10 +195,11 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
         names = ", ".join(sorted(each.parent.name for each in SHIPPED.glob(f"*/{SHARED_WEIGHTS_FILE}")))
         hint = "Pass a run folder, a step_<N> folder in one, or the name of a model in weights/"
         raise ValueError(f"checkpoint {path} does not exist. {hint}: {names}.")
+    path = _follow_link(path)
     if (path / SHARED_WEIGHTS_FILE).is_file():
         return _read_shared(path / SHARED_WEIGHTS_FILE)
     if path.is_dir() and not find_files(path, WEIGHTS):
-        path = _newest_step(path)
+        path = _follow_link(_newest_step(path))
     step = step_of(path)
     if path.suffix == _LIGHTNING:
         reason = "was written by PyTorch Lightning, and no model in this repository has its tensors"
@@ -206,6 +207,15 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
     if step is None and path.name != PUBLISHED_WEIGHTS:
         raise ValueError(f"checkpoint {path} is not named step_<N> or step_<N>.pt. Rename it.")
     return _read_checkpoint(path, step)
+
+
+def _follow_link(path: Path) -> Path:
+    """Returns the path that a link to a checkpoint leads to, so that results go into its run.
+
+    A file in the Hub's cache stays as it is, because it is a link to a file without the step in its name.
+    """
+    goal = path.resolve() if path.is_symlink() else path
+    return goal if goal.is_dir() or step_of(goal) is not None else path
 
 
 def _by_hand(address: Address) -> str:
