@@ -72,7 +72,8 @@ def train(program: Program[PretrainConfig]) -> int:
 
     # Load the checkpoint that the key `resume` selects (by default the newest one), or the weights that
     # `init_from` names. `is_logged` is True if metrics.jsonl contains the row of this step, and at step 0.
-    described = {"fingerprint": data.fingerprint, "dataset_info": data.info().to_json()}
+    described = {"fingerprint": data.fingerprint, "test_fingerprint": data.test_fingerprint}
+    described["dataset_info"] = data.info().to_json()
     checkpoints = open_checkpoints(config, **described)
     with program.watchdog.paused():  # a download for `init_from` may take long
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)

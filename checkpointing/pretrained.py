@@ -76,6 +76,8 @@ class _Shared(Strict):
     dataset: dict[str, Any] | None
     selected_by: Literal["validation", "test"] | None
     has_averages: bool
+    dataset_fingerprint: str | None = None
+    test_fingerprint: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,8 @@ class Checkpoint:
             None if it was not selected.
         has_averages: Whether the checkpoint contains only averaged (EMA) weights.
         address: Address on the Hub, with the commit. None if the checkpoint is local.
-        fingerprint: Hash of the training data. None if unknown.
+        fingerprint: Hash of the datasets of the training. None if unknown.
+        test_fingerprint: Hash of their test splits. None if unknown.
     """
 
     path: Path
@@ -109,6 +112,7 @@ class Checkpoint:
     has_averages: bool = False
     address: Address | None = None
     fingerprint: str | None = None
+    test_fingerprint: str | None = None
 
     def __str__(self) -> str:
         return str(self.address or self.path)
@@ -262,7 +266,9 @@ def _read_shared(path: Path) -> Checkpoint:
     except (ValueError, TypeError) as error:
         raise ValueError(f"{config_path} cannot be read ({error})") from None
     shared = validate_config(_Shared, values, where=f"{config_path} is not from `share push`")
-    fields = shared.model_dump(exclude={"run", "dataset"}) | _read_recorded(shared.run, config_path)
+    fields = shared.model_dump(exclude={"run", "dataset", "dataset_fingerprint"})
+    fields["fingerprint"] = shared.dataset_fingerprint
+    fields |= _read_recorded(shared.run, config_path)
     return Checkpoint(path, **fields, dataset_info=shared.dataset)
 
 
@@ -296,6 +302,7 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
     config, state = read_yaml(path / CONFIG_FILE), read_state(path)
     of_data = {"seq_len": state.get("seq_len"), "dataset_info": state.get("dataset")}
     of_data["fingerprint"] = state.get("dataset_fingerprint")
+    of_data["test_fingerprint"] = state.get("test_fingerprint")
     return Checkpoint(path, step, **of_data, **_read_recorded(config, path / CONFIG_FILE))
 
 

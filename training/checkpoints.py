@@ -78,6 +78,7 @@ class CheckpointManager:
         run_folder: Folder that contains the checkpoints.
         config: Config of the run.
         fingerprint: Hash of the dataset, stored in every checkpoint.
+        test_fingerprint: Hash of its test splits, stored in every checkpoint.
         dataset_info: Description of the dataset as JSON values, stored in every checkpoint.
 
     Attributes:
@@ -91,10 +92,11 @@ class CheckpointManager:
         *,
         config: PretrainConfig,
         fingerprint: str,
+        test_fingerprint: str | None = None,
         dataset_info: dict[str, Any] | None = None,
     ):
         self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
-        self._dataset_info = dataset_info
+        self._test_fingerprint, self._dataset_info = test_fingerprint, dataset_info
         self.best = BestStep(config)
         self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.among)
         self._stall_seconds: float | None = None
@@ -124,6 +126,7 @@ class CheckpointManager:
             **numbers,
             "best": self.best.state(),
             "dataset_fingerprint": self._fingerprint,
+            "test_fingerprint": self._test_fingerprint,
             "dataset": self._dataset_info,
             "seq_len": state.carry.data.inputs.shape[-1],
             "world_size": world_size(),
@@ -288,7 +291,7 @@ def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointMana
 
     Args:
         config: Config of the run.
-        **described: The arguments `fingerprint` and `dataset_info` of `CheckpointManager`.
+        **described: `fingerprint`, `test_fingerprint` and `dataset_info`, arguments of `CheckpointManager`.
     """
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
