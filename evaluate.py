@@ -20,10 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for PYTHONSAFEPATH
 
 import runtime.environment  # noqa: F401
 
-import hashlib
-import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +42,7 @@ from evaluation.leaks import Leaks, find_trained
 from evaluation.passes import evaluate_split
 from evaluation.results import (
     measured_with,
+    name_of,
     open_output_folder,
     read_results,
     tell_of_other_format,
@@ -66,13 +65,14 @@ def main() -> None:
 def evaluate(program: Program[EvaluateConfig]) -> None:
     """Evaluates the checkpoints one after the other. All ranks call it.
 
-    For several checkpoints, rank 0 prints mean and deviation.
+    For several checkpoints with the same test splits, rank 0 prints mean and deviation.
     """
     config = program.config
     with program.watchdog.paused():  # no time limit here
         checkpoints = broadcast_checkpoints(config.checkpoint)
         with collective_errors():
-            check_folders(checkpoints, config)
+            if is_main() and len(checkpoints) > 1:
+                check_folders(checkpoints, config)
         formats = [
             choose_evaluation_format(each.arch.forward_dtype, program.device, given=config.forward_dtype)
             for each in checkpoints
@@ -84,7 +84,14 @@ def evaluate(program: Program[EvaluateConfig]) -> None:
         ]
         with collective_errors():
             if is_main() and len(metrics) > 1:
-                write_summary(metrics, [str(each) for each in checkpoints], output_dir=config.output_dir)
+                tests = {_measured(each, config)["test"] for each in checkpoints}
+                if len(tests) == 1:
+                    write_summary(metrics, list(map(str, checkpoints)), output_dir=config.output_dir)
+                else:
+                    log.warning(
+                        f"no mean is computed: the checkpoints were evaluated on {len(tests)} different test "
+                        "splits. Set data_path to evaluate all of them on the same data."
+                    )
 
 
 def evaluate_checkpoint(
@@ -116,12 +123,12 @@ def evaluate_checkpoint(
         reasoning, settings = set_up(model, config)
         evaluators.check_rules(settings.selects if settings else ())
         if is_main():
+            measured = _measured(checkpoint, config)
             output_folder = open_output_folder(folder_for(checkpoint, config))
-            measured = measured_with(config, folders, checkpoint.find_data())
             log.info(f"{checkpoint} computes in {forward_dtype}: {reason}")
-            write_measured(output_folder, measured, folders)
+            write_measured(output_folder, measured, folders, is_default_folder=config.output_dir is None)
             tell_of_other_format(output_folder, forward_dtype, stored=checkpoint.arch.forward_dtype)
-            if "data" not in measured:
+            if not config.data_path:
                 warn_of_new_data(checkpoint, folders)
             if config.report:
                 check_packages()
@@ -159,16 +166,17 @@ def _folders(checkpoint: Checkpoint, config: EvaluateConfig) -> list[Path]:
     return [Path(path) for path in config.data_path] if config.data_path else checkpoint.find_data()
 
 
+def _measured(checkpoint: Checkpoint, config: EvaluateConfig) -> dict[str, Any]:
+    return measured_with(config, _folders(checkpoint, config), checkpoint)
+
+
 def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
     """Returns the folder for a checkpoint's results.
 
     If output_dir is None, the name of the folder depends on the data and on the options that change results.
     """
     if config.output_dir is None:
-        measured = measured_with(config, _folders(checkpoint, config), checkpoint.find_data())
-        digest = hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:8]
-        name = f"{checkpoint.name}_{digest}" if measured else checkpoint.name
-        return checkpoint.run_folder / "evaluation" / name
+        return checkpoint.run_folder / "evaluation" / name_of(_measured(checkpoint, config), checkpoint)
     if len(config.checkpoint) == 1:
         return Path(config.output_dir)
     return Path(config.output_dir) / f"{checkpoint.run_folder.name}_{checkpoint.name}"

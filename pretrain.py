@@ -77,6 +77,7 @@ def train(program: Program[PretrainConfig]) -> int:
     checkpoints = open_checkpoints(
         config,
         fingerprint=data.fingerprint,
+        test_fingerprint=data.test_fingerprint,
         dataset_info=data.info().to_json(),
         trained_on=data.trained_on,
     )

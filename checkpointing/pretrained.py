@@ -83,6 +83,7 @@ class _Shared(Strict):
     selected_by: Literal["validation", "test"] | None
     has_averages: bool
     dataset_fingerprint: str | None = None
+    test_fingerprint: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,8 @@ class Checkpoint:
             None if it was not selected.
         has_averages: Whether the checkpoint contains only averaged (EMA) weights.
         address: Address on the Hub, with the commit. None if the checkpoint is local.
-        fingerprint: Hash of the training data. None if unknown.
+        fingerprint: Hash of the datasets of the training. None if unknown.
+        test_fingerprint: Hash of their test splits. None if unknown.
         seed, validation_fraction, init_from: Keys of the run's config. Defaults for the public code.
     """
 
@@ -120,6 +122,7 @@ class Checkpoint:
     has_averages: bool = False
     address: Address | None = None
     fingerprint: str | None = None
+    test_fingerprint: str | None = None
 
     def __str__(self) -> str:
         return str(self.address or self.path)
@@ -190,7 +193,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
     Args:
         location: A run folder (its newest checkpoint), RUN_FOLDER/best, a step_<N> folder, a step_<N> file of
             the public code, a folder of `share push`, the name of a model in weights/, or
-            hf://OWNER/NAME[@REVISION].
+            hf://OWNER/NAME[@REVISION]. A link to one of them is followed.
 
     Returns:
         The description of the checkpoint.
@@ -218,10 +221,11 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
             "" if step_of(path) is not None and path.parent.is_dir() else f" Models in weights/: {names}."
         )
         raise ValueError(f"checkpoint {explain_missing(path)}{shipped}")
+    path = _follow_link(path)
     if (path / SHARED_WEIGHTS_FILE).is_file():
         return _read_shared(path / SHARED_WEIGHTS_FILE)
     if path.is_dir() and not find_files(path, WEIGHTS):
-        path = _newest_step(path)
+        path = _follow_link(_newest_step(path))
     step = step_of(path)
     if path.suffix == _LIGHTNING:
         reason = "was written by PyTorch Lightning, and no model in this repository has its tensors"
@@ -229,6 +233,15 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
     if step is None and path.name != PUBLISHED_WEIGHTS:
         raise ValueError(f"checkpoint {path} is not named step_<N> or step_<N>.pt. Rename it.")
     return _read_checkpoint(path, step)
+
+
+def _follow_link(path: Path) -> Path:
+    """Returns the path that a link to a checkpoint leads to, so that results go into its run.
+
+    A file in the Hub's cache stays as it is, because it is a link to a file without the step in its name.
+    """
+    goal = path.resolve() if path.is_symlink() else path
+    return goal if goal.is_dir() or step_of(goal) is not None else path
 
 
 def _by_hand(address: Address) -> str:
@@ -276,8 +289,9 @@ def _read_shared(path: Path) -> Checkpoint:
         raise ValueError(f"{config_path} cannot be read ({error})") from None
     shared = validate_config(_Shared, values, where=f"{config_path} is not from `share push`")
     fields = shared.model_dump(exclude={"run", "dataset", "dataset_fingerprint"})
+    fields["fingerprint"] = shared.dataset_fingerprint
     fields |= _read_recorded(shared.run, config_path)
-    return Checkpoint(path, **fields, dataset_info=shared.dataset, fingerprint=shared.dataset_fingerprint)
+    return Checkpoint(path, **fields, dataset_info=shared.dataset)
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -314,6 +328,7 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
     config, state = read_yaml(path / CONFIG_FILE), read_state(path)
     of_data = {"seq_len": state.get("seq_len"), "dataset_info": state.get("dataset")}
     of_data["fingerprint"] = state.get("dataset_fingerprint")
+    of_data["test_fingerprint"] = state.get("test_fingerprint")
     return Checkpoint(path, step, **of_data, **_read_recorded(config, path / CONFIG_FILE))
 
 

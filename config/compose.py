@@ -25,7 +25,7 @@ from config.files import FOLDER, load_defaults
 from config.messages import SEVERAL_RUNS, explain_composition, help_text
 from config.published import KEYS, OVERRIDES
 from config.schema import Config, validate_config
-from config.texts import expand_home, quote_value, quoted, text_keys
+from config.texts import check_encoding, expand_home, quote_value, quoted, text_keys
 from runtime.plugins import load_plugins
 from runtime.writing import Patient
 
@@ -235,6 +235,9 @@ def _one_line_errors(schema: type[Config]) -> Iterator[None]:
 
 
 def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    for argument in arguments:
+        check_encoding(argument)
     asked = _CommandLine().parse_intermixed_args(arguments)
     if asked.multirun:
         raise ValueError(f"config: --multirun is not supported. {SEVERAL_RUNS}.")
@@ -254,6 +257,9 @@ def _translate(schema: type[Config], override: str) -> list[str]:
         raise ValueError(f"{override} is not supported. {instead}.")
     if published := OVERRIDES.get(f"{key}={value.lower()}"):
         return published
+    if key in _GROUPS and value.startswith("{"):
+        keys = ", such as arch.hidden_size=64 arch.num_heads=2" if key == "arch" else ""
+        raise ValueError(f"{override}: {key} is a name, not a mapping. Set each key on its own{keys}.")
     if equals and key in schema.VERBATIM:
         return [f"{key}={quoted(value)}"]
     if equals and (key in text_keys(schema) or (key in _GROUPS and value)):

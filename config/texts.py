@@ -5,6 +5,7 @@ Without quotes, Hydra's grammar would read 1234_51 as a number, and reject data/
 
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterable
@@ -34,6 +35,20 @@ def quote_value(typed: str) -> str:
     if typed.startswith("[") and typed.endswith("]"):
         return f"[{','.join(map(quote_value, _ITEM.findall(typed[1:-1])))}]"
     return typed if typed == "null" or _QUOTED.fullmatch(typed) else quoted(typed)
+
+
+def check_encoding(argument: str) -> None:
+    """Raises ValueError if an argument of the command line has bytes that the locale cannot decode."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        names = [name for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)]
+        locale = f"{names[0]}={os.environ[names[0]]}" if names else "LANG is not set"
+        encoding = sys.getfilesystemencoding()
+        raise ValueError(
+            f"cannot read {argument!r} in the encoding {encoding} of the locale ({locale}). "
+            "Set LC_ALL=C.UTF-8, and write the argument in UTF-8."
+        ) from None
 
 
 def expand_home(key: str, value: Any) -> Any:

@@ -210,9 +210,6 @@ def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everyth
 
 def open_split(folder: Path, split: str) -> Split:
     """Memory-maps one split and checks everything except the tokens, which `check_tokens` reads."""
-    if not folder.is_dir():
-        problem = "is a file" if folder.exists() else "does not exist"
-        raise ValueError(f"data folder {folder} {problem}. Build it (docs/data.md), or set data_path.")
     metadata = load_metadata(folder, split)
     return Split(metadata, {name: _open_set(folder, split, name, metadata) for name in metadata.sets})
 
@@ -237,6 +234,9 @@ def splits_with_several_solutions(folder: Path) -> list[str]:
 
 def load_metadata(folder: Path, split: str) -> Metadata:
     """Reads `<folder>/<split>/dataset.json`. ValueError if it is missing, malformed or incomplete."""
+    if not folder.is_dir():
+        problem = "is a file" if folder.exists() else "does not exist"
+        raise ValueError(f"data folder {folder} {problem}. Build it (docs/data.md), or set data_path.")
     path = folder / split / METADATA
     try:
         values = read_json(path)

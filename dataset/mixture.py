@@ -91,14 +91,14 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
     )
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(folder: Path, splits: Sequence[str] = SPLITS) -> str:
     """Returns a SHA-256 digest of the content of a dataset's splits, to detect changed data.
 
     The manifest that our builders write contains the digest of each file. All files are read (about 1 GB/s)
     if the manifest is missing, or if a file is newer than the manifest or has another size.
     """
     paths = []
-    for split in SPLITS:
+    for split in splits:
         paths.append(folder / split / METADATA)
         metadata = load_metadata(folder, split)
         fields = fields_of(metadata.augmentation)
@@ -124,7 +124,7 @@ def _recorded_digests(folder: Path, paths: list[Path]) -> dict[str, str] | None:
         return None
 
 
-def fingerprint_of(folders: Sequence[Path]) -> str:
-    """Returns a SHA-256 digest of the content of one folder, or of several in their order."""
-    found = [fingerprint(folder) for folder in folders]
+def fingerprint_of(folders: Sequence[Path], splits: Sequence[str] = SPLITS) -> str:
+    """Returns a SHA-256 digest of splits of one folder, or of several in their order."""
+    found = [fingerprint(folder, splits) for folder in folders]
     return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

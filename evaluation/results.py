@@ -4,6 +4,8 @@ Every accuracy has a 95 % interval, for the variation over other test puzzles. W
 metric has a mean and a standard deviation, for the variation over seeds of the training.
 """
 
+import hashlib
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -25,7 +27,7 @@ from runtime.reading import read_json
 from runtime.writing import replace_file, write_json
 
 EVALUATION_FILE, SCALING_FILE = "metrics.json", "scaling.json"
-MEASURED_FILE = "measured.json"  # the data and options that `measured_with` returns
+MEASURED_FILE = "measured.json"  # the identity of results (`measured_with`)
 INTERVAL_ENDS = ("low", "high")
 TEXTS = ("selected_by", "forward_dtype")  # entries of metrics.json that are texts
 
@@ -56,29 +58,67 @@ def open_output_folder(folder: Path) -> Path:
     return folder
 
 
-def measured_with(config: EvaluateConfig, data: Sequence[Path], run_data: Sequence[Path]) -> dict[str, Any]:
-    """Returns {key: value} of everything that makes the results differ from a default evaluation.
+def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the identity of results, {key: value}. Results of two identities are never mixed.
 
-    These are the options that differ from their defaults, and the data folders, unless they are `run_data`,
-    the folders that the run was trained on.
+    The keys are `test`, the fingerprint of the test splits, the options that differ from their defaults, and
+    `data`, the data folders. `data` is missing if the folders are those of the run, and their test splits
+    have not changed since the training.
     """
     usual = config_with(EvaluateConfig, checkpoint=config.checkpoint)
     others = [name for name in _OPTIONS if getattr(config, name) != getattr(usual, name)]
-    are_own = [each.resolve() for each in data] == [each.resolve() for each in run_data]
-    options = {name: getattr(config, name) for name in others}
-    return ({} if are_own else {"data": [str(each.resolve()) for each in data]}) | options
+    paths = [each.resolve() for each in data]
+    measured = {"test": fingerprint_of(data, ("test",))}
+    own = [each.resolve() for each in checkpoint.find_data()]
+    if paths != own or not _has_same_tests(checkpoint, data, measured["test"]):
+        measured["data"] = [str(each) for each in paths]
+    return measured | {name: getattr(config, name) for name in others}
 
 
-def write_measured(folder: Path, measured: Mapping[str, Any], data: Sequence[Path]) -> None:
-    """Writes `measured` to measured.json. First removes results in the folder that had other options.
+def _has_same_tests(checkpoint: Checkpoint, data: Sequence[Path], found: str) -> bool:
+    """Returns whether `found`, the fingerprint of the test splits, is that of the training.
+
+    Older checkpoints contain only a fingerprint of all splits. It must then be that of the training.
+    """
+    if checkpoint.test_fingerprint is None:
+        return _is_trained_on(checkpoint, data)
+    return checkpoint.test_fingerprint == found
+
+
+def _is_trained_on(checkpoint: Checkpoint, data: Sequence[Path]) -> bool:
+    """Returns whether the folders have the content that the checkpoint was trained on, as far as it says."""
+    try:
+        return checkpoint.fingerprint == fingerprint_of(data)
+    except ValueError:  # no training split
+        return False
+
+
+def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
+    """Returns the name of the folder for results: step_<N>, or step_<N>_<digest>.
+
+    A default evaluation on the data of the run has no digest.
+    """
+    if "data" not in measured:  # the checkpoint determines the test splits
+        measured = {key: value for key, value in measured.items() if key != "test"}
+    digest = hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{checkpoint.name}_{digest}" if measured else checkpoint.name
+
+
+def write_measured(
+    folder: Path, measured: Mapping[str, Any], data: Sequence[Path], *, is_default_folder: bool
+) -> None:
+    """Writes `measured` to measured.json. First removes results in the folder that had another identity.
 
     data: Data folders. If there are several, the evaluators of each write into a subfolder of its name.
+    is_default_folder: Whether `name_of` named the folder. It is then the folder of this identity, also if
+    training or an older version wrote results without an identity.
     """
     path = folder / MEASURED_FILE
     try:
-        is_same = read_json(path) == measured
-    except ValueError:
-        is_same = not path.exists() and not measured
+        before = read_json(path) if path.exists() or not is_default_folder else {}
+        is_same = ({"test": measured["test"]} if is_default_folder else {}) | before == measured
+    except (ValueError, TypeError):
+        is_same = False
     if not is_same:
         old = [*folder.glob("*__outputs.npz")]
         old += [folder / name for name in (EVALUATION_FILE, SCALING_FILE, "scaling.svg")]
@@ -105,12 +145,7 @@ def tell_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> No
 
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
     """Warns if the dataset folders of the run have changed since its training."""
-    try:
-        trained_on = checkpoint.fingerprint
-        is_new = trained_on is not None and trained_on != fingerprint_of(folders)
-    except (ValueError, OSError):  # no training split
-        return
-    if is_new:
+    if checkpoint.fingerprint is not None and not _is_trained_on(checkpoint, folders):
         names = ", ".join(map(str, folders))
         log.warning(
             f"{names}: rebuilt since {checkpoint} was trained. Its training may have used these test puzzles."

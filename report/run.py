@@ -208,6 +208,11 @@ def _read_evaluation(
         found, grid = _read_json(path), _read_json(path.with_name(SCALING_FILE))
         measured = _read_json(path.with_name(MEASURED_FILE))
         is_own = evaluation is not None or not isinstance(measured, dict) or measured.get("data") is None
+        if evaluation and isinstance(measured, dict) and "data" in measured and rows:
+            warnings.append(
+                f"The results in {evaluation} are from other data than the log. The charts of the log do not "
+                "show them."
+            )
         if is_own and _can_be_drawn(grid):
             scaling = grid
         step = step_of(path.parent)

@@ -38,14 +38,18 @@ class Group:
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """Groups runs with the same config, except for seed and names. Keeps the order of the runs."""
+    """Groups runs with the same config and data, except for seed and names. Keeps the order of the runs.
+
+    If a dataset was rebuilt between two runs, the runs are in different groups.
+    """
     groups: dict[str, list[RunRecord]] = {}
     for number, run in enumerate(runs):
         settings = {key: value for key, value in run.config.items() if key not in _OF_ONE_RUN}
         # A run without a config forms its own group.
-        key = json.dumps(settings, sort_keys=True, default=str) if run.config else f"run {number}"
-        groups.setdefault(key, []).append(run)
+        key = json.dumps([settings, run.fingerprint], sort_keys=True, default=str)
+        groups.setdefault(key if run.config else f"run {number}", []).append(run)
     configs = [flatten(members[0].config) for members in groups.values()]
+    _name_rebuilt_data(configs, [members[0].fingerprint for members in groups.values()])
     names = dict.fromkeys(key for config in configs for key in config if key not in _OF_ONE_RUN)
     differing = [key for key in names if len({str(config.get(key)) for config in configs}) > 1]
     settings = [{key: str(config.get(key, "")) for key in differing} for config in configs]
@@ -57,6 +61,17 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
         )
         for number, (label, each, members) in enumerate(zip(labels, settings, groups.values(), strict=True))
     ]
+
+
+def _name_rebuilt_data(configs: Sequence[dict[str, Any]], fingerprints: Sequence[str | None]) -> None:
+    """Adds the key `data` to the configs if datasets of the same path have different fingerprints."""
+    found: dict[str, set[str]] = {}
+    names = [(each or "unknown")[:8] for each in fingerprints]
+    for config, name in zip(configs, names, strict=True):
+        found.setdefault(str(config.get("data_path")), set()).add(name)
+    if any(len(each) > 1 for each in found.values()):
+        for config, name in zip(configs, names, strict=True):
+            config["data"] = name
 
 
 def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:

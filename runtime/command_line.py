@@ -9,14 +9,15 @@ from typing import Any, NoReturn
 
 from runtime.plugins import load_plugins
 from runtime.reading import printable
-from runtime.writing import Patient, open_closed_streams
+from runtime.writing import Patient, check_working_folder, prepare_streams
 
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
     """Exits with one line on stderr if the block raises ValueError, OSError or MemoryError."""
-    open_closed_streams()
+    prepare_streams()
     try:
+        check_working_folder()
         with contextlib.redirect_stdout(Patient(sys.stdout)):
             yield
             sys.stdout.flush()

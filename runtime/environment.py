@@ -1,4 +1,7 @@
-"""Sets environment variables that libraries read when they load. Programs import this module before torch.
+"""Prepares a process for torch. Programs import this module before torch.
+
+It sets environment variables that libraries read when they load. It prepares the standard streams. If the
+working folder was removed, it ends the process.
 
 It also prints the first line of a program, because torch takes seconds to load.
 
@@ -13,9 +16,13 @@ import os
 import sys
 from pathlib import Path
 
-from runtime.writing import open_closed_streams
+from runtime.writing import check_working_folder, prepare_streams
 
-open_closed_streams()
+prepare_streams()
+try:
+    check_working_folder()
+except ValueError as _error:
+    sys.exit(f"error: {_error}")
 
 
 def _announce() -> None:

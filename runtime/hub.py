@@ -86,11 +86,16 @@ def download(
     say: Function that prints a line. ValueError, one line, for every failure.
     """
     with client_errors(address, by_hand=by_hand):
-        pinned, sizes = _list_files(address, say=say)
+        pinned, sizes, cached = _list_files(address, say=say)
         try:
             names = choose(list(sizes))
         except ValueError as error:
-            raise ValueError(f"{address} {error}") from None
+            if cached is None:
+                raise ValueError(f"{address} {error}") from None
+            reason = f"the cached copy of {address} {str(error).removesuffix('.')}"
+            raise ValueError(
+                f"{reason}. It has {cached}. Connect to the Hub once, and start again."
+            ) from None
         for name in names:
             if "\\" in name or name.startswith("/") or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"{address}: file name {name!r} leads out of the folder. Not downloaded.")
@@ -117,8 +122,11 @@ def download_file(
     return path
 
 
-def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int | None]]:
-    """Returns (address with its commit, {file: size}). If the Hub cannot be reached, lists cached files."""
+def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int | None], str | None]:
+    """Returns (address with its commit, {file: size}, None).
+
+    If the Hub cannot be reached, the files are those in the cache, and the last value describes them.
+    """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -132,9 +140,12 @@ def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int |
         if not _is_out_of_reach(error) or not folder.is_dir():
             raise
         say(f"{address} cannot be reached ({_reason(error)}). Using the files in the cache.")
-        cached = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-        return pinned, dict.fromkeys(cached)
-    return pinned, {file.rfilename: file.size for file in info.siblings}
+        paths = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
+        cached = [name for name, path in paths.items() if path.is_file()]
+        broken = [name for name, path in paths.items() if path.is_symlink() and not path.exists()]
+        links = f", and links to files that are gone ({', '.join(broken)})" if broken else ""
+        return pinned, dict.fromkeys(cached), f"{', '.join(cached) or 'no files'}{links}"
+    return pinned, {file.rfilename: file.size for file in info.siblings}, None
 
 
 def _check_digest(path: Path, *, where: str) -> None:

@@ -80,11 +80,26 @@ def remove_unfinished_files(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def open_closed_streams() -> None:
-    """Opens /dev/null for each standard stream that was closed before the program started."""
+def prepare_streams() -> None:
+    """Opens /dev/null for each standard stream that was closed before the program started.
+
+    A character that stdout or stderr cannot encode is then written as an escape, instead of raising an error.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    for stream in (sys.stdout, sys.stderr):
+        if getattr(stream, "errors", "") in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def check_working_folder() -> None:
+    """Raises ValueError if the working folder was removed. Without it, torch's libraries do not load."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        reason = f"the working folder does not exist ({error.strerror})"
+        raise ValueError(f"{reason}. Change to another folder, and start again.") from None
 
 
 class Patient:

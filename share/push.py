@@ -123,6 +123,7 @@ def write_files(
         "has_averages": bool(find_files(checkpoint.path, EMA_WEIGHTS)),
         "dataset": state.get("dataset"),
         "dataset_fingerprint": state["dataset_fingerprint"],
+        "test_fingerprint": state.get("test_fingerprint"),
         "run": _shared_config(checkpoint) | ({"data_path": [data_path]} if data_path else {}),
     }
     num_weights = {"dense": 0, "of puzzles": 0}

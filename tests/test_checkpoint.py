@@ -218,6 +218,25 @@ def test_another_dataset_or_shape_is_refused(run, capsys):
     assert "is (24, 16) in the checkpoint, but (12, 16) in this run" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "goal"), [("step_124", "run/step_1"), ("latest", "run/step_1"), ("link", "run")]
+)
+def test_results_go_into_the_run_that_a_link_leads_to(tmp_path, name, goal):
+    save(tmp_path / "run", 1).close()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / name).symlink_to(tmp_path / goal)
+    checkpoint = find_checkpoint(tmp_path / "runs" / name)
+    assert (checkpoint.run_folder, checkpoint.name) == (tmp_path / "run", "step_1")
+
+
+def test_a_file_in_the_cache_of_the_hub_keeps_its_name(tmp_path):
+    (tmp_path / "blobs").mkdir()
+    torch.save({}, tmp_path / "blobs" / "0123")
+    (tmp_path / "step_7").symlink_to(tmp_path / "blobs" / "0123")
+    with pytest.raises(ValueError, match=f"^{tmp_path}/all_config.yaml is missing"):
+        find_checkpoint(tmp_path / "step_7")
+
+
 def test_the_log_is_cut_back_and_leftovers_are_removed(run):
     save(run, 3)
     (run / "step_4.tmp-abcd").mkdir()

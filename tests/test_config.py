@@ -30,6 +30,13 @@ def _compose(monkeypatch, *overrides: str, schema=PretrainConfig):
     return compose_config(schema)
 
 
+def test_bytes_that_the_locale_cannot_decode_are_named(monkeypatch):
+    monkeypatch.setenv("LC_ALL", "C")
+    line = r"^cannot read 'run_name=\\udcc3\\udca9' in the encoding .* \(LC_ALL=C\). Set LC_ALL=C.UTF-8"
+    with pytest.raises(ValueError, match=line):
+        compose_config(PretrainConfig, ["run_name=\udcc3\udca9"])
+
+
 def test_published_defaults(monkeypatch):
     config = _compose(monkeypatch)
     published = {"data_path": ["data/arc-aug-1000"], "global_batch_size": 768, "seed": 0, "max_steps": None}

@@ -30,6 +30,27 @@ def test_it_is_the_first_import_of_every_program(program):
     assert others[0] == "import runtime.environment"
 
 
+def _run_code(code: str, **environment: str) -> subprocess.CompletedProcess:
+    given = os.environ | {"PYTHONPATH": str(REPOSITORY)} | environment
+    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True)
+
+
+def test_a_working_folder_that_was_removed_is_one_line(tmp_path):
+    code = f"import os; os.chdir({str(tmp_path)!r}); os.rmdir(os.getcwd()); import runtime.environment"
+    run = _run_code(code)
+    line = b"error: the working folder does not exist (No such file or directory). Change to another folder, "
+    assert (run.returncode, run.stdout, run.stderr) == (1, b"", line + b"and start again.\n")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+)
+def test_what_a_stream_cannot_encode_is_an_escape(environment):
+    run = _run_code(r"import runtime.environment; print('\u03b1 \udcc3')", **environment)
+    assert (run.returncode, run.stdout, run.stderr) == (0, b"\\u03b1 \\udcc3\n", b"")
+
+
 @pytest.mark.parametrize(
     ("path", "rank", "expected"),
     [

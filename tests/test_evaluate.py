@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 from checkpointing.pretrained import Checkpoint
+from dataset.mixture import fingerprint_of
 from report.run import read_run
 from tests.float64 import TOLERANCE
 from tests.ranks import NUM_THREADS, REPOSITORY, Finished, complete_program, run_program
@@ -117,10 +119,39 @@ def test_other_data_and_options_have_folders_of_their_own(trained, expected):
     ):
         finished = _evaluate(trained.parent, "checkpoint=run", *words)
         folder = trained.parent / finished.stdout.splitlines()[-1].removeprefix("wrote ")
-        assert json.loads((folder / "measured.json").read_text()) == measured
+        written = json.loads((folder / "measured.json").read_text())
+        assert written.pop("test") == fingerprint_of([data / "sudoku"], ("test",))
+        assert written == measured
         assert (folder == own) == (not measured)
     assert len(list(own.parent.glob("step_20*"))) == 3
     assert read_run(trained).evaluation == json.loads((own / "metrics.json").read_text())
+
+
+def test_results_of_a_test_split_that_was_rebuilt_are_not_mixed(trained, expected, tmp_path):
+    """Of the same size too, in the default folder, in output_dir, and in a mean."""
+    shutil.copytree(trained.parent, tmp_path / "copy", ignore=_RESULTS)
+    run, data = tmp_path / "copy" / "run", tmp_path / "copy" / "data" / "sudoku"
+    evaluate = functools.partial(_evaluate, run.parent, "checkpoint=run")
+    saved = ("output_dir=out", "save_outputs=[preds]", "halting=act")
+    assert evaluate().stderr == evaluate(*saved).stderr == ""
+    own = run / "evaluation" / "step_20"
+    before = {path.name: path.read_bytes() for path in own.iterdir()}
+    results = read_run(run).evaluation
+    build_sets("sudoku", data, "--generate", 200, "--num-test", _TESTS, "--box", "2x2", "--seed", 5)
+
+    assert "rebuilt since" in evaluate().stderr
+    assert {path.name: path.read_bytes() for path in own.iterdir()} == before
+    (other,) = set(own.parent.iterdir()) - {own}
+    assert json.loads((other / "measured.json").read_text())["data"] == [str(data)]
+    assert _metrics(other) != _metrics(own)
+    assert read_run(run).evaluation == results
+    assert "are from other data than the log" in read_run(run, evaluation=other).warnings[-1]
+    evaluate(saved[0], saved[2])
+    assert not (run.parent / "out" / "all__outputs.npz").exists()
+
+    finished = _evaluate(tmp_path, f"checkpoint=[{trained},{run}]")
+    assert "evaluated on 2 different test splits. Set data_path" in finished.stderr
+    assert "mean and standard deviation" not in finished.stdout
 
 
 def test_outputs_are_the_real_rows_in_dataset_order(trained, expected):
@@ -174,6 +205,7 @@ def test_rows_without_labels_count_nowhere_but_have_predictions(trained, tmp_pat
 
 
 def test_checkpoints_with_one_folder_for_their_results_are_refused(trained, tmp_path):
+    shutil.copytree(trained.parent / "data", tmp_path / "data")
     for name in ("a", "b"):
         shutil.copytree(trained, tmp_path / name / "run")
     one, twin, twice = "a/run/step_20", "b/run/step_20", tmp_path / "a" / "run" / "evaluation" / "step_20"

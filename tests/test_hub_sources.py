@@ -1,13 +1,18 @@
 """Datasets from the Hub: the real client against a server here that speaks its protocol."""
 
+import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from checkpointing.pretrained import find_checkpoint
 from dataset.build import build_dataset
 from dataset.build.sources import find_source_files
+from runtime.hub import Address, download
 from tests.hub_server import HubServer, hub_server
 from tests.ranks import Finished, run_program, run_ranks
 
@@ -130,6 +135,52 @@ def test_mistakes_are_one_line(server, files, tmp_path):
     assert not (tmp_path / "data").exists()
     with_token = ours | {"HF_TOKEN": server.token}
     assert run_ranks(_refusals, 1, tmp_path / "data", with_token, ["hf://datasets/owner/private"]) == [[]]
+
+
+def _find(environment: dict[str, str], address: str) -> str:
+    os.environ.update(environment)
+    words = ["--output-dir", "data", "--box", "2x2", "--source", address]
+    find = functools.partial(build_dataset, "sudoku", words)
+    if "datasets" not in address:
+        find = functools.partial(find_checkpoint, address)
+    with contextlib.redirect_stdout(None), pytest.raises(ValueError, match="cached copy") as refusal:
+        find()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("cached", "gone", "told"),
+    [
+        (["config.json"], [], "contains no checkpoint. Expected config.json and model.safetensors, or"),
+        (["config.json", "model.safetensors"], ["model.safetensors"], "contains no checkpoint. Expected "),
+        (["config.json", "model.safetensors.index.json"], [], "contains no checkpoint. Expected "),
+        ([], [], "contains no checkpoint. Expected "),
+        (["train.csv"], [], "has no test.csv (or "),
+    ],
+)
+def test_without_the_hub_an_incomplete_cache_is_described(tmp_path, cached, gone, told):
+    kind = "dataset" if "train.csv" in cached else "model"
+    names = [name for name in cached if name not in gone]
+    with hub_server() as server:
+        server.add(kind, "owner/name", dict.fromkeys([*cached, "others"], b"x"))
+        environment = server.environment(tmp_path / "home")
+        assert run_ranks(_download, 1, environment, kind, [*cached, "others"]) == [None]
+    (snapshot,) = (tmp_path / "home").rglob("snapshots/*")
+    (snapshot / "others").unlink()
+    for name in gone:
+        (snapshot / name).resolve().unlink()
+    address = f"hf://{'datasets/' * (kind == 'dataset')}owner/name"
+    (line,) = run_ranks(_find, 1, environment | {"HF_HUB_OFFLINE": "1"}, address)
+    assert line.startswith(f"the cached copy of {address} {told}")
+    links = f", and links to files that are gone ({', '.join(gone)})" if gone else ""
+    ending = f". It has {', '.join(names) or 'no files'}{links}. Connect to the Hub once, and start again."
+    assert line.endswith(ending)
+
+
+def _download(environment: dict[str, str], kind: Literal["model", "dataset"], names: list[str]) -> None:
+    os.environ.update(environment)
+    with contextlib.redirect_stdout(None):
+        download(Address(kind, "owner/name"), lambda _: names, by_hand="")
 
 
 def _take_every_csv_file(environment: dict[str, str]) -> str:

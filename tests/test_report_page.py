@@ -35,6 +35,7 @@ from report.trace import (
     trace_of_run,
 )
 from runtime.metrics_file import METRICS_FILE
+from runtime.writing import write_json
 from tests import refusals
 from tests.arc_set import write_arc
 from tests.refusals import cases, check
@@ -156,6 +157,17 @@ def test_mistakes_are_one_line(reported, tmp_path, given, words):
 def test_missing_packages_are_named(reported, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert "a report needs matplotlib. Run pip install matplotlib." in refusal(reported)
+
+
+def test_runs_before_and_after_their_data_was_rebuilt_are_two_groups(sudoku_folder, tmp_path):
+    folders = [write_run(tmp_path / f"run{seed}", sudoku_folder, seed=seed) for seed in range(3)]
+    state = folders[2] / "step_40" / "state.json"
+    write_json(state, json.loads(state.read_text()) | {"dataset_fingerprint": "0" * 64})
+    groups = group_runs([read_run(folder) for folder in folders])
+    assert [(group.label, len(group.runs)) for group in groups] == [
+        ("data=ffffffff", 2),
+        ("data=00000000", 1),
+    ]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from evaluation.results import (
     write_measured,
 )
 from report.compute import compute_picture
+from runtime.writing import write_json
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 400, 10**6])
@@ -59,12 +60,26 @@ def test_what_other_options_left_is_removed_but_not_what_another_evaluation_left
     for name in ("metrics.json", "a/submission.json", "b/tasks.json", "c/submission.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    write_measured(tmp_path, {"samples": 8}, data)
+    write_measured(tmp_path, {"test": "a", "samples": 8}, data, is_default_folder=False)
     left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.json")}
     assert left == {"measured.json", "c/submission.json"}
-    (tmp_path / "metrics.json").touch()
-    write_measured(tmp_path, {"samples": 8}, data)
-    assert (tmp_path / "metrics.json").exists()
+    for test, is_kept in (("a", True), ("b", False)):
+        (tmp_path / "metrics.json").touch()
+        write_measured(tmp_path, {"test": test, "samples": 8}, data, is_default_folder=False)
+        assert (tmp_path / "metrics.json").exists() == is_kept
+
+
+def test_what_training_or_an_older_version_left_in_the_default_folder_is_kept(tmp_path):
+    for before in (None, {"samples": 8}):
+        if before:
+            write_json(tmp_path / "measured.json", before)
+        (tmp_path / "all__outputs.npz").touch()
+        measured = {"test": "a"} | (before or {})
+        write_measured(tmp_path, measured, [], is_default_folder=True)
+        assert (tmp_path / "all__outputs.npz").exists()
+        write_measured(tmp_path, measured | {"test": "b"}, [], is_default_folder=True)
+        assert not (tmp_path / "all__outputs.npz").exists()
+        (tmp_path / "measured.json").unlink()
 
 
 def test_a_table_of_the_best_checkpoints_says_who_chose_them():

@@ -87,6 +87,7 @@ class CheckpointManager:
         run_folder: Folder that contains the checkpoints.
         config: Config of the run.
         fingerprint: Hash of the dataset, stored in every checkpoint.
+        test_fingerprint: Hash of its test splits, stored in every checkpoint.
         dataset_info: Description of the dataset as JSON values, stored in every checkpoint.
         trained_on: Function (step) -> examples of this run's data that were trained on up to the step. Called
             only on rank 0. If None, checkpoints do not contain them.
@@ -102,11 +103,13 @@ class CheckpointManager:
         *,
         config: PretrainConfig,
         fingerprint: str,
+        test_fingerprint: str | None = None,
         dataset_info: dict[str, Any] | None = None,
         trained_on: Callable[[int], Trained] | None = None,
     ):
         self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
-        self._dataset_info, self._of_data = dataset_info, trained_on
+        self._test_fingerprint, self._dataset_info = test_fingerprint, dataset_info
+        self._of_data = trained_on
         self._before: Trained | None = None  # examples of the checkpoint that this launch started from
         self.best = BestStep(config)
         self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.among)
@@ -138,6 +141,7 @@ class CheckpointManager:
             **numbers,
             "best": self.best.state(),
             "dataset_fingerprint": self._fingerprint,
+            "test_fingerprint": self._test_fingerprint,
             "dataset": self._dataset_info,
             "seq_len": state.carry.data.inputs.shape[-1],
             "total_steps": self._total_steps,
@@ -338,7 +342,8 @@ def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointMana
 
     Args:
         config: Config of the run.
-        **described: The arguments `fingerprint`, `dataset_info` and `trained_on` of `CheckpointManager`.
+        **described: The arguments `fingerprint`, `test_fingerprint`, `dataset_info` and `trained_on` of
+            `CheckpointManager`.
     """
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)

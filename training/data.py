@@ -37,6 +37,7 @@ class RunData:
         validation: {training set: indices of held-out puzzles, int64 [n]}. Contains only the first puzzle of
             each group, which is not augmented. {} without `validation_fraction`.
         fingerprint: Hash of the content of the datasets.
+        test_fingerprint: Hash of the content of their test splits.
         tests: {folder name: dataset} of `test_data_path`.
         evaluators: Evaluators of `dataset`, then of each of `tests`. Call `anew` before each evaluation.
         manifests: {data folder: content of its manifest} at the launch, to detect a rebuild.
@@ -50,6 +51,7 @@ class RunData:
     schedule: Schedule
     validation: dict[str, np.ndarray]
     fingerprint: str
+    test_fingerprint: str
     tests: dict[str, Dataset]
     evaluators: list[Evaluators]
     manifests: dict[Path, bytes]
@@ -98,7 +100,8 @@ def open_data(config: PretrainConfig) -> RunData:
     Rank 0 checks every token. The first rank of each node computes a fingerprint of the data, or reads it
     from the builder's manifest. The fingerprints of all nodes must be equal.
     """
-    fingerprint, hashes, leaks = "", {}, Leaks(config.leaks)
+    fingerprint = test_fingerprint = ""
+    hashes, leaks = {}, Leaks(config.leaks)
     with collective_errors():
         folders = [Path(path) for path in config.data_paths]
         manifests = _read_manifests([*folders, *map(Path, config.test_data_path or [])])
@@ -114,6 +117,7 @@ def open_data(config: PretrainConfig) -> RunData:
             _add_evaluated(leaks, dataset, tests, held_out)
         if local_rank() == 0:
             fingerprint = fingerprint_of(dataset.folders)
+            test_fingerprint = fingerprint_of(dataset.folders, ("test",))
         if _read_manifests(manifests) != manifests:
             names = ", ".join(map(str, manifests))
             raise ValueError(
@@ -129,6 +133,7 @@ def open_data(config: PretrainConfig) -> RunData:
         schedule=Schedule(config, plan),
         validation=validation,
         fingerprint=broadcast_object(fingerprint),
+        test_fingerprint=broadcast_object(test_fingerprint),
         tests=tests,
         evaluators=evaluators,
         manifests=manifests,
