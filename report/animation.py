@@ -55,6 +55,7 @@ def draw_animation(answer: Answer) -> str:
         regions=regions_of(answer.style, rows * columns),
         style=answer.style,
         valid=answer.valid,
+        has_probability=not answer.is_search,
         steps=steps,
         frames=frames,
         top=_MARGIN,

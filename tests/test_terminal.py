@@ -8,6 +8,7 @@ import numpy as np
 from dataset.kinds.kind import Puzzle, Style, find_kind
 from evaluation.solving import Answer, Step
 from evaluation.terminal import draw_answer
+from report.animation import draw_animation
 
 
 def _step(number: int, text: str, before: str, *, q: float, sure: float = 1.0, stops: bool = False) -> Step:
@@ -25,7 +26,11 @@ def _step(number: int, text: str, before: str, *, q: float, sure: float = 1.0, s
     )
 
 
-def _picture(*, width: int = 80, color: bool = False, first: str = "1234", sure: float = 1, **more) -> str:
+def _picture(*, width: int = 80, color: bool = False, **changes) -> str:
+    return draw_answer(_answer(**changes), width=width, color=color)
+
+
+def _answer(*, first: str = "1234", sure: float = 1, **more) -> Answer:
     texts = ["1.3.", first, "1214", "1214"]
     steps = [
         _step(1, texts[1], texts[0], q=0.1, sure=0.4),
@@ -35,8 +40,7 @@ def _picture(*, width: int = 80, color: bool = False, first: str = "1234", sure:
     style = dataclasses.replace(find_kind("sudoku").style)
     puzzle = Puzzle(np.array([2, 1, 4, 1]), 6)
     chosen = {"sample": 1, "num_samples": 4, "select": "vote", "valid": True, "correct": None}
-    answer = Answer(**vars(steps[2]), puzzle=puzzle, style=style, steps=steps, **chosen, **more)
-    return draw_answer(answer, width=width, color=color)
+    return Answer(**vars(steps[2]), puzzle=puzzle, style=style, steps=steps, **chosen, **more)
 
 
 def test_the_picture_in_plain_text():
@@ -68,6 +72,8 @@ def test_only_what_occurs_is_drawn_and_explained():
     search = _picture(is_search=True)
     assert search.endswith("\n\n* changed")
     assert "right" not in search, "a search has no probability"
+    animations = (draw_animation(_answer(is_search=each)) for each in (False, True))
+    assert ["right, predicted by the model" in each for each in animations] == [True, False]
 
 
 def test_what_changed_has_a_mark_that_is_no_symbol():
