@@ -36,7 +36,7 @@ from distributed.errors import collective_errors, memory_errors
 from distributed.launch import Program, launch
 from distributed.number_format import Choice, choose_evaluation_format
 from distributed.process_group import is_main, world_size
-from evaluation.compilation import compiles_on_all_ranks
+from evaluation.compilation import compiler_cache_errors, compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
 from evaluation.leaks import Leaks, find_trained
 from evaluation.passes import evaluate_split
@@ -58,7 +58,7 @@ from report.page import check_packages, write_evaluation_report, write_picture
 
 def main() -> None:
     with launch(EvaluateConfig, lambda: compose_config(EvaluateConfig)) as program:
-        with memory_errors("lower eval_batch_size, or use more processes"):
+        with memory_errors("lower eval_batch_size, or use more processes"), compiler_cache_errors():
             evaluate(program)
 
 

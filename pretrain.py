@@ -31,6 +31,7 @@ from distributed.child import run_child
 from distributed.errors import abort_all, collective_errors, memory_errors
 from distributed.launch import Program, launch
 from distributed.signals import Interruption, end_torchrun
+from evaluation.compilation import compiler_cache_errors
 from training.checkpoints import CheckpointManager, open_checkpoints
 from training.data import RunData, open_data
 from training.evaluation import evaluate, read_results
@@ -45,7 +46,8 @@ def main() -> None:
     """Runs this process as one rank of a run. `launch` reads the command line and connects the ranks."""
     with launch(PretrainConfig, compose_run) as program:
         advice = memory_advice(program.config, program.device)
-        with memory_errors(advice, folder=Path(program.config.checkpoint_path)):
+        folder = Path(program.config.checkpoint_path)
+        with memory_errors(advice, folder=folder), compiler_cache_errors():
             exit_status = train(program)
     sys.exit(exit_status)
 

@@ -1,11 +1,14 @@
 """Decides whether to compile the blocks, the same on all ranks, and tests the compiler first."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from distributed import log
-from distributed.errors import collective_errors
-from distributed.process_group import all_gather_objects, is_main, local_rank, world_size
-from models.compilation import find_compiler_failure, should_compile
+from distributed.errors import EXIT_FAILURE, collective_errors
+from distributed.process_group import all_gather_objects, is_main, local_rank, rank, world_size
+from models.compilation import find_compiler_failure, find_damaged_library, should_compile
 
 _COMPILING = (
     "compiling: the first steps take up to minutes, later steps are faster. compile=false starts at once."
@@ -39,3 +42,19 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
     if compiles:
         log.info(_COMPILING)
     return compiles
+
+
+@contextlib.contextmanager
+def compiler_cache_errors() -> Iterator[None]:
+    """Turns the error for a damaged library in the compiler's cache into one line, and ends this rank.
+
+    The exit status is 1. The traceback goes to this rank's log file.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if (damage := find_damaged_library(str(error))) is None:
+            raise
+        log.exception(error, on_console=False)
+        log.error(damage, failed_rank=rank())
+        raise SystemExit(EXIT_FAILURE) from None

@@ -1,8 +1,10 @@
 """Compiles the blocks of a model with `torch.compile`, and decides whether this saves time."""
 
 import contextlib
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,6 +17,8 @@ from models.blocks import Level
 _SECONDS_TO_COMPILE, _SECONDS_OF_STEP, _SAVED_SHARE = 96, 0.15, 0.15
 _STEPS_TO_PAY = {"cpu": _SECONDS_TO_COMPILE / (_SECONDS_OF_STEP * _SAVED_SHARE), "cuda": 500}
 _MOST_SECONDS = 300  # for the trial of the compiler
+# How the loader of Linux describes a library that was not written to its end.
+_DAMAGED = re.compile(r"Error: (/.+\.so): (file too short|cannot read file data|invalid ELF header)")
 # Use the same options for everything: torch compiles its headers, in 6 s, for each set of options.
 COMPILER_OPTIONS = {
     "cpp.enable_floating_point_contract_flag": "fast",  # fused multiply-add, as on GPUs
@@ -33,7 +37,11 @@ def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) 
 
 
 def find_compiler_failure(device: torch.device) -> str | None:
-    """Compiles a small function in another process. Returns the first error, or None if it succeeds."""
+    """Compiles a small function in another process. Returns the first error, or None if it succeeds.
+
+    Raises ValueError if a library in the compiler's cache is damaged. If the run then continued without
+    compilation, its numbers would differ.
+    """
     options = f"dynamic=False, options={COMPILER_OPTIONS}"
     code = f"import torch; torch.compile(lambda x: x * 2 + 1, {options})(torch.ones(8, device='{device}'))"
     command = [sys.executable, "-c", code]
@@ -45,11 +53,28 @@ def find_compiler_failure(device: torch.device) -> str | None:
         return f"the compiler needs more than {_MOST_SECONDS} s for a small function"
     if not found.returncode:
         return None
+    if damage := find_damaged_library(found.stderr):
+        raise ValueError(damage)
     # The output of the compiler, or of Python if the compiler was not called.
     output = found.stderr.rpartition("\nOutput:\n")[2]
     lines = [line for line in output.splitlines() if line.strip()]
     errors = (line for line in lines if "error" in line.lower() and not line.startswith(" "))
     return next(errors, lines[0] if lines else f"exit status {found.returncode}")
+
+
+def find_damaged_library(error: str) -> str | None:
+    """Returns a message if the text of an error says that a library in the compiler's cache is damaged.
+
+    torch lets the compiler write a library under its final name, and loads every file that has this name. If
+    the compiler is killed while it writes, the file stays incomplete. torch has no setting against this.
+    """
+    if (found := _DAMAGED.search(error)) is None:
+        return None
+    library, reason = Path(found[1]), found[2]
+    return (
+        f"{library.name} in the compiler's cache is damaged ({reason}), as after a kill during compilation. "
+        f"Delete the folder {library.parents[1]}, and start again."
+    )
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ from config.schema import PretrainConfig
 from dataset.description import with_candidates
 from dataset.format import Metadata, load_metadata, open_dataset
 from dataset.loader import Batch
+from dataset.mixture import fingerprint_of
 from distributed.process_group import rank
 from models.carry import Carry
 from optimizers.learning_rate import learning_rates
@@ -145,6 +146,7 @@ def save_on(
     train(state)
     state.step = 1
     run.mkdir(parents=True)
-    with CheckpointManager(run, config=config, fingerprint=FINGERPRINT, dataset_info=facts) as checkpoints:
+    described = {"fingerprint": FINGERPRINT, "test_fingerprint": fingerprint_of([data], ("test",))}
+    with CheckpointManager(run, config=config, **described, dataset_info=facts) as checkpoints:
         checkpoints.save(state)
     return run

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch._dynamo.utils import counters
 from distributed.process_group import rank
 from evaluation import compilation
 from evaluation.loop import answer_batches
-from models.compilation import COMPILER_OPTIONS, compile_blocks, should_compile
+from models.compilation import COMPILER_OPTIONS, compile_blocks, find_compiler_failure, should_compile
 from tests.checkpoints import do_step
 from tests.ranks import run_ranks
 from tests.test_layouts import ACCUMULATION, begin
@@ -44,6 +45,34 @@ def test_a_compiler_that_fails_is_one_line_and_auto_does_without(tmp_path, monke
     told = "warning: blocks are not compiled, because the compiler fails (x.h: fatal error: it is gone). "
     assert warning.startswith(told)
     assert error.startswith("error: compile=true, but the compiler fails (found once: it takes seconds). ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["auto", True])
+def test_a_damaged_library_in_the_cache_ends_the_run(tmp_path, monkeypatch, capsys, choice):
+    """It does not continue without compilation, because its numbers would differ."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert find_compiler_failure(_CPU) is None
+    (library,) = tmp_path.glob("*/*.main.so")
+    os.truncate(library, 100)
+    with pytest.raises(SystemExit):
+        compilation.compiles_on_all_ranks(choice, _CPU, num_steps=10**9)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"error: {library.name} in the compiler's cache is damaged (cannot read file data), "
+    )
+    assert line.endswith(f"Delete the folder {tmp_path}, and start again.")
+
+
+def test_a_library_that_is_damaged_in_the_middle_of_a_run_is_one_line(capsys):
+    with pytest.raises(SystemExit) as ended, compilation.compiler_cache_errors():
+        raise RuntimeError("ImportError: /a b/cx/c1.main.so: file too short\n\nSet TORCHDYNAMO_VERBOSE=1")
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: c1.main.so in the compiler's cache is damaged (file too short), ")
+    assert line.endswith("Delete the folder /a b, and start again.")
+    with pytest.raises(RuntimeError, match="undefined"), compilation.compiler_cache_errors():
+        raise RuntimeError("ImportError: /a/cx/c1.main.so: undefined symbol")
 
 
 def _choose_with_a_compiler_that_fails(local_ranks: list[int]) -> tuple[bool, str]:
