@@ -238,10 +238,12 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
 def _follow_link(path: Path) -> Path:
     """Returns the path that a link to a checkpoint leads to, so that results go into its run.
 
-    A file in the Hub's cache stays as it is, because it is a link to a file without the step in its name.
+    A file in the Hub's cache stays as it is, because it is a link to a file without the step in its name. So
+    does a link with a config beside it.
     """
     goal = path.resolve() if path.is_symlink() else path
-    return goal if goal.is_dir() or step_of(goal) is not None else path
+    has_config = any(path.with_name(name).is_file() for name in PUBLISHED_CONFIGS)
+    return goal if goal.is_dir() or (step_of(goal) is not None and not has_config) else path
 
 
 def _by_hand(address: Address) -> str:

@@ -183,7 +183,7 @@ def test_resume_modes(run, tmp_path):
     for path, step in ((run, 8), (run / "step_8", 8), (run / "step_3", 3)):
         config = run_config(branch, resume=str(path), lr=0.5)
         assert choose_checkpoint(branch, config) == run / f"step_{step}"
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="nothing does not exist. Pass a run folder"):
         choose_checkpoint(branch, run_config(branch, resume=str(tmp_path / "nothing")))
     with pytest.raises(ValueError, match="no checkpoint"):
         choose_checkpoint(branch, run_config(branch, resume=str(tmp_path)))

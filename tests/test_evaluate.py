@@ -73,7 +73,14 @@ def test_metrics_are_those_that_training_logged(trained, expected):
     logged = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     metrics = expected[0]
     names = {"accuracy", "exact_accuracy", "q_halt_accuracy", "steps", "lm_loss", "q_halt_loss", "count"}
-    names |= {"act_exact_accuracy", "act_steps", "sudoku/count", "trained_on", "trained_on_rate"}
+    names |= {
+        "act_exact_accuracy",
+        "act_steps",
+        "sudoku/count",
+        "distinct_count",
+        "trained_on",
+        "trained_on_rate",
+    }
     after_steps = {f"exact_accuracy_after_step_{step}" for step in (1, 2, 3, 4)}
     accuracies = {"accuracy", "exact_accuracy", "q_halt_accuracy", "act_exact_accuracy"}
     accuracies |= {"sudoku/valid_accuracy", "sudoku/exact_accuracy"}

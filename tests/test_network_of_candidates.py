@@ -107,6 +107,7 @@ def alone(sudoku_folder, tmp_path_factory) -> Results:
             *LDT.objective_class.metrics,
             *LDT.objective_class.training_metrics,
             "grad_norm",
+            "loss",
         }
         assert result["metrics"]["left"] > 5
         boards = (2, 16, 4) if arch == "ldt" else (16, 4)

@@ -52,7 +52,8 @@ def _train(steps: int, options: dict) -> dict:
     sums = state.metrics.reduce()
     metrics = training_metrics(state.model.network, sums, steps=steps, global_batch_size=_GLOBAL_BATCH)
     if rank() == 0:
-        assert metrics["loss"] == pytest.approx(sum(losses) / steps, rel=1e-5)
+        tolerance = 1e-2 if config.sync_dtype == "bfloat16" else 1e-5
+        assert metrics["loss"] == pytest.approx(sum(losses) / steps, rel=tolerance)
     return {
         "gradients": gradients,
         "norms": norms,
