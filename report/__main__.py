@@ -1,7 +1,7 @@
 """Writes an HTML report of a run: learning curves, results, and puzzles solved step by step.
 
 python -m report checkpoints/demo
-python -m report RUN RUN ... [--output FILE] [--table FILE.md]      compares runs
+python -m report RUN RUN ... [--output FILE] [--table FILE.md [--columns NAMES]]      compares runs
 """
 
 import runtime.environment  # noqa: F401
@@ -29,7 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.table:
             from report.table import write_table
 
-            write_table(options.runs, options.table)
+            columns = options.columns and [name.strip() for name in options.columns.split(",")]
+            write_table(options.runs, options.table, columns=columns)
             print(f"wrote {options.table}")
         if len(options.runs) > 1:
             output = options.output or Path("comparison.html")
@@ -50,6 +51,11 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE", help=output)
     table = "also write the comparison table to this file, as Markdown (.md), LaTeX (.tex) or CSV (.csv)"
     parser.add_argument("--table", type=Path, metavar="FILE", help=table)
+    columns = (
+        "columns of --table, separated by commas, such as 'solved,training time,sudoku/valid_accuracy': "
+        "names of its columns, or metrics of the log (default: all columns that are not empty)"
+    )
+    parser.add_argument("--columns", metavar="NAMES", help=columns)
     data = "dataset folders to take the shown test puzzles from (default: the data of the run)"
     parser.add_argument("--data", type=Path, nargs="+", metavar="FOLDER", help=data)
     puzzles = "maximum number of test puzzles to run the model on (default: 400). 0: do not run it"
@@ -57,6 +63,8 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if len(options.runs) == 1 and options.table:
         raise ValueError("--table needs several runs to compare. Pass more run folders.")
+    if options.columns and not options.table:
+        raise ValueError("--columns chooses the columns of --table. Pass --table FILE.")
     if len(options.runs) > 1 and (options.data or options.puzzles is not None):
         raise ValueError("--data and --puzzles apply only to the report of one run. Remove them.")
     return options

@@ -10,7 +10,7 @@ from statistics import fmean
 from report.charts import Chart, Line, line_chart
 from report.page import check_output, check_packages, render, write_page
 from report.run import Curve, RunRecord, read_run
-from report.table import NOTE, Group, build_table, group_runs
+from report.table import NOTE, Group, build_table, group_runs, without_repeats
 
 _AXES = ("training steps", "examples", "petaflops", "seconds")
 _METRICS = (  # title, metric, options of the chart
@@ -41,7 +41,7 @@ def write_comparison(folders: Sequence[Path], *, output: Path, warn: Callable[[s
     runs = [read_run(folder) for folder in folders]
     for text in (text for run in runs for text in run.warnings):
         warn(text)
-    write_page(output, _comparison_page(runs))
+    write_page(output, _comparison_page(without_repeats(runs, warn)))
     return output
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import functools
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ NOTE = (
     "solved: mean over seeds [95 % interval of the mean (Student's t); for one seed, over test puzzles "
     "(Wilson)]. p: p-value of a two-sided t-test against the first row"
 )
-_OF_ONE_RUN = ("seed", "run_name", "project_name", "checkpoint_path", "wandb_group")
+_NAMES = ("run_name", "project_name", "checkpoint_path", "wandb_group")
+_OF_ONE_RUN = ("seed", *_NAMES)
 _MOST_DIFFERENCES = 6  # with more differing keys, they become neither columns nor a label
 
 
@@ -35,6 +37,31 @@ class Group:
     role: str
     settings: dict[str, str]
     runs: list[RunRecord]
+
+
+def without_repeats(
+    runs: Sequence[RunRecord], warn: Callable[[str], None] = lambda line: None
+) -> list[RunRecord]:
+    """Returns the runs without repeated ones. Calls `warn` with a line for each run that is left out.
+
+    Of several runs with the same config, seed and data, the newest finished one counts, or without one the
+    newest.
+    """
+    counted: dict[str, RunRecord] = {}
+    for number, run in enumerate(runs):
+        settings = {key: value for key, value in run.config.items() if key not in _NAMES}
+        key = json.dumps([settings, run.fingerprint], sort_keys=True, default=str)
+        key = key if run.config else f"run {number}"
+        if other := counted.get(key):
+            run, left_out = sorted((other, run), key=_age, reverse=True)
+            warn(f"{left_out.folder} repeats {run.folder} with the same config and seed. It is left out.")
+        counted[key] = run
+    return list(counted.values())
+
+
+def _age(run: RunRecord) -> tuple[bool, str]:
+    """Returns a key that is larger for runs that count: whether the run has finished, and its last start."""
+    return run.status.get("status") == "finished", str((run.starts or [{}])[-1].get("time", ""))
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
@@ -89,6 +116,11 @@ def _tested(run: RunRecord, metric: str) -> list[float]:
 
 def _solved(run: RunRecord) -> float | None:
     return (_tested(run, "exact_accuracy") or [None])[-1]
+
+
+def _last_value(run: RunRecord, *, name: str) -> float | None:
+    """Returns the last value of a metric: a name of the log, or a name without split and set."""
+    return (run.curve(name)[1] or _tested(run, name) or [None])[-1]
 
 
 def _trained_on(run: RunRecord) -> dict[str, float]:
@@ -151,8 +183,23 @@ class Table:
         return text.getvalue()
 
 
-def build_table(groups: Sequence[Group]) -> Table:
-    """Builds the table. The t-test of a row compares its accuracies with the first row."""
+def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -> Table:
+    """Builds the table. The t-test of a row compares its accuracies with the first row.
+
+    columns: Columns after those of the settings: names of the default columns, or metrics of the log, such as
+    train/lm_loss or, averaged over test sets, sudoku/valid_accuracy. If None, the default columns without
+    those that are empty. Raises ValueError for an unknown name.
+    """
+    usual = ["seeds", "solved", "p", *_VALUES]
+    values = dict(_VALUES)
+    for name in columns or ():
+        if name not in usual:
+            values[name] = ("{:.4g}".format, functools.partial(_last_value, name=name))
+            if all(_last_value(run, name=name) is None for group in groups for run in group.runs):
+                known = ", ".join(usual)
+                raise ValueError(
+                    f"--columns: no run has {name}. Choose from {known}, or a metric of the log."
+                )
     settings = list(groups[0].settings)
     settings = settings if len(settings) <= _MOST_DIFFERENCES else []
     first = [share for run in groups[0].runs if (share := _solved(run)) is not None]
@@ -165,17 +212,21 @@ def build_table(groups: Sequence[Group]) -> Table:
         record = {**named, "seeds": len(group.runs), "solved": mean, "low": ends[0], "high": ends[1], "p": p}
         solved = "-" if mean is None else fraction(mean)
         solved += "" if ends[0] is None else f" [{fraction(ends[0])}, {fraction(ends[1])}]"
-        cells = [solved, "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"]
-        for name, (text, value) in _VALUES.items():
+        cells = {**named, "seeds": str(len(group.runs)), "solved": solved}
+        cells["p"] = "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+        for name, (text, value) in values.items():
             known = [found for run in group.runs if (found := value(run)) is not None]
             record[name] = fmean(known) if known else None
-            cells.append("-" if record[name] is None else text(record[name]))
-        rows.append([*named.values(), str(len(group.runs)), *cells])
+            cells[name] = "-" if record[name] is None else text(record[name])
+        rows.append(cells)
         records.append(record)
-    columns = [*named, "seeds", "solved", "p", *_VALUES]
-    kept = [number for number in range(len(columns)) if any(row[number] not in ("", "-") for row in rows)]
-    rows = [[row[number] for number in kept] for row in rows]
-    return Table([columns[number] for number in kept], rows, records)
+    if columns is None:
+        shown = [name for name in (*named, *usual) if any(row[name] not in ("", "-") for row in rows)]
+    else:
+        shown = [*named, *columns]
+        of_csv = {*shown, *(("low", "high") if "solved" in columns else ())}
+        records = [{name: value for name, value in record.items() if name in of_csv} for record in records]
+    return Table(shown, [[row[name] for name in shown] for row in rows], records)
 
 
 def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float | None, float | None]:
@@ -193,13 +244,17 @@ def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float
     return wilson_interval(min(shares[0], 1.0), count) if shares and count else (None, None)
 
 
-def write_table(folders: Sequence[Path], path: Path) -> None:
-    """Writes the table as .md, .tex or .csv. ValueError for another suffix, or a folder without a run."""
+def write_table(folders: Sequence[Path], path: Path, *, columns: Sequence[str] | None = None) -> None:
+    """Writes the table as .md, .tex or .csv. columns: As in `build_table`.
+
+    Raises ValueError for another suffix, an unknown column, or a folder without a run.
+    """
     formats = {".md": Table.to_markdown, ".tex": Table.to_latex, ".csv": Table.to_csv}
     if path.suffix not in formats:
         raise ValueError(f"unknown table format: --table {path}. Use the suffix {' or '.join(formats)}.")
     check_output(path)
-    table = build_table(group_runs([read_run(folder) for folder in folders]))
+    runs = without_repeats([read_run(folder) for folder in folders])
+    table = build_table(group_runs(runs), columns)
     write_page(path, formats[path.suffix](table))
 
 

@@ -23,8 +23,8 @@ from models.trm import TRM
 from report.__main__ import main
 from report.compare import comparison_charts
 from report.page import duration, learning_charts
-from report.run import read_run
-from report.table import build_table, group_runs
+from report.run import RunRecord, read_run
+from report.table import build_table, group_runs, without_repeats
 from report.trace import (
     accuracy_after_steps,
     clue_tokens,
@@ -205,6 +205,32 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path
         part = page.split(f'data-over="{axis}"')[1].split("data-over")[0]
         assert f"lr=0.001 0.500 at {last} {axis}" in part
         assert f"lr=0.01 0.900 at {last} {axis}" in part
+
+
+def test_columns_are_chosen_and_the_newest_finished_run_of_a_seed_counts(tmp_path):
+    def run(name: str, *, seed: int, status: str, time: str, solved: float = 0.5) -> RunRecord:
+        config = {"seed": seed, "run_name": name, "lr": 0.1, "arch": {"name": "trm"}}
+        row = {"step": 8, "eval/all/exact_accuracy": solved, "eval/all/sudoku/valid_accuracy": 0.75}
+        row |= {"eval/all/count": 100, "train/lm_loss": 0.125}
+        start = {"time": time}
+        return RunRecord(Path(name), config, [row], [start], {"status": status}, {}, None, "f", [])
+
+    runs = [
+        run("old", seed=0, status="finished", time="2026-01-01", solved=0.1),
+        run("new", seed=0, status="finished", time="2026-02-01"),
+        run("stopped", seed=0, status="stopped", time="2026-03-01", solved=0.9),
+        run("other", seed=1, status="stopped", time="2026-01-01"),
+    ]
+    said = []
+    counted = without_repeats(runs, said.append)
+    assert [each.name for each in counted] == ["new", "other"]
+    assert [line.partition(" with ")[0] for line in said] == ["old repeats new", "stopped repeats new"]
+    table = build_table(group_runs(counted), ["sudoku/valid_accuracy", "solved", "train/lm_loss"])
+    assert table.columns == ["runs", "sudoku/valid_accuracy", "solved", "train/lm_loss"]
+    assert [table.rows[0][1], table.rows[0][3]] == ["0.75", "0.125"]
+    assert "sudoku/valid_accuracy,train/lm_loss" in table.to_csv().splitlines()[0]
+    with pytest.raises(ValueError, match="--columns: no run has accuracy2. Choose from seeds, solved, p, "):
+        build_table(group_runs(counted), ["accuracy2"])
 
 
 @pytest.mark.slow
