@@ -156,15 +156,22 @@ def _compose(
         words += [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
             composed = compose(schema.YAML, words)
-        if set(_GROUPS) <= set(given):
-            _leave_out_of_experiment(composed, set(given), notice or (lambda line: None))
+            if set(_GROUPS) <= set(given):
+                of_experiment = compose(schema.YAML, [each for each in words if not each.startswith("arch=")])
+                if (usual := of_experiment.arch.name) != composed.arch.name:
+                    notice = notice or (lambda line: None)
+                    _leave_out_of_experiment(composed, set(given), usual=usual, notice=notice)
     return composed
 
 
-def _leave_out_of_experiment(composed: DictConfig, given: set[str], notice: Callable[[str], None]) -> None:
+def _leave_out_of_experiment(
+    composed: DictConfig, given: set[str], *, usual: str, notice: Callable[[str], None]
+) -> None:
     """Resets `arch` values of an experiment that the chosen model does not allow.
 
-    given: Keys of the command line. Their values are not reset.
+    Calls `notice` with a line that names these values, and those that stay.
+
+    given: Keys of the command line. Their values are not reset. usual: Model of the experiment.
     """
     name, arch = composed.arch.name, OmegaConf.to_container(composed.arch, resolve=True)
     schema, defaults = architectures()[name], load_defaults(f"arch/{name}")
@@ -182,11 +189,13 @@ def _leave_out_of_experiment(composed: DictConfig, given: set[str], notice: Call
         if not more:
             break
         left_out += more
-    if left_out:
-        with open_dict(composed):
-            composed.arch = without(left_out)
-        values = ", ".join(f"arch.{key}={arch[key]}" for key in left_out)
-        notice(f"the experiment is for another arch than {name}. Ignored values: {values}.")
+    with open_dict(composed):
+        composed.arch = without(left_out)
+    stay = [key for key in own if key not in left_out and key in schema.model_fields]
+    text = f"the experiment is for arch={usual}, not {name}."
+    for what, keys in (("Ignored values", left_out), ("Values that stay", stay)):
+        text += f" {what}: {', '.join(f'arch.{key}={arch[key]}' for key in keys)}." if keys else ""
+    notice(text)
 
 
 def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> list[str] | None:

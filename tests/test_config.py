@@ -296,6 +296,8 @@ def test_an_experiment_with_another_arch(monkeypatch):
         config = compose_config(PretrainConfig, notice=told.append)
         assert (config.arch.name, config.arch.hidden_size, len(told)) == (arch, 96, 1)
         assert left_out in told[0]
+        stays = told[0].partition(" Values that stay: ")[2]
+        assert ("arch.mlp_t=True" in stays) == (experiment == "demo")
 
 
 def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch, tmp_path):
