@@ -65,7 +65,7 @@ def main() -> None:
 def evaluate(program: Program[EvaluateConfig]) -> None:
     """Evaluates the checkpoints one after the other. All ranks call it.
 
-    For several checkpoints with the same test splits, rank 0 prints mean and deviation.
+    For several checkpoints with the same test splits and the same model, rank 0 prints mean and deviation.
     """
     config = program.config
     with program.watchdog.paused():  # no time limit here
@@ -85,13 +85,16 @@ def evaluate(program: Program[EvaluateConfig]) -> None:
         with collective_errors():
             if is_main() and len(metrics) > 1:
                 tests = {_measured(each, config)["test"] for each in checkpoints}
-                if len(tests) == 1:
-                    write_summary(metrics, list(map(str, checkpoints)), output_dir=config.output_dir)
-                else:
+                models = sorted({each.arch.name for each in checkpoints})
+                if len(tests) > 1:
                     log.warning(
                         f"no mean is computed: the checkpoints were evaluated on {len(tests)} different test "
                         "splits. Set data_path to evaluate all of them on the same data."
                     )
+                elif len(models) > 1:
+                    log.warning(f"no mean is computed, because the models differ: {', '.join(models)}")
+                else:
+                    write_summary(metrics, list(map(str, checkpoints)), output_dir=config.output_dir)
 
 
 def evaluate_checkpoint(

@@ -22,6 +22,7 @@ import pytest
 from checkpointing.pretrained import Checkpoint
 from dataset.mixture import fingerprint_of
 from report.run import read_run
+from tests.checkpoints import save_on
 from tests.float64 import TOLERANCE
 from tests.ranks import NUM_THREADS, REPOSITORY, Finished, complete_program, run_program
 from tests.sudoku_source import build_sets
@@ -247,6 +248,15 @@ def test_a_report_is_written_once_by_rank_0(trained, tmp_path):
     )
     for text in (start["hardware"], (start["git_commit"] or "not recorded")[:12]):
         assert text in page
+
+
+@pytest.mark.slow
+def test_different_models_have_no_mean(sudoku_folder, tmp_path):
+    for name in ("hrm", "trm"):
+        save_on(sudoku_folder, tmp_path / name, name=name, H_cycles=1, L_cycles=1)
+    finished = complete_program("evaluate", "checkpoint=[hrm,trm]", "device=cpu", folder=tmp_path)
+    assert "no mean is computed, because the models differ: hrm, trm" in finished.stderr
+    assert "mean and standard deviation" not in finished.stdout
 
 
 def test_grids_of_several_checkpoints_have_equal_bytes_on_any_number_of_processes(trained, tmp_path):
