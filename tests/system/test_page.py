@@ -334,6 +334,10 @@ def test_it_fits_a_phone(visit, address):
     board = shown.locator("#board").bounding_box()
     assert board["width"] > 300
     assert board["height"] == pytest.approx(board["width"], abs=2)
+    shown.set_viewport_size({"width": 390, "height": 844})
+    assert shown.locator("#board").bounding_box()["width"] > 340
+    play = shown.locator("#play").bounding_box()
+    assert play["y"] + play["height"] < 844, "the Play button is on the first screen"
 
 
 def test_opened_as_a_file_it_says_what_to_do(visit, page):
