@@ -195,6 +195,9 @@ class PretrainConfig(MachineConfig):
     sanity_check: MayChange[bool]
     log_interval: MayChange[PositiveInt]
     profile: MayChange[bool]
+    profile_steps: MayChange[Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]]
+    profile_ranks: MayChange[list[NonNegativeInt]]
+    profile_details: MayChange[list[Literal["shapes", "stacks"]]]
     loggers: MayChange[list[Text]]
     wandb_mode: MayChange[Literal["auto", "online", "offline", "disabled"]]
     wandb_group: MayChange[Annotated[str, Field(min_length=1, max_length=128)] | None]
@@ -203,6 +206,8 @@ class PretrainConfig(MachineConfig):
 
     def mistakes(self) -> Iterator[str]:
         yield from self._optimizer_mistakes()
+        if self.profile_steps[0] > self.profile_steps[1]:
+            yield f"profile_steps={self.profile_steps}: the first step is after the last one. Exchange them."
         if self.stop_patience is not None and self.keep_best is None:
             yield "stop_patience needs keep_best, the metric that it compares. Set keep_best=exact_accuracy."
         if self.train_steps is None:

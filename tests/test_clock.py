@@ -131,8 +131,8 @@ def test_the_trace_holds_exactly_three_steps(tmp_path):
     said = "warning (rank 0): profile=true"
     assert nothing == (
         "out of the block\n",
-        f"{said}: no step was traced. Tracing starts at the fifth step, but this launch ended "
-        "after 4 steps.\n",
+        f"{said}: no step was traced. Tracing starts at step 5 of this launch, but it ended "
+        "after 4 steps. Change profile_steps.\n",
     )
     assert not (tmp_path / "d").exists()
     (warning,) = err.splitlines()
@@ -146,3 +146,10 @@ def test_a_profiled_run(tmp_path, sudoku_folder):
     finished = complete_program("pretrain", *options, folder=tmp_path)
     assert "steps 5 to 7 of rank 0:" in finished.stdout
     assert _operators(tmp_path / "run" / "profile" / "rank_0_steps_5_7.json.gz")["aten::mm"] > 0
+    words = ("max_steps=14", "profile_steps=[2,3]", "profile_ranks=[1]", "profile_details=[shapes,stacks]")
+    complete_program("pretrain", *options, *words, folder=tmp_path, world_size=2)
+    path = tmp_path / "run" / "profile" / "rank_1_steps_11_12.json.gz"
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert any("Input Dims" in event.get("args", {}) for event in events)
+    assert any("train_step" in event["name"] for event in events if event.get("cat") == "python_function")
+    assert len(list(path.parent.iterdir())) == 4

@@ -5,7 +5,7 @@ import functools
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from distributed import log
 from distributed.collectives import all_ranks
-from distributed.process_group import is_main
+from distributed.process_group import is_main, rank
 from runtime.writing import write_text
 
 WAITS = ("data_wait", "sync")  # waits within a step: for the batch, and for the other ranks
@@ -23,9 +23,8 @@ WAITS = ("data_wait", "sync")  # waits within a step: for the batch, and for the
 _STRAGGLER = 1.5
 _NOTICEABLE_SECONDS = 0.05
 _NOTICEABLE_STEPS = 5
-# Numbers of steps of a profile. Skipped steps come first, because they allocate and compile. Warm-up steps
-# are traced and discarded, because starting the profiler takes time. Then come the traced steps.
-_SKIPPED, _WARMUP, _TRACED = 2, 2, 3
+# Before a trace, up to this number of steps is traced and discarded: starting the profiler takes time.
+_WARMUP = 2
 
 
 class StepClock:
@@ -135,23 +134,36 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def traced_steps(folder: Path, *, is_enabled: bool, first_step: int) -> Iterator[Callable[[], None]]:
-    """Profiles the fifth to the seventh step after `first_step`, if enabled. The block contains all steps.
+def traced_steps(
+    folder: Path,
+    *,
+    is_enabled: bool,
+    first_step: int,
+    steps: Sequence[int] = (5, 7),
+    details: Sequence[str] = (),
+) -> Iterator[Callable[[], None]]:
+    """Profiles steps of this rank, if enabled. The block contains all steps.
 
     Yields a function that must be called after each step. Writes a trace for chrome://tracing or
     ui.perfetto.dev into `folder`, and prints the ten slowest operators. Work between two steps counts as part
     of the later step.
+
+    first_step: Number of steps before this launch. steps: First and last step of the trace, counted from
+    there. details: "shapes" and "stacks" add the shapes of inputs and the lines of the source.
     """
     if not is_enabled:
         yield lambda: None
         return
     import torch._inductor  # takes seconds, and the profiler would otherwise import it during a step
 
-    name = "profile=true"
+    name, (first, last) = "profile=true", steps
+    warmup = min(_WARMUP, first - 1)
     profiled = profile(
         activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_initialized(),
-        schedule=schedule(wait=_SKIPPED, warmup=_WARMUP, active=_TRACED, repeat=1),
-        on_trace_ready=functools.partial(_write_trace, folder, first_step),
+        schedule=schedule(wait=first - 1 - warmup, warmup=warmup, active=last - first + 1, repeat=1),
+        on_trace_ready=functools.partial(_write_trace, folder, first_step, first),
+        record_shapes="shapes" in details,
+        with_stack="stacks" in details,
         acc_events=True,  # otherwise torch 2.11 warns about lost events, although there is only one cycle
     )
     with log.warn_once(name):
@@ -166,23 +178,23 @@ def traced_steps(folder: Path, *, is_enabled: bool, first_step: int) -> Iterator
     finally:
         with log.warn_once(name):
             profiled.stop()
-            if profiled.step_num <= _SKIPPED + _WARMUP:
+            if profiled.step_num < first:
                 log.warning(
-                    f"{name}: no step was traced. Tracing starts at the fifth step, but this launch ended "
-                    f"after {profiled.step_num} steps."
+                    f"{name}: no step was traced. Tracing starts at step {first} of this launch, but it "
+                    f"ended after {profiled.step_num} steps. Change profile_steps."
                 )
 
 
-def _write_trace(folder: Path, first_step: int, profiled: profile) -> None:
-    first, last = first_step + _SKIPPED + _WARMUP + 1, first_step + profiled.step_num
+def _write_trace(folder: Path, first_step: int, first_traced: int, profiled: profile) -> None:
+    first, last = first_step + first_traced, first_step + profiled.step_num
     if last < first:
         return
     operators = profiled.key_averages()
     is_on_device = any(row.self_device_time_total for row in operators)
     sort_by = "self_device_time_total" if is_on_device else "self_cpu_time_total"
     table = operators.table(sort_by=sort_by, row_limit=10)
-    log.info(f"steps {first} to {last} of rank 0:\n{table}")  # before the disk can fail
-    path = folder / f"rank_0_steps_{first}_{last}"
+    log.info(f"steps {first} to {last} of rank {rank()}:\n{table}")  # before the disk can fail
+    path = folder / f"rank_{rank()}_steps_{first}_{last}"
     folder.mkdir(parents=True, exist_ok=True)
     write_text(path.with_suffix(".txt"), table)
     profiled.export_chrome_trace(f"{path}.json.gz")

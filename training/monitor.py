@@ -9,7 +9,7 @@ from config.schema import PretrainConfig
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.launch import Program
-from distributed.process_group import is_main, world_size
+from distributed.process_group import is_main, rank, world_size
 from optimizers.learning_rate import peak_learning_rates
 from training.checkpoints import CheckpointManager
 from training.clock import StepClock, gather_timing, traced_steps
@@ -82,8 +82,13 @@ class Monitor:
         self._stack = contextlib.ExitStack()
         self._loggers = Loggers(LoggedRun(self._config, self._remaining, self._run_info, self._tags()))
         self._stack.push(self._loggers.close)
-        is_profiled = self._config.profile and is_main()
-        traced = traced_steps(folder / "profile", is_enabled=is_profiled, first_step=step)
+        traced = traced_steps(
+            folder / "profile",
+            is_enabled=self._config.profile and rank() in self._config.profile_ranks,
+            first_step=step,
+            steps=self._config.profile_steps,
+            details=self._config.profile_details,
+        )
         self._trace_step = self._stack.enter_context(traced)
         return self
 
