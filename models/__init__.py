@@ -18,6 +18,7 @@ from dataset.format import Metadata
 from models.blocks import Level
 from models.halting import HaltingModel
 from models.network import Network
+from models.record import record  # noqa: F401
 from runtime.plugins import plugin_of
 
 

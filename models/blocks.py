@@ -73,7 +73,10 @@ class Level(nn.Module):
 
     Attributes:
         recomputes_blocks: Whether the backward pass recomputes the activations of each block.
+        is_compiled: Whether torch compiles the blocks.
     """
+
+    is_compiled = False
 
     def __init__(self, blocks: Iterable[nn.Module]):
         super().__init__()

@@ -1,20 +1,26 @@
 """The networks against plain loops over their levels: values, and which calls carry gradient."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 import yaml
 
+import models
 from checkpointing.pretrained import find_checkpoint, load_trained_model
 from config.architecture import architectures
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
+from dataset.loader import Batch
 from distributed.collectives import all_ranks
 from distributed.flat import FlatParameters
-from models import build_model
+from evaluation.loop import answer_batches
+from models import HaltingModel, build_model
 from models.blocks import Block, block_weights
+from models.carry import Reasoning, StepOutput
+from models.compilation import compile_blocks
 from models.layers import SwiGLU
 from tests.float64 import assert_close
 from tests.tiny import FACTS, draws_of, embed, random_batch, run_losses, run_step, tiny_arch, tiny_model
@@ -321,3 +327,78 @@ def test_a_rank_without_slots_has_no_gradient_and_the_same_sums(name, changes):
         is_moved = [bool(each.grad.any()) for each in model.parameters() if each.grad is not None]
         assert any(is_moved) == (number > 0)
     assert found[0] == found[1]
+
+
+def _answer(model: HaltingModel, batches: list[Batch], reasoning: Reasoning) -> StepOutput:
+    """Returns the last output of an evaluation without random numbers."""
+    options = {"draw": lambda _: None, "on_step": lambda *_: None}
+    return [*answer_batches(model, iter(batches), reasoning, **options)][-1]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("damping", [1.0, 0.7])
+@pytest.mark.parametrize("name", ["trm", "hrm"])
+def test_recorded_calls_are_those_of_a_plain_loop(name, damping):
+    model = tiny_model(name, H_cycles=2, L_cycles=3, mlp_t=False).eval()
+    network, batches = model.network, [random_batch(3, seed=seed) for seed in (1, 2)]
+    reasoning = dataclasses.replace(model.eval_reasoning("max"), max_steps=2, damping=damping)
+    expected, block, rotary = [], network.L_level.layers[0], network.rotary
+
+    def call_level(state: str, where: tuple[int, int, int], z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if state == "z_L" or name == "trm":
+            mixed = rms_norm(z + x + block.self_attn(z + x, rotary))
+            expected.append(("L_level.layers.0.mlp", *where, block.mlp(mixed)))
+        level = network.H_level if state == "z_H" and name == "hrm" else network.L_level
+        z = z + damping * (level(z, x, rotary) - z)
+        expected.append((state, *where, z))
+        return z
+
+    for batch in batches:
+        z_H, z_L = network.initial_state(3, seq_len=FACTS.seq_len).values()
+        e = embed(network, batch)
+        for step, cycle in itertools.product((1, 2), (1, 2)):
+            x = z_H + e
+            for number in (1, 2, 3):
+                z_L = call_level("z_L", (step, cycle, number), z_L, x)
+            z_H = call_level("z_H", (step, cycle, 4), z_H, z_L)
+    with models.record(model, ["z_H", "z_L", "L_level.layers.0.ml?"]) as seen:
+        _answer(model, batches, reasoning)
+    assert [(each.name, each.step, each.cycle, each.call) for each in seen] == [each[:4] for each in expected]
+    for ours, theirs in zip(seen, expected, strict=True):
+        assert_close(ours.output, theirs[-1])
+    rows = [each.rows.tolist() for each in seen[:: len(seen) // 2]]
+    assert rows == [each.rows.tolist() for each in batches]
+
+
+@pytest.mark.parametrize("name", [name for name in _NAMES if name != "transformer"])
+def test_every_state_is_recorded(name):
+    """The value of z_H after the last call of a step is the one from which the network answers."""
+    model = tiny_model(name).eval()
+    reasoning = dataclasses.replace(model.eval_reasoning("max"), max_steps=2, damping=0.9)
+    with models.record(model, ["z_H", "lm_head"]) as seen:
+        output = _answer(model, [random_batch(2)], reasoning)
+    z_H = [each for each in seen if each.name == "z_H"]
+    assert torch.equal(z_H[-1].output, output.carry.state["z_H"])
+    assert {each.step for each in z_H} == {1, 2}
+    assert {each.cycle for each in z_H} == {*range(1, max(reasoning.H_cycles, 1) + 1)}
+    assert seen[-1].name == "lm_head"
+    assert all((a.output != b.output).any() for a, b in itertools.pairwise(z_H))
+
+
+def test_a_recording_refuses_what_it_cannot_see(monkeypatch):
+    def refusal(model: torch.nn.Module, *names: str) -> str:
+        with pytest.raises(ValueError, match="record") as error, models.record(model, names):
+            run_step(model, model.initial_carry(random_batch(2)), random_batch(2))
+        return str(error.value)
+
+    model = tiny_model("trm").eval()
+    assert "Choose from embed_tokens, puzzle_emb, L_level" in refusal(model, "L_level.layers.9.*")
+    assert refusal(model, "z_Q") == "cannot record z_Q: no call of a level changes it. Remove it."
+    assert "ran no thinking step in evaluation mode" in refusal(model.train(), "z_H")
+    assert "Pass a HaltingModel" in refusal(torch.nn.Identity(), "z_H")
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)  # takes seconds
+    compile_blocks(model)
+    assert refusal(model.eval(), "z_H").startswith("cannot record a compiled model.")
+    hooks = torch.nn.modules.module
+    assert not hooks._global_forward_hooks
+    assert not hooks._global_forward_pre_hooks

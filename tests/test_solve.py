@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import models
 from config.compose import config_with
 from config.programs import SolveConfig
 from dataset.build.splits import make_split
@@ -112,6 +113,16 @@ def test_from_python(sudoku):
     assert len(model.solve(PUZZLE).steps) == 4, "an earlier call changes nothing"
     with pytest.raises(ValueError, match="unknown key 'step'"):
         model.solve(PUZZLE, step=3)
+
+
+def test_the_answer_forms_in_the_recorded_states(sudoku):
+    model, samples = load(sudoku, device="cpu"), 2
+    with models.record(model, ["z_H"]) as seen:
+        answer = model.solve(PUZZLE, steps=3, samples=samples)
+    ends = {each.step: each.network.answer(each.output) for each in seen}  # after the last call of each step
+    for step in answer.steps:
+        assert (ends[step.number].logits[answer.sample].argmax(-1).numpy() == step.tokens).all()
+    assert [each.rows.tolist() for each in seen] == [[0, 1]] * len(seen)
 
 
 def test_the_dataset_may_be_gone(folder, sudoku):
