@@ -73,4 +73,4 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path):
     assert "\r" not in "".join(said)
     drawn = [[key for output in cell.outputs for key in output.get("data", ())] for cell in cells]
     assert all("text/html" in drawn[number] for number in (2, 5, 8))
-    assert all("image/png" in drawn[number] for number in (4, 7))
+    assert all("image/png" in drawn[number] for number in (4, 7, 9))
