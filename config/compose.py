@@ -159,22 +159,33 @@ def _compose(
             if set(_GROUPS) <= set(given):
                 of_experiment = compose(schema.YAML, [each for each in words if not each.startswith("arch=")])
                 if (usual := of_experiment.arch.name) != composed.arch.name:
+                    load_plugins([str(path) for path in composed.get("plugins") or ()])
+                    of_arch = compose(schema.YAML, [w for w in words if w.startswith(("arch=", "hydra."))])
+                    defaults = OmegaConf.to_container(of_arch.arch, resolve=True)
                     notice = notice or (lambda line: None)
-                    _leave_out_of_experiment(composed, set(given), usual=usual, notice=notice)
+                    _leave_out_of_experiment(composed, set(given), defaults, usual=usual, notice=notice)
     return composed
 
 
 def _leave_out_of_experiment(
-    composed: DictConfig, given: set[str], *, usual: str, notice: Callable[[str], None]
+    composed: DictConfig,
+    given: set[str],
+    defaults: dict[str, Any],
+    *,
+    usual: str,
+    notice: Callable[[str], None],
 ) -> None:
     """Resets `arch` values of an experiment that the chosen model does not allow.
 
     Calls `notice` with a line that names these values, and those that stay.
 
-    given: Keys of the command line. Their values are not reset. usual: Model of the experiment.
+    given: Keys of the command line. Their values are not reset. defaults: Default `arch` values of the model.
+    usual: Model of the experiment.
     """
     name, arch = composed.arch.name, OmegaConf.to_container(composed.arch, resolve=True)
-    schema, defaults = architectures()[name], load_defaults(f"arch/{name}")
+    schema = architectures().get(name)
+    if schema is None:  # `_validate` says so
+        return
     own = [key for key in arch if f"arch.{key}" not in given and arch[key] != defaults.get(key)]
 
     def without(keys: Iterable[str]) -> dict[str, Any]:

@@ -77,6 +77,8 @@ def test_the_keys_of_a_model_are_checked_like_ours(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             compose_overrides(PretrainConfig, [*_GRU, word])
+    of_experiment = compose_overrides(PretrainConfig, [*_GRU, "experiment=demo"])
+    assert (of_experiment.arch.name, of_experiment.arch.mlp_t) == ("gru", True)
     monkeypatch.setattr(plugins, "_loaded", {})
     with pytest.raises(ValueError, match=r"arch.name='gru' should be one of 'hrm', .*'ldt'$"):
         compose_overrides(PretrainConfig, _GRU[1:])
