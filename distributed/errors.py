@@ -43,8 +43,7 @@ def collective_errors() -> Iterator[None]:
 
 def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
     """Ends all ranks with status 1. Rank 0 prints the message, about `failed_rank`. All ranks call it."""
-    if is_main():
-        log.error(message, failed_rank=failed_rank)
+    log.error(message, failed_rank=failed_rank, on_console=is_main())
     # Wait until the message is printed: torchrun ends all ranks as soon as one exits.
     all_gather_objects(None)
     raise SystemExit(EXIT_FAILURE)

@@ -102,7 +102,7 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
 def _broadcast_config(compose: Callable[[], Any]) -> str:
     """Calls `compose` on rank 0, and returns the config as JSON on every rank. Needs no process group."""
     if is_main():
-        text, status = None, EXIT_FAILURE
+        text, status, reason = None, EXIT_FAILURE, ""
         try:
             config = compose()
             if config is not None:
@@ -111,14 +111,19 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
             status = 0
         except ValueError as error:
             log.error(error)
+            reason = str(error)
         except SystemExit as error:  # the reason has been printed
             status = error.code if isinstance(error.code, int) else EXIT_FAILURE
         finally:
             if world_size() > 1:
-                rendezvous_store().set("decision", json.dumps({"text": text, "status": status}))
+                rendezvous_store().set(
+                    "decision", json.dumps({"text": text, "status": status, "reason": reason})
+                )
     else:
         decision = json.loads(rendezvous_store().get("decision"))  # waits until rank 0 has decided
         text, status = decision["text"], decision["status"]
+        if decision["reason"]:
+            log.error(decision["reason"], on_console=False)  # torchrun may see this rank end before rank 0
     if text is None:
         leave_store(range(world_size()))
         raise SystemExit(status)

@@ -134,10 +134,15 @@ def note(message: str, *, colored: str | None = None) -> None:
     _logger.info(message, extra={"is_note": True, "colored": colored})
 
 
-def error(message: object, *, failed_rank: int = 0) -> None:
-    """Prints an error as one line on stderr. failed_rank: Rank that failed, named unless it is 0."""
+def error(message: object, *, failed_rank: int = 0, on_console: bool = True) -> None:
+    """Leaves an error as this rank's reason to end. If `on_console`, also prints it as one line on stderr.
+
+    failed_rank: Rank that failed, named unless it is 0.
+    on_console: False on the other ranks if one rank prints an error that ends all of them.
+    """
     where = f" ({name_ranks([failed_rank])})" if failed_rank else ""
-    _logger.error(str(message), extra={"where": where})
+    if on_console:
+        _logger.error(str(message), extra={"where": where})
     leave_last_words(f"error{where}: {message}")
 
 
@@ -154,8 +159,9 @@ def exception(raised: BaseException, *, on_console: bool = True) -> None:
 def leave_last_words(text: str) -> None:
     """Writes why this process ends into torchrun's error file, unless the file exists.
 
-    torchrun prints the file. It shows the failure with the smallest time. It rounds the time of a process
-    without a file down to seconds, so this function rounds down too.
+    torchrun prints the file of the failure with the smallest time, and of the first process to end if the
+    times are equal. If one reason ends several ranks, each of them must therefore call this function. torchrun
+    rounds the time of a process without a file down to seconds, so this function rounds down too.
     """
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
     if not path.exists():
