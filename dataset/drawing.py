@@ -50,6 +50,18 @@ def regions_of(style: Style, num_cells: int) -> list[int] | None:
     return None if regions is None else list(regions)
 
 
+def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.ndarray | None:
+    """Returns the number of the region of each of the `cells` to draw in a terminal: int64 [rows, columns].
+
+    cells: Indices of the cells to draw, [rows, columns]. None if there are no regions, or if all regions are
+    rectangles. A reader sees rectangles, such as the boxes of a Sudoku, without lines.
+    """
+    numbers = np.array(regions_of(style, num_cells) or [0] * num_cells)
+    grid = to_grid(numbers, num_columns=style.num_columns)
+    are_rectangles = all((crop(grid, grid == number) == number).all() for number in set(numbers.tolist()))
+    return None if are_rectangles else numbers[cells]
+
+
 def page_style(style: Style, metadata: Metadata) -> dict[str, Any]:
     """Returns the values that grid.js needs to draw grids, for JSON. A blank token has the symbol ""."""
     tokens = range(metadata.vocab_size)
@@ -92,7 +104,8 @@ def draw(
     marks = None if is_wrong is None else np.where(is_wrong, "x", " ")[cells]
     styles = [[style_of(cell) for cell in row] for row in cells.tolist()]
     texts = symbols_of(style, tokens)[cells]
-    return draw_cells(title, texts, marks=marks, styles=styles, gap=style.gap, color=color)
+    regions = irregular_regions(style, cells, len(tokens))
+    return draw_cells(title, texts, marks=marks, styles=styles, gap=style.gap, color=color, regions=regions)
 
 
 def draw_cells(
@@ -103,11 +116,13 @@ def draw_cells(
     gap: str,
     color: bool,
     marks: np.ndarray | None = None,
+    regions: np.ndarray | None = None,
 ) -> list[str]:
     """Draws texts [rows, columns] in columns of equal width. Returns the title, then one line a row.
 
     styles: ANSI codes of each cell. gap: Text between cells. marks: Text behind each cell, with the ANSI
-    codes of the cell.
+    codes of the cell. regions: Number of each cell's region, [rows, columns]. If given, lines between regions
+    are drawn, and the gap between cells is one character.
     """
     width = max(map(len, texts.flat), default=0)
     marks = np.full(texts.shape, "") if marks is None else marks
@@ -116,9 +131,30 @@ def draw_cells(
         cell = f"{text:>{width}}{mark}"
         return f"\x1b[{code}m{cell}\x1b[0m" if color and code else cell
 
-    rows = zip(texts.tolist(), marks.tolist(), styles, strict=True)
-    lines = [gap.join(map(draw_cell, *row)) for row in rows]
+    drawn = [list(map(draw_cell, *row)) for row in zip(texts.tolist(), marks.tolist(), styles, strict=True)]
+    if regions is None:
+        lines = [gap.join(row) for row in drawn]
+    else:
+        lines = _with_lines(drawn, regions, width=width + max(map(len, marks.flat), default=0))
     return [title, *(lines or ["(nothing)"])]
+
+
+def _with_lines(drawn: list[list[str]], regions: np.ndarray, *, width: int) -> list[str]:
+    """Returns a line of text for each row, and one between two rows, with the borders of regions.
+
+    drawn: Cells of each row, as `draw_cells` draws them. width: Number of characters of a cell.
+    """
+    walls = np.pad(regions[:, 1:] != regions[:, :-1], [(0, 0), (0, 1)])  # right of each cell
+    floors = np.pad(regions[1:] != regions[:-1], [(0, 1), (0, 1)])  # below each cell
+    is_upright, is_level = walls | np.roll(walls, -1, axis=0), floors[:, :-1] | floors[:, 1:]  # at its corner
+    lines = []
+    for row, cells in enumerate(drawn):
+        ends = (" |"[wall] for wall in walls[row].tolist())
+        lines.append("".join(cell + end for cell, end in zip(cells, ends, strict=True)))
+        corners = (is_upright[row] + 2 * is_level[row]).tolist()
+        sides = (" -"[floor] * width for floor in floors[row, :-1].tolist())
+        lines.append("".join(side + " |-+"[corner] for side, corner in zip(sides, corners, strict=True)))
+    return [line[:-1] for line in lines[:-1]]
 
 
 def without_codes(text: str) -> str:

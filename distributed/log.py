@@ -160,8 +160,8 @@ def leave_last_words(text: str) -> None:
     """Writes why this process ends into torchrun's error file, unless the file exists.
 
     torchrun prints the file of the failure with the smallest time, and of the first process to end if the
-    times are equal. If one reason ends several ranks, each of them must therefore call this function. torchrun
-    rounds the time of a process without a file down to seconds, so this function rounds down too.
+    times are equal. If one reason ends several ranks, each of them must therefore call this function.
+    torchrun rounds the time of a process without a file down to seconds, so this function rounds down too.
     """
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
     if not path.exists():

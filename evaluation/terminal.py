@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from config.programs import Select
-from dataset.drawing import GREEN, draw_cells, side_by_side, symbols_of, without_codes
+from dataset.drawing import GREEN, draw_cells, irregular_regions, side_by_side, symbols_of, without_codes
 from dataset.kinds.kind import Style
 from evaluation.solving import Answer, Step
 
@@ -99,14 +99,18 @@ def _draw_grid(
     if color and style.has_areas:
         in_doubt = np.array([mark for _, mark in doubts], np.str_).reshape(texts.shape)
         texts = np.where(in_doubt == "", texts, in_doubt)
-    return draw_cells(title, texts, styles=codes.tolist(), gap=style.gap, color=True, marks=marks)
+    regions = irregular_regions(style, cells, len(tokens))
+    styles = codes.tolist()
+    return draw_cells(title, texts, styles=styles, gap=style.gap, color=True, marks=marks, regions=regions)
 
 
 def _draw_confidence(answer: Answer) -> list[str]:
     """Draws the confidence of the answer's cells, in tenths (9 means 0.9 to 1)."""
     tenths = np.minimum((answer.confidence * 10).astype(int), 9).astype(np.str_)
     codes = [[_doubt(value)[0] or _FAINT for value in row] for row in answer.confidence]
-    return draw_cells("confidence (tenths)", tenths, styles=codes, gap=answer.style.gap, color=True)
+    style, cells = answer.style, answer.puzzle.cells_of(answer.tokens)
+    regions = irregular_regions(style, cells, len(answer.tokens))
+    return draw_cells("confidence (tenths)", tenths, styles=codes, gap=style.gap, color=True, regions=regions)
 
 
 def _doubt(confidence: float) -> tuple[str, str]:

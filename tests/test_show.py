@@ -1,5 +1,6 @@
 """Puzzles in the terminal: the drawing of each kind, and the message where something is missing."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -13,8 +14,10 @@ from dataset.augmentations import END
 from dataset.build import build_dataset
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
+from dataset.drawing import draw
 from dataset.format import IGNORE_LABEL_ID, Metadata, Split, open_split
 from dataset.kinds.arc.tasks import COLOR_0, SIZE
+from dataset.kinds.kind import Style
 from dataset.sets import PuzzleSet
 from dataset.show import main
 from tests import refusals
@@ -152,6 +155,17 @@ def test_an_arc_variant(arc, capsys):
     assert first.endswith("\npuzzle   answer\n03       8\n14\n25\n\n")
     assert second.endswith("\npuzzle   answer\n6        99\n7\n\n")
     assert "puzzle 1 (its example 1 of 2), identifier 2: task|||" in second
+
+
+def test_regions_that_are_no_rectangles_have_lines():
+    regions = [0, 1, 1, 1, 0, 0, 1, 2, 0, 3, 2, 2, 3, 3, 3, 2]
+    style, tokens = Style(symbols="_.1234", regions={16: regions}), np.array([2, 3, 4, 5] * 4)
+    expected = ["jigsaw", "1|2 3 4", " +-+ +-", "1 2|3|4", " +-+-+ ", "1|2|3 4", "-+ +-+ ", "1 2 3|4"]
+    assert draw("jigsaw", style, tokens, color=False) == expected
+    marked = draw("jigsaw", style, tokens, color=False, is_wrong=tokens == 2)
+    assert marked[1:4] == ["1x|2  3  4 ", "  +--+  +--", "1x 2 |3 |4 "]
+    boxes = dataclasses.replace(style, regions={16: [0, 0, 1, 1, 0, 0, 1, 1, 2, 2, 3, 3, 2, 2, 3, 3]})
+    assert draw("Sudoku", boxes, tokens, color=False) == ["Sudoku", *["1 2 3 4"] * 4]
 
 
 def test_unknown_kinds_are_numbers(tmp_path, capsys):

@@ -39,8 +39,9 @@ class Style:
         ansi: {token: ANSI codes}.
         colors: {token: #rrggbb}, the background of a cell on a page.
         regions: {number of cells: number of each cell's region, row by row}. Pages and pictures draw heavier
-            lines between regions, such as the boxes of a Sudoku.
-        gap: Text between the cells of a row.
+            lines between regions, such as the boxes of a Sudoku. A terminal has lines only if some region is
+            not a rectangle.
+        gap: Text between the cells of a row. In a terminal, a row with lines between regions ignores it.
         marks_new: Whether cells of the answer that differ from the puzzle are green.
         first_of_field: If grids lie in a field (ARC): the lowest token of a cell. The token below it marks
             the end of a grid, and only the grid is drawn. If None, a grid fills the token array.

@@ -76,7 +76,7 @@ function render() {
   const board = $("board"), rows = cells.length / columns;
   board.classList.toggle("editable", isEditable);
   board.setAttribute("viewBox", `0 0 ${columns} ${rows}`); // the border is outside
-  board.style.width = `${Math.min(100, (100 * columns) / rows)}%`;
+  board.style.setProperty("--ratio", columns / rows);
   renderWords(thought, verdict, isLast, isOpen);
   renderBars();
   renderQuestion();

@@ -326,18 +326,22 @@ def test_its_rules_are_those_of_the_kinds(visit, address, sudoku_folder):
     assert 10 < sum(is_valid) < 80
 
 
-def test_it_fits_a_phone(visit, address):
-    shown = _open(visit, address, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True).page
-    assert shown.evaluate("document.documentElement.scrollWidth") == 360
+@pytest.mark.parametrize(("width", "height"), [(360, 740), (390, 844), (768, 1024)])
+def test_it_fits_a_phone_and_a_tablet(visit, address, width, height):
+    viewport = {"width": width, "height": height}
+    shown = _open(visit, address, viewport=viewport, is_mobile=True, has_touch=True).page
+
+    def look() -> dict[str, float]:
+        assert shown.evaluate("[document.documentElement.scrollWidth, scrollY]") == [width, 0]
+        play, board = (shown.locator(name).bounding_box() for name in ("#play", "#board"))
+        assert play["y"] + play["height"] <= height, "Play is visible without scrolling"
+        assert board["width"] > 0.85 * width
+        assert board["height"] == pytest.approx(board["width"], abs=2)
+        return board
+
+    before = look()
     _play(shown)  # the words above the grid are longest then
-    assert shown.evaluate("document.documentElement.scrollWidth") == 360
-    board = shown.locator("#board").bounding_box()
-    assert board["width"] > 300
-    assert board["height"] == pytest.approx(board["width"], abs=2)
-    shown.set_viewport_size({"width": 390, "height": 844})
-    assert shown.locator("#board").bounding_box()["width"] > 340
-    play = shown.locator("#play").bounding_box()
-    assert play["y"] + play["height"] < 844, "the Play button is on the first screen"
+    assert look() == before, "the board keeps its place"
 
 
 def test_opened_as_a_file_it_says_what_to_do(visit, page):
