@@ -42,6 +42,7 @@ import torch
 
 from checkpointing.files import (
     CONFIG_FILE,
+    IDENTITIES_FILE,
     STATE_FILE,
     TRAINED_FILE,
     CheckpointWriter,
@@ -58,6 +59,7 @@ from checkpointing.pretrained import find_checkpoint
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
 from dataset.equal import Trained, read_trained
+from dataset.identities import Identities
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors, lost_connection
@@ -67,7 +69,7 @@ from evaluation.leaks import find_trained
 from evaluation.results import is_number
 from optimizers.learning_rate import learning_rates
 from runtime.metrics_file import cut_back_rows, read_rows
-from runtime.writing import write_text
+from runtime.writing import replace_file, write_text
 from training.best import BestStep
 from training.run_folder import open_run_folder, writing_errors
 from training.state import TrainState
@@ -90,6 +92,8 @@ class CheckpointManager:
         dataset_info: Description of the dataset as JSON values, stored in every checkpoint.
         trained_on: Function (step) -> examples of this run's data that were trained on up to the step. Called
             only on rank 0. If None, checkpoints do not contain them.
+        identities: Function that returns the puzzle of each embedding, stored once in the run folder. Called
+            only on rank 0.
 
     Attributes:
         best: The best step so far. `Monitor.log` adds evaluations to it on rank 0.
@@ -104,9 +108,11 @@ class CheckpointManager:
         fingerprint: str,
         dataset_info: dict[str, Any] | None = None,
         trained_on: Callable[[int], Trained] | None = None,
+        identities: Callable[[], Identities | None] = lambda: None,
     ):
         self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
         self._dataset_info, self._of_data = dataset_info, trained_on
+        self._identities = identities
         self._before: Trained | None = None  # examples of the checkpoint that this launch started from
         self.best = BestStep(config)
         self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.among)
@@ -273,10 +279,19 @@ class CheckpointManager:
                     remove_unfinished(folder)
                     rows = cut_back_rows(folder, step=state.step)
                     write_text(folder / CONFIG_FILE, config_to_yaml(self._config))
+                    self._write_identities(is_new=chosen is None)
                 is_own = chosen is not None and chosen.parent == folder
                 self.best.load_state(content["best"] if is_own else None, rows)
         is_logged = bool(rows) and rows[-1]["step"] == state.step
         return broadcast_object(is_logged) or state.step == 0
+
+    def _write_identities(self, *, is_new: bool) -> None:
+        path = self._run_folder / IDENTITIES_FILE
+        if (is_new or not path.exists()) and (identities := self._identities()) is not None:
+            with replace_file(path, "wb") as file:
+                file.write(identities.to_bytes())
+        elif is_new:
+            path.unlink(missing_ok=True)  # of an earlier run in this folder
 
 
 def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
@@ -338,7 +353,8 @@ def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointMana
 
     Args:
         config: Config of the run.
-        **described: The arguments `fingerprint`, `dataset_info` and `trained_on` of `CheckpointManager`.
+        **described: The arguments `fingerprint`, `dataset_info`, `trained_on` and `identities` of
+            `CheckpointManager`.
     """
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)

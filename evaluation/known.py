@@ -1,0 +1,114 @@
+"""The test puzzles of a dataset for which a model has trained puzzle embeddings.
+
+Rank 0 compares the identities of the model's embeddings with those of the dataset. The other ranks get the
+result.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from checkpointing.pretrained import Checkpoint
+from dataset.format import Dataset
+from dataset.identities import Match, identities_of, read_identities
+from dataset.mixture import fingerprint_of
+from distributed import log
+from distributed.collectives import broadcast_object
+from distributed.errors import collective_errors
+from distributed.process_group import is_main
+
+
+def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
+    """Calls `find_match` on rank 0, and returns the result on all ranks. All ranks call it.
+
+    An error ends all ranks with a message.
+    """
+    match = None
+    with collective_errors():
+        if is_main():
+            match = find_match(checkpoint, data)
+    return broadcast_object(match)
+
+
+def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
+    """Finds the embeddings of a model for the identifiers of a dataset, by their identities.
+
+    Returns None if the number of each identifier is the row of its embedding. Examples: the dataset of the
+    run, a model without puzzle embeddings, and a dataset with one identifier. Also returns None, with a
+    warning, if the identities of one side are unknown. ValueError if a file is damaged.
+    """
+    has_one = data.metadata.num_puzzle_identifiers == len(data.folders)
+    if not checkpoint.arch.has_puzzle_embeddings or has_one:
+        return None
+    path = checkpoint.identities_file
+    model, own = path and read_identities(path), identities_of(data)
+    if model is not None and own is not None:
+        if model.equals(own):
+            return None
+        if (match := model.match(own)) is not None:
+            return match
+    if not _is_training_data(checkpoint, data):
+        names = ", ".join(map(str, data.folders))
+        where = checkpoint if model is None else names
+        log.warning(
+            f"{where} does not name its puzzle identifiers. Puzzle embeddings are matched by number. Results "
+            f"are wrong unless {names} has the tasks of the training in the same order."
+        )
+    return None
+
+
+def _is_training_data(checkpoint: Checkpoint, data: Dataset) -> bool:
+    try:
+        return checkpoint.fingerprint is not None and checkpoint.fingerprint == fingerprint_of(data.folders)
+    except (ValueError, OSError):  # no training split
+        return False
+
+
+class Known(NamedTuple):
+    """The test sets of a dataset, as far as a model knows their puzzles.
+
+    data      the dataset, without test sets of which no puzzle is known
+    puzzles   {set: indices of the known puzzles, int64 [n], ascending}. None if all puzzles are known
+    metrics   {set: {metric: number of identifiers}}, for metrics.json
+    """
+
+    data: Dataset
+    puzzles: dict[str, np.ndarray] | None
+    metrics: dict[str, dict[str, int]]
+
+
+def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
+    """Returns the test puzzles whose identifiers a model knows, and logs how many on rank 0.
+
+    ValueError if there are none. model: Name of the model, for messages.
+    """
+    if match is None:
+        return Known(data, None, {})
+    split, puzzles, metrics, lines = data.splits["test"], {}, {}, []
+    for name, each in split.sets.items():
+        is_known = match.rows[each.puzzle_identifiers] >= 0
+        used = np.unique(each.puzzle_identifiers)
+        common, other = int((match.rows[used] >= 0).sum()), int(match.is_other[used].sum())
+        counts = {"common": common, "missing": len(used) - common - other}
+        counts |= {"additional": match.num_additional, "other_task": other}
+        lines.append(
+            f"set {name}: {common} common, {counts['missing']} missing, {match.num_additional} additional in "
+            f"the model, {other} of equal name and another task"
+        )
+        if common:
+            puzzles[name] = np.flatnonzero(is_known)
+            metrics[name] = {f"identifiers_{what}": number for what, number in counts.items()}
+    text, folders = "; ".join(lines), ", ".join(map(str, data.folders))
+    if not puzzles:
+        raise ValueError(
+            f"{model} has no embedding for any test puzzle of {folders} ({text}). Set data_path to a dataset "
+            "with tasks that it was trained on."
+        )
+    has_all = all((match.rows[each.puzzle_identifiers] >= 0).all() for each in split.sets.values())
+    if is_main():
+        only = "" if has_all else " Only the common ones are evaluated."
+        log.info(f"{folders}: identifiers with a puzzle embedding of {model}: {text}.{only}")
+    test = dataclasses.replace(split, sets={name: split.sets[name] for name in puzzles})
+    data = dataclasses.replace(data, splits={**data.splits, "test": test})
+    return Known(data, None if has_all else puzzles, metrics)
