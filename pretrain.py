@@ -79,7 +79,7 @@ def train(program: Program[PretrainConfig]) -> int:
         fingerprint=data.fingerprint,
         dataset_info=data.info().to_json(),
         trained_on=data.trained_on,
-        identities=data.identities if config.arch.has_puzzle_embeddings else lambda: None,
+        dataset=data.dataset,
     )
     with program.watchdog.paused():  # a download for `init_from` may take long
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from checkpointing.pretrained import Checkpoint
+from config.architecture import Architecture
 from dataset.format import Dataset
 from dataset.identities import Match, identities_of, read_identities
 from dataset.mixture import fingerprint_of
@@ -31,15 +32,20 @@ def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     return broadcast_object(match)
 
 
+def has_rows_to_match(arch: Architecture, data: Dataset) -> bool:
+    """Returns whether a model has several puzzle embeddings for the puzzles of a dataset folder."""
+    return arch.has_puzzle_embeddings and data.metadata.num_puzzle_identifiers > len(data.folders)
+
+
 def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     """Finds the embeddings of a model for the identifiers of a dataset, by their identities.
 
     Returns None if the number of each identifier is the row of its embedding. Examples: the dataset of the
-    run, a model without puzzle embeddings, and a dataset with one identifier. Also returns None, with a
-    warning, if the identities of one side are unknown. ValueError if a file is damaged.
+    run, a model without puzzle embeddings, and a dataset with one identifier. Also returns None if the
+    identities of one side are unknown, with a warning if the numbers of identifiers may be equal. ValueError
+    if a file is damaged.
     """
-    has_one = data.metadata.num_puzzle_identifiers == len(data.folders)
-    if not checkpoint.arch.has_puzzle_embeddings or has_one:
+    if not has_rows_to_match(checkpoint.arch, data):
         return None
     path = checkpoint.identities_file
     model, own = path and read_identities(path), identities_of(data)
@@ -48,7 +54,9 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
             return None
         if (match := model.match(own)) is not None:
             return match
-    if not _is_training_data(checkpoint, data):
+    trained, num = (checkpoint.dataset_info or {}).get("metadata"), data.metadata.num_puzzle_identifiers
+    has_other_size = isinstance(trained, dict) and trained.get("num_puzzle_identifiers", num) != num
+    if not has_other_size and not _is_training_data(checkpoint, data):
         names = ", ".join(map(str, data.folders))
         where = checkpoint if model is None else names
         log.warning(

@@ -115,7 +115,7 @@ def test_a_missing_row_is_the_mean():
 
 def _checkpoint(path, *, has_embeddings: bool = True) -> SimpleNamespace:
     arch = SimpleNamespace(has_puzzle_embeddings=has_embeddings)
-    return SimpleNamespace(arch=arch, identities_file=path, fingerprint=None)
+    return SimpleNamespace(arch=arch, identities_file=path, fingerprint=None, dataset_info=None)
 
 
 def test_who_is_matched_by_number_and_who_is_warned(folder, tmp_path, capsys):
@@ -198,3 +198,12 @@ def test_an_evaluation_of_other_data_uses_the_rows_of_the_known_tasks(folder):
     table = load_weights(checkpoint)[_TABLE]
     model = load_trained_model(checkpoint, data.metadata, rows=rows)
     assert torch.equal(model.network.puzzle_emb.weights[rows >= 0], table[rows[rows >= 0]].float())
+
+    words = (*_RUN, "data_path=data/shifted", "checkpoint_path=next", "init_from=run", "max_steps=1", "lr=0")
+    words += ("puzzle_emb_lr=0", "puzzle_emb_weight_decay=0")
+    for sharding in ("replicated", "rows"):
+        words += (f"puzzle_emb_sharding={sharding}", f"checkpoint_path=next_{sharding}")
+        finished = complete_program("pretrain", *words, folder=folder, world_size=2, is_float64=True)
+        assert "41 of 49 puzzle embeddings are copied" in finished.stdout
+        begun = load_weights(find_checkpoint(folder / f"next_{sharding}"))[_TABLE]
+        assert torch.equal(begun, take_rows(table, rows))

@@ -12,7 +12,6 @@ from config.schema import PretrainConfig, StageConfig
 from dataset.description import DatasetInfo, read_info, with_candidates
 from dataset.equal import Trained, hash_training
 from dataset.format import MANIFEST, Dataset, load_metadata
-from dataset.identities import Identities, identities_of
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.mixture import check_same_tokens, fingerprint_of, open_datasets
 from dataset.plan import Stage, TrainPlan, held_out_groups
@@ -77,11 +76,6 @@ class RunData:
     def info(self) -> DatasetInfo:
         """Returns the description of all training folders together. Every checkpoint contains it."""
         return read_info(self.dataset.folders, self.dataset.metadata)
-
-    def identities(self) -> Identities | None:
-        """Returns the puzzle of each embedding. None if all puzzles of a folder share one, or if unknown."""
-        has_several = self.dataset.metadata.num_puzzle_identifiers > len(self.dataset.folders)
-        return identities_of(self.dataset) if has_several else None
 
     def info_of(self, folder: Path) -> DatasetInfo:
         return read_info([folder], load_metadata(folder, "test"))
