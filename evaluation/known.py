@@ -66,6 +66,24 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     return None
 
 
+def check_same_rows(trained: Dataset, data: Dataset) -> None:
+    """Raises ValueError if a test puzzle of `test_data_path` has another number than in the training data.
+
+    If the identities of one side are unknown, does nothing.
+    """
+    known, own = identities_of(trained), identities_of(data)
+    if known is None or own is None or known.equals(own) or (match := known.match(own)) is None:
+        return
+    sets = data.splits["test"].sets.values()
+    used = np.unique(np.concatenate([each.puzzle_identifiers for each in sets]))
+    if num_others := int((match.rows[used] != used).sum()):
+        path = data.folders[0]
+        raise ValueError(
+            f"test_data_path: {num_others} of {len(used)} puzzle identifiers of {path} are other puzzles in "
+            f"the training data. Remove it, and pass data_path={path} to evaluate.py."
+        )
+
+
 def _is_training_data(checkpoint: Checkpoint, data: Dataset) -> bool:
     try:
         return checkpoint.fingerprint is not None and checkpoint.fingerprint == fingerprint_of(data.folders)

@@ -1,6 +1,7 @@
 """Puzzle embeddings are found by the identity of their puzzles, not by the number of a row."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from types import SimpleNamespace
@@ -10,10 +11,13 @@ import pytest
 import torch
 
 from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights, take_rows
+from config.compose import config_with
+from config.programs import SolveConfig
 from dataset.format import DIGESTS, IDENTIFIERS
 from dataset.identities import Identities, identities_of, read_identities
 from dataset.mixture import open_datasets
-from evaluation.known import find_match, known_puzzles
+from evaluation.known import check_same_rows, find_match, known_puzzles
+from solve import load
 from tests.arc_source import build, make_tasks, write_folder
 from tests.ranks import NUM_THREADS, complete_program, run_program
 from tests.tiny import OVERRIDES
@@ -160,6 +164,14 @@ def test_only_known_puzzles_are_left(folder, capsys):
         known_puzzles(data, match, model="the model")
 
 
+def test_test_data_with_other_rows_are_refused(folder):
+    own = _open(folder, "own")
+    check_same_rows(own, own)
+    for name, count in (("shifted", 32), ("others", 48)):
+        with pytest.raises(ValueError, match=f"^test_data_path: {count} of 48 puzzle .*{name}"):
+            check_same_rows(own, _open(folder, name))
+
+
 @pytest.mark.slow
 def test_an_evaluation_of_other_data_uses_the_rows_of_the_known_tasks(folder):
     """The answers are those to the same puzzles of the own data, on any number of processes."""
@@ -198,6 +210,21 @@ def test_an_evaluation_of_other_data_uses_the_rows_of_the_known_tasks(folder):
     table = load_weights(checkpoint)[_TABLE]
     model = load_trained_model(checkpoint, data.metadata, rows=rows)
     assert torch.equal(model.network.puzzle_emb.weights[rows >= 0], table[rows[rows >= 0]].float())
+
+    for name, is_known in (("shifted", True), ("others", False)):
+        solver = load(folder / "run", data_path=folder / "data" / name, device="cpu")
+        tasks = json.loads((folder / "data" / name / "test_puzzles.json").read_text())
+        puzzle = solver.questions.read(
+            config_with(SolveConfig, checkpoint="run", puzzle=json.dumps(tasks["mirror_1"]))
+        )
+        find = functools.partial(solver.questions.find_identifier, puzzle)
+        config = config_with(SolveConfig, checkpoint="run", puzzle="")
+        if not is_known:
+            with pytest.raises(ValueError, match="has no embedding for the puzzle identifier 33 of .*others"):
+                find(config)
+        else:
+            names = json.loads((folder / "data" / "own" / IDENTIFIERS).read_text())
+            assert names[find(config)] == "mirror_1"
 
     words = (*_RUN, "data_path=data/shifted", "checkpoint_path=next", "init_from=run", "max_steps=1", "lr=0")
     words += ("puzzle_emb_lr=0", "puzzle_emb_weight_decay=0")
