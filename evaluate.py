@@ -38,6 +38,7 @@ from distributed.number_format import Choice, choose_evaluation_format
 from distributed.process_group import is_main, world_size
 from evaluation.compilation import compiler_cache_errors, compiles_on_all_ranks
 from evaluation.evaluators import Evaluators
+from evaluation.known import broadcast_match, known_puzzles
 from evaluation.leaks import Leaks, find_trained
 from evaluation.passes import evaluate_split
 from evaluation.results import (
@@ -110,10 +111,15 @@ def evaluate_checkpoint(
     with collective_errors():
         data = open_datasets(folders, splits=("test",), read_everything=is_main())
         evaluators = Evaluators(config.evaluators, data)
+    match = broadcast_match(checkpoint, data)
+    with collective_errors():
+        data, puzzles, of_identifiers = known_puzzles(data, match, model=str(checkpoint))
+        if puzzles is not None:
+            evaluators = evaluators.anew(only_answered=True)
         if is_main():
             trained = find_trained(checkpoint)
             for name, each in data.splits["test"].sets.items():
-                leaks.add(name, each, "test", data.folders)
+                leaks.add(name, each, "test", data.folders, puzzles=puzzles and puzzles[name])
     leaks.broadcast_find(trained, model=str(checkpoint))
 
     # Model.
@@ -121,7 +127,7 @@ def evaluate_checkpoint(
     with collective_errors():
         checkpoint.arch.check_outputs(config.save_outputs)
         forward_dtype, reason = number_format
-        options = {"raw": config.raw, "forward_dtype": forward_dtype}
+        options = {"raw": config.raw, "forward_dtype": forward_dtype, "rows": match and match.rows}
         model = load_trained_model(checkpoint, data.metadata, **options).to(device)
         reasoning, settings = set_up(model, config)
         evaluators.check_rules(settings.selects if settings else ())
@@ -144,12 +150,15 @@ def evaluate_checkpoint(
     # Evaluation. Every rank works on its slice. Rank 0 gets the sums and the outputs.
     options = {"outputs": config.save_outputs, "settings": settings, "seed": config.seed}
     options |= {"global_batch_size": batch_size, "reasoning": reasoning, "leaks": leaks.found}
+    options["puzzles"] = puzzles
     results = evaluate_split(model, data, evaluators=evaluators, **options)
 
     # Report.
     metrics = {}
     with collective_errors():
         if is_main():
+            for name, counts in of_identifiers.items():
+                results[name].metrics.update(counts)
             evaluators.write(output_folder)
             title = f"{checkpoint} on {', '.join(map(str, folders))}"
             options = {"title": title, "selected_by": checkpoint.selected_by}
@@ -160,7 +169,13 @@ def evaluate_checkpoint(
             if config.report:
                 of_rank = -(-batch_size // world_size())
                 write_evaluation_report(
-                    checkpoint, model, data, output_folder, seed=config.seed, batch_size=of_rank
+                    checkpoint,
+                    model,
+                    data,
+                    output_folder,
+                    seed=config.seed,
+                    batch_size=of_rank,
+                    puzzles=puzzles,
                 )
     return metrics
 

@@ -82,6 +82,7 @@ def train(program: Program[PretrainConfig]) -> int:
         test_fingerprint=data.test_fingerprint,
         dataset_info=data.info().to_json(),
         trained_on=data.trained_on,
+        dataset=data.dataset,
     )
     with program.watchdog.paused():  # a download for `init_from` may take long
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)

@@ -54,6 +54,7 @@ STATE_FILE = "state.json"
 MANIFEST_FILE = "manifest.json"
 STARTS_FILE = "starts.jsonl"  # in a run folder: command, code and hardware of each launch of the run
 TRAINED_FILE = "trained_on.safetensors"  # hashes of the training examples (dataset/equal.py)
+IDENTITIES_FILE = "identities.npz"  # in a run folder: the puzzle of each embedding (dataset/identities.py)
 SHARED_CONFIG_FILE = "config.json"  # `python -m share push` writes a checkpoint as these two files
 SHARED_WEIGHTS_FILE = "model.safetensors"
 

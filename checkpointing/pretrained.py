@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from pydantic import NonNegativeInt, PositiveInt
 from safetensors.torch import load_file
@@ -23,6 +24,7 @@ from checkpointing.best import best_checkpoint
 from checkpointing.files import (
     CONFIG_FILE,
     EMA_WEIGHTS,
+    IDENTITIES_FILE,
     MANIFEST_FILE,
     SHARED_CONFIG_FILE,
     SHARED_WEIGHTS_FILE,
@@ -49,6 +51,7 @@ from distributed.errors import collective_errors
 from distributed.process_group import is_main, local_rank
 from models import HaltingModel, build_model, network_class
 from models.blocks import cast_blocks_
+from models.puzzle_embedding import PuzzleEmbedding
 from models.search import Search
 from runtime.reading import PointerFileError, open_regular, read_json, read_yaml
 
@@ -146,6 +149,15 @@ class Checkpoint:
         if self.path.name == SHARED_WEIGHTS_FILE:
             return self.path.with_name(TRAINED_FILE)
         return self.path / TRAINED_FILE if self.path.is_dir() else None
+
+    @property
+    def identities_file(self) -> Path | None:
+        """Returns the path of the file with the puzzle of each embedding. It may not exist.
+
+        None for a checkpoint of the public code.
+        """
+        is_of_run = self.path.name == SHARED_WEIGHTS_FILE or self.path.is_dir()
+        return self.path.absolute().with_name(IDENTITIES_FILE) if is_of_run else None
 
     def find_data(self) -> list[Path]:
         """Returns the dataset folders of `data_paths`.
@@ -255,7 +267,8 @@ def _choose_files(names: list[str]) -> list[str]:
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
-            return [*chosen, *({TRAINED_FILE}.intersection(names) if chosen is shared else ())]
+            more = sorted({TRAINED_FILE, IDENTITIES_FILE}.intersection(names)) if chosen is shared else ()
+            return [*chosen, *more]
     published = f"{PUBLISHED_CONFIGS[0]} and step_<N> or {PUBLISHED_WEIGHTS}"
     raise ValueError(f"contains no checkpoint. Expected {' and '.join(shared)}, or {published}.")
 
@@ -335,7 +348,12 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
 
 
 def load_trained_model(
-    checkpoint: Checkpoint, metadata: Metadata, *, raw: bool = False, forward_dtype: str | None = None
+    checkpoint: Checkpoint,
+    metadata: Metadata,
+    *,
+    raw: bool = False,
+    forward_dtype: str | None = None,
+    rows: np.ndarray | None = None,
 ) -> HaltingModel:
     """Builds the model of a checkpoint on the CPU, and loads its weights.
 
@@ -345,6 +363,8 @@ def load_trained_model(
         raw: If True, load the raw weights. If False, load the averages (EMA) if the checkpoint contains them.
         forward_dtype: Number format of the model, "bfloat16" or "float32". If None, it is the format of the
             training.
+        rows: Row of the checkpoint's puzzle table for each identifier of the dataset, as in `take_rows`. If
+            None, the number of the identifier.
 
     Returns:
         The model in training mode.
@@ -353,6 +373,8 @@ def load_trained_model(
         ValueError: If the model cannot read such a dataset, or the weights do not match the config.
     """
     weights = load_weights(checkpoint, raw=raw)
+    if rows is not None:
+        weights[PuzzleEmbedding.weights_name] = take_rows(weights[PuzzleEmbedding.weights_name], rows)
     arch = checkpoint.arch
     if forward_dtype is not None:
         arch = arch.model_copy(update={"forward_dtype": forward_dtype})
@@ -380,6 +402,13 @@ def load_trained_model(
     model.network.load_state_dict(weights)
     cast_blocks_(model.network)
     return model
+
+
+def take_rows(table: Tensor, rows: np.ndarray) -> Tensor:
+    """Returns rows of a puzzle table, [n, ndim]. rows: int64 [n]. For -1, it returns the mean of all rows."""
+    taken = table[torch.from_numpy(rows).clamp(min=0)]
+    taken[torch.from_numpy(rows < 0)] = table.double().mean(dim=0).to(table.dtype)
+    return taken
 
 
 def _written(shape: torch.Size | None) -> str:

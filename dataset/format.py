@@ -28,6 +28,7 @@ IGNORE_LABEL_ID = -100  # in a batch, the label of a cell that is not scored
 METADATA = "dataset.json"
 MANIFEST = "manifest.json"
 IDENTIFIERS = "identifiers.json"  # the name of each puzzle identifier
+DIGESTS = "digests.npy"  # the digest of the task of each puzzle identifier, if the builder knows the task
 BLANK = "<blank>"  # name of identifier 0, which puzzles without an embedding share
 
 _MOST = (1 << 31) - 1  # batches are int32

@@ -158,9 +158,18 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
         thread.join(_END_SECONDS)
 
 
-def choose_rows(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
-    """Returns the rows of up to `count` examples of originals, at equal distances: int64, ascending."""
-    rows = original_rows(puzzle_set)
+def choose_rows(
+    puzzle_set: PuzzleSet | ConcatenatedSet, count: int, puzzles: np.ndarray | None = None
+) -> np.ndarray:
+    """Returns the rows of up to `count` examples of originals, at equal distances: int64, ascending.
+
+    puzzles: Indices of the puzzles to choose from, with variants, int64 [n]. If None, all originals.
+    """
+    if puzzles is None:
+        rows = original_rows(puzzle_set)
+    else:
+        originals = np.intersect1d(puzzles, puzzle_set.group_indices[:-1])
+        rows = rows_of(puzzle_set.puzzle_indices, originals if len(originals) else puzzles)
     return rows if len(rows) <= count else rows[np.arange(count) * len(rows) // count]
 
 

@@ -77,16 +77,22 @@ class Leaks:
         folders: Sequence[Path],
         *,
         groups: np.ndarray | None = None,
+        puzzles: np.ndarray | None = None,
     ) -> None:
         """Adds an evaluated set, only on rank 0. Reads the inputs of all originals.
 
         groups: Mask, bool [num_groups]. Only the originals of these groups are evaluated. If None, all
-        puzzles are evaluated.
+        puzzles are evaluated. puzzles: Indices of the evaluated puzzles, with variants, int64 [n]. If None,
+        all puzzles.
         """
         rows, hashes = original_rows(data), hash_examples(data, split, folders)
         if groups is not None:
             firsts = np.asarray(data.group_indices[:-1], np.int64)
             is_evaluated = groups.repeat(np.diff(data.puzzle_indices)[firsts])
+            rows, hashes = rows[is_evaluated], hashes[is_evaluated]
+        if puzzles is not None:
+            puzzle_of_row = np.asarray(data.puzzle_indices).searchsorted(rows, side="right") - 1
+            is_evaluated = np.isin(puzzle_of_row, puzzles)
             rows, hashes = rows[is_evaluated], hashes[is_evaluated]
         where = folders[data.parts[0][0]] / split
         self._tested[name] = _Tested(where, data, groups is None, rows, hashes)

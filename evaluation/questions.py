@@ -15,6 +15,7 @@ from dataset.format import BLANK, Metadata, usual_metadata
 from dataset.kinds.kind import Puzzle, kinds_of, read_symbols
 from dataset.mixture import open_datasets
 from distributed import log
+from evaluation.known import find_match
 from runtime.reading import read_text
 
 _FILES = (".txt", ".json", ".csv")
@@ -69,8 +70,26 @@ class Questions:
     def find_identifier(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
         """Finds the identifier of the puzzle embedding. Returns None if an embedding must be trained first.
 
-        Raises ValueError if the config's `adapt` or `task` does not fit the model or the puzzle.
+        Raises ValueError if the config's `adapt` or `task` does not fit the model or the puzzle, or if the
+        model was not trained on the puzzle.
         """
+        number = self._find_number(puzzle, config)
+        if not number or not all((path / "test" / "dataset.json").is_file() for path in self._folders):
+            return number
+        data = open_datasets(self._folders, splits=("test",), read_everything=False)
+        match = find_match(self._checkpoint, data)
+        if match is None:
+            return number
+        if match.rows[number] < 0:
+            where = ", ".join(map(str, self._folders))
+            raise ValueError(
+                f"{self._checkpoint} has no embedding for the puzzle identifier {number} of {where}. Set "
+                "data_path to the dataset that it was trained on."
+            )
+        return int(match.rows[number])
+
+    def _find_number(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
+        """Finds the number of the identifier in the dataset folders. Otherwise as `find_identifier`."""
         blank = self.info.metadata.blank_identifier_id
         if config.adapt and not puzzle.has_own_rule:
             raise ValueError("adapt=true is for puzzles with demonstrations, such as ARC tasks. Remove it.")

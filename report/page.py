@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from checkpointing.pretrained import Checkpoint
 from dataset.drawing import SCRIPTS, THEME
 from dataset.format import Dataset
@@ -107,13 +109,14 @@ def write_evaluation_report(
     *,
     seed: int,
     batch_size: int,
+    puzzles: Mapping[str, np.ndarray] | None = None,
 ) -> None:
     """Writes report.html into the run folder after an evaluation. Only rank 0 calls it.
 
     evaluation: Folder of the evaluation. seed: Seed of the noise in reasoning. batch_size: Maximum number of
-    puzzles per batch.
+    puzzles per batch. puzzles: {set: indices of the puzzles to show, int64 [n]}. If None, all puzzles.
     """
-    options = {"batch_size": batch_size, "path": checkpoint.path, "seed": seed}
+    options = {"batch_size": batch_size, "path": checkpoint.path, "seed": seed, "puzzles": puzzles}
     traced = trace_puzzles(model.eval(), data, num_puzzles=NUM_PUZZLES, **options)
     path = write_report(checkpoint.run_folder, traced=traced, evaluation=evaluation, warn=log.warning)
     log.info(f"wrote {path}")

@@ -20,6 +20,7 @@ from dataset.mixture import open_datasets
 from distributed.number_format import choose_evaluation_format
 from distributed.process_group import choose_device, set_cpu_threads
 from distributed.progress import Progress
+from evaluation.known import find_match, known_puzzles
 from evaluation.trace import Trace, record_trace
 from models import HaltingModel
 from models.compilation import eager_blocks
@@ -85,19 +86,30 @@ def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int)
     set_cpu_threads("auto")
     device = choose_device("auto")
     forward_dtype = choose_evaluation_format(checkpoint.arch.forward_dtype, device).name
-    model = load_trained_model(checkpoint, opened.metadata, forward_dtype=forward_dtype).to(device).eval()
-    options = {"batch_size": checkpoint.global_batch_size, "path": checkpoint.path}
+    match = find_match(checkpoint, opened)
+    opened, puzzles, _ = known_puzzles(opened, match, model=str(checkpoint))
+    options = {"forward_dtype": forward_dtype, "rows": match and match.rows}
+    model = load_trained_model(checkpoint, opened.metadata, **options).to(device).eval()
+    options = {"batch_size": checkpoint.global_batch_size, "path": checkpoint.path, "puzzles": puzzles}
     return trace_puzzles(model, opened, num_puzzles=num_puzzles, **options)
 
 
 def trace_puzzles(
-    model: HaltingModel, data: Dataset, *, num_puzzles: int, batch_size: int, path: Path, seed: int = 0
+    model: HaltingModel,
+    data: Dataset,
+    *,
+    num_puzzles: int,
+    batch_size: int,
+    path: Path,
+    seed: int = 0,
+    puzzles: Mapping[str, np.ndarray] | None = None,
 ) -> TracedPuzzles:
     """Runs a model on up to `num_puzzles` evenly spaced test puzzles, without variants, in one process.
 
     The model must be in evaluation mode. A search model (LDT) is slow, so it gets at most 40 puzzles. If the
     puzzles are large or the model takes many steps, the number is reduced to limit memory. path: Path of the
-    checkpoint. seed: Seed of the noise in reasoning.
+    checkpoint. seed: Seed of the noise in reasoning. puzzles: {set: indices of the puzzles to choose from,
+    int64 [n]}. If None, all puzzles.
     """
     sets = data.splits["test"].sets
     if isinstance(model.network, Search):
@@ -107,7 +119,9 @@ def trace_puzzles(
     columns, traces, set_names = [], [], []
     device = next(model.network.parameters()).device
     for name, puzzle_set in sets.items():
-        batch = read_rows(data, name, choose_rows(puzzle_set, -(-num_puzzles // len(sets))))
+        batch = read_rows(
+            data, name, choose_rows(puzzle_set, -(-num_puzzles // len(sets)), puzzles and puzzles[name])
+        )
         set_names += [name] * len(batch.rows)
         columns.append([column.numpy() for column in batch])
         starts = range(0, len(batch.rows), batch_size)

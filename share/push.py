@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from checkpointing.files import (
     CONFIG_FILE,
     EMA_WEIGHTS,
+    IDENTITIES_FILE,
     SHARED_CONFIG_FILE,
     SHARED_WEIGHTS_FILE,
     STATE_FILE,
@@ -26,6 +27,7 @@ from config.files import fill_defaults
 from config.schema import PretrainConfig, keys_that_may_change
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import DatasetInfo
+from dataset.identities import read_identities
 from evaluation.leaks import find_trained
 from runtime.command_line import OneLineParser, add_plugin_option, one_line_errors, warn
 from runtime.hub import Address, client_errors, import_client, parse_address
@@ -93,7 +95,7 @@ def write_files(
     dtype: torch.dtype | None = None,
     data_path: str | None = None,
 ) -> None:
-    """Writes config, weights, hashes of the training examples, and the model card README.md into a folder.
+    """Writes config, weights, facts of the training data, and the model card README.md into a folder.
 
     dtype: Dtype of the stored weights. If None, it is unchanged. data_path: Dataset folder that config.json
     names. If None, the data_path of the run. Raises ValueError for a checkpoint that this code did not write.
@@ -142,6 +144,8 @@ def write_files(
     write_json(folder / SHARED_CONFIG_FILE, shared)
     if (trained := find_trained(checkpoint)) is not None:
         (folder / TRAINED_FILE).write_bytes(trained.to_bytes())
+    if (identities := read_identities(checkpoint.identities_file)) is not None:
+        (folder / IDENTITIES_FILE).write_bytes(identities.to_bytes())
     write_text(folder / _CARD_FILE, card)
 
 

@@ -34,9 +34,9 @@ _COMMANDS = {
     ),
     "arc --source SOURCE/arc --num-aug 6": (
         "train: 6 tasks, 36 variants, 112 examples\ntest: 3 tasks (evaluation), 28 examples\nwrote ",
-        "133700796053995b",
+        "aab28b9e1691d855",
     ),
-    "arc --source SOURCE/arc --num-aug 0": ("train: 6 tasks", "37e4097b23a481ac"),
+    "arc --source SOURCE/arc --num-aug 0": ("train: 6 tasks", "6a0978b4878c0cb7"),
     "pairs --source SOURCE/pairs.jsonl --symmetries dihedral,symbols --num-aug 3": (
         "train: 36 pairs and 3 variants of each, 144 examples\ntest: 4 pairs\nwrote ",
         "a87c42de9b5040e7",

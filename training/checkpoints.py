@@ -42,6 +42,7 @@ import torch
 
 from checkpointing.files import (
     CONFIG_FILE,
+    IDENTITIES_FILE,
     STATE_FILE,
     TRAINED_FILE,
     CheckpointWriter,
@@ -54,20 +55,23 @@ from checkpointing.files import (
     verify_checkpoint,
 )
 from checkpointing.initial import copy_weights_
-from checkpointing.pretrained import find_checkpoint
+from checkpointing.pretrained import Checkpoint, find_checkpoint
 from config.files import config_to_yaml
 from config.schema import PretrainConfig
 from dataset.equal import Trained, read_trained
+from dataset.format import Dataset
+from dataset.identities import identities_of
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors, lost_connection
 from distributed.launch import check_folder_is_shared
 from distributed.process_group import is_main, world_size
+from evaluation.known import find_match, has_rows_to_match
 from evaluation.leaks import find_trained
 from evaluation.results import is_number
 from optimizers.learning_rate import learning_rates
 from runtime.metrics_file import cut_back_rows, read_rows
-from runtime.writing import write_text
+from runtime.writing import replace_file, write_text
 from training.best import BestStep
 from training.run_folder import open_run_folder, writing_errors
 from training.state import TrainState
@@ -91,6 +95,8 @@ class CheckpointManager:
         dataset_info: Description of the dataset as JSON values, stored in every checkpoint.
         trained_on: Function (step) -> examples of this run's data that were trained on up to the step. Called
             only on rank 0. If None, checkpoints do not contain them.
+        dataset: Training data. The identities of its puzzles are stored once in the run folder, and
+            `init_from` finds their embeddings. If None, embeddings are found by number.
 
     Attributes:
         best: The best step so far. `Monitor.log` adds evaluations to it on rank 0.
@@ -106,10 +112,12 @@ class CheckpointManager:
         test_fingerprint: str | None = None,
         dataset_info: dict[str, Any] | None = None,
         trained_on: Callable[[int], Trained] | None = None,
+        dataset: Dataset | None = None,
     ):
         self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
         self._test_fingerprint, self._dataset_info = test_fingerprint, dataset_info
         self._of_data = trained_on
+        self._dataset = dataset
         self._before: Trained | None = None  # examples of the checkpoint that this launch started from
         self.best = BestStep(config)
         self._writer = CheckpointWriter(run_folder, keep=config.keep_checkpoints, best_of=self.best.among)
@@ -268,7 +276,8 @@ class CheckpointManager:
             with collective_errors():
                 if is_main():
                     weights, arch = state.sections()["weights"], self._config.arch
-                    full_copies = copy_weights_(weights, self._config.init_from, arch)
+                    init_from = self._config.init_from
+                    full_copies = copy_weights_(weights, init_from, arch, rows_of=self._rows_of)
             state.broadcast_model_(full_copies)
         rows = []
         with collective_errors():
@@ -277,10 +286,25 @@ class CheckpointManager:
                     remove_unfinished(folder)
                     rows = cut_back_rows(folder, step=state.step)
                     write_text(folder / CONFIG_FILE, config_to_yaml(self._config))
+                    self._write_identities(is_new=chosen is None)
                 is_own = chosen is not None and chosen.parent == folder
                 self.best.load_state(content["best"] if is_own else None, rows)
         is_logged = bool(rows) and rows[-1]["step"] == state.step
         return broadcast_object(is_logged) or state.step == 0
+
+    def _rows_of(self, checkpoint: Checkpoint) -> np.ndarray | None:
+        match = find_match(checkpoint, self._dataset) if self._dataset is not None else None
+        return None if match is None else match.rows
+
+    def _write_identities(self, *, is_new: bool) -> None:
+        path, data = self._run_folder / IDENTITIES_FILE, self._dataset
+        if is_new:
+            path.unlink(missing_ok=True)  # of an earlier run in this folder
+        if path.exists() or data is None or not has_rows_to_match(self._config.arch, data):
+            return
+        if (identities := identities_of(data)) is not None:
+            with replace_file(path, "wb") as file:
+                file.write(identities.to_bytes())
 
 
 def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
@@ -342,8 +366,8 @@ def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointMana
 
     Args:
         config: Config of the run.
-        **described: The arguments `fingerprint`, `test_fingerprint`, `dataset_info` and `trained_on` of
-            `CheckpointManager`.
+        **described: The arguments of `CheckpointManager` that describe the data: `fingerprint`,
+            `test_fingerprint`, `dataset_info`, `trained_on` and `dataset`.
     """
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)

@@ -21,6 +21,7 @@ from distributed.errors import collective_errors
 from distributed.launch import check_same_data
 from distributed.process_group import is_main, local_rank
 from evaluation.evaluators import Evaluators
+from evaluation.known import check_same_rows, has_rows_to_match
 from evaluation.leaks import Leaks
 from runtime.reading import read_bytes
 from training.schedule import Schedule
@@ -163,6 +164,8 @@ def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
         needed, rows = (each.metadata.num_puzzle_identifiers for each in (data, trained))
         if config.arch.has_puzzle_embeddings and needed > rows:
             raise ValueError(f"test_data_path: {path} has puzzles without a trained embedding. Remove it.")
+        if has_rows_to_match(config.arch, data) and is_main():
+            check_same_rows(trained, data)
         if tests.setdefault(name, data) is not data:
             raise ValueError(f"test_data_path: two folders have the name {name}. Rename one.")
     return tests

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from dataset.format import (
+    DIGESTS,
     IDENTIFIERS,
     MANIFEST,
     METADATA,
@@ -41,6 +42,7 @@ def write_dataset(
     splits: dict[str, Split],
     identifiers: list[str],
     builder: dict,
+    digests: np.ndarray | None = None,
     extra_files: dict[str, Any] | None = None,
     several_solutions: Sequence[str] = (),
 ) -> None:
@@ -52,6 +54,8 @@ def write_dataset(
         identifiers: Names of the puzzle identifiers, in order.
         builder: {"name": ..., "arguments": ...} for the manifest. Use JSON values that do not depend on the
             machine, so that equal arguments give equal bytes.
+        digests: Digest of the task of each identifier, uint64 [identifiers]. 0 if a task is unknown. If
+            None, all are unknown.
         extra_files: {file name: JSON value}.
         several_solutions: Splits that have puzzles with several solutions, for the manifest.
 
@@ -60,6 +64,8 @@ def write_dataset(
     """
     with replaced_folder(check_output_folder(folder, builder=builder.get("name"))) as new:
         _write(new, splits, identifiers=identifiers, extra_files=extra_files or {})
+        if digests is not None:
+            np.save(new / DIGESTS, digests, allow_pickle=False)
         _write_manifest(new, splits, builder=builder, several_solutions=several_solutions)
         open_dataset(new, splits=tuple(splits), read_everything=True)
 

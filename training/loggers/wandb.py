@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import wandb
 
 from checkpointing.best import BEST_STEP
-from checkpointing.files import step_of
+from checkpointing.files import IDENTITIES_FILE, step_of
 from distributed import log
 from distributed.launch import REPOSITORY, code_files
 from runtime.metrics_file import forget_wandb_step, last_wandb_step, read_rows
@@ -196,6 +196,8 @@ class WandbRun:
         metadata = {"step": step_of(folder), "run_name": self._config.run_name}
         artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="model", metadata=metadata)
         artifact.add_dir(str(folder), name=folder.name)
+        if (identities := folder.with_name(IDENTITIES_FILE)).is_file():
+            artifact.add_file(str(identities), name=identities.name)
         self._run.log_artifact(artifact, aliases=aliases)
 
 

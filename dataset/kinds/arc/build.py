@@ -138,6 +138,7 @@ def build(options: argparse.Namespace) -> None:
         splits={split: one_set_split(data, **num) for split, data in sets.items()},
         identifiers=_names(tasks, transforms),
         builder={"name": "arc", "arguments": _arguments(options, tasks, evaluated)},
+        digests=_digests(tasks, transforms),
         extra_files={TEST_PUZZLES: _test_puzzles(itertools.compress(tasks, is_evaluated))},
     )
 
@@ -222,6 +223,12 @@ def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
         names.append(task.id)
         names += (variant_name(task.id, transform) for transform in variants[1:].tolist())
     return names
+
+
+def _digests(tasks: list[Task], transforms: list[np.ndarray]) -> np.ndarray:
+    """Returns the digest of the task of each identifier, uint64 [identifiers]. 0 for the blank one."""
+    of_tasks = np.array([task.digest for task in tasks], np.uint64)
+    return np.append(np.uint64(0), of_tasks.repeat([len(each) for each in transforms]))
 
 
 def _test_puzzles(tasks: Iterable[Task]) -> dict:

@@ -8,6 +8,7 @@ content raises ValueError, one line with the file, the task and the reason.
 
 import dataclasses
 import functools
+import hashlib
 import importlib
 import os
 import re
@@ -97,6 +98,14 @@ class Task:
     def content(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """Returns a key that does not depend on the order of pairs. ARC-2 reorders pairs of ARC-1."""
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
+
+    @property
+    def digest(self) -> int:
+        """Returns a hash of 64 bits of the demonstrations. It does not depend on their order."""
+        digest = hashlib.blake2b(digest_size=8)
+        for key in self.content[0]:
+            digest.update(len(key).to_bytes(8, "big") + key)
+        return int.from_bytes(digest.digest(), "little")
 
 
 def parse_task(

@@ -1,0 +1,161 @@
+"""Identities of puzzle identifiers: which identifiers of two datasets are the same puzzle.
+
+An identity is the name of an identifier, and the digest of its task if the builder knows the task. With
+several dataset folders, the name of the folder belongs to it. A run stores the identities of its puzzle
+embeddings, because the number of an identifier means another puzzle in another dataset.
+"""
+
+import dataclasses
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dataset.format import BLANK, DIGESTS, IDENTIFIERS, Dataset, load_metadata
+from runtime.reading import MissingFileError, parse_json, printable, read_arrays, read_bytes
+
+_MOST_NAME_BYTES = 2**28  # size limit of all names: a million variants have long names
+_MOST_BYTES = _MOST_NAME_BYTES + 2**25  # size limit of an unpacked file, with the digests
+_ONLY_BLANK = json.dumps([BLANK]).encode()
+
+
+class Match(NamedTuple):
+    """The rows of a model's puzzle table that belong to the identifiers of a dataset.
+
+    rows            int64 [identifiers of the dataset]. -1 if the model has no row for an identifier
+    is_other        bool, the same length. True if the model has a row of this name for another task
+    num_rows        number of rows of the model
+    num_additional  number of the model's rows that the dataset has no identifier for
+    """
+
+    rows: np.ndarray
+    is_other: np.ndarray
+    num_rows: int
+    num_additional: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Identities:
+    """The identities of the puzzle identifiers of one or more dataset folders.
+
+    The names are not parsed until they are compared, because a million names take a second.
+
+    Attributes:
+        folders: Names of the folders.
+        names: Content of each folder's identifiers.json.
+        sizes: Number of identifiers of each folder.
+        digests: Digest of the task of each identifier, uint64 [sum of sizes]. 0 if the task is unknown.
+    """
+
+    folders: tuple[str, ...]
+    names: tuple[bytes, ...]
+    sizes: tuple[int, ...]
+    digests: np.ndarray
+
+    def equals(self, other: "Identities") -> bool:
+        """Returns whether the same numbers are the same puzzles. The name of a single folder is ignored."""
+        same_folders = self.folders == other.folders or len(self.folders) == len(other.folders) == 1
+        same_names = (self.names, self.sizes) == (other.names, other.sizes)
+        return same_folders and same_names and np.array_equal(self.digests, other.digests)
+
+    def keys(self, *, with_folders: bool) -> list[str] | None:
+        """Returns the name of each identifier. None if a folder does not name each identifier.
+
+        with_folders: Whether each name starts with that of its folder.
+        """
+        keys = []
+        for folder, text, size in zip(self.folders, self.names, self.sizes, strict=True):
+            try:
+                names = parse_json(text, where=IDENTIFIERS)
+            except ValueError:
+                return None
+            if not isinstance(names, list) or len(names) != size:
+                return None
+            start = f"{folder}/" if with_folders else ""
+            keys += [start + printable(str(name)) for name in names]
+        return keys
+
+    def match(self, data: "Identities") -> Match | None:
+        """Finds the rows of a model with these identities for the identifiers of `data`.
+
+        None if one side does not name each identifier. If both have one folder, its name is ignored.
+        """
+        with_folders = len(self.folders) > 1 or len(data.folders) > 1
+        known, wanted = (each.keys(with_folders=with_folders) for each in (self, data))
+        if known is None or wanted is None:
+            return None
+        row_of = {key: row for row, key in reversed([*enumerate(known)])}  # of equal names, the first counts
+        rows = np.array([row_of.get(key, -1) for key in wanted], np.int64)
+        theirs = np.where(rows >= 0, self.digests[rows], 0)
+        is_other = (theirs != data.digests) & (theirs != 0) & (data.digests != 0)
+        num_additional = sum(not key.endswith(BLANK) for key in row_of.keys() - set(wanted))
+        return Match(np.where(is_other, -1, rows), is_other, len(known), num_additional)
+
+    def to_bytes(self) -> bytes:
+        """Returns the content of a file that `read_identities` reads."""
+        lengths = [len(each) for each in self.names]
+        header = json.dumps([*zip(self.folders, lengths, self.sizes, strict=True)]).encode()
+        texts = {"folders": header, "names": b"".join(self.names)}
+        arrays = {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
+        content = io.BytesIO()
+        with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            for name, array in {**arrays, "digests": self.digests}.items():
+                member = io.BytesIO()
+                np.lib.format.write_array(member, array, allow_pickle=False)
+                archive.writestr(f"{name}.npy", member.getbuffer())
+        return content.getvalue()
+
+
+def identities_of(data: Dataset) -> Identities | None:
+    """Returns the identities of a dataset. None if a folder has several identifiers and does not name them.
+
+    ValueError if digests.npy does not match the dataset.
+    """
+    split = next(iter(data.splits))
+    sizes = tuple(load_metadata(folder, split).num_puzzle_identifiers for folder in data.folders)
+    names, digests = [], []
+    for folder, size in zip(data.folders, sizes, strict=True):
+        try:
+            names.append(read_bytes(folder / IDENTIFIERS, most=_MOST_NAME_BYTES))
+        except MissingFileError:
+            if size > 1:
+                return None
+            names.append(_ONLY_BLANK)
+        digests.append(_read_digests(folder / DIGESTS, size))
+    folders = tuple(folder.resolve().name for folder in data.folders)
+    return Identities(folders, tuple(names), sizes, np.concatenate(digests))
+
+
+def _read_digests(path: Path, size: int) -> np.ndarray:
+    try:
+        content = io.BytesIO(read_bytes(path))
+        digests = np.lib.format.read_array(content, allow_pickle=False)
+    except MissingFileError:
+        return np.zeros(size, np.uint64)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read ({error}). Build the dataset again.") from None
+    if digests.dtype != np.uint64 or digests.shape != (size,):
+        raise ValueError(f"{path} does not contain {size} digests. Build the dataset again.")
+    return digests
+
+
+def read_identities(path: Path) -> Identities | None:
+    """Reads and checks a file of `to_bytes`. None if it is missing. ValueError if it is damaged."""
+    try:
+        header, names, digests = read_arrays(path, ("folders", "names", "digests"), most=_MOST_BYTES)
+        entries = parse_json(header.tobytes(), where="folders")
+        folders, lengths, sizes = zip(*((str(a), int(b), int(c)) for a, b, c in entries), strict=True)
+        is_valid = min(*lengths, *sizes) > 0 and sum(lengths) == len(names) and names.dtype == np.uint8
+        is_valid = is_valid and digests.dtype == np.uint64 and digests.shape == (sum(sizes),)
+    except MissingFileError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}). Delete it.") from None
+    if not is_valid:
+        raise ValueError(f"{path} does not contain the names of identifiers and their digests. Delete it.")
+    ends = np.cumsum(lengths).tolist()
+    texts = (names[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True))
+    return Identities(folders, tuple(texts), sizes, digests)

@@ -1,0 +1,140 @@
+"""The test puzzles of a dataset for which a model has trained puzzle embeddings.
+
+Rank 0 compares the identities of the model's embeddings with those of the dataset. The other ranks get the
+result.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from checkpointing.pretrained import Checkpoint
+from config.architecture import Architecture
+from dataset.format import Dataset
+from dataset.identities import Match, identities_of, read_identities
+from dataset.mixture import fingerprint_of
+from distributed import log
+from distributed.collectives import broadcast_object
+from distributed.errors import collective_errors
+from distributed.process_group import is_main
+
+
+def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
+    """Calls `find_match` on rank 0, and returns the result on all ranks. All ranks call it.
+
+    An error ends all ranks with a message.
+    """
+    match = None
+    with collective_errors():
+        if is_main():
+            match = find_match(checkpoint, data)
+    return broadcast_object(match)
+
+
+def has_rows_to_match(arch: Architecture, data: Dataset) -> bool:
+    """Returns whether a model has several puzzle embeddings for the puzzles of a dataset folder."""
+    return arch.has_puzzle_embeddings and data.metadata.num_puzzle_identifiers > len(data.folders)
+
+
+def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
+    """Finds the embeddings of a model for the identifiers of a dataset, by their identities.
+
+    Returns None if the number of each identifier is the row of its embedding. Examples: the dataset of the
+    run, a model without puzzle embeddings, and a dataset with one identifier. Also returns None if the
+    identities of one side are unknown, with a warning if the numbers of identifiers may be equal. ValueError
+    if a file is damaged.
+    """
+    if not has_rows_to_match(checkpoint.arch, data):
+        return None
+    path = checkpoint.identities_file
+    model, own = path and read_identities(path), identities_of(data)
+    if model is not None and own is not None:
+        if model.equals(own):
+            return None
+        if (match := model.match(own)) is not None:
+            return match
+    trained, num = (checkpoint.dataset_info or {}).get("metadata"), data.metadata.num_puzzle_identifiers
+    has_other_size = isinstance(trained, dict) and trained.get("num_puzzle_identifiers", num) != num
+    if not has_other_size and not _is_training_data(checkpoint, data):
+        names = ", ".join(map(str, data.folders))
+        where = checkpoint if model is None else names
+        log.warning(
+            f"{where} does not name its puzzle identifiers. Puzzle embeddings are matched by number. Results "
+            f"are wrong unless {names} has the tasks of the training in the same order."
+        )
+    return None
+
+
+def check_same_rows(trained: Dataset, data: Dataset) -> None:
+    """Raises ValueError if a test puzzle of `test_data_path` has another number than in the training data.
+
+    If the identities of one side are unknown, does nothing.
+    """
+    known, own = identities_of(trained), identities_of(data)
+    if known is None or own is None or known.equals(own) or (match := known.match(own)) is None:
+        return
+    sets = data.splits["test"].sets.values()
+    used = np.unique(np.concatenate([each.puzzle_identifiers for each in sets]))
+    if num_others := int((match.rows[used] != used).sum()):
+        path = data.folders[0]
+        raise ValueError(
+            f"test_data_path: {num_others} of {len(used)} puzzle identifiers of {path} are other puzzles in "
+            f"the training data. Remove it, and pass data_path={path} to evaluate.py."
+        )
+
+
+def _is_training_data(checkpoint: Checkpoint, data: Dataset) -> bool:
+    try:
+        return checkpoint.fingerprint is not None and checkpoint.fingerprint == fingerprint_of(data.folders)
+    except (ValueError, OSError):  # no training split
+        return False
+
+
+class Known(NamedTuple):
+    """The test sets of a dataset, as far as a model knows their puzzles.
+
+    data      the dataset, without test sets of which no puzzle is known
+    puzzles   {set: indices of the known puzzles, int64 [n], ascending}. None if all puzzles are known
+    metrics   {set: {metric: number of identifiers}}, for metrics.json
+    """
+
+    data: Dataset
+    puzzles: dict[str, np.ndarray] | None
+    metrics: dict[str, dict[str, int]]
+
+
+def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
+    """Returns the test puzzles whose identifiers a model knows, and logs how many on rank 0.
+
+    ValueError if there are none. model: Name of the model, for messages.
+    """
+    if match is None:
+        return Known(data, None, {})
+    split, puzzles, metrics, lines = data.splits["test"], {}, {}, []
+    for name, each in split.sets.items():
+        is_known = match.rows[each.puzzle_identifiers] >= 0
+        used = np.unique(each.puzzle_identifiers)
+        common, other = int((match.rows[used] >= 0).sum()), int(match.is_other[used].sum())
+        counts = {"common": common, "missing": len(used) - common - other}
+        counts |= {"additional": match.num_additional, "other_task": other}
+        lines.append(
+            f"set {name}: {common} common, {counts['missing']} missing, {match.num_additional} additional in "
+            f"the model, {other} of equal name and another task"
+        )
+        if common:
+            puzzles[name] = np.flatnonzero(is_known)
+            metrics[name] = {f"identifiers_{what}": number for what, number in counts.items()}
+    text, folders = "; ".join(lines), ", ".join(map(str, data.folders))
+    if not puzzles:
+        raise ValueError(
+            f"{model} has no embedding for any test puzzle of {folders} ({text}). Set data_path to a dataset "
+            "with tasks that it was trained on."
+        )
+    has_all = all((match.rows[each.puzzle_identifiers] >= 0).all() for each in split.sets.values())
+    if is_main():
+        only = "" if has_all else " Only the common ones are evaluated."
+        log.info(f"{folders}: identifiers with a puzzle embedding of {model}: {text}.{only}")
+    test = dataclasses.replace(split, sets={name: split.sets[name] for name in puzzles})
+    data = dataclasses.replace(data, splits={**data.splits, "test": test})
+    return Known(data, None if has_all else puzzles, metrics)
