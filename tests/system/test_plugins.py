@@ -69,7 +69,7 @@ def test_a_kind_is_drawn_in_the_terminal_the_report_and_an_animation(folder):
     assert "Jigsaw" in (folder / "run" / "report.html").read_text()
     words = ("plugins=[mine/jigsaw.py]", "checkpoint=run", "puzzle=1... ..2. .3.. ...4", "picture=answer.svg")
     answer = _run(str(REPOSITORY / "solve.py"), *words, "device=cpu", folder=folder)
-    assert re.search(r"1\|\. \. \.   [1-4]\|[1-4] [1-4] [1-4]   [0-9]\|[0-9] [0-9] [0-9] ", answer)
+    assert re.search(r"1\|\. \. \.   [1-4]\|[1-4] [1-4] [1-4]   [0-9]\|[0-9] [0-9] [0-9]", answer)
     heavy = re.search(r'<path d="([^"]+)" stroke="var\(--box\)"', (folder / "answer.svg").read_text())[1]
     assert heavy.count("h") + heavy.count("v") == 10, "the borders of regions that are no rectangles"
 
