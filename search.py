@@ -46,9 +46,12 @@ def main() -> None:
 
 
 def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
-    """Runs the remaining trials, and prints the best one. Exits with status 1 if no trial is complete.
+    """Runs the remaining trials of a hyper-parameter search, and prints the best one.
 
-    run: Config of pretrain.py for a trial. Its searched keys have arbitrary values.
+    A trial is one training. If no trial is complete, exits with status 1.
+
+    space: Searched keys with their possible values.
+    run: Config of the trainings. The search replaces the values of the searched keys.
     """
     launch_command(config, slot=0)
     folder = open_folder(config)
@@ -64,7 +67,10 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
 
 
 def introduce(study: Study, config: SearchConfig) -> None:
-    """Prints the study, the metric and unfinished trials. Warns if test puzzles select the best trial."""
+    """Prints what the search will do: its folder, number of trials, and the metric that rates them.
+
+    Also prints which trials are resumed. Warns if the metric is measured on test puzzles.
+    """
     selection = study.selection
     best = "lowest" if selection.lowest_is_best else "highest"
     at_a_time = f", {config.parallel} at a time" if config.parallel > 1 else ""
@@ -83,9 +89,10 @@ def introduce(study: Study, config: SearchConfig) -> None:
 
 
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
-    """Prints how many trials are complete, pruned and failed. Writes best.yaml, or the tables of a grid.
+    """Prints the counts of complete, pruned and failed trials. Writes the best values to best.yaml.
 
-    If no trial is complete, and no signal stopped the search, it exits with status 1.
+    For a grid search, writes tables instead. If no trial is complete, exits with status 1, unless a signal
+    stopped the search.
 
     is_stopped: Whether a signal stopped the search.
     """
@@ -110,7 +117,12 @@ def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
 
 
 def write_grid(study: Study, folder: Path) -> None:
-    """Writes a page that compares all runs of a grid, and a table as .md, .tex and .csv. Prints the table."""
+    """Writes tables (.md, .tex, .csv) and a web page that compare all complete runs of a grid search.
+
+    Prints the table.
+
+    folder: Folder of the study. It contains the run folders and gets the files.
+    """
     runs = [folder / f"trial_{each.number}" for each in study.trials if each.state == TrialState.COMPLETE]
     runs = [run for each in runs for run in (sorted(each.glob("seed_*")) or [each])]
     for name in ("table.md", "table.tex", "table.csv"):

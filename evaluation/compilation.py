@@ -16,11 +16,13 @@ _COMPILING = (
 
 
 def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Returns whether to compile the blocks, the same on all ranks. All ranks call it.
+    """Decides whether to use torch.compile for the model's blocks, with the same result on all ranks.
 
-    choice: True, False, or "auto". With "auto", the blocks are compiled if that saves time over `num_steps`
-    calls of the network. The first rank of each node tests the compiler. If the compiler fails, "auto" means
-    False, with a warning. With True, all ranks then exit with an error.
+    All ranks call it. The first rank of each node tests the compiler. If the test fails, this function
+    returns False and warns. With choice=True, all ranks exit with an error instead.
+
+    choice: True, False, or "auto". "auto" compiles if that saves time.
+    num_steps: Planned number of calls of the model. Compiling takes minutes, so it pays only for many calls.
     """
     with collective_errors():
         compiles = should_compile(choice, device, num_steps=num_steps)
@@ -46,9 +48,10 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
 
 @contextlib.contextmanager
 def compiler_cache_errors() -> Iterator[None]:
-    """Turns the error for a damaged library in the compiler's cache into one line, and ends this rank.
+    """Context manager: if a file in the cache of torch.compile is damaged, the process exits with status 1.
 
-    The exit status is 1. The traceback goes to this rank's log file.
+    The console shows one line that names the file. The traceback goes to the log file of this rank. Other
+    errors pass through.
     """
     try:
         yield

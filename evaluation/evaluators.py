@@ -15,9 +15,10 @@ from distributed.process_group import is_main
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:
-    """Builds the evaluator of the kind `name` for the test split of the dataset in `folder`.
+    """Builds the evaluator of a kind of puzzle, such as "sudoku", for the test split of a dataset folder.
 
-    Raises ValueError with one line if the kind does not exist, or if the dataset has another kind.
+    An evaluator computes extra metrics from the answers. Raises ValueError if the kind does not exist, or if
+    the dataset contains another kind of puzzle.
     """
     if name not in (kinds := kind_names()):
         raise ValueError(f"evaluators: {name!r} is not a kind of puzzle. Choose from {', '.join(kinds)}.")
@@ -30,11 +31,16 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
 
 
 class Evaluators:
-    """The evaluators of all test sets. Every rank builds its evaluators, and adds the answers of its slots.
+    """Evaluators for all test sets. An evaluator computes extra metrics for a kind of puzzle, such as Sudoku.
 
-    names: Kinds of puzzles. If None, the kinds of the folders in which the builder found test puzzles with
-    several solutions: there, an answer may be valid and differ from the label. Raises ValueError if one of
-    them fits no folder. Other ranks may not raise it, so call it in a block of `collective_errors`.
+    Every rank builds an `Evaluators`, adds the answers that it computed, and takes part in `gather_metrics`.
+
+    names: Kinds of puzzles, such as ["sudoku"]. Every folder of this kind gets an evaluator. If None, only
+    puzzles with several solutions get one, because a valid answer may then differ from the label.
+    data: Dataset to evaluate. It may consist of several folders.
+
+    Raises ValueError if no folder has the kind of a name. Other ranks may not see this error, so construct it
+    in a block of `collective_errors`.
     """
 
     def __init__(self, names: Sequence[str] | None, data: Dataset):
@@ -58,9 +64,10 @@ class Evaluators:
                 raise failures[0]
 
     def anew(self, *, only_answered: bool = False) -> "Evaluators":
-        """Returns empty evaluators of the same folders, for another evaluation. Call it before `add`.
+        """Returns a copy without answers, for another evaluation of the same data. Call it before `add`.
 
-        only_answered: Whether only examples that are added count. If False, each evaluator decides.
+        only_answered: If True, metrics include only the examples that `add` receives. If False, an evaluator
+        may count the missing examples of the test split as wrong.
         """
         new = copy.copy(self)
         new._of_folder = copy.deepcopy(self._of_folder)
@@ -72,9 +79,11 @@ class Evaluators:
         return any(self._of_folder.values())
 
     def add(self, set_name: str, answers: Answers, *, samples: Answers | None = None) -> None:
-        """Adds this rank's answers to one batch. Does not communicate.
+        """Adds this rank's answers to one batch of the set `set_name`. Does not communicate.
 
-        samples: If a puzzle has several samples, the answers of all samples, for evaluators that count votes.
+        answers: One answer for each puzzle.
+        samples: If the model answered each puzzle several times, all of these answers. Evaluators that count
+        votes use them instead of `answers`.
         """
         folder, own_name, first_identifier = self._data.origin(set_name)
         for evaluator in self._of_folder[folder]:
@@ -83,9 +92,9 @@ class Evaluators:
             evaluator.add(own_name, own)
 
     def rules_of(self, set_name: str) -> Rules | None:
-        """Returns the rules of a set's puzzles. Returns None if no evaluator has rules.
+        """Returns a function that checks answers by the rules of a set's puzzles, or None without rules.
 
-        Rules are a function that maps inputs and preds, tokens [n, seq_len], to whether the answers are
+        The function takes `inputs` and `preds`, both tokens [n, seq_len]. It returns whether the answers are
         valid, bool [n].
         """
         evaluators = self._of_folder[self._data.origin(set_name).folder]
@@ -95,7 +104,10 @@ class Evaluators:
         )
 
     def check_rules(self, selects: Sequence[str]) -> None:
-        """Raises ValueError if `selects` contains "rules", and a set has no rules."""
+        """Raises ValueError if `selects` contains "rules" and a test set has no rules to check answers with.
+
+        selects: Rules that select one of several answers to a puzzle, such as ["vote", "rules"].
+        """
         for name in self._data.splits["test"].sets if "rules" in selects else ():
             if self.rules_of(name) is None:
                 raise ValueError(
@@ -104,10 +116,12 @@ class Evaluators:
                 )
 
     def gather_metrics(self, ranks: Ranks | None = None) -> dict[str, dict[str, float]]:
-        """Returns {set: {"<kind>/<metric>": value}} over all ranks on rank 0, {} on other ranks.
+        """Computes the metrics of all evaluators on rank 0, from the answers on all ranks. All ranks call it.
 
-        All ranks call it. An error on one rank ends all ranks. ranks: Ranks that divide the puzzles among
-        themselves. If None, all ranks.
+        Returns {set: {metric: value}} on rank 0, with metrics such as "sudoku/valid_accuracy". Returns {} on
+        other ranks. If one rank raises an error, all ranks exit.
+
+        ranks: Ranks that evaluated different puzzles. If None, all ranks.
         """
         metrics: dict[str, dict[str, float]] = {}
         for folder, evaluators in self._of_folder.items():
@@ -121,9 +135,10 @@ class Evaluators:
         return metrics
 
     def write(self, folder: Path) -> None:
-        """Writes the evaluators' files. Only rank 0 calls it, after `gather_metrics`.
+        """Writes the files of the evaluators, such as an ARC submission.
 
-        If there are several dataset folders, each has a subfolder of its name.
+        Call it on rank 0 after `gather_metrics`. If the dataset consists of several folders, the files of a
+        dataset folder go to a subfolder with its name.
         """
         for data_folder, evaluators in self._of_folder.items():
             for evaluator in evaluators:

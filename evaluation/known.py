@@ -23,7 +23,7 @@ from distributed.process_group import is_main
 def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     """Calls `find_match` on rank 0, and returns the result on all ranks. All ranks call it.
 
-    An error ends all ranks with a message.
+    If rank 0 raises an error, all ranks exit with a message.
     """
     match = None
     with collective_errors():
@@ -33,17 +33,23 @@ def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def has_rows_to_match(arch: Architecture, data: Dataset) -> bool:
-    """Returns whether a model has several puzzle embeddings for the puzzles of a dataset folder."""
+    """Returns whether the embeddings of the puzzle identifiers of a dataset must be looked up in a model.
+
+    False if the model has no puzzle embeddings, or if the dataset has only one identifier in each folder.
+    """
     return arch.has_puzzle_embeddings and data.metadata.num_puzzle_identifiers > len(data.folders)
 
 
 def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
-    """Finds the embeddings of a model for the identifiers of a dataset, by their identities.
+    """Finds, for each puzzle identifier of a dataset, the row of the model's puzzle embedding table.
 
-    Returns None if the number of each identifier is the row of its embedding. Examples: the dataset of the
-    run, a model without puzzle embeddings, and a dataset with one identifier. Also returns None if the
-    identities of one side are unknown, with a warning if the numbers of identifiers may be equal. ValueError
-    if a file is damaged.
+    A dataset that was built differently may number the same tasks differently. Puzzles are therefore compared
+    by name and content.
+
+    Returns None if row i belongs to identifier i, so that no lookup is needed. Examples: the dataset of the
+    training, or a model without puzzle embeddings. Also returns None if the names of the puzzles are unknown.
+    Rank 0 then warns, unless the data are clearly those of the training or have another number of
+    identifiers. Raises ValueError if a file is damaged.
     """
     if not has_rows_to_match(checkpoint.arch, data):
         return None
@@ -67,9 +73,12 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def check_same_rows(trained: Dataset, data: Dataset) -> None:
-    """Raises ValueError if a test puzzle of `test_data_path` has another number than in the training data.
+    """Checks that `test_data_path` numbers its puzzles like the training data.
 
-    If the identities of one side are unknown, does nothing.
+    Raises ValueError if a puzzle identifier of a test puzzle stands for another puzzle in the training data.
+    Does nothing if the names of the puzzles of one dataset are unknown.
+
+    trained: Training data. data: Dataset of `test_data_path`.
     """
     known, own = identities_of(trained), identities_of(data)
     if known is None or own is None or known.equals(own) or (match := known.match(own)) is None:
@@ -92,11 +101,11 @@ def _is_training_data(checkpoint: Checkpoint, data: Dataset) -> bool:
 
 
 class Known(NamedTuple):
-    """The test sets of a dataset, as far as a model knows their puzzles.
+    """The part of the test puzzles for which a model has puzzle embeddings.
 
-    data      the dataset, without test sets of which no puzzle is known
-    puzzles   {set: indices of the known puzzles, int64 [n], ascending}. None if all puzzles are known
-    metrics   {set: {metric: number of identifiers}}, for metrics.json
+    data      the dataset without the test sets that have no such puzzle
+    puzzles   {set: indices of these puzzles, int64 [n], ascending}. None if the model has embeddings for all
+    metrics   {set: {metric: number of puzzle identifiers}}, for example {"test": {"identifiers_missing": 3}}
     """
 
     data: Dataset
@@ -105,9 +114,12 @@ class Known(NamedTuple):
 
 
 def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
-    """Returns the test puzzles whose identifiers a model knows, and logs how many on rank 0.
+    """Selects the test puzzles for which a model has puzzle embeddings. Rank 0 logs how many there are.
 
-    ValueError if there are none. model: Name of the model, for messages.
+    Raises ValueError if there are none.
+
+    match: Result of `find_match`. If None, all test puzzles are selected.
+    model: Name of the model for messages.
     """
     if match is None:
         return Known(data, None, {})

@@ -25,16 +25,18 @@ from evaluation.intervals import wilson_interval
 
 @dataclasses.dataclass(frozen=True)
 class Leak:
-    """The puzzles of one evaluated set that were trained on, as far as this is known. Equal on all ranks.
+    """Which puzzles of one test set the model was trained on ("leaked"), as far as this is known.
+
+    All ranks have the same value.
 
     Attributes:
-        rows: Rows of the examples that were trained on, with those of variants: int64, ascending. Empty with
-            a rate between 0 and 1.
-        rate: Fraction of the training examples that are known, `trained_on_rate`. 1: all of them. 0: unknown.
-        num_distinct: Number of different puzzles in the set: different inputs, in ARC test inputs. Equal
-            puzzles and the views of a test input count once.
-        share: With a rate between 0 and 1, the estimated fraction of test examples that were trained on, and
-            the ends of its 95 % interval. Otherwise None.
+        rows: Indices of the leaked examples in the set, int64 [n], ascending. They include augmented variants
+            of leaked puzzles. Empty if `rate` is between 0 and 1.
+        rate: Fraction of the training examples that could be compared. 1: all of them. Between 0 and 1: a
+            random sample. 0: an unknown part.
+        num_distinct: Number of different puzzles in the set. Puzzles with equal inputs count once.
+        share: Estimated fraction of leaked test examples, and both ends of its 95 % interval. None unless
+            `rate` is between 0 and 1.
     """
 
     rows: np.ndarray
@@ -44,7 +46,12 @@ class Leak:
 
 
 class _Tested(NamedTuple):
-    """An evaluated set. rows, hashes: Row and hash of each example of its originals, [n]."""
+    """A test set whose puzzles are compared with the training puzzles.
+
+    where         folder of the split, for messages
+    has_variants  whether augmented variants of the puzzles are evaluated too
+    rows, hashes  index and hash of each example that is not an augmented variant, [n]
+    """
 
     where: Path
     data: PuzzleSet | ConcatenatedSet
@@ -54,13 +61,16 @@ class _Tested(NamedTuple):
 
 
 class Leaks:
-    """Finds the test puzzles of all evaluated sets that were trained on.
+    """Finds the test puzzles that the model was trained on.
+
+    Call `add` for every test set, then `broadcast_find`.
 
     Args:
-        reaction: What follows if there are any: a warning, or a ValueError.
+        reaction: What to do if a test puzzle was trained on: "warn" logs a warning, "error" raises
+            ValueError.
 
     Attributes:
-        found: {name of the set: leak}. {} before `broadcast_find`.
+        found: {set name: leak}. Empty before `broadcast_find`.
     """
 
     def __init__(self, reaction: Literal["warn", "error"]):
@@ -79,11 +89,11 @@ class Leaks:
         groups: np.ndarray | None = None,
         puzzles: np.ndarray | None = None,
     ) -> None:
-        """Adds an evaluated set, only on rank 0. Reads the inputs of all originals.
+        """Adds a test set, and computes hashes of its inputs. Only rank 0 calls it.
 
-        groups: Mask, bool [num_groups]. Only the originals of these groups are evaluated. If None, all
-        puzzles are evaluated. puzzles: Indices of the evaluated puzzles, with variants, int64 [n]. If None,
-        all puzzles.
+        groups: Mask, bool [number of groups]. A group is a puzzle with its augmented variants. Only
+        unaugmented puzzles of the groups with True are compared. If None, all groups are.
+        puzzles: Indices of the puzzles that will be evaluated, int64 [n]. If None, all puzzles.
         """
         rows, hashes = original_rows(data), hash_examples(data, split, folders)
         if groups is not None:
@@ -98,12 +108,13 @@ class Leaks:
         self._tested[name] = _Tested(where, data, groups is None, rows, hashes)
 
     def broadcast_find(self, trained: Trained | None, *, model: str) -> None:
-        """Sets `found`, on all ranks. All ranks call it.
+        """Compares all added test sets with the training examples, and sets `found` on all ranks.
 
-        Rank 0 warns once of each set with puzzles that were trained on. With `error`, all ranks end.
+        All ranks call it. If a test puzzle was trained on, rank 0 logs a warning. With reaction "error", all
+        ranks exit.
 
-        trained: The examples that were trained on, on rank 0. If None, they are unknown.
-        model: What was trained on them, for a message.
+        trained: Training examples. Needed only on rank 0. If None, the training examples are unknown.
+        model: Name of the model for messages.
         """
         with collective_errors():
             if is_main():
@@ -144,7 +155,10 @@ class Leaks:
 
 
 def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.ndarray:
-    """Returns the same examples of all puzzles of a group, ascending. rows: Rows of originals, int64 [n]."""
+    """Returns the indices of the given examples and of their augmented variants, ascending.
+
+    rows: Indices of examples that are not augmented, int64 [n].
+    """
     indices, group_indices = (
         np.asarray(each, np.int64) for each in (data.puzzle_indices, data.group_indices)
     )
@@ -157,10 +171,10 @@ def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.nd
 
 
 def find_trained(checkpoint: Checkpoint) -> Trained | None:
-    """Returns the examples that a checkpoint was trained on. None if they are unknown.
+    """Returns hashes of the examples that a checkpoint was trained on, or None if they are unknown.
 
-    They are in a file of the checkpoint. An older checkpoint has no such file. If its dataset folders have
-    not changed since the training, their training splits are hashed. ValueError if the file is damaged.
+    Checkpoints contain a file with these hashes. Older checkpoints do not. Their training data are hashed
+    again, if the dataset folders have not changed. Raises ValueError if the file is damaged.
     """
     if checkpoint.trained_file is not None and (found := read_trained(checkpoint.trained_file)):
         return found

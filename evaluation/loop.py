@@ -21,11 +21,13 @@ OnStep = Callable[[StepOutput, Tensor], None]  # (output, bool [slots]: True at 
 
 
 class Race:
-    """A race between the samples of a puzzle. The first sample to halt answers. Samples that lost may stop.
+    """Keeps track of which of several runs ("samples") of the same puzzle halts first. That sample answers.
 
-    samples: Numbers of samples, ascending. For each number n, the first n samples have a race. If two samples
-    halt in the same step, the lower index wins. An attempt has lost if another sample won the smallest race
-    that includes it. The outcome does not depend on which attempts share a batch.
+    The evaluation can stop the other samples of the puzzle, because they have lost.
+
+    samples: Numbers of samples to evaluate, ascending. For (1, 4), sample 0 has a race without rivals, and
+    samples 0 to 3 have another race. A sample has lost if another sample won the smallest race that includes
+    it. If two samples halt in the same step, the lower index wins.
     """
 
     def __init__(self, samples: Sequence[int]):
@@ -33,7 +35,11 @@ class Race:
         self._first: dict[tuple[int, int], tuple[int, int]] = {}  # (row, samples): (step, sample)
 
     def record(self, carry: Carry, wants_to_halt: Tensor) -> None:
-        """Records the attempts that want to halt after a step."""
+        """Records which samples want to halt after a step.
+
+        wants_to_halt: bool [slots]. `carry.data.rows` identifies the puzzle and sample of each slot (batch
+        position).
+        """
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
         for attempt, step in zip(carry.data.rows[slots].tolist(), carry.steps[slots].tolist(), strict=True):
             row, sample = divmod(attempt, self._samples[-1])
@@ -42,7 +48,11 @@ class Race:
                 self._first[row, number] = min(first, (step, sample))
 
     def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
-        """Returns which attempts have lost: bool [n]. attempts: Their numbers. steps: Their steps so far."""
+        """Returns which samples have lost their race, so that they can stop: bool [n].
+
+        attempts: Numbers that identify puzzle and sample: puzzle index * number of samples + sample. int [n].
+        steps: Number of steps that each sample has made so far. int [n].
+        """
         lost = []
         for attempt, step in zip(attempts.tolist(), steps.tolist(), strict=True):
             row, sample = divmod(attempt, self._samples[-1])
@@ -61,11 +71,15 @@ def answer_batches(
     race: Race | None = None,
     stages: Ranks = ALONE,
 ) -> Iterator[StepOutput]:
-    """Yields the final outputs of all examples in `batches`, in pieces. With early halting, in any order.
+    """Runs the model on all batches, and yields the outputs after the last thinking step of every example.
 
-    The outputs may lack padding. draw: Returns the random numbers of a step. on_step: Called after every
-    step. race: Stops attempts that have lost. stages: Ranks of a pipeline. All of them call this function and
-    make the same calls of the network.
+    With early halting, a new example replaces a halted one in the running batch. Examples then come out in
+    the order in which they halt. The yielded batches may lack padding.
+
+    draw: Function that returns the random numbers of a step.
+    on_step: Function that is called after every step.
+    race: Race between samples of a puzzle. Samples that have lost stop early.
+    stages: Ranks that hold the stages of a pipeline. All of them call this function together.
     """
 
     def begin(batch: Batch) -> Carry:
@@ -135,7 +149,11 @@ def answer_batches(
 
 
 def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
-    """Returns, for `on_step`, an output with dummy predictions for attempts that lose before any step."""
+    """Returns a dummy output for samples that lost their race before their first step.
+
+    The arguments for `on_step` are returned: (output, bool [slots] with only True).
+    like: Output of other samples. It provides the dtypes and shapes.
+    """
     carry = carry._replace(halted=torch.ones_like(carry.halted))
     prediction = select_columns(like.prediction, torch.zeros_like(carry.steps).long())
     return StepOutput(carry, prediction), carry.halted

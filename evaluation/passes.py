@@ -40,17 +40,18 @@ WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class SetResult:
-    """The result of evaluating one set.
+    """The result of evaluating one test set.
 
-    metrics     Metrics of the network, including `count` (none without labels), and <kind>/<metric> of the
-                evaluators. With leaks, also trained_on_rate, trained_on and unseen/<metric>. If all slots ran
-                all of several steps, also act_exact_accuracy and act_steps: the values that early halting
-                would give.
-    exact_accuracy_after_each_step  Accuracy after step 1, 2, ... Empty if slots could halt early, if settings
-                were evaluated, or without labels.
-    outputs     {name: array [examples, ...]}, in dataset order.
-    scores      Sums of every setting, if settings were evaluated. The other fields then describe the largest
-                setting.
+    Attributes:
+        metrics: {name: value}. Contains the metrics of the network, "count" (number of labeled puzzles), and
+            the metrics of evaluators, such as "sudoku/valid_accuracy". If the model was trained on some of
+            the puzzles, "unseen/<metric>" leaves them out. Without early halting, "act_exact_accuracy" and
+            "act_steps" are the values that early halting would give.
+        exact_accuracy_after_each_step: Fraction of solved puzzles after step 1, 2, ... Empty with early
+            halting, with several settings, or without labels.
+        outputs: {name: array [examples, ...]}, in dataset order.
+        scores: Sums for each setting, a pair (number of steps, number of samples). Empty if no settings were
+            evaluated. Otherwise, the other fields belong to the largest setting.
     """
 
     metrics: dict[str, float]
@@ -78,24 +79,27 @@ def evaluate_split(
     ranks: Ranks | None = None,
     stages: Ranks = ALONE,
 ) -> dict[str, SetResult] | None:
-    """Evaluates every set of a split. All ranks call it.
+    """Evaluates a model on every set of a split. All ranks call it.
 
     Args:
         model: Model to evaluate. It runs in evaluation mode. Its previous mode is restored at the end.
-        global_batch_size: Number of slots over all ranks. Each sample of a puzzle takes one slot.
-        reasoning: Halting and number of steps. If None, the values of the architecture, with halting=max.
-        outputs: Names of the arrays to return for every example, as in `save_outputs`.
-        evaluators: Evaluators that compute more metrics. They also receive the answers.
-        settings: Numbers of steps and samples to evaluate. If None, each puzzle runs once.
+        global_batch_size: Batch size, summed over all ranks. If a puzzle runs as several samples, each sample
+            takes one position of the batch.
+        reasoning: Number of thinking steps and early halting. If None, the number of steps of the
+            architecture, without early halting.
+        outputs: Names of arrays to return for every example, such as "preds" or "logits".
+        evaluators: Evaluators that compute extra metrics from the answers.
+        settings: Numbers of steps and of samples to evaluate. If None, each puzzle runs once.
         seed: Seed of the noise.
         only_first_batches: Whether to evaluate only the first batch of each set.
-        puzzles: Indices of the puzzles to evaluate, {set: int64 [n]}, ascending. If None, all puzzles.
-        leaks: {set: its puzzles that were trained on}. If None, there are no metrics of them.
-        all_reduce_stop: Called by all ranks before every batch. If it returns True, the evaluation ends.
-        fetch_rows: Loads sharded puzzle embeddings with these identifiers, int64 [n]. All ranks call it
-            before each set.
+        puzzles: {set: indices of the puzzles to evaluate, int64 [n], ascending}. If None, all puzzles.
+        leaks: {set: test puzzles that the model was trained on}. If None, no metrics distinguish them.
+        all_reduce_stop: Function that all ranks call before every batch. If it returns True, the evaluation
+            stops.
+        fetch_rows: Function that loads the puzzle embeddings of these identifiers, int64 [n], if the
+            embeddings are sharded over ranks. All ranks call it before each set.
         ranks: Ranks that divide the puzzles among themselves. If None, all ranks.
-        stages: Ranks of this rank's pipeline. Not supported together with `settings`.
+        stages: Ranks that hold the stages of this rank's pipeline. Not supported together with `settings`.
 
     Returns:
         {set: result} on rank 0, {} on other ranks. None if `all_reduce_stop` returned True.
@@ -114,7 +118,7 @@ def evaluate_split(
     is_stopped = False
 
     def until_stopped(source: Iterator[tuple[str, Batch]]) -> Iterator[Batch]:
-        """Yields the batches, on the device, until `all_reduce_stop` returns True."""
+        """Yields the batches, moved to the device. Stops early if `all_reduce_stop` returns True."""
         nonlocal is_stopped
         for _, batch in source:
             is_stopped = all_reduce_stop()
@@ -186,10 +190,12 @@ def _add_answers(evaluators: Evaluators, name: str, final: StepOutput, attempts:
 
 
 class _SetSums:
-    """The metric sums and outputs of one set on this rank, accumulated over the batches.
+    """Accumulates the metrics and outputs of one test set on this rank. `reduce` sums them over all ranks.
 
-    num_steps: Number of steps that all slots run. 0 with early halting or with settings. leak: Examples that
-    were trained on. scores: Sums of the settings. None without settings.
+    num_steps: Number of thinking steps, for the accuracy after each step. 0 turns this accuracy off.
+    outputs: Names of arrays to store for every example, such as "preds".
+    leak: Test puzzles that the model was trained on, or None.
+    scores: Attribute. Sums for several numbers of steps and samples. None if each puzzle runs once.
     """
 
     def __init__(
@@ -214,9 +220,11 @@ class _SetSums:
         self.scores: Scores | None = None
 
     def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
-        """Adds the outputs of a step to the accuracy after each step. Does nothing if num_steps is 0.
+        """Adds the output of one thinking step to the accuracy after each step.
 
-        acts_here: bool [slots]. True in the first step in which the model would halt the slot.
+        Does nothing if num_steps is 0.
+
+        acts_here: bool [batch]. True if early halting would stop the puzzle at exactly this step.
         """
         if not len(self._exact_after_step):
             return
@@ -237,20 +245,22 @@ class _SetSums:
                 arrays.append(_output(name, final)[is_real].cpu().numpy())
 
     def select_unseen(self, output: StepOutput) -> StepOutput:
-        """Returns the output for the examples that were not trained on, and for padding."""
+        """Returns the part of a batch of outputs that the model was not trained on. Padding is kept."""
         return output.select((~torch.isin(output.carry.data.rows, self._seen_rows)).nonzero().flatten())
 
     def describe(self) -> str:
-        """Returns this rank's accuracies so far, as a text for the progress bar."""
+        """Returns the accuracies of this rank so far, as a text for the progress bar, such as "solved 0.512"."""
         sums = self._metrics.own()
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
         names = [name for name in ("exact_accuracy", "accuracy") if name in metrics]
         return "  ".join(f"{WORDS[name]} {metrics[name]:.3f}" for name in names)
 
     def _leak_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns distinct_count, and the metrics of examples that were trained on. All ranks call it.
+        """Returns metrics about test puzzles that the model was trained on, for example {"trained_on": 12.0}.
 
-        trained_on is a lower bound if the rate is 0. unseen/<metric> are metrics of the other examples.
+        All ranks call it. "trained_on" is the number of these puzzles (a lower bound if "trained_on_rate" is
+        0). "unseen/<metric>" leaves them out. "distinct_count" is the number of different test puzzles.
+
         metrics: Metrics of all examples.
         """
         leak, count = self._leak, metrics.get("count", 0)
@@ -275,9 +285,11 @@ class _SetSums:
         return found
 
     def reduce(self, extra: dict[str, float]) -> SetResult:
-        """Returns the result over all ranks. Only rank 0 gets outputs and scores. All ranks call it.
+        """Sums over all ranks, and returns the result of the set. All ranks call it.
 
-        extra: Metrics to add.
+        Outputs and scores are complete on rank 0 and empty on other ranks.
+
+        extra: Metrics of the evaluators. They are added to the result.
         """
         sums = self._metrics.reduce()
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
@@ -315,7 +327,10 @@ def _answers(final: StepOutput) -> Answers:
 
 
 def _output(name: str, output: StepOutput) -> Tensor:
-    """Returns the array `name` of `save_outputs`, [batch, ...]. preds also contains cells without label."""
+    """Returns an array that `save_outputs` can name, such as "preds" or "logits": [batch, ...].
+
+    "preds" contains a token for every cell, even if the cell has no label.
+    """
     logits = output.prediction.logits
     if name == "preds":
         return predicted_tokens(logits)

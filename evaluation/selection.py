@@ -36,9 +36,12 @@ ScoreKey = tuple[int, int, str, str]  # steps, samples, selection rule or `ORACL
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of an evaluation: every number of steps with every number of samples.
+    """The numbers of thinking steps and samples to evaluate, in all combinations.
 
-    steps, samples: ascending. selects: Selection rules. Metrics outside `Scores` use the first one.
+    steps     numbers of thinking steps, ascending
+    samples   numbers of samples of each puzzle, ascending
+    selects   rules that select one sample of a puzzle, such as "vote". The metrics of the set use the first
+              one
     """
 
     steps: tuple[int, ...]
@@ -47,14 +50,14 @@ class Settings:
 
 
 class Samples(NamedTuple):
-    """Several samples of each puzzle, with one answer a sample. Arrays are [puzzles, samples].
+    """The answers of several runs ("samples") of the same puzzles. Arrays are [puzzles, samples].
 
-    preds       uint8 or int32 [puzzles, samples, seq_len]
-    q_halt      float32: logit of "the answer is right"
-    steps       int32: network calls up to the answer
-    has_halted  bool: whether the Q head halts the sample in any step
-    residuals   float32: the mean change of the logits over the last steps
-    are_valid   bool: whether the answer after the last step obeys the rules; None without rules
+    preds       uint8 or int32 [puzzles, samples, seq_len]: tokens of the answer
+    q_halt      float32: logit of "the answer is right", as the model predicts it
+    steps       int32: number of thinking steps up to the answer
+    has_halted  bool: whether the model wanted to halt in any step
+    residuals   float32: mean change of the logits over the last steps
+    are_valid   bool: whether the answer after the last step obeys the puzzle's rules. None without rules
     """
 
     preds: np.ndarray
@@ -65,16 +68,18 @@ class Samples(NamedTuple):
     are_valid: np.ndarray | None
 
     def take(self, *index: slice | np.ndarray) -> Samples:
-        """Returns the samples at an index into the axes [puzzles, samples] of every array."""
+        """Indexes every array with `index`, on the axes [puzzles, samples]."""
         return Samples(*(None if column is None else column[index] for column in self))
 
 
 def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarray:
-    """Chooses the sample that answers each puzzle: int64 [puzzles].
+    """Returns the index of the sample that answers each puzzle: int64 [puzzles].
 
-    If no sample has halted (first_to_halt), or no answer is valid (rules), the rule is `q_head`.
-    samples: Samples with their answers at the step that `ANSWER_AT` names for `by`. is_search: Whether only
-    samples that halt have an answer. Then ties go to the lower index, and -1 means that no sample has halted.
+    by: Rule, such as "vote". If it cannot decide (no sample has halted, or no answer is valid), the sample
+    with the largest q_halt answers.
+    samples: Answers to select from. `ANSWER_AT[by]` names the thinking step of these answers.
+    is_search: Whether the model searches. Then only samples that halted have an answer. -1 means that none
+    has. Ties go to the lower index.
     """
     values = {
         "first_to_halt": lambda: np.where(samples.has_halted, samples.steps, np.inf),
@@ -92,7 +97,10 @@ def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarr
 
 
 def votes(preds: np.ndarray) -> np.ndarray:
-    """Counts, for each sample, the samples of its puzzle with the same answer: int64 [puzzles, samples]."""
+    """Returns, for each sample, how many samples of its puzzle have the same answer.
+
+    The result is int64 [puzzles, samples]. preds: Tokens, [puzzles, samples, seq_len].
+    """
     num_puzzles, num_samples, _ = preds.shape
     flat = np.ascontiguousarray(preds.reshape(num_puzzles * num_samples, -1))
     _, kinds = np.unique(flat.view(np.dtype((np.void, flat.itemsize * flat.shape[1]))), return_inverse=True)
@@ -101,9 +109,11 @@ def votes(preds: np.ndarray) -> np.ndarray:
 
 
 def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
-    """Returns the output with the answer at `at`: at the end, the first halt or the peak of q_halt.
+    """Returns the output with the model's answer at another thinking step.
 
-    output: Output of a `HistoryNetwork`. It stores these answers.
+    at: "end" is the last step, "halt" the first step in which the model wants to halt, "peak" the step with
+    the largest q_halt.
+    output: Output of a `HistoryNetwork`. This network stores the three answers.
     """
     if at == "end":
         return output
@@ -114,16 +124,20 @@ def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
 
 
 def predicted_tokens(logits: Tensor) -> Tensor:
-    """Returns the most likely token of every cell: uint8 or int32 [batch, seq_len]."""
+    """Returns the token with the largest logit in every cell: uint8 or int32 [batch, seq_len]."""
     return logits.argmax(-1).byte() if logits.shape[-1] <= 256 else logits.argmax(-1).int()
 
 
 class Scores:
-    """Sums over the labeled puzzles of one rank. The figures of all settings are computed from them.
+    """Counts right answers, for every number of steps and samples and every selection rule, on this rank.
 
-    sums: {(steps, samples, selection rule, figure): sum}. The figures are exact and valid (answers that are
-    right by the label, by the rules), calls (of the network), and for a search undecided (puzzles without an
-    answer). rules: Rules of the puzzles, needed for select=rules. If None, there are no sums of valid.
+    Only puzzles with labels count.
+
+    sums: Attribute. {(steps, samples, selection rule, figure): sum over puzzles}. Figures: "exact" (equal to
+    the label), "valid" (obeys the rules), "calls" (of the network), "undecided" (no answer, only for a
+    search).
+    rules: Function that checks answers by the rules of the puzzles. If None, "valid" is not counted.
+    is_search: Whether the model searches.
     """
 
     def __init__(self, settings: Settings, *, rules: Rules | None, is_search: bool = False):
@@ -132,9 +146,12 @@ class Scores:
         self.sums: Counter[ScoreKey] = Counter()
 
     def add(self, steps: int, attempts: StepOutput) -> np.ndarray:
-        """Adds puzzles after `steps` steps. In `attempts`, the samples of a puzzle are side by side.
+        """Counts the answers of some puzzles after `steps` thinking steps.
 
-        Returns the sample of each puzzle that the first rule selects among all: int64 [puzzles]. -1: none.
+        Returns the index of the sample that the first selection rule chooses for each puzzle, int64
+        [puzzles]. -1 if a search has no answer.
+
+        attempts: Output for [puzzles * samples] samples. The samples of a puzzle are next to each other.
         """
         num_samples = self.settings.samples[-1]
 
@@ -185,7 +202,10 @@ class Scores:
         return of_first
 
     def _are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Returns which answers obey the rules, bool [...], or None without rules. preds: [..., seq_len]."""
+        """Returns which answers obey the puzzle's rules, bool [...]. Returns None without rules.
+
+        inputs, preds: Tokens of puzzles and answers, [..., seq_len].
+        """
         if self._rules is None:
             return None
         flat = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (inputs, preds))

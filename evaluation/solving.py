@@ -40,14 +40,14 @@ _NOISE = 0.3  # the default for several samples, as in PTRM
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The answer of a model after one step. Arrays are [rows, columns] of the answer's grid.
+    """The model's answer after one thinking step. Arrays are [rows, columns] of the puzzle's grid.
 
     number         Number of the step, from 1.
     tokens         uint8 or int32 [seq_len]: Tokens of all cells, with padding.
     grid           Symbols of the cells, as texts.
     confidence     float32: Probability that the model gives to the symbol of each cell.
-    changed        bool: Whether the cell differs from the step before (at the first step: from the puzzle).
-    q_halt         Halting value: the model's probability that the answer is right.
+    changed        bool: Whether the cell differs from the step before (in the first step: from the puzzle).
+    q_halt         The model's probability that the answer is right.
     wants_to_halt  Whether the model would halt after this step.
     """
 
@@ -61,23 +61,29 @@ class Step:
 
     @property
     def text(self) -> str:
-        """Returns the grid as lines. If a symbol has several characters, spaces separate the cells."""
+        """Returns the grid as text, one line for each row.
+
+        If a symbol has several characters, spaces separate the cells.
+        """
         gap = "" if all(len(symbol) == 1 for symbol in self.grid.flat) else " "
         return "\n".join(gap.join(row) for row in self.grid.tolist())
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Step):
-    """The answer to a puzzle: the step that answers (usually the last), with all steps of its sample.
+    """The final answer to a puzzle, together with the model's answers after all thinking steps.
 
-    puzzle, style  The puzzle, and how its kind is drawn.
-    steps          All steps of the sample, from the first one.
-    sample         Number of the sample, from 0 to num_samples - 1.
-    select         Selection rule that chose the sample.
+    It is a `Step`: usually the last one.
+
+    puzzle, style  The puzzle, and how it is drawn (symbols and colors).
+    steps          Answers after each thinking step of the selected sample.
+    sample         Index of the selected sample. A sample is one run of the puzzle, with its own random noise.
+    num_samples    Number of samples.
+    select         Rule that selected the sample, such as "vote".
     valid          Whether the answer obeys the rules of the puzzle. None if the puzzle has no rules.
-    correct        Whether the answer is the solution. None if no solution is known.
-    is_search      Whether the model searches. Then q_halt and confidence are not probabilities.
-    is_decided     If False, a search found no answer, and the steps are those of its first sample.
+    correct        Whether the answer equals the solution. None if no solution is known.
+    is_search      Whether the model searches. If so, q_halt and confidence are not probabilities.
+    is_decided     If False, a search found no answer, and `steps` are those of its first sample.
     """
 
     puzzle: Puzzle
@@ -93,7 +99,7 @@ class Answer(Step):
 
     @property
     def halting_step(self) -> int | None:
-        """Returns the first step after which the model would halt, or None if it never would."""
+        """Returns the first step after which the model would halt. Returns None if it never would."""
         return next((step.number for step in self.steps if step.wants_to_halt), None)
 
     def __str__(self) -> str:
@@ -111,10 +117,14 @@ def answer_puzzle(
     device: torch.device,
     row: int = 0,
 ) -> Answer:
-    """Solves a puzzle with the noise that evaluate.py has for example `row` of a set.
+    """Solves one puzzle in this process, and records the answer after each thinking step.
 
-    Runs in one process. The model must have the puzzle's sizes and be in evaluation mode. identifier:
-    Identifier of the puzzle embedding. Raises ValueError if the config does not fit the model or the puzzle.
+    Raises ValueError if the config does not fit the model or the puzzle.
+
+    model: Model in evaluation mode, for puzzles of this size.
+    identifier: Row of the puzzle embedding table.
+    row: Index of the puzzle in a test set. It selects the random noise, so that evaluate.py gives the same
+    answer.
     """
     if config.select == "rules" and puzzle.rules is None:
         raise ValueError(
@@ -180,9 +190,10 @@ def _first_to_halt(
     num_samples: int,
     on_step: Callable[[StepOutput], None],
 ) -> int:
-    """Runs samples of a search until one halts. Returns its number, or -1 if none halts.
+    """Runs samples of a search until the first one halts. Returns the sample's index, or -1 if none halts.
 
-    batch: The puzzle. on_step: Called after each step of the samples that run.
+    batch: Batch with only the puzzle.
+    on_step: Function that is called after each thinking step with its output.
     """
     (attempts,) = split_into_attempts(iter([batch]), num_samples=num_samples, num_slots=num_samples)
     draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
@@ -209,7 +220,11 @@ def _first_to_halt(
 
 
 def _noise(model: HaltingModel, config: SolveConfig) -> float:
-    """Returns the config's noise, or a default if several samples would otherwise be equal."""
+    """Returns the standard deviation of the noise on the state before each thinking step.
+
+    It is the value of the config. If the config leaves it open and several samples would all be equal, it is
+    0.3.
+    """
     reasoning = model.eval_reasoning(config.halting)
     init_noise = reasoning.init_noise if config.init_noise is None else config.init_noise
     if config.noise is not None or config.samples == 1 or reasoning.state_noise or init_noise:

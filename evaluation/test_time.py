@@ -29,12 +29,10 @@ _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of las
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
-    """Returns the settings of thinking steps, and the `Settings` of a table.
+    """Translates the config into (settings of the model's thinking steps, `Settings` to compare).
 
-    The second one is None without several step counts, several samples, or a select other than q_head. Each
-    puzzle then runs once, and halt_max_steps=N only changes its number of steps.
-
-    ValueError: an option does not fit the model.
+    The second is None if there is only one number of steps, one sample and the default selection rule. Then
+    each puzzle runs once. Raises ValueError if an option does not fit the model.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)
@@ -49,7 +47,12 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns the settings of thinking steps. ValueError if an option does not fit the model."""
+    """Returns the settings of the model's thinking steps: maximum number, noise, early halting.
+
+    Raises ValueError if an option of the config does not fit the model.
+
+    num_samples: Number of runs of each puzzle. If it is larger than 1, something must be random.
+    """
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
     searches = ("decision_cell", "decision_value", "eval_conflict_threshold")
@@ -74,19 +77,23 @@ def reasoning_of_samples(
 
 
 def needs_draws(network: Network, reasoning: Reasoning) -> bool:
-    """Returns whether a step of an evaluation needs `SlotRng`."""
+    """Returns whether the model needs random numbers (`SlotRng`) in an evaluation."""
     return isinstance(network, Search) or reasoning.is_noisy
 
 
 def keeps_state(network: Network) -> bool:
-    """Returns whether the network has a state that slots keep between steps."""
+    """Returns whether the network passes a state from one thinking step to the next."""
     return isinstance(network, Search) or bool(network.initial_state(1, seq_len=1))
 
 
 def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples: int = 1) -> Draw:
-    """Returns a function that maps a carry to the random numbers of the next step, or to None if unused.
+    """Returns a function that creates the random numbers for the next thinking step of a batch.
 
-    The carry's `data.rows` must contain the numbers of attempts: row * num_samples + sample.
+    The function takes the `Carry` of the batch. It returns None if nothing is random. The numbers of a sample
+    depend only on the seed, its puzzle, its index and its step.
+
+    num_samples: Number of samples of each puzzle. `carry.data.rows` must be puzzle index * num_samples +
+    sample index.
     """
 
     def draw(carry: Carry) -> SlotRng | None:
@@ -99,9 +106,9 @@ def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples
 
 
 def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots: int) -> Iterator[Batch]:
-    """Yields every example num_samples times, in batches of at most num_slots. Padding stays padding.
+    """Repeats every example num_samples times, and yields batches of at most num_slots.
 
-    `rows` of a yielded batch contains the number of the attempt, row * num_samples + sample.
+    In a yielded batch, `rows` is example index * num_samples + sample index. It is -1 for padding.
     """
     for batch in batches:
         slots = torch.arange(len(batch.rows) * num_samples, device=batch.rows.device)
@@ -112,11 +119,11 @@ def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots
 
 
 class HistoryNetwork(nn.Module):
-    """A network that also stores answers of earlier steps in its state. A sample is selected from them.
+    """Wraps a network, and stores the answers of earlier thinking steps in its state.
 
-    State keys `halt.*` contain the answer of the first step in which the network wants to halt (before that,
-    the newest answer). `peak.*` contain the answer with the largest q_halt. An answer consists of logits,
-    q_halt, q_continue, and steps, int32 [batch], the number of its step.
+    A selection rule may use such an answer. State keys "halt.*" contain the answer of the first step in which
+    the network wants to halt (until then, the newest answer). "peak.*" contain the answer with the largest
+    q_halt. An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], number of the step).
     """
 
     def __init__(self, network: Network, *, vocab_size: int):
@@ -185,12 +192,16 @@ def run_settings(
     scores: Scores,
     on_step: OnStep = lambda *_: None,
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-    """Runs all attempts. Yields the selected outputs of the largest setting as soon as puzzles end.
+    """Runs several samples of every puzzle, and yields results of puzzles as soon as all their samples end.
 
-    An item is (outputs of selected samples, last outputs of all attempts, numbers of selected samples). The
-    attempts of a puzzle are side by side. The numbers are int64 [puzzles]; -1: a search has no answer.
-    num_slots: Slots of this rank. scores: Contains the settings, and accumulates their sums. on_step: Called
-    after each step.
+    An item is (outputs of the selected samples, last outputs of all samples, indices of the selected
+    samples). The results belong to the largest number of steps and samples. Results of smaller numbers are
+    counted in `scores` on the way. The samples of a puzzle are next to each other. The indices are int64
+    [puzzles], -1 if a search has no answer.
+
+    num_slots: Batch size of this rank.
+    scores: Contains the numbers of steps and samples, and accumulates the counts of right answers.
+    on_step: Function that is called after each thinking step.
     """
     settings, num_samples = scores.settings, scores.settings.samples[-1]
     history = HistoryNetwork(model.network, vocab_size=vocab_size)
@@ -204,7 +215,9 @@ def run_settings(
     }  # attempts by their steps
 
     def collect(output: StepOutput, halts: Tensor) -> None:
-        """Stores the attempts that reached a setting's number of steps, or halted before."""
+        """Stores the outputs that later count for a number of steps: it is reached, or the sample halted
+        before.
+        """
         carry = output.carry
         kept = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
         for num_steps, parts in waiting.items():
@@ -215,7 +228,7 @@ def run_settings(
         on_step(output, halts)
 
     def take() -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-        """Scores the puzzles with complete attempts. Yields the results of the largest setting."""
+        """Scores the puzzles with all samples complete. Yields the results for the largest number of steps."""
         for num_steps in settings.steps:
             if (whole := _pop_whole(waiting[num_steps], num_samples)) is None:
                 continue
@@ -235,7 +248,10 @@ def run_settings(
 
 
 def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
-    """Removes the puzzles with complete attempts from `parts`. Returns them by row and sample, or None."""
+    """Removes the puzzles with all samples complete from `parts`, and joins them to one output.
+
+    The output is sorted by puzzle, then by sample. Returns None if no puzzle is complete.
+    """
     if not parts:
         return None
     joined = StepOutput.join(parts)
