@@ -182,7 +182,7 @@ class Solver:
         )
 
     def _model_for(self, metadata: Metadata) -> HaltingModel:
-        """Returns the model for puzzles of these sizes, in evaluation mode. Loads it only once for each size."""
+        """Returns the model for puzzles of these sizes, in evaluation mode. Loads it once for each size."""
         if metadata not in self._models:
             options = {"raw": self.raw, "forward_dtype": self.forward_dtype}
             model = load_trained_model(self.checkpoint, metadata, **options)

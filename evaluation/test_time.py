@@ -215,7 +215,9 @@ def run_settings(
     }  # attempts by their steps
 
     def collect(output: StepOutput, halts: Tensor) -> None:
-        """Stores the outputs that later count for a number of steps: it is reached, or the sample halted
+        """Stores outputs that are needed later.
+
+        These are the outputs of samples that have reached a number of steps to compare, or that halted
         before.
         """
         carry = output.carry

@@ -50,21 +50,26 @@ Curve = tuple[list[float], list[float]]  # x and y
 
 
 def other_metrics(arch: str) -> list[str]:
-    """Returns the metrics of an architecture (`arch.name`) that the report shows in generic charts."""
+    """Returns the metrics of an architecture that have no specially designed chart in the report.
+
+    arch: Name of the architecture, as in `arch.name`.
+    """
     objective = network_class(arch).objective_class
     return [name for name in objective.metrics | objective.training_metrics if name not in _KNOWN_METRICS]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """The content of a run folder.
+    """The content of a run folder, as the report shows it.
 
-    config      config.yaml, completed with defaults; empty if the file is missing
-    rows        records of metrics.jsonl, sorted by step
-    starts      records of starts.jsonl, one for each launch: command, git_commit, hardware, ...
-    evaluation  {set: {metric: value}} of the newest evaluation by evaluate.py, else of the last in the log
-    scaling     the newest scaling.json (accuracy over test-time compute), if any
-    warnings    a sentence for each problem, such as a missing log
+    config       config.yaml, completed with defaults. Empty if the file is missing
+    rows         records of metrics.jsonl, {name: value}, sorted by training step
+    starts       records of starts.jsonl, one for each launch of the run: command, git_commit, hardware, ...
+    status       whether the run has finished, and at which step
+    evaluation   {set: {metric: value}} of the newest evaluation, by evaluate.py or in the log
+    scaling      newest scaling.json (accuracy for several numbers of steps and samples), or None
+    fingerprint  hash of the dataset, or None if it is unknown
+    warnings     texts about problems, such as a missing log
     """
 
     folder: Path
@@ -88,7 +93,7 @@ class RunRecord:
 
     @property
     def architecture(self) -> str:
-        """Returns the short name of the architecture in papers, such as HRM."""
+        """Returns the name of the architecture as papers write it, such as "HRM". "" if it is unknown."""
         return architectures()[self._arch].title if self._arch in architectures() else self._arch
 
     @property
@@ -105,16 +110,22 @@ class RunRecord:
 
     @property
     def petaflops(self) -> float | None:
-        """Returns the operations of all training steps in 1e15; None if the log lacks them (older runs)."""
+        """Returns the number of floating-point operations of the training, in units of 1e15. None if unknown."""
         return (self.curve("train/petaflops")[1] or [None])[-1]
 
     def curve(self, name: str) -> Curve:
-        """Returns (steps, values) of a metric in the log. Values that are not finite are left out."""
+        """Returns (training steps, values) of a metric in the log. NaN and infinite values are left out.
+
+        name: Full name, such as "train/lm_loss".
+        """
         points = [(row["step"], float(row[name])) for row in self.rows if is_number(row.get(name))]
         return [step for step, _ in points], [value for _, value in points]
 
     def seconds(self) -> dict[int, float]:
-        """Returns {step: seconds of all training steps up to it}, without evaluations and checkpoints."""
+        """Returns the training time up to each logged step: {step: seconds}.
+
+        Evaluations and checkpoints do not count.
+        """
         total, before, seconds = 0.0, 0, {}
         for row in self.rows:
             step_seconds = row.get("train/step_seconds")
@@ -124,7 +135,10 @@ class RunRecord:
         return seconds
 
     def eval_sets(self, split: str = "eval") -> list[str]:
-        """Returns the names of the sets that have metrics `<split>/<set>/<metric>` in the log."""
+        """Returns the names of the test sets in the log. Example: "all" if "eval/all/accuracy" is logged.
+
+        split: First part of the metrics' names.
+        """
         return list(dict.fromkeys(name for row in self.rows for name in metrics_by_set(row, split)))
 
 
@@ -163,7 +177,12 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
 
 
 def _broken_lines(log: Path) -> list[str]:
-    """Returns a warning about damaged lines of the log, if any. The last line may be incomplete."""
+    """Returns a list with a warning if the log has damaged lines. Otherwise, the list is empty.
+
+    The last line may be incomplete without a warning. If there is no log, returns a warning about this.
+
+    log: Path of metrics.jsonl.
+    """
     if not log.exists():
         return [f"{log} is missing. The report has no learning curves."]
     lines, whole = [*map(str.rstrip, read_lines(log))], {text for _, text in read_rows(log.parent)}
@@ -194,10 +213,13 @@ def _fingerprint(checkpoint: Path) -> str | None:
 def _read_evaluation(
     folder: Path, evaluation: Path | None, rows: list[Row], warnings: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Returns the content of metrics.json and scaling.json. Appends problems to `warnings`.
+    """Returns the contents of metrics.json and scaling.json of an evaluation: (results, scaling).
 
-    evaluation: Folder of the evaluation. If None, metrics.json is the newest one with default options, unless
-    the log has a later evaluation of a later step. scaling.json is the newest one on the run's own data.
+    results is {} and scaling is None if the files are missing. Problems are appended to `warnings`.
+
+    evaluation: Folder of the evaluation. If None, the newest files in the run folder count: metrics.json of
+    evaluations with default options, scaling.json of evaluations on the data of the run. If the log has a
+    newer evaluation of a later step, results is {}.
     rows: Records of the log.
     """
     last = max((row["step"] for row in rows if metrics_by_set(row)), default=0)
@@ -229,13 +251,16 @@ def _read_evaluation(
 
 
 def _typed(row: Any, types: Mapping[str, type]) -> Row:
-    """Returns the values of a record that have the expected type. The file may be damaged or forged."""
+    """Returns the values of a record that have the expected type. Other values may come from a damaged file.
+
+    types: {name: type}. Other names are left out.
+    """
     row = row if isinstance(row, dict) else {}
     return {name: value for name, value in row.items() if isinstance(value, types.get(name, ()))}
 
 
 def _can_be_drawn(scaling: Any) -> bool:
-    """Returns whether a value is the content of a valid scaling.json with at least one set."""
+    """Returns whether `scaling` has the format of scaling.json, with at least one test set."""
     try:
         for content in scaling["sets"].values():
             by = next(iter(content["corners"][0]["ways"]))
@@ -249,7 +274,10 @@ def _can_be_drawn(scaling: Any) -> bool:
 
 
 def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Returns the last evaluation in the log, {set: {metric: value}}, with intervals."""
+    """Returns the last evaluation in the log, {set: {metric: value}}, with confidence intervals.
+
+    rows: Records of the log, by training step. {} if none contains an evaluation.
+    """
     for row in reversed(rows):
         results = metrics_by_set({name: value for name, value in row.items() if is_number(value)})
         if results:
