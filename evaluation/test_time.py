@@ -230,7 +230,10 @@ def run_settings(
         on_step(output, halts)
 
     def take() -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-        """Scores the puzzles with all samples complete. Yields the results for the largest number of steps."""
+        """Scores the puzzles with all samples complete.
+
+        Yields the results for the largest number of steps.
+        """
         for num_steps in settings.steps:
             if (whole := _pop_whole(waiting[num_steps], num_samples)) is None:
                 continue

@@ -110,7 +110,10 @@ class RunRecord:
 
     @property
     def petaflops(self) -> float | None:
-        """Returns the number of floating-point operations of the training, in units of 1e15. None if unknown."""
+        """Returns the number of floating-point operations of the training, in units of 1e15.
+
+        None if unknown.
+        """
         return (self.curve("train/petaflops")[1] or [None])[-1]
 
     def curve(self, name: str) -> Curve:

@@ -63,7 +63,10 @@ def without_repeats(
 
 
 def _age(run: RunRecord) -> tuple[bool, str]:
-    """Returns a sort key (run has finished, time of its last launch). The run with the largest key is kept."""
+    """Returns a sort key (run has finished, time of its last launch).
+
+    The run with the largest key is kept.
+    """
     return run.status.get("status") == "finished", str((run.starts or [{}])[-1].get("time", ""))
 
 
