@@ -128,13 +128,19 @@ def _parser() -> OneLineParser:
 
 
 def _sizes(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns overrides for the model size: none (HRM with 27 M parameters), or a tiny model (--quick)."""
+    """Returns arguments of pretrain.py for the size of the model.
+
+    There are none (HRM with 27 M parameters), unless --quick selects a tiny model.
+    """
     return TINY if options.quick else ()
 
 
 # -------------------------------------------------------------------------------------------------- exchange
 class _Exchange:
-    """The contenders of `exchange`: a model in training for each method to sum gradients."""
+    """Models in training, one for each method to sum gradients over ranks (benchmark `exchange`).
+
+    ways: Names of the methods, keys of _EXCHANGES.
+    """
 
     def __init__(self, device: torch.device, options: argparse.Namespace, ways: Sequence[str]):
         trainers = {
@@ -154,7 +160,7 @@ class _Exchange:
         self.turns["copy"] = lambda: flat[0].copy_(flat[1])
 
     def _exchange(self) -> None:
-        """Makes the last of _NEVER local steps. It ends with a synchronization."""
+        """Makes a training step that synchronizes the weights, as after many steps with `local_steps`."""
         self._alone.state.step = _NEVER - 1
         self._alone.step()
         self._alone.state.step = 0
@@ -207,7 +213,11 @@ def measure_exchange(options: argparse.Namespace) -> None:
 
 
 def measure_cluster(options: argparse.Namespace) -> None:
-    """Measures the efficiency of the ranks of torchrun. All ranks call it. Rank 0 prints."""
+    """Measures the efficiency of a run on the machines of torchrun, and prints it on rank 0.
+
+    All ranks call it. The efficiency is the time of a training step without messages, divided by the time
+    with messages.
+    """
     set_cpu_threads(options.threads)
     device, seconds = choose_device(options.device), {"alone": [], "default": []}
     with process_group(device):
@@ -235,7 +245,13 @@ def measure_cluster(options: argparse.Namespace) -> None:
 
 
 def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitStack) -> list[str]:
-    """Emulates machines with the bandwidth and delay of --line. Returns their network namespaces."""
+    """Emulates a network of machines on this machine.
+
+    Returns the Linux network namespace of each emulated machine.
+
+    count: Number of machines. The option --line gives their bandwidth and delay.
+    opened: Stack that removes the emulation at its end.
+    """
     from tests.system.machines import emulate, why_not
 
     rate, milliseconds = options.line
@@ -290,7 +306,12 @@ def measure_scaling(options: argparse.Namespace) -> None:
 
 # ---------------------------------------------------------------------------------------------------- memory
 class _Memory:
-    """A model after a training step, with a large table of puzzle embeddings and a moving average."""
+    """A model after one training step, with a large table of puzzle embeddings.
+
+    It measures memory (benchmark `memory`).
+
+    overrides: key=value arguments of pretrain.py, such as "puzzle_emb_sharding=rows".
+    """
 
     def __init__(self, device: torch.device, options: argparse.Namespace, overrides: Sequence[str]):
         words = (*_sizes(options), "ema=0.999", *overrides)
@@ -303,7 +324,10 @@ class _Memory:
         self._trainer, self._device = trainer, device
 
     def kept(self) -> dict[str, int]:
-        """Returns {part of a checkpoint: bytes on this rank}, and `peak`: peak memory of the process."""
+        """Returns the memory of this rank in bytes: {part of a checkpoint: bytes}.
+
+        The key "peak" is the peak memory of the process.
+        """
         parts = {
             part: sum(each.nbytes for each in tensors.values())
             for part, tensors in self._trainer.parts().items()

@@ -249,7 +249,10 @@ class _SetSums:
         return output.select((~torch.isin(output.carry.data.rows, self._seen_rows)).nonzero().flatten())
 
     def describe(self) -> str:
-        """Returns the accuracies of this rank so far, as a text for the progress bar, such as "solved 0.512"."""
+        """Returns the accuracies of this rank so far, as a text for the progress bar.
+
+        Example: "solved 0.512  cells right 0.914".
+        """
         sums = self._metrics.own()
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
         names = [name for name in ("exact_accuracy", "accuracy") if name in metrics]

@@ -337,7 +337,7 @@ def metrics_table(metrics: _Columns, *, title: str) -> str:
 
 
 def metric_names(metrics: _Columns) -> list[str]:
-    """Lists the metrics of all sets, without derived entries such as "accuracy_low" or "accuracy_deviation"."""
+    """Lists the metrics of all sets, without derived entries such as "accuracy_low"."""
     names = dict.fromkeys(metric for values in metrics.values() for metric in values)
     return [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
 

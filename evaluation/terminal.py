@@ -129,7 +129,10 @@ def _doubt(confidence: float) -> tuple[str, str]:
 
 
 def _mark(style: Style) -> str:
-    """Returns the character that marks changed cells if colors are off: "*", or "'" if the puzzle uses "*"."""
+    """Returns the character that marks changed cells if colors are off: "*".
+
+    If the puzzle uses "*" as a symbol, returns "'" instead.
+    """
     return "'" if "*" in style.symbols else "*"
 
 

@@ -14,20 +14,22 @@ _SEEDED = "seed={seed} data_path={data}"
 class Rung:
     """A benchmark task: fixed data, a goal for the accuracy, and a time limit.
 
-    what       description of the puzzles, for tables
-    builder    arguments of `python -m dataset.build` for the dataset {data}, without --output-dir. {source}
-               stands for the path that the option --source gives
-    also       the same for a second dataset {more_data}. "" if there is none
-    trainings  arguments of pretrain.py, one text for each training. They run one after the other, and the
-               last model is evaluated. {name}, {seed}, {data}, {more_data} and {before} (run folder of the
-               previous training) are replaced
-    goal       the mean of `metric` over seeds should be at least this value
-    seconds    time limit for a seed: building the data, training and evaluation
-    judge      arguments of evaluate.py, if an extra evaluation measures the accuracy. "": the last evaluation
-               of the training does
-    test_time  arguments of evaluate.py for an evaluation with more thinking steps. Its time does not count
-    metric     metric to compare with the goal, averaged over test sets
-    processes  number of processes, with one thread each
+    Attributes:
+        what: Description of the puzzles, for tables.
+        builder: Arguments of `python -m dataset.build` for the dataset {data}, without --output-dir. {source}
+            stands for the path of external data.
+        also: The same for a second dataset {more_data}. "" if there is none.
+        trainings: Arguments of pretrain.py, one text for each training. The trainings run one after the
+            other, and the last model is evaluated. {name}, {seed}, {data}, {more_data} and {before} (run
+            folder of the previous training) are replaced.
+        goal: Lower limit for the mean of `metric` over seeds.
+        seconds: Time limit for a seed: building the data, training and evaluation.
+        judge: Arguments of evaluate.py for the evaluation that counts. "": the last evaluation of the
+            training counts.
+        test_time: Arguments of evaluate.py for an evaluation with more thinking steps. Its time does not
+            count.
+        metric: Metric to compare with the goal, averaged over test sets.
+        processes: Number of processes, with one thread each.
     """
 
     name: str

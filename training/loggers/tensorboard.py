@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Event files in the folder `tensorboard` of the run folder.
+    """Logger that writes TensorBoard event files into the folder `tensorboard` of the run folder.
 
-    If the run resumes, TensorBoard hides the events after the resumed step. If there are no event files, the
-    rows of metrics.jsonl are logged first.
+    If there are no event files yet, the records of metrics.jsonl are logged first. If the run resumes from an
+    earlier step, TensorBoard hides the events after this step.
     """
 
     name = "tensorboard"
