@@ -16,13 +16,14 @@ _COMPILING = (
 
 
 def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Decides whether to use torch.compile for the model's blocks, with the same result on all ranks.
+    """Returns whether to use torch.compile for the model's blocks, the same on all ranks. All ranks call it.
 
-    All ranks call it. The first rank of each node tests the compiler. If the test fails, this function
-    returns False and warns. With choice=True, all ranks exit with an error instead.
+    First, one rank of each node tests the compiler. If the compiler fails, "auto" means False, with a
+    warning. With choice=True, all ranks then exit with an error.
 
-    choice: True, False, or "auto". "auto" compiles if that saves time.
-    num_steps: Planned number of calls of the model. Compiling takes minutes, so it pays only for many calls.
+    choice: True, False, or "auto". "auto" compiles only if that saves time.
+    num_steps: Planned number of calls of the model. Compiling takes minutes, so it needs many calls to save
+    time.
     """
     with collective_errors():
         compiles = should_compile(choice, device, num_steps=num_steps)
@@ -48,10 +49,10 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
 
 @contextlib.contextmanager
 def compiler_cache_errors() -> Iterator[None]:
-    """Context manager: if a file in the cache of torch.compile is damaged, the process exits with status 1.
+    """Context manager for the error that torch.compile raises if a file in its cache is damaged.
 
-    The console shows one line that names the file. The traceback goes to the log file of this rank. Other
-    errors pass through.
+    Instead of the traceback, the console shows one line with the damaged file. The process exits with status
+    1. The traceback goes to the log file of this rank. Other errors are raised as usual.
     """
     try:
         yield

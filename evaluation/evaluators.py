@@ -31,16 +31,16 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
 
 
 class Evaluators:
-    """Evaluators for all test sets. An evaluator computes extra metrics for a kind of puzzle, such as Sudoku.
+    """Computes extra metrics for a kind of puzzle, for example whether a Sudoku answer obeys the rules.
 
-    Every rank builds an `Evaluators`, adds the answers that it computed, and takes part in `gather_metrics`.
+    Every rank creates an object, calls `add` for the answers that it computed, and calls `gather_metrics`.
 
-    names: Kinds of puzzles, such as ["sudoku"]. Every folder of this kind gets an evaluator. If None, only
-    puzzles with several solutions get one, because a valid answer may then differ from the label.
-    data: Dataset to evaluate. It may consist of several folders.
+    names: Kinds of puzzles to evaluate, such as ["sudoku"]. If None, the kinds of those datasets that have
+    puzzles with several solutions. There, a valid answer may differ from the label.
+    data: Dataset to evaluate. It may consist of several folders with different kinds of puzzles.
 
-    Raises ValueError if no folder has the kind of a name. Other ranks may not see this error, so construct it
-    in a block of `collective_errors`.
+    Raises ValueError if no folder contains puzzles of a given kind. Other ranks may not raise it, so create
+    the object in a block of `collective_errors`.
     """
 
     def __init__(self, names: Sequence[str] | None, data: Dataset):
@@ -64,10 +64,12 @@ class Evaluators:
                 raise failures[0]
 
     def anew(self, *, only_answered: bool = False) -> "Evaluators":
-        """Returns a copy without answers, for another evaluation of the same data. Call it before `add`.
+        """Returns a copy without answers, for another evaluation of the same data.
+
+        Call it before `add`.
 
         only_answered: If True, metrics include only the examples that `add` receives. If False, an evaluator
-        may count the missing examples of the test split as wrong.
+        may count test examples without an answer as wrong.
         """
         new = copy.copy(self)
         new._of_folder = copy.deepcopy(self._of_folder)
@@ -79,11 +81,12 @@ class Evaluators:
         return any(self._of_folder.values())
 
     def add(self, set_name: str, answers: Answers, *, samples: Answers | None = None) -> None:
-        """Adds this rank's answers to one batch of the set `set_name`. Does not communicate.
+        """Adds the answers that this rank computed for one batch. Does not communicate.
 
+        set_name: Name of the test set.
         answers: One answer for each puzzle.
-        samples: If the model answered each puzzle several times, all of these answers. Evaluators that count
-        votes use them instead of `answers`.
+        samples: All answers, if the model answered each puzzle several times. Evaluators that count votes use
+        them instead of `answers`.
         """
         folder, own_name, first_identifier = self._data.origin(set_name)
         for evaluator in self._of_folder[folder]:
@@ -92,10 +95,10 @@ class Evaluators:
             evaluator.add(own_name, own)
 
     def rules_of(self, set_name: str) -> Rules | None:
-        """Returns a function that checks answers by the rules of a set's puzzles, or None without rules.
+        """Returns a function that checks answers by the rules of the puzzle, such as those of Sudoku.
 
         The function takes `inputs` and `preds`, both tokens [n, seq_len]. It returns whether the answers are
-        valid, bool [n].
+        valid, bool [n]. Returns None if the puzzles of the test set have no such function.
         """
         evaluators = self._of_folder[self._data.origin(set_name).folder]
         nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)
@@ -104,9 +107,11 @@ class Evaluators:
         )
 
     def check_rules(self, selects: Sequence[str]) -> None:
-        """Raises ValueError if `selects` contains "rules" and a test set has no rules to check answers with.
+        """Raises ValueError if `selects` contains "rules", but a test set has no function that checks
+        answers.
 
-        selects: Rules that select one of several answers to a puzzle, such as ["vote", "rules"].
+        selects: Names of rules that select one of several answers to a puzzle, such as "vote". The rule
+        "rules" selects an answer that obeys the rules of the puzzle.
         """
         for name in self._data.splits["test"].sets if "rules" in selects else ():
             if self.rules_of(name) is None:
@@ -118,10 +123,10 @@ class Evaluators:
     def gather_metrics(self, ranks: Ranks | None = None) -> dict[str, dict[str, float]]:
         """Computes the metrics of all evaluators on rank 0, from the answers on all ranks. All ranks call it.
 
-        Returns {set: {metric: value}} on rank 0, with metrics such as "sudoku/valid_accuracy". Returns {} on
-        other ranks. If one rank raises an error, all ranks exit.
+        Returns {test set: {metric: value}} on rank 0, for example {"all": {"sudoku/valid_accuracy": 0.9}}.
+        Returns {} on other ranks. If one rank raises an error, all ranks exit.
 
-        ranks: Ranks that evaluated different puzzles. If None, all ranks.
+        ranks: Group of ranks that evaluated different puzzles. If None, all ranks.
         """
         metrics: dict[str, dict[str, float]] = {}
         for folder, evaluators in self._of_folder.items():
@@ -135,10 +140,10 @@ class Evaluators:
         return metrics
 
     def write(self, folder: Path) -> None:
-        """Writes the files of the evaluators, such as an ARC submission.
+        """Writes the files of the evaluators into a folder, such as the submission file for ARC.
 
-        Call it on rank 0 after `gather_metrics`. If the dataset consists of several folders, the files of a
-        dataset folder go to a subfolder with its name.
+        Call it on rank 0 after `gather_metrics`. If the dataset consists of several folders, each of them
+        gets a subfolder with its name.
         """
         for data_folder, evaluators in self._of_folder.items():
             for evaluator in evaluators:

@@ -11,15 +11,14 @@ from collections.abc import Sequence
 
 
 def wilson_interval(successes_share: float, count: int, *, z: float = 1.959964) -> tuple[float, float]:
-    """Computes the ends (low, high) of Wilson's score interval of a fraction.
+    """Returns the ends (low, high) of Wilson's 95 % confidence interval of a fraction.
 
-    By default, it is a 95 % interval. The interval is also accurate for fractions near 0 or 1, and for few
-    trials. For a mean of values in [0, 1] that are not only 0 or 1, such as the fraction of correct cells,
-    the interval is valid but too wide.
+    It is also accurate for fractions near 0 or 1, and for few trials. If `successes_share` is a mean of
+    values between 0 and 1, such as fractions of correct cells, the interval is wider than necessary.
 
     successes_share: Fraction of successes, in [0, 1].
     count: Number of independent trials, at least 1.
-    z: Normal quantile of the confidence, 1.96 for 95 %.
+    z: Quantile of the normal distribution. It sets the confidence, 1.96 for 95 %.
     """
     assert count >= 1
     assert 0 <= successes_share <= 1

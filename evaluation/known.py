@@ -33,23 +33,23 @@ def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def has_rows_to_match(arch: Architecture, data: Dataset) -> bool:
-    """Returns whether the embeddings of the puzzle identifiers of a dataset must be looked up in a model.
+    """Returns whether `find_match` has something to do.
 
-    False if the model has no puzzle embeddings, or if the dataset has only one identifier in each folder.
+    It has nothing to do if the model has no puzzle embeddings, or if all puzzles of a folder share one
+    embedding.
     """
     return arch.has_puzzle_embeddings and data.metadata.num_puzzle_identifiers > len(data.folders)
 
 
 def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
-    """Finds, for each puzzle identifier of a dataset, the row of the model's puzzle embedding table.
+    """Finds which row of the model's puzzle embedding table belongs to each puzzle identifier of a dataset.
 
-    A dataset that was built differently may number the same tasks differently. Puzzles are therefore compared
-    by name and content.
+    A puzzle identifier is the number of a puzzle in its dataset. Another dataset may number the same puzzles
+    differently. So puzzles are compared by their names and contents.
 
-    Returns None if row i belongs to identifier i, so that no lookup is needed. Examples: the dataset of the
-    training, or a model without puzzle embeddings. Also returns None if the names of the puzzles are unknown.
-    Rank 0 then warns, unless the data are clearly those of the training or have another number of
-    identifiers. Raises ValueError if a file is damaged.
+    Returns None if no search is needed, because row i belongs to identifier i. Examples: the dataset of the
+    training, or a model without puzzle embeddings. Also returns None, usually with a warning, if the names of
+    the puzzles are unknown. Raises ValueError if a file is damaged.
     """
     if not has_rows_to_match(checkpoint.arch, data):
         return None
@@ -101,11 +101,12 @@ def _is_training_data(checkpoint: Checkpoint, data: Dataset) -> bool:
 
 
 class Known(NamedTuple):
-    """The part of the test puzzles for which a model has puzzle embeddings.
+    """The test puzzles that a model has puzzle embeddings for.
 
-    data      the dataset without the test sets that have no such puzzle
-    puzzles   {set: indices of these puzzles, int64 [n], ascending}. None if the model has embeddings for all
-    metrics   {set: {metric: number of puzzle identifiers}}, for example {"test": {"identifiers_missing": 3}}
+    data      the dataset. Test sets without any such puzzle are removed
+    puzzles   {test set: indices of these puzzles, int64 [n], ascending}. None if these are all puzzles
+    metrics   {test set: {metric: number}}. Example: {"all": {"identifiers_common": 400,
+              "identifiers_missing": 3}}
     """
 
     data: Dataset
@@ -114,11 +115,11 @@ class Known(NamedTuple):
 
 
 def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
-    """Selects the test puzzles for which a model has puzzle embeddings. Rank 0 logs how many there are.
+    """Selects the test puzzles that a model has puzzle embeddings for. Rank 0 logs their number.
 
     Raises ValueError if there are none.
 
-    match: Result of `find_match`. If None, all test puzzles are selected.
+    match: Result of `find_match`. If it is None, all test puzzles are selected.
     model: Name of the model for messages.
     """
     if match is None:

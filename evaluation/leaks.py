@@ -25,18 +25,16 @@ from evaluation.intervals import wilson_interval
 
 @dataclasses.dataclass(frozen=True)
 class Leak:
-    """Which puzzles of one test set the model was trained on ("leaked"), as far as this is known.
-
-    All ranks have the same value.
+    """The puzzles of a test set that the model was trained on ("leaked" puzzles), as far as they are known.
 
     Attributes:
-        rows: Indices of the leaked examples in the set, int64 [n], ascending. They include augmented variants
-            of leaked puzzles. Empty if `rate` is between 0 and 1.
-        rate: Fraction of the training examples that could be compared. 1: all of them. Between 0 and 1: a
-            random sample. 0: an unknown part.
-        num_distinct: Number of different puzzles in the set. Puzzles with equal inputs count once.
-        share: Estimated fraction of leaked test examples, and both ends of its 95 % interval. None unless
-            `rate` is between 0 and 1.
+        rows: Indices of the leaked examples in the test set, int64 [n], ascending. If a puzzle has leaked,
+            its augmented variants are included. Empty if `rate` is between 0 and 1.
+        rate: How much of the training data could be compared. 1: all training examples. Between 0 and 1: this
+            fraction, a random sample. 0: an unknown part.
+        num_distinct: Number of different puzzles in the test set.
+        share: If `rate` is between 0 and 1: estimated fraction of leaked test examples, and the ends (low,
+            high) of its 95 % interval. Otherwise None.
     """
 
     rows: np.ndarray
@@ -46,11 +44,12 @@ class Leak:
 
 
 class _Tested(NamedTuple):
-    """A test set whose puzzles are compared with the training puzzles.
+    """A test set to be compared with the training data.
 
     where         folder of the split, for messages
     has_variants  whether augmented variants of the puzzles are evaluated too
-    rows, hashes  index and hash of each example that is not an augmented variant, [n]
+    rows          indices of the examples that are not augmented, int64 [n]
+    hashes        hashes of these examples, uint64 [n]
     """
 
     where: Path
@@ -89,11 +88,14 @@ class Leaks:
         groups: np.ndarray | None = None,
         puzzles: np.ndarray | None = None,
     ) -> None:
-        """Adds a test set, and computes hashes of its inputs. Only rank 0 calls it.
+        """Adds a test set, and computes hashes of its puzzles. Only rank 0 calls it.
 
-        groups: Mask, bool [number of groups]. A group is a puzzle with its augmented variants. Only
-        unaugmented puzzles of the groups with True are compared. If None, all groups are.
-        puzzles: Indices of the puzzles that will be evaluated, int64 [n]. If None, all puzzles.
+        Augmented variants are not hashed.
+
+        name: Name of the test set.
+        groups: bool [number of groups]. A group is a puzzle with its augmented variants. Only groups with
+        True are evaluated. If None, all are.
+        puzzles: Indices of the evaluated puzzles, int64 [n]. If None, all puzzles.
         """
         rows, hashes = original_rows(data), hash_examples(data, split, folders)
         if groups is not None:
@@ -171,10 +173,10 @@ def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.nd
 
 
 def find_trained(checkpoint: Checkpoint) -> Trained | None:
-    """Returns hashes of the examples that a checkpoint was trained on, or None if they are unknown.
+    """Returns hashes of the examples that a checkpoint was trained on. Returns None if they are unknown.
 
-    Checkpoints contain a file with these hashes. Older checkpoints do not. Their training data are hashed
-    again, if the dataset folders have not changed. Raises ValueError if the file is damaged.
+    The hashes are in a file of the checkpoint. Older checkpoints have no such file. For them, the dataset is
+    hashed again, if it has not changed since the training. Raises ValueError if the file is damaged.
     """
     if checkpoint.trained_file is not None and (found := read_trained(checkpoint.trained_file)):
         return found

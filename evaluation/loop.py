@@ -21,13 +21,13 @@ OnStep = Callable[[StepOutput, Tensor], None]  # (output, bool [slots]: True at 
 
 
 class Race:
-    """Keeps track of which of several runs ("samples") of the same puzzle halts first. That sample answers.
+    """Decides which of several runs of the same puzzle answers: the first one to halt.
 
-    The evaluation can stop the other samples of the puzzle, because they have lost.
+    The runs ("samples") have different random noise. A sample that has lost can stop early.
 
-    samples: Numbers of samples to evaluate, ascending. For (1, 4), sample 0 has a race without rivals, and
-    samples 0 to 3 have another race. A sample has lost if another sample won the smallest race that includes
-    it. If two samples halt in the same step, the lower index wins.
+    samples: Numbers of samples to compare, ascending. Example: (1, 4) evaluates sample 0 only, and a race of
+    the samples 0 to 3. A sample has lost if another sample won the smallest race that both are in. If two
+    samples halt in the same step, the lower index wins.
     """
 
     def __init__(self, samples: Sequence[int]):
@@ -35,10 +35,10 @@ class Race:
         self._first: dict[tuple[int, int], tuple[int, int]] = {}  # (row, samples): (step, sample)
 
     def record(self, carry: Carry, wants_to_halt: Tensor) -> None:
-        """Records which samples want to halt after a step.
+        """Records which samples want to halt after a thinking step (one call of the model).
 
-        wants_to_halt: bool [slots]. `carry.data.rows` identifies the puzzle and sample of each slot (batch
-        position).
+        carry: State of the batch after the step. `carry.data.rows` identifies puzzle and sample.
+        wants_to_halt: bool [batch].
         """
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
         for attempt, step in zip(carry.data.rows[slots].tolist(), carry.steps[slots].tolist(), strict=True):
@@ -71,15 +71,17 @@ def answer_batches(
     race: Race | None = None,
     stages: Ranks = ALONE,
 ) -> Iterator[StepOutput]:
-    """Runs the model on all batches, and yields the outputs after the last thinking step of every example.
+    """Runs the model on all examples, and yields the outputs after the last thinking step of each example.
 
-    With early halting, a new example replaces a halted one in the running batch. Examples then come out in
-    the order in which they halt. The yielded batches may lack padding.
+    A thinking step is one call of the model. With early halting (`reasoning.halting="act"`), the model itself
+    ends an example, and the next example takes its place in the batch. Outputs then come in another order. A
+    yielded output contains a part of the examples, perhaps without padding.
 
     draw: Function that returns the random numbers of a step.
     on_step: Function that is called after every step.
-    race: Race between samples of a puzzle. Samples that have lost stop early.
-    stages: Ranks that hold the stages of a pipeline. All of them call this function together.
+    race: Stops a run of a puzzle if another run of the same puzzle has halted first. If None, no run is
+    stopped.
+    stages: Ranks of a pipeline. All of them call this function, and call the model equally often.
     """
 
     def begin(batch: Batch) -> Carry:
@@ -149,10 +151,11 @@ def answer_batches(
 
 
 def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
-    """Returns a dummy output for samples that lost their race before their first step.
+    """Returns the arguments of `on_step` for samples that are stopped before their first thinking step.
 
-    The arguments for `on_step` are returned: (output, bool [slots] with only True).
-    like: Output of other samples. It provides the dtypes and shapes.
+    They are (output with dummy predictions, bool [batch] with only True).
+
+    like: Output of other samples. It gives the dtypes and shapes.
     """
     carry = carry._replace(halted=torch.ones_like(carry.halted))
     prediction = select_columns(like.prediction, torch.zeros_like(carry.steps).long())

@@ -40,18 +40,18 @@ WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class SetResult:
-    """The result of evaluating one test set.
+    """The result of evaluating a model on one test set.
 
     Attributes:
-        metrics: {name: value}. Contains the metrics of the network, "count" (number of labeled puzzles), and
-            the metrics of evaluators, such as "sudoku/valid_accuracy". If the model was trained on some of
-            the puzzles, "unseen/<metric>" leaves them out. Without early halting, "act_exact_accuracy" and
-            "act_steps" are the values that early halting would give.
-        exact_accuracy_after_each_step: Fraction of solved puzzles after step 1, 2, ... Empty with early
-            halting, with several settings, or without labels.
+        metrics: {name: value}. Examples: "exact_accuracy", "count" (number of labeled puzzles), and
+            "sudoku/valid_accuracy" from an evaluator. "unseen/<metric>" leaves out puzzles that the model was
+            trained on. "act_exact_accuracy" and "act_steps" are the values that early halting would give, if
+            it was off.
+        exact_accuracy_after_each_step: Fraction of solved puzzles after thinking step 1, 2, ... Empty with
+            early halting, with `scores`, or without labels.
         outputs: {name: array [examples, ...]}, in dataset order.
-        scores: Sums for each setting, a pair (number of steps, number of samples). Empty if no settings were
-            evaluated. Otherwise, the other fields belong to the largest setting.
+        scores: Counts for several numbers of thinking steps and of runs of each puzzle. Empty if each puzzle
+            ran once. Otherwise, the other fields belong to the largest numbers.
     """
 
     metrics: dict[str, float]
@@ -83,21 +83,22 @@ def evaluate_split(
 
     Args:
         model: Model to evaluate. It runs in evaluation mode. Its previous mode is restored at the end.
-        global_batch_size: Batch size, summed over all ranks. If a puzzle runs as several samples, each sample
-            takes one position of the batch.
-        reasoning: Number of thinking steps and early halting. If None, the number of steps of the
-            architecture, without early halting.
+        global_batch_size: Batch size, summed over all ranks. If a puzzle runs several times, each run takes
+            one position of the batch.
+        reasoning: Number of thinking steps (calls of the model) and early halting. If None, the number of
+            steps of the architecture, without early halting.
         outputs: Names of arrays to return for every example, such as "preds" or "logits".
-        evaluators: Evaluators that compute extra metrics from the answers.
-        settings: Numbers of steps and of samples to evaluate. If None, each puzzle runs once.
+        evaluators: Compute extra metrics from the answers.
+        settings: Several numbers of thinking steps, and of runs of each puzzle, to compare. If None, each
+            puzzle runs once.
         seed: Seed of the noise.
         only_first_batches: Whether to evaluate only the first batch of each set.
         puzzles: {set: indices of the puzzles to evaluate, int64 [n], ascending}. If None, all puzzles.
-        leaks: {set: test puzzles that the model was trained on}. If None, no metrics distinguish them.
+        leaks: {set: puzzles that the model was trained on}. If None, there are no metrics about them.
         all_reduce_stop: Function that all ranks call before every batch. If it returns True, the evaluation
             stops.
-        fetch_rows: Function that loads the puzzle embeddings of these identifiers, int64 [n], if the
-            embeddings are sharded over ranks. All ranks call it before each set.
+        fetch_rows: Function for puzzle embeddings that are sharded over ranks. It loads the embeddings of
+            these identifiers, int64 [n]. All ranks call it before each set.
         ranks: Ranks that divide the puzzles among themselves. If None, all ranks.
         stages: Ranks that hold the stages of this rank's pipeline. Not supported together with `settings`.
 
@@ -192,10 +193,12 @@ def _add_answers(evaluators: Evaluators, name: str, final: StepOutput, attempts:
 class _SetSums:
     """Accumulates the metrics and outputs of one test set on this rank. `reduce` sums them over all ranks.
 
-    num_steps: Number of thinking steps, for the accuracy after each step. 0 turns this accuracy off.
+    num_steps: Number of thinking steps, for the accuracy after each step. If 0, this accuracy is not
+    computed.
     outputs: Names of arrays to store for every example, such as "preds".
     leak: Test puzzles that the model was trained on, or None.
-    scores: Attribute. Sums for several numbers of steps and samples. None if each puzzle runs once.
+    scores: Attribute. Counts for several numbers of steps and of runs of each puzzle. None if each puzzle
+    runs once.
     """
 
     def __init__(
@@ -245,7 +248,7 @@ class _SetSums:
                 arrays.append(_output(name, final)[is_real].cpu().numpy())
 
     def select_unseen(self, output: StepOutput) -> StepOutput:
-        """Returns the part of a batch of outputs that the model was not trained on. Padding is kept."""
+        """Removes the puzzles that the model was trained on from an output. Padding stays."""
         return output.select((~torch.isin(output.carry.data.rows, self._seen_rows)).nonzero().flatten())
 
     def describe(self) -> str:
@@ -259,10 +262,10 @@ class _SetSums:
         return "  ".join(f"{WORDS[name]} {metrics[name]:.3f}" for name in names)
 
     def _leak_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns metrics about test puzzles that the model was trained on, for example {"trained_on": 12.0}.
+        """Returns metrics that depend on which test puzzles the model was trained on. All ranks call it.
 
-        All ranks call it. "trained_on" is the number of these puzzles (a lower bound if "trained_on_rate" is
-        0). "unseen/<metric>" leaves them out. "distinct_count" is the number of different test puzzles.
+        "trained_on" is the number of these puzzles. It is a lower bound if "trained_on_rate" is 0.
+        "unseen/<metric>" leaves these puzzles out. "distinct_count" is the number of different test puzzles.
 
         metrics: Metrics of all examples.
         """
@@ -288,9 +291,9 @@ class _SetSums:
         return found
 
     def reduce(self, extra: dict[str, float]) -> SetResult:
-        """Sums over all ranks, and returns the result of the set. All ranks call it.
+        """Sums the metrics over all ranks, and returns the result of the test set. All ranks call it.
 
-        Outputs and scores are complete on rank 0 and empty on other ranks.
+        Only the result on rank 0 contains outputs and scores.
 
         extra: Metrics of the evaluators. They are added to the result.
         """
@@ -330,9 +333,9 @@ def _answers(final: StepOutput) -> Answers:
 
 
 def _output(name: str, output: StepOutput) -> Tensor:
-    """Returns an array that `save_outputs` can name, such as "preds" or "logits": [batch, ...].
+    """Returns the array with this name from an output: [batch, ...].
 
-    "preds" contains a token for every cell, even if the cell has no label.
+    name: Name that the config key `save_outputs` allows, such as "preds" (tokens of all cells) or "logits".
     """
     logits = output.prediction.logits
     if name == "preds":

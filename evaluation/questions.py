@@ -22,11 +22,13 @@ _FILES = (".txt", ".json", ".csv")
 
 
 class Questions:
-    """Reads puzzles from text for one model, in the symbols and sizes of the model's training data.
+    """Reads puzzles from text for one model.
+
+    The text must have the symbols of the model's training data, such as "1..4 .... ...3 4..1" for a Sudoku.
 
     info: Attribute. Description of the training data.
-    folders: Dataset folders of the training data. If None, the folders that the checkpoint names. They need
-    not exist.
+    folders: Dataset folders of the training data. If None, the folders that the checkpoint names. They may be
+    missing.
     """
 
     def __init__(self, checkpoint: Checkpoint, folders: list[Path] | None):
@@ -35,9 +37,11 @@ class Questions:
         self._folders = folders or checkpoint.find_data()
 
     def read(self, config: SolveConfig) -> Puzzle:
-        """Reads the puzzle that `config.puzzle` and `config.test` select.
+        """Reads the puzzle of a config of solve.py.
 
         Raises ValueError if it is missing, malformed or unsolvable.
+
+        config: `puzzle` contains the puzzle or a file name. `test` is the index of the puzzle in the file.
         """
         text, source = read_question(config.puzzle)
         kind, vocab_size = self.info.kind, self.info.metadata.vocab_size
@@ -77,9 +81,9 @@ class Questions:
     def find_identifier(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
         """Finds the row of the model's puzzle embedding table that belongs to the puzzle.
 
-        Returns None if `adapt=true` and no row exists, so that an embedding must be trained first. Raises
-        ValueError if the config's `adapt` or `task` does not fit the model or the puzzle, or if there is no
-        row for the puzzle.
+        Returns None if the config has `adapt=true` and the model has no row for the puzzle. An embedding must
+        then be trained. Raises ValueError if the model has no row and `adapt` is false, or if `adapt` or
+        `task` does not fit the model or the puzzle.
         """
         number = self._find_number(puzzle, config)
         if not number or not all((path / "test" / "dataset.json").is_file() for path in self._folders):
@@ -97,9 +101,9 @@ class Questions:
         return int(match.rows[number])
 
     def _find_number(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
-        """Finds the puzzle identifier in the dataset folders.
+        """Finds the number of the puzzle in its dataset.
 
-        The model may store its embedding in another row. Returns None, and raises ValueError, in the same
+        `find_identifier` then finds the row of its embedding. Returns None and raises ValueError in the same
         cases as `find_identifier`.
         """
         blank = self.info.metadata.blank_identifier_id
@@ -168,11 +172,11 @@ def read_question(puzzle: str | None) -> tuple[str, str]:
 
 
 def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:
-    """Returns a description of a model's training data: kind of puzzle, symbols, sizes.
+    """Returns a description of the data that a model was trained on: kind of puzzle, symbols, sizes.
 
-    It is read from `folders`. If None, it is read from the checkpoint, or else from the folders that the
-    checkpoint names. If nothing is found, the sizes of the weights give the sizes of the data. Raises
-    ValueError if the kind of puzzle remains unknown.
+    If `folders` is not None, it is read from these dataset folders. Otherwise, it is read from the
+    checkpoint, or from the folders that the checkpoint names. If none of these describes the data, the sizes
+    of the weights are used. Raises ValueError if they fit several kinds of puzzles or none.
     """
     if folders is None and checkpoint.dataset_info is not None:
         return DatasetInfo.from_json(checkpoint.dataset_info, where=f"dataset description of {checkpoint}")

@@ -49,7 +49,7 @@ _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
 def open_output_folder(folder: Path) -> Path:
     """Creates a folder for results. Raises ValueError if it is not writable.
 
-    Call it before the evaluation, so that the evaluation is not lost.
+    Call it before an evaluation, so that the error comes early.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,12 +62,11 @@ def open_output_folder(folder: Path) -> Path:
 
 
 def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns what determines the results of an evaluation of `checkpoint`: {key: value}.
+    """Returns the choices that determine the results of an evaluation: {key: value}.
 
-    The keys are "test" (fingerprint of the test splits), every option that differs from its default (such as
-    "samples"), and "data" (dataset folders). "data" is missing if the folders and their test splits are those
-    of the training. If two evaluations differ in one of these values, their results go to different folders
-    (`name_of`).
+    Results with different choices are never mixed in one folder. The keys are "test" (hash of the test
+    splits), the options that differ from their defaults (such as "samples"), and "data" (paths of the dataset
+    folders). "data" is missing if the data are the unchanged data of the training.
 
     data: Dataset folders of the evaluation.
     """
@@ -82,11 +81,11 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Chec
 
 
 def _has_same_tests(checkpoint: Checkpoint, data: Sequence[Path], found: str) -> bool:
-    """Returns whether the test splits have not changed since the training.
+    """Returns whether the test splits are still the same as in the training.
 
-    An older checkpoint has only a fingerprint of all splits. Then no split may have changed.
+    Older checkpoints have no hash of only the test splits. For them, no split may have changed.
 
-    found: Fingerprint of the test splits as they are now.
+    found: Hash of the test splits now.
     """
     if checkpoint.test_fingerprint is None:
         return _is_trained_on(checkpoint, data)
@@ -102,10 +101,10 @@ def _is_trained_on(checkpoint: Checkpoint, data: Sequence[Path]) -> bool:
 
 
 def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
-    """Returns the name of the folder for results: "step_120" or "step_120_1a2b3c4d".
+    """Returns the name of the folder for the results of a checkpoint.
 
-    The second form contains a hash of `measured`. It is used if the options or the data differ from the
-    defaults.
+    It is "step_120" for the default options and the data of the training. Otherwise a hash is added:
+    "step_120_1a2b3c4d".
 
     measured: Result of `measured_with`.
     """
@@ -118,14 +117,14 @@ def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
 def write_measured(
     folder: Path, measured: Mapping[str, Any], data: Sequence[Path], *, is_default_folder: bool
 ) -> None:
-    """Writes `measured` to measured.json in a folder for results.
+    """Writes the choices that determine the results to measured.json in the folder for results.
 
-    If the folder contains results with other options or data, they are deleted first.
+    If the folder contains results with other choices, they are deleted first.
 
     measured: Result of `measured_with`.
     data: Dataset folders of the evaluation.
-    is_default_folder: Whether the folder has its name from `name_of`. If so, results without a measured.json
-    are kept. Training and older versions write such results.
+    is_default_folder: Whether the folder has its name from `name_of`. Results there without a measured.json
+    then count as results with default choices. Training and older versions write such results.
     """
     path = folder / MEASURED_FILE
     try:
@@ -144,12 +143,11 @@ def write_measured(
 
 
 def tell_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
-    """Logs a message if the folder has older results that were computed in another number format.
+    """Logs a message if the evaluation will replace results that were computed in another number format.
 
-    The new evaluation will replace them.
-
+    folder: Folder with the earlier results, if any.
     forward_dtype: Number format of the new evaluation, such as "float32".
-    stored: Number format of the training. Older results do not record their format. It is then this one.
+    stored: Number format of the training. Earlier results that do not name their number format have this one.
     """
     try:
         before = {str(values.get("forward_dtype", stored)) for values in read_results(folder).values()}
@@ -180,12 +178,12 @@ def write_results(
 ) -> tuple[dict[str, dict[str, float | str]], dict[str, Any] | None]:
     """Writes the result files of an evaluation into `folder`, and prints tables. Only rank 0 calls it.
 
-    Returns ({set: {metric: value}}, content of scaling.json). The second is None if only one number of steps
-    and samples was evaluated.
+    Returns (metrics, content of scaling.json). The metrics are {test set: {metric: value}}. The second is
+    None if only one number of thinking steps and one run of each puzzle was evaluated.
 
     title: Title of the printed table.
-    selected_by: "validation" or "test" if the checkpoint was selected as the best of its run by its accuracy
-    on these puzzles. Otherwise None.
+    selected_by: Split on which this checkpoint was the best of its run, "validation" or "test". None if it
+    was not selected.
     forward_dtype: Number format in which the model computed, such as "bfloat16".
     """
     texts = {"selected_by": selected_by, "forward_dtype": forward_dtype}
@@ -209,12 +207,11 @@ def read_results(folder: Path) -> dict[str, dict[str, float | str]]:
 
 
 def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, output_dir: str | None) -> None:
-    """Prints mean and standard deviation of every metric over several checkpoints.
+    """Prints the mean and the standard deviation of every metric over several checkpoints.
 
-    If output_dir is set, also writes them to summary.json in this folder.
-
-    metrics: {set: {metric: value}} of each checkpoint.
-    checkpoints: Their paths.
+    metrics: {test set: {metric: value}} of each checkpoint.
+    checkpoints: Paths of the checkpoints.
+    output_dir: Folder for the file summary.json. If None, no file is written.
     """
     summary = summarize(metrics)
     log.info(metrics_table(summary, title=f"mean and standard deviation of {len(metrics)} checkpoints"))
@@ -263,13 +260,12 @@ def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
-    """Returns the number of independent test puzzles behind an accuracy. 0 if it is unknown.
+    """Returns the number of test puzzles for the confidence interval of an accuracy. 0 if it is unknown.
 
-    The width of the accuracy's confidence interval depends on it. Puzzles with equal inputs are not
-    independent, so they count once.
+    The interval assumes independent puzzles. So puzzles with equal inputs count once.
 
-    values: {metric: value} of one set.
-    evaluator: Prefix of the accuracy's name, such as "sudoku/" in "sudoku/valid_accuracy".
+    values: {metric: value} of one test set.
+    evaluator: Start of the accuracy's name, such as "sudoku/" in "sudoku/valid_accuracy". Usually empty.
     """
     count, num_rows = values.get(f"{evaluator}count", 0), values.get("count", 0)
     counts_examples = evaluator in ("", "unseen/") or count == num_rows
@@ -378,12 +374,12 @@ def _has_suffix(metric: str, *suffixes: str) -> bool:
 
 
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
-    """Returns the content of scaling.json: accuracy for every number of thinking steps and of samples.
+    """Returns the content of scaling.json: accuracies for several numbers of thinking steps and of samples.
 
-    The format is {option: value, "sets": {set: {"count": n, "corners": [corner, ...]}}}. A corner is
-    {"steps": 16, "samples": 4, "ways": {rule: {"exact_accuracy": 0.9, ...}}}. A rule such as "vote" selects
-    one of the samples of a puzzle. The last rule, "any", counts a puzzle as solved if any of its samples is
-    right.
+    A sample is one run of a puzzle. The format is {option: value, "sets": {test set: {"count": number of
+    puzzles, "corners": list}}}. An entry of the list is {"steps": 16, "samples": 4, "ways": {"vote":
+    {"exact_accuracy": 0.9, ...}}}. "vote" is a rule that selects one of the samples. The last rule, "any",
+    counts a puzzle as solved if any sample is right.
     """
     sets = {}
     for name, result in results.items():
@@ -402,11 +398,11 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
 
 
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Flattens the content of scaling.json to {set: {metric: value}}.
+    """Flattens the content of scaling.json to {test set: {metric: value}}.
 
-    A name contains the numbers of steps and samples: "exact_accuracy@steps=64,samples=8". It starts with
-    "any_" if any right sample counts. It ends with ",select=vote" if the rule `vote` selected the sample. The
-    first selection rule has no ending.
+    Example of a metric: "exact_accuracy@steps=64,samples=8". A name ends with ",select=vote" if the rule
+    `vote` selected the sample. Names of the first rule lack this ending. A name starts with "any_" if a
+    puzzle counts as solved when any sample is right.
 
     scaling: Content of scaling.json.
     """
@@ -423,9 +419,11 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
-    """Returns a text table: for each number of steps and samples, the accuracy of each selection rule.
+    """Returns a text table of the accuracies in scaling.json.
 
-    For a search, the table also shows the fractions of wrong answers and of puzzles without an answer.
+    It has one line for each number of thinking steps and of samples (runs of a puzzle), and one column for
+    each selection rule. For a search model (LDT), it also has the fractions of wrong answers and of puzzles
+    without an answer.
 
     scaling: Content of scaling.json.
     """
@@ -450,9 +448,9 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
 
 
 def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dict[str, Any]]:
-    """Returns {set: {metric: value}} from a log record with names such as "eval/all/exact_accuracy".
+    """Extracts {test set: {metric: value}} from a log record with names such as "eval/all/exact_accuracy".
 
-    split: First part of the names to select.
+    split: First part of the names, such as "eval". Other names are ignored.
     """
     metrics: dict[str, dict[str, Any]] = {}
     for name, value in row.items():
@@ -469,7 +467,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_count(metric: str) -> bool:
-    """Returns whether a metric describes the evaluation, such as a number of puzzles, and not its quality.
+    """Returns whether a metric is a number of puzzles or similar, and not a quality of answers.
 
     Examples: True for "count" and "arc/votes", False for "accuracy".
     """

@@ -36,12 +36,14 @@ ScoreKey = tuple[int, int, str, str]  # steps, samples, selection rule or `ORACL
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The numbers of thinking steps and samples to evaluate, in all combinations.
+    """The numbers of thinking steps and of samples to evaluate, in all combinations.
+
+    A thinking step is one call of the model. A sample is one run of a puzzle, with its own random noise.
 
     steps     numbers of thinking steps, ascending
     samples   numbers of samples of each puzzle, ascending
-    selects   rules that select one sample of a puzzle, such as "vote". The metrics of the set use the first
-              one
+    selects   rules that select one sample, such as "vote". The first rule selects the answer for other
+              metrics
     """
 
     steps: tuple[int, ...]
@@ -53,11 +55,12 @@ class Samples(NamedTuple):
     """The answers of several runs ("samples") of the same puzzles. Arrays are [puzzles, samples].
 
     preds       uint8 or int32 [puzzles, samples, seq_len]: tokens of the answer
-    q_halt      float32: logit of "the answer is right", as the model predicts it
-    steps       int32: number of thinking steps up to the answer
-    has_halted  bool: whether the model wanted to halt in any step
-    residuals   float32: mean change of the logits over the last steps
-    are_valid   bool: whether the answer after the last step obeys the puzzle's rules. None without rules
+    q_halt      float32: the model's logit of "the answer is right"
+    steps       int32: number of model calls up to the answer
+    has_halted  bool: whether the model wanted to halt after any call
+    residuals   float32: mean change of the logits in the last calls
+    are_valid   bool: whether the answer after the last call obeys the puzzle's rules. None if there are no
+                rules
     """
 
     preds: np.ndarray
@@ -73,13 +76,13 @@ class Samples(NamedTuple):
 
 
 def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarray:
-    """Returns the index of the sample that answers each puzzle: int64 [puzzles].
+    """Selects one of several runs ("samples") of each puzzle. Returns their indices, int64 [puzzles].
 
-    by: Rule, such as "vote". If it cannot decide (no sample has halted, or no answer is valid), the sample
-    with the largest q_halt answers.
-    samples: Answers to select from. `ANSWER_AT[by]` names the thinking step of these answers.
-    is_search: Whether the model searches. Then only samples that halted have an answer. -1 means that none
-    has. Ties go to the lower index.
+    by: Selection rule, such as "vote". If the rule cannot decide, the sample with the largest q_halt is
+    selected.
+    samples: Answers of all samples, after the model call that `ANSWER_AT[by]` names.
+    is_search: Whether the model is a search model (LDT). Then only samples that halted have an answer. The
+    index is -1 if no sample of the puzzle halted. If the rule cannot decide, the lowest index is selected.
     """
     values = {
         "first_to_halt": lambda: np.where(samples.has_halted, samples.steps, np.inf),
@@ -97,9 +100,9 @@ def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarr
 
 
 def votes(preds: np.ndarray) -> np.ndarray:
-    """Returns, for each sample, how many samples of its puzzle have the same answer.
+    """Returns how many samples (runs) of the same puzzle have the same answer: int64 [puzzles, samples].
 
-    The result is int64 [puzzles, samples]. preds: Tokens, [puzzles, samples, seq_len].
+    preds: Tokens of the answers, [puzzles, samples, seq_len].
     """
     num_puzzles, num_samples, _ = preds.shape
     flat = np.ascontiguousarray(preds.reshape(num_puzzles * num_samples, -1))
@@ -109,11 +112,11 @@ def votes(preds: np.ndarray) -> np.ndarray:
 
 
 def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
-    """Returns the output with the model's answer at another thinking step.
+    """Returns an output with the answer after another thinking step (call of the model).
 
-    at: "end" is the last step, "halt" the first step in which the model wants to halt, "peak" the step with
-    the largest q_halt.
-    output: Output of a `HistoryNetwork`. This network stores the three answers.
+    at: "end" is the last step, "halt" the first step after which the model wants to halt, "peak" the step
+    with the largest q_halt.
+    output: Output of a `HistoryNetwork`. Its state contains these answers.
     """
     if at == "end":
         return output
@@ -129,15 +132,16 @@ def predicted_tokens(logits: Tensor) -> Tensor:
 
 
 class Scores:
-    """Counts right answers, for every number of steps and samples and every selection rule, on this rank.
+    """Counts right answers on this rank, for several numbers of model calls and of runs of each puzzle.
 
-    Only puzzles with labels count.
+    Puzzles without a label do not count. A sample is one run of a puzzle. A selection rule, such as "vote",
+    selects one sample.
 
-    sums: Attribute. {(steps, samples, selection rule, figure): sum over puzzles}. Figures: "exact" (equal to
-    the label), "valid" (obeys the rules), "calls" (of the network), "undecided" (no answer, only for a
-    search).
-    rules: Function that checks answers by the rules of the puzzles. If None, "valid" is not counted.
-    is_search: Whether the model searches.
+    sums: Attribute. {(steps, samples, selection rule, figure): sum over puzzles}. Figures: "exact" (answer
+    equals the label), "valid" (answer obeys the rules), "calls" (number of model calls), "undecided" (no
+    answer, only for a search model).
+    rules: Function that checks answers by the rules of the puzzle. If None, "valid" is not counted.
+    is_search: Whether the model is a search model (LDT).
     """
 
     def __init__(self, settings: Settings, *, rules: Rules | None, is_search: bool = False):
@@ -146,12 +150,13 @@ class Scores:
         self.sums: Counter[ScoreKey] = Counter()
 
     def add(self, steps: int, attempts: StepOutput) -> np.ndarray:
-        """Counts the answers of some puzzles after `steps` thinking steps.
+        """Counts the answers to some puzzles after `steps` calls of the model.
 
-        Returns the index of the sample that the first selection rule chooses for each puzzle, int64
-        [puzzles]. -1 if a search has no answer.
+        Returns the index of the sample that the first selection rule selects for each puzzle, int64
+        [puzzles]. -1 means that a search model has no answer.
 
-        attempts: Output for [puzzles * samples] samples. The samples of a puzzle are next to each other.
+        attempts: Output for all samples (runs) of the puzzles, [puzzles * samples, ...]. The samples of a
+        puzzle are next to each other.
         """
         num_samples = self.settings.samples[-1]
 

@@ -40,7 +40,7 @@ _NOISE = 0.3  # the default for several samples, as in PTRM
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The model's answer after one thinking step. Arrays are [rows, columns] of the puzzle's grid.
+    """The model's answer after one thinking step (call of the model). Arrays are [rows, columns] of the grid.
 
     number         Number of the step, from 1.
     tokens         uint8 or int32 [seq_len]: Tokens of all cells, with padding.
@@ -48,7 +48,7 @@ class Step:
     confidence     float32: Probability that the model gives to the symbol of each cell.
     changed        bool: Whether the cell differs from the step before (in the first step: from the puzzle).
     q_halt         The model's probability that the answer is right.
-    wants_to_halt  Whether the model would halt after this step.
+    wants_to_halt  Whether the model would stop after this step.
     """
 
     number: int
@@ -71,19 +71,20 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Step):
-    """The final answer to a puzzle, together with the model's answers after all thinking steps.
+    """The model's final answer to a puzzle, and the answers after each thinking step (call of the model).
 
-    It is a `Step`: usually the last one.
+    The fields of `Step` describe the final answer.
 
-    puzzle, style  The puzzle, and how it is drawn (symbols and colors).
-    steps          Answers after each thinking step of the selected sample.
-    sample         Index of the selected sample. A sample is one run of the puzzle, with its own random noise.
-    num_samples    Number of samples.
-    select         Rule that selected the sample, such as "vote".
+    puzzle         The puzzle.
+    style          How the puzzle is drawn: symbols and colors.
+    steps          The answers after each step.
+    num_samples    Number of samples. A sample is one run of the puzzle, with its own random noise.
+    sample         Index of the sample that was selected.
+    select         Rule that selected it, such as "vote".
     valid          Whether the answer obeys the rules of the puzzle. None if the puzzle has no rules.
     correct        Whether the answer equals the solution. None if no solution is known.
-    is_search      Whether the model searches. If so, q_halt and confidence are not probabilities.
-    is_decided     If False, a search found no answer, and `steps` are those of its first sample.
+    is_search      Whether the model is a search model (LDT). Its q_halt and confidence are not probabilities.
+    is_decided     False if a search model found no answer. `steps` are then those of the first sample.
     """
 
     puzzle: Puzzle
@@ -117,14 +118,15 @@ def answer_puzzle(
     device: torch.device,
     row: int = 0,
 ) -> Answer:
-    """Solves one puzzle in this process, and records the answer after each thinking step.
+    """Solves one puzzle, and records the answer after each thinking step. Runs in one process.
 
     Raises ValueError if the config does not fit the model or the puzzle.
 
     model: Model in evaluation mode, for puzzles of this size.
+    style: How the puzzle is drawn. It is stored in the answer.
     identifier: Row of the puzzle embedding table.
-    row: Index of the puzzle in a test set. It selects the random noise, so that evaluate.py gives the same
-    answer.
+    row: Index that selects the random noise. With the index of the puzzle in its test set, the noise is the
+    same as in evaluate.py.
     """
     if config.select == "rules" and puzzle.rules is None:
         raise ValueError(
@@ -190,10 +192,13 @@ def _first_to_halt(
     num_samples: int,
     on_step: Callable[[StepOutput], None],
 ) -> int:
-    """Runs samples of a search until the first one halts. Returns the sample's index, or -1 if none halts.
+    """Runs several samples of a search model (LDT) on one puzzle until the first sample halts.
+
+    Returns the index of this sample. Returns -1 if none halts. A sample is one run with its own random
+    numbers.
 
     batch: Batch with only the puzzle.
-    on_step: Function that is called after each thinking step with its output.
+    on_step: Function that is called with the output of each model call.
     """
     (attempts,) = split_into_attempts(iter([batch]), num_samples=num_samples, num_slots=num_samples)
     draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
@@ -220,10 +225,9 @@ def _first_to_halt(
 
 
 def _noise(model: HaltingModel, config: SolveConfig) -> float:
-    """Returns the standard deviation of the noise on the state before each thinking step.
+    """Returns the standard deviation of the noise that is added to the state before each model call.
 
-    It is the value of the config. If the config leaves it open and several samples would all be equal, it is
-    0.3.
+    If the config does not set it and all samples (runs of the puzzle) would be equal, returns 0.3.
     """
     reasoning = model.eval_reasoning(config.halting)
     init_noise = reasoning.init_noise if config.init_noise is None else config.init_noise

@@ -65,9 +65,11 @@ def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
 
 
 def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
-    """Draws consecutive thinking steps with the same grid as one grid, titled "step 3 (same to 5)".
+    """Draws several steps with the same answer as one grid, with a title such as "step 3 (same to 5)".
 
-    Cells that the first of these steps changed are marked.
+    Cells that changed in the first of these steps are marked.
+
+    steps: Consecutive steps.
     """
     first, last = steps[0], steps[-1]
     title = f"step {first.number}" + (f" (same to {last.number})" if last is not first else "")
@@ -141,10 +143,7 @@ def _coded(text: str, codes: str) -> str:
 
 
 def _verdict(answer: Answer) -> Iterator[str]:
-    """Yields the lines of text beside the answer.
-
-    They say whether it is correct, which sample and step it is from, and how sure the model is.
-    """
+    """Yields the lines of text beside the answer, such as "correct: compared with the solution"."""
     if not answer.is_decided:
         yield _coded("not decided", _BAD) + f": none of {answer.num_samples} runs found an answer"
         return
@@ -172,7 +171,7 @@ def _legend(answer: Answer, groups: list[list[Step]], *, color: bool) -> str:
 
     Only marks that occur are explained.
 
-    groups: Consecutive thinking steps with the same grid. They are drawn as one.
+    groups: Lists of consecutive steps with the same grid.
     """
     style, parts = answer.style, []
     if not answer.is_search:

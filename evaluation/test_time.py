@@ -29,10 +29,11 @@ _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of las
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
-    """Translates the config into (settings of the model's thinking steps, `Settings` to compare).
+    """Returns (how the model thinks, what to compare), from the config of evaluate.py.
 
-    The second is None if there is only one number of steps, one sample and the default selection rule. Then
-    each puzzle runs once. Raises ValueError if an option does not fit the model.
+    The first contains the number of thinking steps (calls of the model), noise and early halting. The second
+    contains the numbers of steps and of runs of each puzzle. It is None if each puzzle runs only once, with
+    one number of steps and the default selection rule. Raises ValueError if an option does not fit the model.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)
@@ -47,11 +48,12 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns the settings of the model's thinking steps: maximum number, noise, early halting.
+    """Returns how the model thinks: number of thinking steps (calls of the model), noise, early halting.
 
-    Raises ValueError if an option of the config does not fit the model.
+    Raises ValueError if an option of the config does not fit the model. Also raises it if several runs of a
+    puzzle would all be identical.
 
-    num_samples: Number of runs of each puzzle. If it is larger than 1, something must be random.
+    num_samples: Number of runs of each puzzle.
     """
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
@@ -82,18 +84,18 @@ def needs_draws(network: Network, reasoning: Reasoning) -> bool:
 
 
 def keeps_state(network: Network) -> bool:
-    """Returns whether the network passes a state from one thinking step to the next."""
+    """Returns whether the network passes a state from one call of the model to the next."""
     return isinstance(network, Search) or bool(network.initial_state(1, seq_len=1))
 
 
 def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples: int = 1) -> Draw:
-    """Returns a function that creates the random numbers for the next thinking step of a batch.
+    """Returns a function that creates the random numbers for the next call of the model.
 
-    The function takes the `Carry` of the batch. It returns None if nothing is random. The numbers of a sample
-    depend only on the seed, its puzzle, its index and its step.
+    The function takes the state of the batch (`Carry`). It returns None if nothing is random. The random
+    numbers of a run depend only on the seed, the puzzle, the number of the run and the number of the call.
 
-    num_samples: Number of samples of each puzzle. `carry.data.rows` must be puzzle index * num_samples +
-    sample index.
+    num_samples: Number of runs of each puzzle. `carry.data.rows` must contain puzzle index * num_samples +
+    number of the run.
     """
 
     def draw(carry: Carry) -> SlotRng | None:
@@ -106,9 +108,9 @@ def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples
 
 
 def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots: int) -> Iterator[Batch]:
-    """Repeats every example num_samples times, and yields batches of at most num_slots.
+    """Repeats every example num_samples times, and yields batches with at most num_slots examples.
 
-    In a yielded batch, `rows` is example index * num_samples + sample index. It is -1 for padding.
+    `rows` of a yielded batch contains example index * num_samples + number of the repetition. Padding has -1.
     """
     for batch in batches:
         slots = torch.arange(len(batch.rows) * num_samples, device=batch.rows.device)
@@ -119,11 +121,14 @@ def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots
 
 
 class HistoryNetwork(nn.Module):
-    """Wraps a network, and stores the answers of earlier thinking steps in its state.
+    """Wraps a network. Stores answers of earlier thinking steps (calls of the model) in the state.
 
-    A selection rule may use such an answer. State keys "halt.*" contain the answer of the first step in which
-    the network wants to halt (until then, the newest answer). "peak.*" contain the answer with the largest
-    q_halt. An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], number of the step).
+    The state has these additional keys:
+
+    halt.*  answer of the first step after which the network wants to halt. Until then, the newest answer
+    peak.*  answer of the step with the largest q_halt
+
+    An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], number of the step).
     """
 
     def __init__(self, network: Network, *, vocab_size: int):
@@ -192,15 +197,15 @@ def run_settings(
     scores: Scores,
     on_step: OnStep = lambda *_: None,
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-    """Runs several samples of every puzzle, and yields results of puzzles as soon as all their samples end.
+    """Runs every puzzle several times, and yields the results of puzzles when all their runs have ended.
 
-    An item is (outputs of the selected samples, last outputs of all samples, indices of the selected
-    samples). The results belong to the largest number of steps and samples. Results of smaller numbers are
-    counted in `scores` on the way. The samples of a puzzle are next to each other. The indices are int64
-    [puzzles], -1 if a search has no answer.
+    A run is called a sample. An item is (outputs of the selected samples, last outputs of all samples,
+    indices of the selected samples). The indices are int64 [puzzles]. -1 means that a search model has no
+    answer. The samples of a puzzle are next to each other. Items belong to the largest number of thinking
+    steps and of samples. For smaller numbers, only `scores` counts the answers.
 
     num_slots: Batch size of this rank.
-    scores: Contains the numbers of steps and samples, and accumulates the counts of right answers.
+    scores: Contains the numbers of steps and of samples. Counts the right answers.
     on_step: Function that is called after each thinking step.
     """
     settings, num_samples = scores.settings, scores.settings.samples[-1]
@@ -215,11 +220,7 @@ def run_settings(
     }  # attempts by their steps
 
     def collect(output: StepOutput, halts: Tensor) -> None:
-        """Stores outputs that are needed later.
-
-        These are the outputs of samples that have reached a number of steps to compare, or that halted
-        before.
-        """
+        """Stores the outputs of samples that have halted or have just made a number of steps to evaluate."""
         carry = output.carry
         kept = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
         for num_steps, parts in waiting.items():
@@ -230,9 +231,9 @@ def run_settings(
         on_step(output, halts)
 
     def take() -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-        """Scores the puzzles with all samples complete.
+        """Counts right answers of puzzles for which all samples have ended.
 
-        Yields the results for the largest number of steps.
+        Yields their results for the largest number of steps.
         """
         for num_steps in settings.steps:
             if (whole := _pop_whole(waiting[num_steps], num_samples)) is None:
@@ -253,9 +254,10 @@ def run_settings(
 
 
 def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
-    """Removes the puzzles with all samples complete from `parts`, and joins them to one output.
+    """Takes the puzzles for which all samples (runs) have ended from `parts`, and returns their outputs.
 
-    The output is sorted by puzzle, then by sample. Returns None if no puzzle is complete.
+    The output is sorted by puzzle, then by sample. Returns None if there is no such puzzle. Other outputs
+    stay in `parts`.
     """
     if not parts:
         return None
