@@ -104,10 +104,9 @@ def evaluate_checkpoint(
 ) -> dict[str, dict[str, float]]:
     """Evaluates a checkpoint, and writes the result files on rank 0. All ranks call it.
 
-    Returns {set: {metric: value}} on rank 0, {} on other ranks.
+    Returns {test set: {metric: value}} on rank 0, {} on other ranks.
 
-    number_format: Number format in which the model computes, such as float32, and the reason for it. The same
-    on all ranks.
+    number_format: Dtype in which the model computes, with the reason for it. All ranks must pass the same.
     """
     # Data. Only rank 0 reads every token, to check the dataset.
     folders, leaks, trained = _folders(checkpoint, config), Leaks(config.leaks), None
@@ -222,7 +221,7 @@ class Evaluated(NamedTuple):
 
     Attributes:
         folder: Folder of the result files.
-        metrics: {set: {metric: value}}.
+        metrics: {test set: {metric: value}}, for example {"all": {"exact_accuracy": 0.9}}.
     """
 
     folder: Path

@@ -46,11 +46,11 @@ def main() -> None:
 
 
 def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
-    """Runs the remaining trials of a hyper-parameter search, and prints the best one.
+    """Runs the trainings of a hyper-parameter search that are not done yet, and prints the best one.
 
-    A trial is one training. If no trial is complete, exits with status 1.
+    A training with certain values is called a trial. If no trial is complete, exits with status 1.
 
-    space: Searched keys with their possible values.
+    space: Searched config keys with their possible values.
     run: Config of the trainings. The search replaces the values of the searched keys.
     """
     launch_command(config, slot=0)
@@ -67,9 +67,9 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
 
 
 def introduce(study: Study, config: SearchConfig) -> None:
-    """Prints what the search will do: its folder, number of trials, and the metric that rates them.
+    """Prints the folder of the search, the number of trials (trainings), and the metric that compares them.
 
-    Also prints which trials are resumed. Warns if the metric is measured on test puzzles.
+    Also prints which interrupted trials continue. Warns if the metric is measured on test puzzles.
     """
     selection = study.selection
     best = "lowest" if selection.lowest_is_best else "highest"
@@ -89,10 +89,10 @@ def introduce(study: Study, config: SearchConfig) -> None:
 
 
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
-    """Prints the counts of complete, pruned and failed trials. Writes the best values to best.yaml.
+    """Prints how many trials (trainings) are complete, pruned and failed.
 
-    For a grid search, writes tables instead. If no trial is complete, exits with status 1, unless a signal
-    stopped the search.
+    Writes the best values to best.yaml. For a grid search, writes tables instead of best.yaml. If no trial is
+    complete and no signal stopped the search, exits with status 1.
 
     is_stopped: Whether a signal stopped the search.
     """
@@ -117,11 +117,11 @@ def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
 
 
 def write_grid(study: Study, folder: Path) -> None:
-    """Writes tables (.md, .tex, .csv) and a web page that compare all complete runs of a grid search.
+    """Writes tables (.md, .tex, .csv) and a web page that compare all complete trainings of a grid search.
 
-    Prints the table.
+    Also prints the table.
 
-    folder: Folder of the study. It contains the run folders and gets the files.
+    folder: Folder of the search. It contains the trainings.
     """
     runs = [folder / f"trial_{each.number}" for each in study.trials if each.state == TrialState.COMPLETE]
     runs = [run for each in runs for run in (sorted(each.glob("seed_*")) or [each])]

@@ -50,10 +50,10 @@ def main() -> None:
 
 
 def print_answer(config: SolveConfig) -> None:
-    """Solves the puzzle of the config, and prints the answer and all thinking steps.
+    """Solves the puzzle of the config. Prints the answer, and the answers after all earlier model calls.
 
-    If `picture` is set, also writes a picture. Raises ValueError with one line if a key or the puzzle is
-    invalid.
+    If `picture` is set, also writes an animated picture. Raises ValueError with one line if a key or the
+    puzzle is invalid.
     """
     if world_size() > 1:
         raise ValueError("solve.py is one process. Start it with python, not with torchrun.")
@@ -143,7 +143,7 @@ class Solver:
             keys: Options of solve.py, such as steps=64, samples=8.
 
         Returns:
-            The answer, with the model's answer after every thinking step.
+            The final answer, and the model's answer after every thinking step (call of the model).
 
         Raises:
             ValueError: The puzzle or an option is invalid. The message has one line.

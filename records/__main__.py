@@ -130,9 +130,9 @@ def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
 
 
 def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
-    """Runs the benchmark with several seeds, prints a line for each, and returns statistics and results.
+    """Runs the benchmark with several seeds, and prints a line for each. Returns statistics and results.
 
-    with_test_time: Whether to also evaluate the models with more thinking steps and samples.
+    with_test_time: Whether to also evaluate the models with more model calls and more runs of each puzzle.
     """
     rerun.check(seeds)
     data_seconds = rerun.build_data()

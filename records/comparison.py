@@ -170,10 +170,10 @@ def build_rerun(
 
 
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
-    """Trains and evaluates with one seed. Returns accuracies and costs.
+    """Trains and evaluates a model with one seed. Returns accuracies and costs.
 
-    In the returned dict, "accuracies" and "gigaflops" have two values: with the usual number of thinking
-    steps, and with more of them.
+    "accuracies" and "gigaflops" of the returned dict have two values: the usual number of model calls per
+    puzzle, and more calls.
     """
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
     trained = read_run(rerun.run_folder(seed))
@@ -227,7 +227,7 @@ def _words(plan: dict[str, Any], name: str) -> list[str]:
 
 
 def _costs(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Returns the mean GFLOP of an answer over seeds: [usual, with more thinking steps].
+    """Returns how many GFLOP an answer costs, as mean over seeds: [usual, with more model calls].
 
     rows: Results of one model, one for each seed.
     """

@@ -46,13 +46,13 @@ def find_format(
     given: NumberFormat | None,
     stored: NumberFormat | None = None,
 ) -> NumberFormat:
-    """Returns the number format for the trainings in a folder, such as "bfloat16".
+    """Returns the dtype name for the trainings in a folder, such as "bfloat16".
 
-    It is the format of earlier trainings in the folder. If there are none, it is `given`, or the one that the
-    config sets, or else the fast one on this device. Raises ValueError if two of these differ.
+    If the folder has trainings, it is their dtype. Otherwise it is `given`, or the dtype in `config`, or else
+    the fast one on this device. Raises ValueError if two of these differ.
 
     given: Value of the option --dtype.
-    stored: Format of earlier results in the folder. If None, it is read from the folder.
+    stored: Dtype of earlier results in the folder. If None, it is read from the folder.
     """
     named = None if config.arch.forward_dtype == "auto" else config.arch.forward_dtype
     if given and named and given != named:

@@ -118,9 +118,9 @@ def _p(entry: dict[str, Any]) -> str:
 
 
 def _thinking_longer(rung: Rung, entry: dict[str, Any]) -> str:
-    """Returns the accuracy with more thinking steps and samples as a text. "" if it was not measured.
+    """Returns the accuracy with more model calls and more runs of each puzzle, as a text.
 
-    Example: "0.991 (32 steps, 4 samples)".
+    Example: "0.991 (32 steps, 4 samples)". Returns "" if it was not measured.
     """
     settings = [run["test_time"][-1] for run in entry["runs"] if run.get("test_time")]
     if len(settings) < entry["seeds"]:

@@ -85,7 +85,10 @@ def read_entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def best_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the entry with the most seeds. If several have as many, returns the newest one."""
+    """Returns the results with the most seeds, from all results of a benchmark task.
+
+    If several have as many seeds, returns the newest one.
+    """
     return max(entries, key=lambda entry: (entry["seeds"], entry["date"]))
 
 
@@ -105,9 +108,9 @@ def read_rows(folder: Path, entry: Mapping[str, Any], seed: int) -> list[Row]:
 
 
 def thin(rows: Sequence[Row]) -> list[Row]:
-    """Shortens a log: keeps evenly spaced records and all evaluations.
+    """Shortens a log: keeps evenly spaced records, and all records with an evaluation.
 
-    Keeps only the keys that charts need, and rounds their values to five digits.
+    Only keys for charts are kept. Values are rounded to five digits.
     """
     stride, kept = -(-len(rows) // _MOST_LINES), []
     for number, row in enumerate(rows):

@@ -41,14 +41,14 @@ _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
 
 
 class Rerun:
-    """Runs a benchmark task in a folder: builds its data, trains and evaluates it with any seed.
+    """Runs a benchmark task in a folder: builds its data, then trains and evaluates with any seed.
 
     rung: Benchmark task.
-    folder: Folder for data, runs and clocks.
+    folder: Folder for data, runs and measured times.
     source: Path of external data. None if the task needs none.
-    overrides: key=value arguments of pretrain.py that change the task's recipe.
-    dtype: Number format of the trainings. If None, the format of the folder. A new folder gets the fast one
-    on this machine.
+    overrides: key=value arguments of pretrain.py that change the task's config.
+    dtype: Dtype name, such as "bfloat16". If None, it is the dtype of earlier trainings in the folder, or
+    else the fast one on this machine.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Rerun:
 
     @functools.cached_property
     def forward_dtype(self) -> NumberFormat:
-        """The number format of all trainings in the folder.
+        """The dtype name of all trainings in the folder, such as "bfloat16".
 
-        ValueError if it differs from the requested one.
+        Raises ValueError if it differs from the requested one.
         """
         return find_format(self.folder, self._configs[-1], self._device, given=self._dtype)
 
@@ -155,9 +155,9 @@ class Rerun:
         }
 
     def rows(self, seed: int, *, data_seconds: float) -> list[Row]:
-        """Returns the log records of a seed's last training. "seconds" is added to them.
+        """Returns the log of a seed's last training as dicts. Adds the key "seconds" to each record.
 
-        "seconds" is the time since the start: building the data, and training up to the record.
+        It is the time to build the data and to train up to this record.
 
         data_seconds: Seconds that building the data took.
         """
@@ -170,11 +170,12 @@ class Rerun:
         return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
 
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
-        """Evaluates the trained model with more thinking steps and samples, unless this is done already.
+        """Evaluates the trained model with more model calls and more runs of each puzzle, if not done yet.
 
-        Returns a dict for each setting, for example {"steps": 32, "samples": 4, "exact_accuracy": 0.99,
-        "calls": 110.5}. "calls" is the number of network calls per puzzle. Values are means over test sets.
-        The last setting has the most steps and samples, and also the metric of the benchmark task.
+        Returns a list of results, such as {"steps": 32, "samples": 4, "exact_accuracy": 0.99, "calls":
+        110.5}. "samples" is the number of runs of each puzzle. "calls" is the mean number of model calls for
+        a puzzle. Values are means over test sets. The last result is for the most steps and samples. It also
+        has the metric of the benchmark task.
         """
         rung, folder = self.rung, self.run_folder(seed).parent / "test_time"
         metrics = self._evaluate(seed, rung.test_time, folder, Clock(folder.with_suffix(".clock.json")))
@@ -289,15 +290,17 @@ def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
 
 
 class Clock:
-    """Measures the time of work in a `with` block.
+    """Measures how long the `with` block takes.
 
-    It is saved to a file, and continues after an interruption.
+    The time is saved to a file, and continues after an interruption.
 
-    seconds            attribute: time of the work
-    processor_seconds  attribute: CPU time of ended child processes
-    times              attribute: {training step: seconds when its record appeared in the file `log`}
-    path               file of the clock
-    log                log of the training, or None
+    path: File for the time.
+    log: Log of the training (metrics.jsonl), or None.
+
+    Attributes:
+        seconds: Time so far.
+        processor_seconds: CPU time of ended child processes.
+        times: {training step: seconds when its record appeared in `log`}.
     """
 
     def __init__(self, path: Path, *, log: Path | None = None):

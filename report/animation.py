@@ -25,10 +25,10 @@ _STYLE = f"""{SVG_STYLE}.big{{font-size:30px;font-weight:650;fill:var(--ink)}}
 
 
 class _Frame(NamedTuple):
-    """One frame of the animation: the grid, with a title and a text beside it.
+    """One frame of the animation: a grid, with a title and a text beside it.
 
-    paints   {(row, column): look of the cell}
-    changes  cells whose look differs from the previous frame: (row, column, look)
+    paints   {(row, column): colors and symbol of the cell}
+    changes  (row, column, colors and symbol) of cells that differ from the previous frame
     """
 
     paints: dict[tuple[int, int], Paint]
@@ -38,10 +38,10 @@ class _Frame(NamedTuple):
 
 
 def draw_animation(answer: Answer) -> str:
-    """Returns an animated SVG file as text: the puzzle, then the model's answer after each thinking step.
+    """Returns an animated SVG file as text: the puzzle, then the model's answer after each model call.
 
-    The animation ends when the answer is final. A frame draws only cells that changed, over the frames
-    before.
+    The animation ends when the answer no longer changes. A frame draws only cells that changed. It covers the
+    frames before.
     """
     steps = _shown_steps(answer)
     frames = list(_frames(answer, steps))
@@ -92,9 +92,9 @@ def _movement(num_steps: int) -> str:
 
 
 def _shown_steps(answer: Answer) -> list[Step]:
-    """Returns the thinking steps to show: up to the step after which the answer stays the same.
+    """Returns the steps (model calls) to show.
 
-    If the model wants to halt only later, the steps up to this one are shown.
+    They end when the answer no longer changes and the model would stop. Later steps are left out.
     """
     steps = answer.steps[: answer.number]
     same = itertools.takewhile(lambda step: np.array_equal(step.grid, answer.grid), reversed(steps))

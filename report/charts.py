@@ -48,8 +48,9 @@ class Line:
     """A line of a chart, with an optional shaded band.
 
     name       text in the legend. If empty, the legend does not list the line
-    role       name of a color of the page, such as "accent" (`ROLES`)
-    low, high  lower and upper edges of the band at each x. If empty, no band is drawn
+    x, y       coordinates of the points
+    role       name of a color of the page, such as "accent". `ROLES` contains all names
+    low, high  lower and upper edge of the band at each x. If empty, there is no band
     is_faint   whether the line is thin and pale
     """
 
@@ -94,11 +95,13 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     caption: str = "",
 ) -> Chart | None:
-    """Draws lines into one chart. Returns None if no line has a point.
+    """Draws lines into one chart. Returns None if there are no points.
 
     share: Whether the values are fractions in [0, 1].
+    log_x, log_y: Whether the axis is logarithmic.
     from_zero: Whether the y axis starts at 0.
     integer_x: Whether the x axis has only integer ticks.
+    caption: Text below the chart.
     """
     lines = [_thinned(line) for line in lines if len(line.x)]
     if not lines:
@@ -142,9 +145,9 @@ def line_chart(
 def bar_chart(
     title: str, stacks: Sequence[tuple[str, str, Sequence[int]]], *, x_label: str, caption: str = ""
 ) -> Chart:
-    """Draws a chart with stacked bars at x = 1, 2, ...
+    """Draws a chart with a bar at each x = 1, 2, ... A bar is divided into layers of different colors.
 
-    stacks: List of (name in the legend, name of a color, heights of this layer at x = 1, 2, ...).
+    stacks: List of layers: (name in the legend, name of a color, heights at x = 1, 2, ...).
     """
 
     def draw(axes) -> list[list[Any]]:
@@ -235,9 +238,11 @@ def _format_axes(
 
 
 def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], caption: str) -> Chart:
-    """Lets `draw` draw on new matplotlib axes, and converts the result to a `Chart`.
+    """Creates a chart: calls `draw` with new matplotlib axes, and converts the drawing to SVG.
 
-    draw: Function that draws on the axes, and returns tooltips [x, y, text] in data units.
+    draw: Function that draws on the axes. It returns tooltips [x, y, text] in data units.
+    legend: List of (text, name of a color).
+    caption: Text below the chart.
     """
     import matplotlib
     from matplotlib.figure import Figure

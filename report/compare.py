@@ -71,9 +71,10 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     """Draws one chart for each metric, with a curve for each run.
 
-    A group is several runs that differ only in their seed. It also gets a curve of the mean, up to the end of
-    its shortest run.
+    If a group has several runs, the chart also has a curve of their mean. It ends where the shortest run
+    ends.
 
+    groups: Groups of runs that differ only in their seed.
     axis: Unit of the x axis: "training steps", "examples", "petaflops" or "seconds".
     """
     drawn = []

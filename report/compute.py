@@ -11,9 +11,9 @@ from report.charts import Chart, Line, chart_file, line_chart
 def compute_chart(
     title: str, settings: Sequence[Mapping[str, Any]], by: str, *, has_oracle: bool, **options: Any
 ) -> Chart | None:
-    """Draws accuracy over network calls per puzzle, with one line for each number of samples.
+    """Draws accuracy over the number of model calls per puzzle. Returns None if there are no points.
 
-    A sample is one of several runs of the same puzzle.
+    There is one line for each number of samples. A sample is one run of a puzzle.
 
     settings: List "corners" of a test set in scaling.json. An entry has a number of steps and of samples.
     by: Rule that selects one of the samples, such as "vote".
@@ -34,9 +34,9 @@ def compute_chart(
 
 
 def compute_picture(scaling: Mapping[str, Any]) -> str:
-    """Returns the SVG file scaling.svg as text: accuracy over network calls.
+    """Returns the SVG file scaling.svg as text. It shows accuracy over the number of model calls per puzzle.
 
-    It has one chart for each test set and selection rule.
+    There is one chart for each test set and each rule that selects one of several runs of a puzzle.
 
     scaling: Content of scaling.json.
     """

@@ -128,9 +128,11 @@ def write_evaluation_report(
 
 
 def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Draws accuracy over network calls as an SVG file. If matplotlib is not installed, only warns.
+    """Writes an SVG file that shows accuracy over the number of model calls per puzzle.
 
-    scaling: Content of scaling.json. If it has no sets, nothing is written.
+    If matplotlib is not installed, only warns.
+
+    scaling: Content of scaling.json. If it has no test sets, nothing is written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         log.warning(f"{path.name} not written: matplotlib is missing. Run pip install matplotlib.")
@@ -184,7 +186,10 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Raises ValueError if the file `path` could not be written later. Creates its folder."""
+    """Checks that a file can be written later, before a long computation. Creates its folder.
+
+    Raises ValueError if the file cannot be written.
+    """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
@@ -328,7 +333,7 @@ def _cell(values: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 
 def learning_charts(run: RunRecord) -> list[Chart]:
-    """Draws the charts of the training: loss, accuracy, learning rate and others over training steps."""
+    """Draws the charts over training steps: loss, accuracy, learning rate and others."""
 
     def trained(metric: str, name: str = "") -> Line:
         return Line(name, *run.curve(f"train/{metric}"), role="second")
@@ -377,11 +382,11 @@ def learning_charts(run: RunRecord) -> list[Chart]:
 
 
 def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]:
-    """Draws the charts of test puzzles: accuracy after each thinking step, halting, and calibration.
+    """Draws the charts about the answers to test puzzles: accuracy, early halting and calibration.
 
-    If the run has a scaling.json, also draws accuracy over network calls.
+    If the run has a scaling.json, also draws accuracy over the number of model calls.
 
-    traced: Answers of the model to some test puzzles. If None, charts that need them are left out.
+    traced: Answers of the model to some test puzzles. If None, only charts that do not need them are drawn.
     """
     drawn: list[Chart | None] = [_accuracy_over_steps(run, traced)]
     if traced:
@@ -408,10 +413,11 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
 
 
 def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart | None:
-    """Draws the accuracy on test puzzles after each thinking step.
+    """Draws the accuracy on test puzzles after each thinking step (call of the model).
 
-    It is the accuracy of the last evaluation. If the evaluation did not record it, the accuracy on the
-    puzzles of this page is drawn.
+    It uses the last evaluation. If the evaluation did not record this accuracy, it uses `traced`.
+
+    traced: Answers of the model to some test puzzles, or None.
     """
     lines, key = [], "exact_accuracy_after_step_"
     for number, (name, values) in enumerate(run.evaluation.items()):

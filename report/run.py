@@ -50,9 +50,11 @@ Curve = tuple[list[float], list[float]]  # x and y
 
 
 def other_metrics(arch: str) -> list[str]:
-    """Returns the metrics of an architecture that have no specially designed chart in the report.
+    """Returns the names of an architecture's special metrics. The report shows them in simple charts.
 
-    arch: Name of the architecture, as in `arch.name`.
+    Common metrics such as "accuracy" are not included.
+
+    arch: Name of the architecture, such as "hrm".
     """
     objective = network_class(arch).objective_class
     return [name for name in objective.metrics | objective.training_metrics if name not in _KNOWN_METRICS]
@@ -60,16 +62,17 @@ def other_metrics(arch: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """The content of a run folder, as the report shows it.
+    """What the report reads from a run folder.
 
-    config       config.yaml, completed with defaults. Empty if the file is missing
+    config       content of config.yaml, with defaults for missing keys. Empty if the file is missing
     rows         records of metrics.jsonl, {name: value}, sorted by training step
-    starts       records of starts.jsonl, one for each launch of the run: command, git_commit, hardware, ...
-    status       whether the run has finished, and at which step
-    evaluation   {set: {metric: value}} of the newest evaluation, by evaluate.py or in the log
-    scaling      newest scaling.json (accuracy for several numbers of steps and samples), or None
+    starts       records of starts.jsonl. Each launch of the run adds one, with command, git_commit, hardware,
+                 ...
+    status       {"status": such as "finished", "step": last training step}
+    evaluation   {test set: {metric: value}} of the newest evaluation
+    scaling      newest scaling.json (accuracies for several numbers of model calls), or None
     fingerprint  hash of the dataset, or None if it is unknown
-    warnings     texts about problems, such as a missing log
+    warnings     texts about problems, such as a missing file
     """
 
     folder: Path
@@ -125,9 +128,9 @@ class RunRecord:
         return [step for step, _ in points], [value for _, value in points]
 
     def seconds(self) -> dict[int, float]:
-        """Returns the training time up to each logged step: {step: seconds}.
+        """Returns how long the training took up to each logged step: {training step: seconds}.
 
-        Evaluations and checkpoints do not count.
+        The time of evaluations and checkpoints is not included.
         """
         total, before, seconds = 0.0, 0, {}
         for row in self.rows:
@@ -138,15 +141,17 @@ class RunRecord:
         return seconds
 
     def eval_sets(self, split: str = "eval") -> list[str]:
-        """Returns the names of the test sets in the log. Example: "all" if "eval/all/accuracy" is logged.
+        """Returns the names of the test sets in the log. For "eval/all/accuracy", the name is "all".
 
-        split: First part of the metrics' names.
+        split: First part of the names, such as "eval".
         """
         return list(dict.fromkeys(name for row in self.rows for name in metrics_by_set(row, split)))
 
 
 def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
-    """Reads a run folder. Raises ValueError if the folder does not exist or has no run.
+    """Reads the config, the log and the last evaluation from a run folder.
+
+    Raises ValueError if the folder does not exist or has no run.
 
     evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
     """
@@ -180,9 +185,9 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
 
 
 def _broken_lines(log: Path) -> list[str]:
-    """Returns a list with a warning if the log has damaged lines. Otherwise, the list is empty.
+    """Checks the lines of a log. Returns [] or a list with one warning about damaged lines or a missing file.
 
-    The last line may be incomplete without a warning. If there is no log, returns a warning about this.
+    An incomplete last line causes no warning.
 
     log: Path of metrics.jsonl.
     """
@@ -216,13 +221,12 @@ def _fingerprint(checkpoint: Path) -> str | None:
 def _read_evaluation(
     folder: Path, evaluation: Path | None, rows: list[Row], warnings: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Returns the contents of metrics.json and scaling.json of an evaluation: (results, scaling).
+    """Reads the result files of evaluate.py. Returns (content of metrics.json, content of scaling.json).
 
-    results is {} and scaling is None if the files are missing. Problems are appended to `warnings`.
+    If a file is missing, its content is {} or None. Problems are appended to `warnings`.
 
-    evaluation: Folder of the evaluation. If None, the newest files in the run folder count: metrics.json of
-    evaluations with default options, scaling.json of evaluations on the data of the run. If the log has a
-    newer evaluation of a later step, results is {}.
+    evaluation: Folder of the result files. If None, the newest files in the run folder are read. metrics.json
+    then only counts with default options, and if the log has no newer evaluation of a later training step.
     rows: Records of the log.
     """
     last = max((row["step"] for row in rows if metrics_by_set(row)), default=0)
@@ -254,9 +258,9 @@ def _read_evaluation(
 
 
 def _typed(row: Any, types: Mapping[str, type]) -> Row:
-    """Returns the values of a record that have the expected type. Other values may come from a damaged file.
+    """Returns only those values of a record that have the expected type, because the file may be damaged.
 
-    types: {name: type}. Other names are left out.
+    types: {name: expected type}. Values with other names are removed.
     """
     row = row if isinstance(row, dict) else {}
     return {name: value for name, value in row.items() if isinstance(value, types.get(name, ()))}

@@ -39,10 +39,7 @@ def write_page(study: Study, path: Path) -> None:
 
 
 def _charts(study: Study) -> list[Chart]:
-    """Draws the charts of the page: the best value so far, the evaluations of all trials, and each parameter.
-
-    A trial is one training with a combination of hyper-parameters.
-    """
+    """Draws the charts of the page: the best result so far, all evaluations, and each hyper-parameter."""
     complete = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
     choose = min if study.selection.lowest_is_best else max
     numbers, values = [trial.number for trial in complete], [trial.value for trial in complete]
@@ -73,10 +70,11 @@ def _point(x: float, y: float) -> Line:
 def _parameter_chart(
     study: Study, key: str, trials: list[FrozenTrial], *, importance: float | None
 ) -> Chart | None:
-    """Draws the result of each trial over the value of one hyper-parameter.
+    """Draws the results of all trials (trainings) over the value of one hyper-parameter.
 
-    key: Name of the hyper-parameter. If its values are choices, they are numbered from 1.
-    importance: Fraction of the variance of the results that the parameter explains, for the caption.
+    key: Name of the hyper-parameter. If its values are not numbers, the x axis shows 1, 2, ... for them.
+    importance: Fraction of the variance of the results that the hyper-parameter explains. It is added to the
+    caption.
     """
     of = study.space.parameters[key]
     is_choice = isinstance(of, CategoricalDistribution)

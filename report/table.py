@@ -44,9 +44,9 @@ class Group:
 def without_repeats(
     runs: Sequence[RunRecord], warn: Callable[[str], None] = lambda line: None
 ) -> list[RunRecord]:
-    """Removes repeated runs: runs with the same config, seed and data as another one.
+    """Removes runs that repeat another run, with the same config, seed and data.
 
-    The newest finished run is kept. If none has finished, the newest run is kept.
+    Of equal runs, the newest finished one is kept. If none has finished, the newest is kept.
 
     warn: Function that is called with a text for each removed run.
     """
@@ -63,10 +63,7 @@ def without_repeats(
 
 
 def _age(run: RunRecord) -> tuple[bool, str]:
-    """Returns a sort key (run has finished, time of its last launch).
-
-    The run with the largest key is kept.
-    """
+    """Returns (whether the run has finished, time of its last launch), to find the newest finished run."""
     return run.status.get("status") == "finished", str((run.starts or [{}])[-1].get("time", ""))
 
 
@@ -123,7 +120,7 @@ def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:
 
 
 def _tested(run: RunRecord, metric: str) -> list[float]:
-    """Returns the values of a test metric, one for each evaluation in the log: the means over test sets.
+    """Returns the values of a metric in all evaluations of the log. A value is the mean over test sets.
 
     metric: Name without split and set, such as "exact_accuracy".
     """
@@ -138,7 +135,8 @@ def _solved(run: RunRecord) -> float | None:
 def _last_value(run: RunRecord, *, name: str) -> float | None:
     """Returns the last value of a metric in the log. None if the log lacks it.
 
-    name: Full name, such as "train/lm_loss", or a name that is averaged over test sets, such as "accuracy".
+    name: Full name, such as "train/lm_loss". Or the last part of "eval/<test set>/accuracy", for the mean
+    over test sets.
     """
     return (run.curve(name)[1] or _tested(run, name) or [None])[-1]
 
@@ -212,13 +210,13 @@ class Table:
 
 
 def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -> Table:
-    """Builds a table with one row for each group of runs.
+    """Builds a table that compares groups of runs, with one row for each group.
 
-    The column "p" is the p-value of a t-test between the accuracies of the row and of the first row. Raises
-    ValueError for an unknown column.
+    The column "p" is the p-value of a t-test. It compares the accuracies of the row with those of the first
+    row. Raises ValueError for an unknown column.
 
-    columns: Columns to show: default columns such as "solved", or metrics of the log such as "train/lm_loss"
-    or "sudoku/valid_accuracy" (mean over test sets). If None, all default columns that are not empty.
+    columns: Columns to show. A column has a default name such as "solved", or is a metric of the log such as
+    "train/lm_loss" or "accuracy" (mean over test sets). If None, all default columns that are not empty.
     """
     usual = ["seeds", "solved", "p", *_VALUES]
     values = dict(_VALUES)
@@ -260,10 +258,10 @@ def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -
 
 
 def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float | None, float | None]:
-    """Returns (low, high), the 95 % confidence interval of the accuracy of a group. (None, None) if unknown.
+    """Returns (low, high), the 95 % confidence interval of a group's accuracy. (None, None) if unknown.
 
-    With several seeds, it is the interval of the mean over seeds. With one seed, it covers the variation over
-    other test puzzles.
+    With several runs, it shows how much the mean varies over seeds. With one run, it shows how much the
+    accuracy varies over test puzzles.
 
     shares: Accuracy of each run.
     """

@@ -33,7 +33,7 @@ _MOST_CELLS = 6_000_000  # cells over all puzzles and steps; the page then takes
 
 @dataclasses.dataclass(frozen=True)
 class TracedPuzzles:
-    """Test puzzles, and the answers of a model to them after each thinking step.
+    """Test puzzles, and the answers of a model to them after each thinking step (call of the model).
 
     info          description of the dataset
     set_names     name of the test set of each puzzle, [n]
@@ -41,8 +41,8 @@ class TracedPuzzles:
     names         name of each puzzle, [n]. Empty if the dataset has no names
     inputs        tokens, int32 [n, seq_len]
     labels        tokens of the right answers, int32 [n, seq_len]. Cells with IGNORE_LABEL_ID are not scored
-    trace         answers, probabilities and halting values after each step
-    num_puzzles   number of puzzles in the whole test sets, without augmented variants
+    trace         answers and probabilities after each step
+    num_puzzles   number of puzzles in the complete test sets. Augmented variants do not count
     has_variants  whether the test sets contain augmented variants of puzzles
     checkpoint    path of the checkpoint
     """
@@ -82,11 +82,11 @@ class TracedPuzzles:
 
 
 def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
-    """Runs the newest checkpoint of a run on test puzzles, and returns its answers after each thinking step.
+    """Runs a model on test puzzles, and returns its answers after each thinking step (call of the model).
 
     Raises ValueError if the checkpoint or the data are missing.
 
-    folder: Run folder.
+    folder: Run folder. Its newest checkpoint is used.
     data: Dataset folders. If None, the data of the run.
     num_puzzles: Maximum number of puzzles.
     """
@@ -113,15 +113,16 @@ def trace_puzzles(
     seed: int = 0,
     puzzles: Mapping[str, np.ndarray] | None = None,
 ) -> TracedPuzzles:
-    """Runs a model on evenly spaced test puzzles in this process, and returns its answers after each step.
+    """Runs a model on test puzzles, and returns its answers after each thinking step (call of the model).
 
-    Augmented variants of puzzles are left out.
+    Runs in one process. The puzzles are evenly spaced in the test sets. Augmented variants are left out.
 
     model: Model in evaluation mode.
-    num_puzzles: Maximum number of puzzles. Fewer run if the model is slow (a search) or needs much memory.
+    num_puzzles: Maximum number of puzzles. If the model is slow (LDT) or needs much memory, the number is
+    smaller.
     path: Path of the checkpoint.
     seed: Seed of the random noise of the model.
-    puzzles: {set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
+    puzzles: {test set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
     """
     sets = data.splits["test"].sets
     if isinstance(model.network, Search):
@@ -159,9 +160,10 @@ def trace_puzzles(
 
 
 def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
-    """Counts the answers that halt after each step: (numbers of right answers, numbers of wrong answers).
+    """Counts after which thinking step (call of the model) the model would stop.
 
-    Both are lists with one number for each step. Puzzles without a label do not count.
+    Returns (counts for right answers, counts for wrong answers). Both are lists with one number for each
+    step. Puzzles without a label do not count.
     """
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]
@@ -172,9 +174,9 @@ def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
 
 
 def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
-    """Returns the fraction of right answers after each step, one number for each step.
+    """Returns the fraction of right answers after each thinking step (call of the model).
 
-    Puzzles without a label do not count. If there are no others, the list is empty.
+    Puzzles without a label do not count. If no puzzle has a label, the list is empty.
     """
     labelled = puzzles.is_right[puzzles.has_labels]
     return labelled.mean(axis=0).tolist() if len(labelled) else []
@@ -183,12 +185,12 @@ def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
 def reliability(
     puzzles: TracedPuzzles, *, num_bins: int = 10
 ) -> tuple[list[tuple[float, float, int]], float] | None:
-    """Compares the model's probability that its answer is right with how often it is right.
+    """Compares how sure the model is of its answers with how often they are right (calibration).
 
-    The answers after all steps are sorted into bins by this probability, sigmoid(q_halt). Returns (bins,
-    expected calibration error). A bin is (mean probability, fraction of right answers, number of answers).
-    The error is equation 3 of Guo et al. 2017. Returns None if no puzzle has a label, or if the model is a
-    search. A search predicts no such probability.
+    The model's probability that an answer is right is sigmoid(q_halt). Answers with similar probabilities
+    form a bin. Returns (bins, expected calibration error of Guo et al. 2017). A bin is (mean probability,
+    fraction of right answers, number of answers). Returns None if no puzzle has a label, or for a search
+    model (LDT), because it has no such probability.
     """
     if puzzles.is_search or not puzzles.has_labels.any():
         return None
@@ -209,14 +211,17 @@ def _sigmoid(values: np.ndarray) -> np.ndarray:
 
 
 def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
-    """Returns what the page needs to draw the puzzles, as a JSON object. Easy puzzles come first.
+    """Returns the data with which the page draws the puzzles, as a JSON object. Easy puzzles come first.
 
-    A puzzle has these keys, among others. "input", "label": flat lists of tokens. "answers", "confidences"
-    (percent): a flat list for each step. "stays_right_from": the first step from which the answer is always
-    right, or null. "rated": percentage for each step, sigmoid(q_halt) or, for a search, the fraction of
-    decided cells. "candidates" (only a search): a flat list for each step, with bit t set if token t is
-    possible. "guesses": index of the cell that a search guesses in each step, or a negative number
-    (`models.search`).
+    The keys of a puzzle are, among others:
+
+    input, label          list of tokens
+    answers, confidences  for each model call, a list of tokens or of percentages
+    stays_right_from      first call after which the answer stays right, or null
+    rated                 for each call, the percentage of how sure the model is
+    candidates            only for a search model (LDT): for each call, a list of bit masks of possible tokens
+    guesses               for each call, the index of the cell that a search model guesses, or a negative
+                          number
     """
     style, trace, steps = puzzles.info.style, puzzles.trace, puzzles.trace.preds.shape[1]
     head = page_style(style, puzzles.info.metadata) | {"steps": steps, "clues": clue_tokens(puzzles)}
@@ -287,10 +292,9 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
 
 
 def pack(content: Mapping[str, Any], *, max_bytes: int = MAX_PICTURES_BYTES) -> tuple[str, int]:
-    """Compresses the result of `picture_data`, so that a page can contain it.
+    """Compresses the result of `picture_data`. Returns (base64 text, number of puzzles in it).
 
-    Returns (base64 of compressed JSON, number of puzzles in it). If the text is longer than max_bytes, every
-    second puzzle is removed, repeatedly.
+    If the text would be longer than max_bytes, every second puzzle is removed until it fits.
     """
     puzzles = content["puzzles"]
     while True:

@@ -202,11 +202,10 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
 
 
 def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
-    """Returns about `count` evenly spaced test puzzles, without augmented variants.
+    """Chooses about `count` evenly spaced test puzzles, equally many from each test set.
 
-    All sets give equally many. A puzzle is a dict as in page.json: "name" (or None), "identifier" (puzzle
-    identifier), "inputs" and "labels" (lists of seq_len tokens). A label of -1 means that the cell is not
-    scored.
+    Augmented variants are left out. A puzzle is a dict: "name" (or None), "identifier" (row of its puzzle
+    embedding), "inputs" and "labels" (lists of tokens). A label is -1 if the cell is not scored.
     """
     sets = data.splits["test"].sets
     puzzles = []
@@ -234,9 +233,7 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int) -> int:
-    """Returns the index of the first puzzle that the model solves within `steps` thinking steps.
-
-    Returns 0 if it solves none.
+    """Returns the index of the first puzzle that the model solves with `steps` calls. 0 if it solves none.
 
     puzzles: Dicts with "inputs" and "labels", lists of tokens.
     """
@@ -249,9 +246,9 @@ def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int)
 
 
 def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
-    """Removes the puzzle embeddings that the given puzzles do not use, to make the exported model smaller.
+    """Removes all puzzle embeddings that the given puzzles do not need. The exported model is then smaller.
 
-    Changes the model, and changes "identifier" in `puzzles` to the new rows of the embeddings.
+    Changes the model in place. Also changes "identifier" in `puzzles`, because embeddings get new rows.
     """
     identifiers = sorted({puzzle["identifier"] for puzzle in puzzles})
     for puzzle in puzzles:
@@ -280,7 +277,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
 
 
 def find_runtime(folder: Path | None, scratch: Path) -> list[Path]:
-    """Returns the paths of the two files of the npm package onnxruntime-web, which runs models in a browser.
+    """Returns the paths of the two files of onnxruntime-web, an npm package that runs models in browsers.
 
     Raises ValueError if a file or npm is missing, if npm fails, or if the package has an unexpected digest.
 

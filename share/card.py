@@ -101,10 +101,10 @@ def model_card(
 
 
 def read_metrics(checkpoint: Checkpoint) -> Metrics:
-    """Returns the test results of a checkpoint: {set: {metric: value}}, with confidence intervals.
+    """Returns the test results of a checkpoint: {test set: {metric: value}}, with confidence intervals.
 
-    They are from the log of the training. If the log has none for this step, they are from evaluate.py.
-    Returns {} if there are none.
+    They are read from the log of the training, or else from the results of evaluate.py. Returns {} if there
+    are none.
     """
     metrics: dict[str, dict[str, float]] = {}
     for row, _ in read_rows(checkpoint.run_folder):
@@ -199,9 +199,9 @@ def _build_command(folder: Path, *, name: str) -> str | None:
 
 
 def _plain(text: Any) -> str:
-    """Makes a text safe to show: keeps 200 characters, and replaces special ones by "-".
+    """Makes an untrusted text safe for a page: keeps 200 characters, and replaces special ones by "-".
 
-    Special are those with a meaning in Markdown, HTML or a shell.
+    Special characters have a meaning in Markdown, HTML or a shell.
     """
     return re.sub(r"[^\w.+@/=, -]", "-", str(text))[:200]
 

@@ -98,10 +98,10 @@ def answer(
 ) -> dict[tuple[str, int], np.ndarray]:
     """Rounds the weights to `dtype`, and returns the model's answers to `count` puzzles of each test set.
 
-    Returns {(set, index of the puzzle): tokens [seq_len]}. Puzzles that a search does not answer are left
-    out.
+    Returns {(test set, number of the puzzle): tokens [seq_len]}. Puzzles without an answer are left out. A
+    search model (LDT) may have no answer.
 
-    forward_dtype: Number format of the computation, such as "float32".
+    forward_dtype: Dtype of the computation, such as "float32".
     """
     model = load_trained_model(checkpoint, data.metadata, forward_dtype=forward_dtype)
     weights = load_weights(

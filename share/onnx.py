@@ -39,9 +39,9 @@ _LARGEST_COPY = 1 << 16  # elements; the exporter makes a copy of smaller consta
 
 
 class Step(nn.Module):
-    """The module that is exported as ONNX: one thinking step of the model.
+    """The module that is exported as ONNX: one call of the model.
 
-    If `starts` is True for an element of the batch, a new puzzle starts there, and its state is reset.
+    If `starts` is True at a position of the batch, a new puzzle starts there, and the state is reset.
     """
 
     def __init__(self, network: Network, reasoning: Reasoning):
@@ -66,8 +66,8 @@ class Step(nn.Module):
 class Pass(nn.Module):
     """The module that is exported as ONNX for a search model (LDT): one forward pass of its network.
 
-    The web page itself makes the search. Its input is bool-like, [batch, seq_len, values]: the values that
-    are still possible in each cell.
+    The search itself is code of the web page. `alive` is float [batch, seq_len, values]: 1 if the value is
+    still possible in the cell, otherwise 0.
     """
 
     def __init__(self, network: Network, reasoning: Reasoning):
@@ -86,12 +86,12 @@ def check_packages() -> None:
 
 
 def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: int) -> dict[str, list[int]]:
-    """Writes one thinking step of a network, with its weights, as the ONNX file `path`.
+    """Writes one call of a network, with its weights, as the ONNX file `path`.
 
-    Returns the shapes of the state between steps, without the batch axis. Example: {"z_H": [81, 512]}.
+    Returns the shapes of the state between calls, without the batch axis. Example: {"z_H": [81, 512]}.
 
     network: Network in float32 and in evaluation mode.
-    reasoning: Settings of the thinking step, such as the number of cycles.
+    reasoning: Settings of the call, such as the number of cycles.
     """
     assert network.dtype == torch.float32
     assert not network.training

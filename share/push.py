@@ -100,10 +100,10 @@ def write_files(
     dtype: torch.dtype | None = None,
     data_path: str | None = None,
 ) -> None:
-    """Writes the files that share a model: config.json, weights, the model card README.md, and others.
+    """Writes the files of a shared model: weights, config.json, the model card README.md, and others.
 
-    The other files contain hashes of the training examples and names of the puzzles. Raises ValueError if
-    this code did not write the checkpoint.
+    The others contain hashes of the training examples and names of the puzzles. Raises ValueError if this
+    code did not write the checkpoint.
 
     address: Address of the repository on the Hub, or the name of a model in weights/.
     dtype: Dtype of the written weights. If None, it is not changed.
