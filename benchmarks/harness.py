@@ -38,9 +38,9 @@ def fail(reason: object) -> NoReturn:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Runs a benchmark's `main`. Exits with a one-line message if it raises OSError or ValueError.
+    """Runs the `main` function of a benchmark. OSError and ValueError become a one-line message and status 1.
 
-    SIGTERM and similar signals end the program like Ctrl-C, so that child processes are ended too.
+    Signals such as SIGTERM raise SystemExit, so that `main` can end its child processes.
     """
     for number in {*stop_signals()} - {signal.SIGINT}:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -76,9 +76,10 @@ def benchmark_parser(
 
 
 def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and checks the options.
+    """Parses and checks the command line of a benchmark.
 
-    The returned options also have `load`, which measures from now on how much CPU time other programs use.
+    The returned options have an additional attribute `load` (`Load`). It measures how much CPU time other
+    programs use from now on.
     """
     arguments = parser.parse_args(argv)
     if arguments.quick:
@@ -92,24 +93,26 @@ def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespa
 
 
 def measurement(seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
-    """Returns a `torch.utils.benchmark.Measurement`.
+    """Returns measured times as a `torch.utils.benchmark.Measurement`.
 
     seconds: Time of each round.
-    repeats: Number of calls in a round. The time is divided by it.
+    repeats: Number of calls in a round. `Measurement` divides the times by it.
     """
     return Measurement(repeats, list(seconds), TaskSpec(stmt="", setup=""))
 
 
 def ratio(first: Measurement, second: Measurement) -> float:
-    """Returns the median over rounds of (time of `first` / time of `second`).
+    """Compares two measurements. 2.0 means that `first` takes twice as long as `second`.
 
-    2.0 means that `first` takes twice as long.
+    The ratio is computed for each round. The median over rounds is returned.
     """
     return float(np.median(np.divide(first.times, second.times)))
 
 
 def cells(found: Measurement, *, unit: float = 1e-3, digits: int = 1) -> list[str]:
-    """Returns two table cells: the median time, and the range from the 10th to the 90th percentile.
+    """Formats a measurement as two table cells, such as ["12.3", "11.9 - 13.0"].
+
+    They are the median, and the range from the 10th to the 90th percentile.
 
     unit: Unit of the numbers, in seconds. 1e-3 means milliseconds.
     digits: Number of decimals.
@@ -161,7 +164,7 @@ def print_report(
     result: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> None:
-    """Prints a table with times, notes and facts about the machine, then one line of JSON.
+    """Prints the results of a benchmark: a table, facts about the machine, and one line of JSON.
 
     Call it after all child processes have ended, because their CPU time is only known then.
 
@@ -202,9 +205,10 @@ def _rounded(value: Any) -> Any:
 
 
 def commit() -> str:
-    """Returns the short hash of the git commit, such as "1a2b3c4". "unknown" outside a git checkout.
+    """Returns the short hash of the git commit, such as "1a2b3c4", or "unknown" outside a git checkout.
 
-    If code was changed since the commit, "-dirty" is added. Changes of pages and results do not count.
+    If code was changed since the commit, the text ends with "-dirty". Changes of Markdown pages and results
+    do not count.
     """
     git = ["git", "-C", str(REPOSITORY)]
     code = [".", *(f":(exclude){what}" for what in ("records/*/*", "docs", "*.md"))]

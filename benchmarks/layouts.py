@@ -51,10 +51,10 @@ _PURPOSES = {
 
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, Sent]]:
-    """Counts the bytes that this rank sends with torch.distributed inside the `with` block.
+    """Context manager that counts the bytes that this rank sends with torch.distributed.
 
-    Yields {purpose: messages and bytes}, such as "sums of gradients". The purpose is guessed from the dtype,
-    so the model must compute in bfloat16.
+    Yields a dict that is filled meanwhile: {purpose: numbers of messages and bytes}, with purposes such as
+    "sums of gradients". The model must compute in bfloat16, because the dtype of a message tells its purpose.
     """
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 
@@ -83,9 +83,9 @@ def counting() -> Iterator[dict[str, Sent]]:
 
 
 def kept(state: TrainState) -> dict[str, int]:
-    """Returns the bytes that this rank stores between training steps: {part: bytes}, such as "weights".
+    """Returns how many bytes this rank stores between training steps.
 
-    The names of the parts are those of `Needs.memory`.
+    Example: {"weights": 4096, "moments": 8192}. The keys are those of `Needs.memory`.
     """
     weights = list(state.model.network.parameters())
     gradients = [each for flat in state.weights.flats for each in flat.views(flat.gradients).values()]
@@ -104,10 +104,10 @@ def kept(state: TrainState) -> dict[str, int]:
 
 
 def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, float], dict[str, Sent]]:
-    """Returns the bytes that each rank should store and send, by the formulas of `Needs`.
+    """Computes how many bytes each rank should store and send, from formulas (`Needs`).
 
-    Returns ({part: stored bytes}, {purpose: sent messages and bytes}). The number of ranks is the current
-    one.
+    Returns ({part: stored bytes}, {purpose: numbers of sent messages and bytes}). The part is a name such as
+    "weights". The number of ranks is that of the running process group.
     """
     counter = count_steps(config, metadata)
     needs = Needs(config, counter, layout_of(config, world_size()))
@@ -115,7 +115,7 @@ def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, floa
 
 
 def _covered(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of memory that contiguous tensors cover. Shared memory counts once."""
+    """Returns how many bytes of memory some contiguous tensors use. Memory that tensors share counts once."""
     total, end = 0, 0
     for begin, length in sorted((each.data_ptr(), each.nbytes) for each in tensors):
         total += max(0, begin + length - max(begin, end))
@@ -124,9 +124,9 @@ def _covered(tensors: Iterable[Tensor]) -> int:
 
 
 class _Ring:
-    """Sends the messages of a pipeline over all ranks in the order of a training step, without a model.
+    """Test of the messages that pipeline parallelism sends. It needs no model.
 
-    It tests whether the messages arrive.
+    It sends a tensor through all ranks, in the order of a training step.
     """
 
     def __init__(self, device: torch.device):
@@ -150,9 +150,10 @@ class _Layout:
         self._trainer = Trainer(device, *words, puzzles=options.puzzles)
 
     def count(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns stored and sent bytes as ({purpose: counted bytes}, {purpose: computed bytes}).
+        """Returns stored and sent bytes as ({what: counted bytes}, {what: computed bytes}).
 
-        The first are counted in a training step, the second follow from formulas.
+        The first are counted in a training step. The second are computed from formulas. Keys are such as
+        "weights" or "sums of gradients".
         """
         trainer = self._trainer
         with counting() as sent:
@@ -163,7 +164,7 @@ class _Layout:
 
 
 def measure_layout(options: argparse.Namespace) -> None:
-    """Compares counted bytes of memory and messages with formulas, and prints a table (benchmark `layout`).
+    """Runs the benchmark `layout`: compares stored and sent bytes with formulas, and prints a table.
 
     First checks that the messages of a pipeline arrive.
     """

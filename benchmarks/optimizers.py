@@ -62,9 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Updates:
-    """All compared implementations of the optimizer and of the moving average of the weights.
+    """All compared implementations of the optimizer step and of the moving average of the weights.
 
-    Each implementation has its own copy of the weights, with the same values and gradients.
+    Each implementation has its own copy of the same weights and gradients.
     """
 
     def __init__(self, device: torch.device, options: argparse.Namespace):

@@ -128,16 +128,19 @@ def _parser() -> OneLineParser:
 
 
 def _sizes(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns arguments of pretrain.py for the size of the model.
+    """Returns the arguments of pretrain.py that set the size of the model.
 
-    There are none (HRM with 27 M parameters), unless --quick selects a tiny model.
+    They select a tiny model with --quick. Otherwise there are none. The model is then HRM with 27 M
+    parameters.
     """
     return TINY if options.quick else ()
 
 
 # -------------------------------------------------------------------------------------------------- exchange
 class _Exchange:
-    """Models in training, one for each method to sum gradients over ranks (benchmark `exchange`).
+    """Several models in training. Each sums its gradients over ranks with another method.
+
+    The benchmark `exchange` compares the times of their training steps.
 
     ways: Names of the methods, keys of _EXCHANGES.
     """
@@ -160,7 +163,10 @@ class _Exchange:
         self.turns["copy"] = lambda: flat[0].copy_(flat[1])
 
     def _exchange(self) -> None:
-        """Makes a training step that synchronizes the weights, as after many steps with `local_steps`."""
+        """Makes the training step in which ranks average their weights.
+
+        With `local_steps`, this happens rarely.
+        """
         self._alone.state.step = _NEVER - 1
         self._alone.step()
         self._alone.state.step = 0
@@ -213,10 +219,9 @@ def measure_exchange(options: argparse.Namespace) -> None:
 
 
 def measure_cluster(options: argparse.Namespace) -> None:
-    """Measures the efficiency of a run on the machines of torchrun, and prints it on rank 0.
+    """Measures how efficient a training is on the machines of torchrun. Rank 0 prints it. All ranks call it.
 
-    All ranks call it. The efficiency is the time of a training step without messages, divided by the time
-    with messages.
+    The efficiency is (time of a training step without messages) / (time with messages).
     """
     set_cpu_threads(options.threads)
     device, seconds = choose_device(options.device), {"alone": [], "default": []}
@@ -245,12 +250,10 @@ def measure_cluster(options: argparse.Namespace) -> None:
 
 
 def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitStack) -> list[str]:
-    """Emulates a network of machines on this machine.
+    """Emulates several machines with a network on this machine. Returns their Linux network namespaces.
 
-    Returns the Linux network namespace of each emulated machine.
-
-    count: Number of machines. The option --line gives their bandwidth and delay.
-    opened: Stack that removes the emulation at its end.
+    count: Number of machines. The option --line sets their bandwidth and delay.
+    opened: Stack that ends the emulation when it is closed.
     """
     from tests.system.machines import emulate, why_not
 
@@ -306,9 +309,9 @@ def measure_scaling(options: argparse.Namespace) -> None:
 
 # ---------------------------------------------------------------------------------------------------- memory
 class _Memory:
-    """A model after one training step, with a large table of puzzle embeddings.
+    """A model after one training step, to measure memory (benchmark `memory`).
 
-    It measures memory (benchmark `memory`).
+    It has a large table of puzzle embeddings and a moving average of its weights.
 
     overrides: key=value arguments of pretrain.py, such as "puzzle_emb_sharding=rows".
     """
@@ -324,9 +327,9 @@ class _Memory:
         self._trainer, self._device = trainer, device
 
     def kept(self) -> dict[str, int]:
-        """Returns the memory of this rank in bytes: {part of a checkpoint: bytes}.
+        """Returns the memory that this rank uses, in bytes.
 
-        The key "peak" is the peak memory of the process.
+        Keys are the parts of a checkpoint, such as "optimizer", and "peak", the peak memory of the process.
         """
         parts = {
             part: sum(each.nbytes for each in tensors.values())

@@ -91,11 +91,11 @@ class _Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The network of HRM or TRM, computed like the public code.
+    """The network of HRM or TRM, with the same operations as the public code.
 
     arch: Config of the architecture.
-    flash_attention: Whether to use scaled_dot_product_attention also on CPUs. The public code of HRM does
-    not.
+    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The public code uses plain
+    matrix products there.
     """
 
     def __init__(self, arch: Any, metadata: Metadata, *, batch_size: int, flash_attention: bool):
@@ -129,9 +129,9 @@ class Network(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, z_H: Tensor, z_L: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Makes one thinking step. Returns (new z_H, new z_L, logits, q_halt, q_continue).
+        """Runs the network once. Returns (new z_H, new z_L, logits, q_halt, q_continue).
 
-        z_H and z_L are the states between steps. The new ones are detached.
+        z_H and z_L are the states between calls. The returned ones are detached.
         """
         e = self._embed(data["inputs"], data["puzzle_identifiers"])
         reason = self._reason_as_hrm if self.arch.name == "hrm" else self._reason_as_trm
@@ -188,9 +188,10 @@ class Carry(NamedTuple):
 
 
 class _ModelWithLoss(nn.Module):
-    """Makes one thinking step for a batch. Returns the new carry, the loss, and metric sums over the batch.
+    """Runs the network once on a batch, and computes the loss.
 
-    The carry is the state between steps.
+    Returns (new carry, loss, {metric: sum over the batch}). The carry is the state of the batch between
+    calls.
     """
 
     def __init__(self, network: Network):
@@ -269,13 +270,15 @@ def _loss_and_sums(
 
 # ------------------------------------------------------------------------------------------------ the trainer
 class PublishedTrainer:
-    """Trains a model as the public code of HRM and TRM does, on one process. Used to compare speeds.
+    """Trains a model as the public code of HRM and TRM does, in one process.
+
+    The benchmark measures its speed.
 
     config: Config of pretrain.py.
-    weights: Initial weights, from our network.
+    weights: Initial weights, the state_dict of our network.
     compile_whole: Whether to compile the complete model, as the public code does on CUDA.
-    flash_attention: Whether to use scaled_dot_product_attention also on CPUs. The public code of HRM does
-    not.
+    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The public code uses plain
+    matrix products there.
     """
 
     def __init__(

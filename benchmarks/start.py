@@ -92,9 +92,10 @@ def _seconds_of_run(
 ) -> tuple[float, float]:
     """Trains for --steps steps in new processes.
 
-    Returns (seconds from the start to the end of the first training step, seconds of a later step).
+    Returns (seconds until the first training step is done, seconds of a later step).
 
-    run: Run folder. tree: Checkout of the repository.
+    run: Run folder.
+    tree: Checkout of the repository to run.
     """
     words = (
         "pretrain.py",

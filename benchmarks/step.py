@@ -66,7 +66,7 @@ _PRODUCT_SECONDS = 0.5  # if a matrix product would take longer, it gets fewer r
 class Contender:
     """One of the compared implementations of the training step. It runs in its own process.
 
-    name: Name of the implementation, such as "exact_compiled" (_OURS, _PUBLISHED).
+    name: Name of the implementation, such as "exact_compiled" or "published".
     arch: Model, such as "hrm".
     options: Options of the command line, with the sizes of the model.
     """
@@ -211,7 +211,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Format:
-    """Object for a new process that chooses the number format for this machine."""
+    """Chooses the dtype for this machine as `forward_dtype=auto` does.
+
+    A child process creates this object.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -221,16 +224,17 @@ class _Format:
 
 
 def _format_of_machine(options: argparse.Namespace) -> str:
-    """Returns the number format that `forward_dtype=auto` chooses on this machine, such as "bfloat16".
+    """Returns the dtype that `forward_dtype=auto` chooses on this machine, such as "bfloat16".
 
-    A new process chooses it. This process must not initialize CUDA, because it forks later.
+    A child process chooses it, because choosing may initialize CUDA. This process forks later, so it must not
+    initialize CUDA.
     """
     with World(options, _Format) as world:
         return world.call("choose")[0]
 
 
 def choose_rounds(seconds: float) -> int:
-    """Returns the number of rounds that takes about 45 s, between 3 and 20.
+    """Returns how many rounds of measurements take about 45 s, between 3 and 20.
 
     seconds: Time of one training step, summed over all compared implementations.
     """
@@ -239,9 +243,10 @@ def choose_rounds(seconds: float) -> int:
 
 
 def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
-    """Times all compared implementations for one model.
+    """Measures all implementations of the training step for one model.
 
-    Returns (rows of the table, values for the JSON line). If the number of rounds is not set yet, sets it.
+    Returns (rows of the table, values for the JSON line). If --rounds is not set, also sets the number of
+    rounds.
     """
     label, rows, result = f"{arch}_{_DTYPES[dtype]}", [], {}
     names = [each for each in options.contenders if not each.startswith(_WITHOUT[arch])]

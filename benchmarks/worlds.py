@@ -44,13 +44,15 @@ _CLONE_NEWNET = 0x40000000  # from sched.h of Linux
 
 
 class World:
-    """A group of child processes, each with an object to measure. `call` calls a method of all objects.
+    """A group of child processes. Each process holds one object, and `call` calls a method of all objects.
+
+    Benchmarks measure such objects, for example models in training.
 
     options: Options of the benchmark, such as the device.
     build: Function that creates the object in a child process: `build(device, *arguments)`.
     processes: Number of processes. They are ranks of one process group.
-    apart: If True, each process has a process group of its own.
-    namespaces: Linux network namespace of each process, to emulate machines. Usually empty.
+    apart: If True, each process is the only rank of its process group.
+    namespaces: Linux network namespace of each process. Only needed to emulate several machines.
     """
 
     def __init__(
@@ -162,8 +164,10 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
 
 
 def timed(contender: Any, turn: str, warm_calls: int) -> float:
-    """Calls the function `contender.turns[turn]`, and returns its time in seconds. All ranks call it.
+    """Calls one of the object's functions, and returns how many seconds it takes. All ranks call it.
 
+    contender: Object with the dict `turns` of functions.
+    turn: Key of the function.
     warm_calls: Number of calls before the timed one.
     """
     for _ in range(warm_calls):
@@ -177,13 +181,14 @@ def timed(contender: Any, turn: str, warm_calls: int) -> float:
 def take_turns(
     turns: Mapping[str, tuple[World, str]], *, rounds: int, warmup_rounds: int = 1, warm_calls: int = 0
 ) -> dict[str, Measurement]:
-    """Times several functions alternately, round by round. Returns {name: measurement}.
+    """Measures several functions by turns: A B C, A B C, ... Returns {name: measurement}.
 
-    A slow moment of the machine then affects all functions. The time of a call is the time of the slowest
-    process.
+    If the machine is slow for a while, all functions are affected equally. The time of a call is the time of
+    the slowest process.
 
-    turns: {name: (processes, key of the function in the dict `turns` of their objects)}.
-    warmup_rounds: Number of rounds that are not counted.
+    turns: {name: (child processes, key of the function in the dict `turns` of their objects)}.
+    rounds: Number of measured rounds.
+    warmup_rounds: Number of earlier rounds that are not counted.
     warm_calls: Number of untimed calls before each timed call.
     """
     seconds = {name: [] for name in turns}
@@ -194,13 +199,15 @@ def take_turns(
 
 
 class Trainer:
-    """A model in training on random data, for measurements. All ranks create it and call `step`.
+    """A model in training on random data, to measure its speed and memory.
 
-    overrides: key=value arguments of pretrain.py. If they set no number format, rank 0 chooses it.
+    All ranks create it and call `step`.
+
+    overrides: key=value arguments of pretrain.py. If they set no dtype, rank 0 chooses one.
     puzzles: Batch size of each process.
     rows: Number of puzzle embeddings.
     compiles: Whether to use torch.compile.
-    keeps_memory: Whether the process keeps freed memory, as in a run.
+    keeps_memory: Whether freed memory stays in the process, as in a real training.
     """
 
     def __init__(
@@ -271,11 +278,12 @@ def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
 
 
 def spread_slots_(carry: Any, *, halt_max_steps: int) -> None:
-    """Sets the puzzles of a batch to different thinking steps, evenly from 0 to halt_max_steps - 1, in place.
+    """Changes the state of a batch as if its puzzles had started at different times, in place.
 
-    As in a real run, about equally many then finish in each step.
+    The numbers of completed thinking steps (calls of the model) are then evenly spread from 0 to
+    halt_max_steps - 1. As in a real training, about equally many puzzles end in each step.
 
-    carry: State of the batch between thinking steps.
+    carry: State of the batch.
     """
     slots = torch.arange(carry.steps.shape[-1], dtype=torch.int32)
     carry.halted.fill_(False)

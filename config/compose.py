@@ -188,15 +188,15 @@ def _leave_out_of_experiment(
     usual: str,
     notice: Callable[[str], None],
 ) -> None:
-    """Resets those `arch` values of an experiment that the chosen model does not allow, in place.
+    """Resets `arch` values of an experiment that do not fit the chosen model, in place.
 
-    An experiment is written for one model, but the command line may choose another one. Calls `notice` with a
-    line that names the reset values and the others.
+    An experiment is a YAML file of settings for one model. With `arch=NAME`, the user may choose another
+    model. Calls `notice` with a line that names the values that are reset and those that stay.
 
     composed: Config to change.
     given: Keys of the command line. Their values are not reset.
     defaults: Default `arch` values of the chosen model.
-    usual: Name of the experiment's model.
+    usual: Name of the model that the experiment is for.
     """
     name, arch = composed.arch.name, OmegaConf.to_container(composed.arch, resolve=True)
     schema = architectures().get(name)
@@ -256,7 +256,7 @@ def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
 
 
 def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:
-    """Returns NAME of experiment=NAME on the command line. None if no experiment is chosen.
+    """Returns "demo" for a command line with experiment=demo. None if no experiment is chosen.
 
     arguments: Arguments of the command line. If None, those of this process.
     """
@@ -284,10 +284,10 @@ def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Names
 
 
 def _translate(schema: type[Config], override: str) -> list[str]:
-    """Translates a key=value text from the command line for Hydra. Returns one text or several.
+    """Translates a key=value text from the command line into one or several texts for Hydra.
 
-    Texts get quotes, and names from the public code of HRM, TRM and URM are replaced. Raises ValueError if
-    the key belongs to Hydra itself.
+    Adds quotes to text values. Replaces keys of the public code of HRM, TRM and URM by ours. Raises
+    ValueError if the key is a setting of Hydra itself.
     """
     typed, equals, value = override.partition("=")
     key = KEYS.get(typed.lstrip("+"), typed.lstrip("+"))

@@ -159,7 +159,8 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
 def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: str = "data_path") -> None:
     """Raises ValueError if a dataset folder is missing. The message contains a command that builds it.
 
-    experiment: Experiment whose dataset is built. If None, any experiment that uses the folder.
+    experiment: Name of the experiment (file of settings) that needs the data. If None, any experiment that
+    uses the folder.
     key: Config key that names the folders, for the message.
     """
     for folder in folders:
@@ -183,9 +184,10 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
 
 
 def _data_of(experiment: str) -> str | None:
-    """Returns the command that builds the dataset of an experiment, or None if it is not known.
+    """Returns the shell command that builds the dataset of an experiment, or None if it is not known.
 
-    The command is in a comment of the experiment's YAML file: `# Data: python -m dataset.build ...`.
+    An experiment is a YAML file of settings. The command is in its comment `# Data: python -m dataset.build
+    ...`.
     """
     path = FOLDER / "experiment" / f"{experiment}.yaml"
     text = path.read_text() if path.is_file() else ""

@@ -48,7 +48,7 @@ Different = Annotated[Several[Value], AfterValidator(_are_different)]
 
 
 class _TrainedConfig(Strict):
-    """The keys that evaluate.py and solve.py have in common: data, weights, and thinking of the model."""
+    """The keys that evaluate.py and solve.py have in common, such as data_path, halting and seed."""
 
     plugins: Plugins
     data_path: Paths | None
@@ -88,9 +88,9 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
 
     @property
     def asks_for_settings(self) -> bool:
-        """Returns whether the evaluation needs more than one run of each puzzle with the usual settings.
+        """Returns whether the evaluation compares several numbers of model calls or of runs of each puzzle.
 
-        True with several values of halt_max_steps, several samples, or a `select` other than q_head.
+        True if halt_max_steps has several values, if samples is not 1, or if `select` is not q_head.
         """
         return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
 

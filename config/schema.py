@@ -102,9 +102,10 @@ class MachineConfig(Strict):
 
 
 class StageConfig(Strict):
-    """One stage of a curriculum: a part of the training with its own data or number of cycles.
+    """One stage of a curriculum: a part of the training with its own data or its own number of cycles.
 
-    It lasts for `epochs` before the main training, or for the fraction `share` of the main training.
+    A stage lasts for `epochs`, before the main training. Or it lasts for the fraction `share` of the main
+    training. Cycles are loops inside one call of the model.
     """
 
     data_path: Paths | None = None
@@ -117,7 +118,10 @@ class StageConfig(Strict):
 
     @property
     def cycles(self) -> dict[str, int]:
-        """Returns the numbers of cycles that this stage changes, such as {"H_cycles": 2}."""
+        """Returns the numbers of cycles that this stage sets, such as {"H_cycles": 2}.
+
+        Cycles are loops inside one call of the model.
+        """
         values = {"H_cycles": self.H_cycles, "L_cycles": self.L_cycles, "loops": self.loops}
         return {key: value for key, value in values.items() if value}
 

@@ -84,10 +84,10 @@ def describe_process() -> str:
 
 
 def check_ranks(options: argparse.Namespace) -> None:
-    """Checks the processes of torchrun: prints a table of ranks, tests connections and measures links.
+    """Checks all processes of torchrun, and prints the results. All ranks call it.
 
-    All ranks call it. Also prints whether the number format of `arch.forward_dtype=auto` is the fast one. If
-    a rank fails or does not start, all ranks exit with status 1. If a rank hangs, they exit with status 124.
+    Tests connections between ranks, and measures the speed of matrix products and messages. If a rank fails
+    or does not start, all ranks exit with status 1. If a rank hangs, they exit with status 124.
     """
     limit = options.timeout
     watchdog = Watchdog(init_timeout_seconds=3 * limit, step_timeout_seconds=limit)
@@ -122,9 +122,7 @@ def check_ranks(options: argparse.Namespace) -> None:
 
 
 def _compare_rates(rates: Sequence[Rates]) -> None:
-    """Prints whether the number format of `arch.forward_dtype=auto` is the fast one.
-
-    Ranks with the same result share one line.
+    """Prints whether `arch.forward_dtype=auto` chooses the faster dtype, in one line for equal ranks.
 
     rates: Measured speeds of each rank.
     """
@@ -186,12 +184,13 @@ def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -
 
 
 def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
-    """Runs `action` on all ranks, and returns the results of all ranks. All ranks call it.
+    """Runs a function on all ranks. Returns the list of its results on all ranks. All ranks call it.
 
-    If `action` raises an exception on one rank, all ranks exit with status 1. If a rank hangs, the watchdog
-    ends all ranks.
+    If the function raises an exception on one rank, all ranks exit with status 1. If a rank hangs, the
+    watchdog ends all ranks.
 
-    name: Text that says what is done, for a message. Each call needs another name.
+    name: What the function does, for messages, such as "look up names". It must differ from that of earlier
+    calls.
     action: Function without arguments. Its result must be a JSON value.
     """
     try:
@@ -227,7 +226,7 @@ def _table(*rows: Sequence[object]) -> str:
 def _measure_links(
     device: torch.device, rows: Sequence[Sequence[Any]], *, is_quick: bool, watchdog: Watchdog
 ) -> None:
-    """Measures the speed of messages between pairs of ranks and of an all-reduce, and prints it.
+    """Measures how fast ranks exchange messages, in pairs and by an all-reduce. Prints the results.
 
     All ranks call it.
 

@@ -74,10 +74,10 @@ def connect(address: Sequence[Any], timeout_seconds: float) -> str:
 
 
 def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Chooses the pairs of ranks between which links are measured. Returns rank numbers.
+    """Chooses pairs of ranks to measure the connections between hosts. Example: [(0, 4), (0, 8), (4, 8)].
 
-    For several hosts, every two hosts give one pair. For a single host, all pairs of ranks are chosen. If
-    this gives more than 8 members, only pairs with the first one and pairs of neighbors are chosen.
+    One rank of each host is used, or all ranks if there is only one host. With more than 8 such ranks, not
+    all pairs are chosen.
 
     hosts: Host name of each rank.
     """
@@ -91,11 +91,12 @@ def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
 def measure_link(
     pair: tuple[int, int], device: torch.device, *, repeats: int, num_bytes: int
 ) -> tuple[float, float] | None:
-    """Measures the connection between two ranks with the open process group.
+    """Measures how fast two ranks exchange messages with torch.distributed.
 
-    Returns (seconds of a round trip of 4 bytes, bytes per second of large messages). Returns None on ranks
-    that are not in the pair.
+    Returns (seconds of a round trip of 4 bytes, bytes per second of large messages). Returns None on other
+    ranks.
 
+    pair: The two ranks. Both must call this function.
     repeats: Number of round trips.
     num_bytes: Size of a large message.
     """
@@ -110,9 +111,11 @@ def measure_link(
 
 
 def median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:
-    """Calls all functions of `calls` with the message, repeatedly.
+    """Returns how many seconds it takes to call all functions of `calls` with the message.
 
-    Returns the median seconds of a repetition. A first repetition is not counted.
+    It is the median of several repetitions, after one that does not count.
+
+    repeats: Number of counted repetitions.
     """
     times = []
     for _ in range(repeats + 1):

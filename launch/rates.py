@@ -16,11 +16,12 @@ _CLEARLY = 1.25  # the other format must be faster by this factor to contradict 
 
 
 class Rates(NamedTuple):
-    """Measured speeds of matrix products, in operations per second, and what `forward_dtype=auto` chooses.
+    """Measured speeds of matrix products in two dtypes, and the dtype that `forward_dtype=auto` chooses.
 
-    bfloat16, float32  speed with this dtype
-    choice             number format that `forward_dtype=auto` chooses
-    reason             reason for this choice, as text
+    bfloat16  floating-point operations per second in bfloat16
+    float32   the same in float32
+    choice    dtype that `forward_dtype=auto` chooses, "bfloat16" or "float32"
+    reason    reason for this choice, as text
     """
 
     bfloat16: float
@@ -29,9 +30,9 @@ class Rates(NamedTuple):
     reason: str
 
     def compare(self) -> str:
-        """Returns a text that says whether `forward_dtype=auto` chooses the faster number format here.
+        """Returns a sentence that says whether `forward_dtype=auto` chooses the faster dtype on this machine.
 
-        If it does not, the text says what to set.
+        If it does not, the sentence says what to set.
         """
         rule = f"arch.forward_dtype=auto means {self.choice} here, because {self.reason}."
         other = "float32" if self.choice == "bfloat16" else "bfloat16"
@@ -45,15 +46,15 @@ class Rates(NamedTuple):
 
 
 def measure_rates(device: torch.device) -> Rates:
-    """Measures the speed of matrix products in bfloat16 and float32 on a device.
+    """Measures the speed of matrix products in bfloat16 and float32 on a device, in about half a second.
 
-    The matrices have 256 x 256 elements on a CPU, 4096 x 4096 on a GPU. It takes about half a second.
+    The matrices have 256 x 256 elements on a CPU, 4096 x 4096 on a GPU.
     """
     return Rates(*(_rate(device, getattr(torch, name)) for name in RATES), *choose_format(device))
 
 
 def _rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the speed of a matrix product with this dtype, in operations per second."""
+    """Returns the speed of a matrix product with this dtype, in floating-point operations per second."""
     size = _SIZE if device.type == "cpu" else _SIZE_OF_GPU
     x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     seconds: list[float] = []

@@ -28,13 +28,13 @@ PICTURES = "puzzles"  # name of the pictures of puzzles
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-    """What a logger gets to know about a run.
+    """Facts about a run that every logger gets.
 
     Attributes:
         config: Config of the run.
-        steps: range(number of training steps done, last training step of this launch).
+        steps: range(number of training steps done before, last training step of this launch).
         info: Facts that are not in the config, such as num_parameters.
-        tags: Names of the kinds of puzzles and of the architecture.
+        tags: Names of the kinds of puzzles and of the architecture, such as ("sudoku", "hrm").
     """
 
     config: PretrainConfig

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Logger that writes TensorBoard event files into the folder `tensorboard` of the run folder.
+    """Logger that writes TensorBoard files into the folder `tensorboard` of the run folder.
 
-    If there are no event files yet, the records of metrics.jsonl are logged first. If the run resumes from an
-    earlier step, TensorBoard hides the events after this step.
+    The first launch with this logger also writes the earlier records of metrics.jsonl. If the run resumes
+    from a checkpoint, TensorBoard no longer shows later steps of the previous launch.
     """
 
     name = "tensorboard"

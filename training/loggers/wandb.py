@@ -64,9 +64,9 @@ class WandbRun:
         self._extras.submit("the code", self._log_code)
 
     def _start(self, mode: str) -> Any:
-        """Creates the run at W&B, or continues it.
+        """Creates the run at W&B, or continues it. Returns the run object of the package wandb.
 
-        If the server does not answer, the run is only stored on disk.
+        If the server does not answer, the run is only stored on disk ("offline").
 
         mode: Mode of the W&B client, such as "online".
         """
@@ -109,11 +109,11 @@ class WandbRun:
         return f"To send it later, run `wandb sync --include-online {self._folder}/wandb/*run-*`."
 
     def _catch_up(self, *, is_new: bool) -> None:
-        """Sends the metrics in metrics.jsonl that W&B does not have yet, and finds the best values so far.
+        """Sends metrics of earlier launches that W&B does not have yet, and finds the best values so far.
 
-        If a run is offline, metrics are sent only if the run is new.
+        In offline mode, metrics are sent only if the W&B run is new.
 
-        is_new: Whether the run has no W&B run yet.
+        is_new: Whether the W&B run is new.
         """
         if not self._run.offline:
             self._last_step = self._run.starting_step - 1
@@ -155,9 +155,9 @@ class WandbRun:
         self._last_step = step
 
     def _record_best(self, metrics: dict[str, Any]) -> None:
-        """Updates the best value so far of every metric of an evaluation, in W&B's summary of the run.
+        """Updates the best values so far of the evaluation metrics in W&B's summary of the run.
 
-        W&B itself would only consider the values of this launch.
+        The best values also include earlier launches of the run. W&B itself does not consider them.
         """
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
@@ -220,7 +220,7 @@ class WandbRun:
 
 
 class _Extras:
-    """Runs functions in a background thread, one after the other. If one fails, logs a warning."""
+    """Background thread that runs functions one after the other. If a function fails, logs a warning."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
