@@ -92,8 +92,8 @@ def load(
             the checkpoint names.
         raw: Whether to use the weights themselves instead of their moving average (EMA).
         device: "auto", "cpu", "cuda" or "mps".
-        forward_dtype: Number format of the computation, such as "float32". If None, the format of the
-            training, or float32 if the processor only emulates bfloat16.
+        forward_dtype: Dtype of the computation, such as "float32". If None, the dtype of the training, or
+            float32 if the processor only emulates bfloat16.
 
     Returns:
         The model, in evaluation mode.
@@ -115,7 +115,7 @@ class Solver:
         checkpoint: Checkpoint of the model.
         raw: Whether the model uses the weights themselves instead of their moving average (EMA).
         device: Device of the model.
-        forward_dtype: Number format in which the model computes, such as "float32".
+        forward_dtype: Dtype in which the model computes, such as "float32".
         questions: Reader that turns texts into puzzles for this model.
         info: Description of the dataset on which the model was trained.
     """

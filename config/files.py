@@ -30,11 +30,11 @@ def load_defaults(name: str) -> dict[str, Any]:
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Adds default values for missing keys to a stored config of pretrain.py. Nothing is checked.
+    """Returns a stored config of pretrain.py with default values for missing keys. Nothing is checked.
 
     An older version or the public code may have written the config. `data_path` gets no default. Unknown keys
-    are removed if their value is false, null, 0 or empty. A missing number format becomes bfloat16, the
-    former default.
+    are removed if their value is false, null, 0 or empty. A missing dtype becomes bfloat16, the former
+    default.
     """
     defaults, arch = load_defaults("pretrain"), values.get("arch")
     del defaults["data_path"]
@@ -50,7 +50,7 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_of(values: dict[str, Any]) -> str:
-    """Returns the number format of a stored config: "bfloat16" or "float32".
+    """Returns the dtype of a stored config: "bfloat16" or "float32".
 
     Raises ValueError for another format.
     """

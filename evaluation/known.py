@@ -75,10 +75,12 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 def check_same_rows(trained: Dataset, data: Dataset) -> None:
     """Checks that `test_data_path` numbers its puzzles like the training data.
 
-    Raises ValueError if a puzzle identifier of a test puzzle stands for another puzzle in the training data.
-    Does nothing if the names of the puzzles of one dataset are unknown.
+    The number of a puzzle (puzzle identifier) selects its embedding. Raises ValueError if a test puzzle has
+    the number of another puzzle in the training data. Does nothing if the names of the puzzles in one of the
+    datasets are unknown.
 
-    trained: Training data. data: Dataset of `test_data_path`.
+    trained: Training data.
+    data: Dataset of `test_data_path`.
     """
     known, own = identities_of(trained), identities_of(data)
     if known is None or own is None or known.equals(own) or (match := known.match(own)) is None:

@@ -143,11 +143,11 @@ def write_measured(
 
 
 def tell_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
-    """Logs a message if the evaluation will replace results that were computed in another number format.
+    """Logs a message if the evaluation will replace results that were computed in another dtype.
 
     folder: Folder with the earlier results, if any.
-    forward_dtype: Number format of the new evaluation, such as "float32".
-    stored: Number format of the training. Earlier results that do not name their number format have this one.
+    forward_dtype: Dtype of the new evaluation, such as "float32".
+    stored: Dtype of the training. Earlier results that do not name their dtype have this one.
     """
     try:
         before = {str(values.get("forward_dtype", stored)) for values in read_results(folder).values()}
@@ -184,7 +184,7 @@ def write_results(
     title: Title of the printed table.
     selected_by: Split on which this checkpoint was the best of its run, "validation" or "test". None if it
     was not selected.
-    forward_dtype: Number format in which the model computed, such as "bfloat16".
+    forward_dtype: Dtype in which the model computed, such as "bfloat16".
     """
     texts = {"selected_by": selected_by, "forward_dtype": forward_dtype}
     metrics, scaling = all_metrics(results, **texts), None
@@ -280,9 +280,9 @@ def _interval(metric: str, share: float, count: int) -> dict[str, float]:
 
 
 def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
-    """Writes the output arrays of each set to the file <set>__outputs.npz in `folder`.
+    """Writes the output arrays of each test set to the file <test set>__outputs.npz in `folder`.
 
-    The arrays are in dataset order and have no padding.
+    The arrays are in dataset order, without padding examples.
     """
     for name, result in results.items():
         if result.outputs:
@@ -478,7 +478,8 @@ def is_count(metric: str) -> bool:
 def is_share(metric: str) -> bool:
     """Returns whether a metric is a fraction of puzzles or cells, such as "accuracy" or "arc/pass@2".
 
-    Such a metric gets a confidence interval. The ends of an interval do not count.
+    Such a metric gets a confidence interval. Returns False for the ends of an interval, such as
+    "accuracy_low".
     """
     is_end = _has_suffix(metric, *INTERVAL_ENDS, "deviation")
     return not is_end and (metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@"))

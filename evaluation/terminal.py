@@ -49,9 +49,11 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
 
 
 def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
-    """Puts drawings side by side, as many as fit into `width` columns. Yields one text for each such row.
+    """Puts drawings side by side, as many as fit into `width` columns.
 
-    drawings: Lines of each drawing.
+    Yields a text for each line of drawings.
+
+    drawings: Lines of text of each drawing.
     """
     row, used = [], 0
     for drawing in drawings:
@@ -90,11 +92,11 @@ def _draw_grid(
     changed: np.ndarray | None = None,
     color: bool,
 ) -> list[str]:
-    """Returns the lines of a drawing of `tokens` as a grid, with a title.
+    """Draws `tokens` as a grid with a title. Returns the lines of text.
 
-    confidence: Probability of each cell, [rows, columns]. Cells with low confidence are marked. If None, none
-    are.
-    changed: bool [rows, columns]. Cells with True are marked. If None, none are.
+    confidence: Probability of each cell, [rows, columns]. Cells with low confidence are marked. If None, no
+    cell is marked for this reason.
+    changed: bool [rows, columns]. Cells with True are marked. If None, no cell is marked for this reason.
     color: Whether to mark with ANSI color codes instead of characters.
     """
     style, puzzle = answer.style, answer.puzzle

@@ -122,7 +122,10 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
-    """Returns the command line that reproduces a record, without paths and process counts of this machine."""
+    """Returns the command line that reproduces the benchmark result on another machine.
+
+    It has no paths and no number of processes of this machine.
+    """
     words = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
     words += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
     words += f" --dtype {forward_dtype}"

@@ -80,14 +80,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = None) -> None:
-    """Runs the trainings of the comparison that are not done yet. Writes the results after each one.
+    """Runs the trainings of a comparison of models that are not done yet. Writes the results after each one.
 
-    Raises ValueError if the folder contains results in another number format.
+    Raises ValueError if the folder contains results in another dtype.
 
     plan: Content of records/comparison.yaml: models and trainings.
     folder: Folder for data, runs and results.
-    dtype: Number format of the trainings. If None, the format of the folder. A new folder gets the fast one
-    on this machine.
+    dtype: Dtype of the trainings, such as "bfloat16". If None, it is the dtype of earlier trainings in the
+    folder, or else the fast one on this machine.
     """
     before = read_json(folder / _JSON) if (folder / _JSON).exists() else {"results": []}
     results = before["results"]
@@ -151,7 +151,7 @@ def build_rerun(
     training: Entry of the plan with the benchmark task ("rung") and the number of operations ("petaflops").
     folder: Folder of the comparison.
     words: More key=value arguments of pretrain.py.
-    forward_dtype: Number format, unless the plan sets one for the model.
+    forward_dtype: Dtype, unless the plan sets one for the model.
     """
     model, rung = plan["models"][name], RUNGS[training["rung"]]
     data = Rerun(rung, folder / rung.name, source=None)

@@ -66,15 +66,15 @@ def find_format(
 
 
 def write_format(folder: Path, name: NumberFormat) -> None:
-    """Stores the number format for all trainings in a folder. Call it before the first training.
+    """Stores the dtype for all trainings in a folder. Call it before the first training.
 
-    name: Number format, such as "bfloat16".
+    name: Dtype, such as "bfloat16".
     """
     write_json(folder / _FILE, {"forward_dtype": name})
 
 
 def _stored_format(folder: Path) -> NumberFormat | None:
-    """Returns the number format of the trainings in a folder. None if there are no trainings.
+    """Returns the dtype of the trainings in a folder. None if there are no trainings.
 
     It is read from format.json. Folders of older versions lack this file. Then it is read from the config of
     a run.

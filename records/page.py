@@ -104,7 +104,7 @@ def _seconds(rung: Rung, entry: dict[str, Any]) -> str:
 
 
 def _machine(entry: dict[str, Any]) -> str:
-    """Returns the processor, its instruction set, and the number format, as text."""
+    """Returns the processor, its instruction set, and the dtype, as text."""
     name = entry["instruction_set"]
     name = "instruction set unknown" if name == "unknown" else name
     return f"{entry['cpu']} ({name}), {entry['forward_dtype']}"

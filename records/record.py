@@ -33,7 +33,7 @@ def write_record(
 ) -> Path:
     """Adds the results of a benchmark task to its record.json, and writes a short log for each seed.
 
-    Replaces results with the same instruction set and number format, and keeps a summary of them in
+    Replaces earlier results with the same instruction set and dtype, and keeps a summary of them in
     "history". Returns the folder of the logs.
 
     result: What `python -m records` prints as JSON.

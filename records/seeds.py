@@ -75,7 +75,7 @@ class Rerun:
     def machine(self) -> dict[str, Any]:
         """Facts about the machine and the runs.
 
-        They are: processor, instruction set, number of cores, torch version, number format.
+        They are: processor, instruction set, number of cores, torch version, dtype.
         """
         versions = {"cores": num_cores(), "torch": torch.__version__}
         return describe_machine(self._device) | versions | {"forward_dtype": self.forward_dtype}
@@ -228,7 +228,7 @@ class Rerun:
     def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
         """Yields (run folder, arguments of pretrain.py) for each training of a seed.
 
-        The arguments contain the number format of the folder, unless the config of the training sets one.
+        The arguments contain the dtype of the folder, unless the config of the training sets one.
         """
         word = f"{FORMAT_KEY}={self.forward_dtype}"
         for (run, recipe), config in zip(self._recipes(seed), self._configs, strict=True):
@@ -237,7 +237,7 @@ class Rerun:
     def _recipes(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
         """Yields (run folder, arguments of pretrain.py) for each training of a seed.
 
-        In contrast to `_trainings`, the number format of the folder is not added.
+        In contrast to `_trainings`, the dtype of the folder is not added.
         """
         values = {"name": self.rung.name, "seed": seed, "before": ""}
         values |= {name: self.folder / name for name in ("data", "more_data")}

@@ -15,7 +15,8 @@ def compute_chart(
 
     There is one line for each number of samples. A sample is one run of a puzzle.
 
-    settings: List "corners" of a test set in scaling.json. An entry has a number of steps and of samples.
+    settings: List "corners" of a test set in scaling.json. An entry contains the results for one number of
+    model calls and one number of samples.
     by: Rule that selects one of the samples, such as "vote".
     has_oracle: Whether dashed lines show the fraction of puzzles with at least one correct sample.
     options: More arguments of `line_chart`.

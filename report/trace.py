@@ -217,11 +217,10 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
 
     input, label          list of tokens
     answers, confidences  for each model call, a list of tokens or of percentages
-    stays_right_from      first call after which the answer stays right, or null
-    rated                 for each call, the percentage of how sure the model is
+    stays_right_from      number of the first call after which the answer stays right, or null
+    rated                 for each call, how sure the model is, in percent
     candidates            only for a search model (LDT): for each call, a list of bit masks of possible tokens
-    guesses               for each call, the index of the cell that a search model guesses, or a negative
-                          number
+    guesses               for each call, the index of the cell that a search model guesses. Negative: no guess
     """
     style, trace, steps = puzzles.info.style, puzzles.trace, puzzles.trace.preds.shape[1]
     head = page_style(style, puzzles.info.metadata) | {"steps": steps, "clues": clue_tokens(puzzles)}

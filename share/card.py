@@ -46,9 +46,9 @@ def model_card(
 
     address: Address of the repository on the Hub, or the name of a model in weights/.
     license: Identifier of the license, such as "apache-2.0".
-    shared: Content of the shared config.json.
+    shared: Content of the config.json that is shared with the weights.
     state: Content of the checkpoint's state.json.
-    data_names: Names of the dataset folders in the shown commands.
+    data_names: Paths of the dataset folders in the commands that the card shows.
     values: More variables for the template card.md.jinja.
     """
     from huggingface_hub import ModelCard, ModelCardData

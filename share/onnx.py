@@ -66,8 +66,8 @@ class Step(nn.Module):
 class Pass(nn.Module):
     """The module that is exported as ONNX for a search model (LDT): one forward pass of its network.
 
-    The search itself is code of the web page. `alive` is float [batch, seq_len, values]: 1 if the value is
-    still possible in the cell, otherwise 0.
+    The search itself is code of the web page. The input `alive` is float [batch, seq_len, values]. It is 1 if
+    the value is still possible in the cell, otherwise 0.
     """
 
     def __init__(self, network: Network, reasoning: Reasoning):

@@ -145,7 +145,7 @@ class Loggers:
         self._call("log_puzzles", step, thoughts)
 
     def log_checkpoint(self, folder: Path) -> None:
-        """Passes the folder of a complete checkpoint to the loggers."""
+        """Tells the loggers that a checkpoint is complete. folder: Folder of the checkpoint."""
         self._call("log_checkpoint", folder)
 
     def step_done(self) -> None:
