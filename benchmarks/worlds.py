@@ -258,7 +258,7 @@ class Trainer:
 def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:
     """Returns the metadata of a synthetic dataset like 9x9 Sudoku.
 
-    rows: Number of puzzle identifiers.
+    rows: Number of puzzle embeddings.
     """
     sizes = {"vocab_size": 11, "seq_len": seq_len, "num_puzzle_identifiers": rows, "total_groups": 1}
     ids = {"pad_id": 0, "ignore_label_id": None, "blank_identifier_id": 0}

@@ -54,9 +54,10 @@ def compose_config(
     Args:
         schema: Class of the config, such as PretrainConfig.
         arguments: Arguments of the command line. If None, those of this process.
-        notice: Function that is called with a message if values of an experiment are ignored, because they do
-            not fit the chosen model.
-        dry_run: Function for the option --world-size n: `dry_run(config, n)` returns the text to print.
+        notice: Function that is called with a message if settings of experiment=NAME are ignored, because
+            they do not fit the model arch=NAME.
+        dry_run: Function that estimates what a run with n processes needs, for the option --world-size n.
+            `dry_run(config, n)` returns the text to print.
 
     Returns:
         The config. None after --help and --cfg job, because they only print.
@@ -307,7 +308,7 @@ def _translate(schema: type[Config], override: str) -> list[str]:
 
 
 class _CommandLine(argparse.ArgumentParser):
-    """Parser of the command line: key=value texts, and the few options that start with a dash."""
+    """Parser of the command line: key=value texts, and a few options such as --help."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)

@@ -140,7 +140,7 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
     """Returns all keys of config classes, such as "lr" and, from nested classes, "arch.H_cycles".
 
     models: Classes of configs.
-    prefix: Text before each key.
+    prefix: Text before each key, such as "arch.".
     """
     annotations: dict[str, list[Any]] = {}
     for model in models:

@@ -69,7 +69,7 @@ class Leaks:
             ValueError.
 
     Attributes:
-        found: {set name: leak}. Empty before `broadcast_find`.
+        found: {test set: leak}. Empty before `broadcast_find`.
     """
 
     def __init__(self, reaction: Literal["warn", "error"]):

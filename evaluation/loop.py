@@ -48,10 +48,10 @@ class Race:
                 self._first[row, number] = min(first, (step, sample))
 
     def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
-        """Returns which samples have lost their race, so that they can stop: bool [n].
+        """Returns which samples (runs of a puzzle) have lost, so that they can stop: bool [n].
 
-        attempts: Numbers that identify puzzle and sample: puzzle index * number of samples + sample. int [n].
-        steps: Number of steps that each sample has made so far. int [n].
+        attempts: Puzzle index * number of samples + sample index, int [n].
+        steps: Number of model calls that each sample has made so far, int [n].
         """
         lost = []
         for attempt, step in zip(attempts.tolist(), steps.tolist(), strict=True):
@@ -151,7 +151,7 @@ def answer_batches(
 
 
 def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
-    """Returns the arguments of `on_step` for samples that are stopped before their first thinking step.
+    """Returns the arguments of `on_step` for samples that are stopped before the model was called for them.
 
     They are (output with dummy predictions, bool [batch] with only True).
 

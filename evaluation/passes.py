@@ -47,8 +47,8 @@ class SetResult:
             "sudoku/valid_accuracy" from an evaluator. "unseen/<metric>" leaves out puzzles that the model was
             trained on. "act_exact_accuracy" and "act_steps" are the values that early halting would give, if
             it was off.
-        exact_accuracy_after_each_step: Fraction of solved puzzles after thinking step 1, 2, ... Empty with
-            early halting, with `scores`, or without labels.
+        exact_accuracy_after_each_step: Fraction of solved puzzles after thinking step (call of the model) 1,
+            2, ... Empty with early halting, with `scores`, or without labels.
         outputs: {name: array [examples, ...]}, in dataset order.
         scores: Counts for several numbers of thinking steps and of runs of each puzzle. Empty if each puzzle
             ran once. Otherwise, the other fields belong to the largest numbers.
@@ -93,8 +93,8 @@ def evaluate_split(
             puzzle runs once.
         seed: Seed of the noise.
         only_first_batches: Whether to evaluate only the first batch of each set.
-        puzzles: {set: indices of the puzzles to evaluate, int64 [n], ascending}. If None, all puzzles.
-        leaks: {set: puzzles that the model was trained on}. If None, there are no metrics about them.
+        puzzles: {test set: indices of the puzzles to evaluate, int64 [n], ascending}. If None, all puzzles.
+        leaks: {test set: puzzles that the model was trained on}. If None, there are no metrics about them.
         all_reduce_stop: Function that all ranks call before every batch. If it returns True, the evaluation
             stops.
         fetch_rows: Function for puzzle embeddings that are sharded over ranks. It loads the embeddings of
@@ -103,7 +103,7 @@ def evaluate_split(
         stages: Ranks that hold the stages of this rank's pipeline. Not supported together with `settings`.
 
     Returns:
-        {set: result} on rank 0, {} on other ranks. None if `all_reduce_stop` returned True.
+        {test set: result} on rank 0, {} on other ranks. None if `all_reduce_stop` returned True.
     """
     network, ranks = model.network, ranks or all_ranks()
     reasoning = reasoning or model.eval_reasoning("max")
@@ -193,8 +193,8 @@ def _add_answers(evaluators: Evaluators, name: str, final: StepOutput, attempts:
 class _SetSums:
     """Accumulates the metrics and outputs of one test set on this rank. `reduce` sums them over all ranks.
 
-    num_steps: Number of thinking steps, for the accuracy after each step. If 0, this accuracy is not
-    computed.
+    num_steps: Number of thinking steps (calls of the model), for the accuracy after each step. If 0, this
+    accuracy is not computed.
     outputs: Names of arrays to store for every example, such as "preds".
     leak: Test puzzles that the model was trained on, or None.
     scores: Attribute. Counts for several numbers of steps and of runs of each puzzle. None if each puzzle
@@ -223,11 +223,11 @@ class _SetSums:
         self.scores: Scores | None = None
 
     def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
-        """Adds the output of one thinking step to the accuracy after each step.
+        """Adds the output of one thinking step (call of the model) to the accuracy after each step.
 
         Does nothing if num_steps is 0.
 
-        acts_here: bool [batch]. True if early halting would stop the puzzle at exactly this step.
+        acts_here: bool [batch]. True if early halting would end the puzzle after exactly this step.
         """
         if not len(self._exact_after_step):
             return

@@ -178,12 +178,12 @@ def write_results(
 ) -> tuple[dict[str, dict[str, float | str]], dict[str, Any] | None]:
     """Writes the result files of an evaluation into `folder`, and prints tables. Only rank 0 calls it.
 
-    Returns (metrics, content of scaling.json). The metrics are {test set: {metric: value}}. The second is
-    None if only one number of thinking steps and one run of each puzzle was evaluated.
+    Returns ({test set: {metric: value}}, content of scaling.json). The second is None if only one number of
+    model calls and one run of each puzzle was evaluated.
 
     title: Title of the printed table.
-    selected_by: Split on which this checkpoint was the best of its run, "validation" or "test". None if it
-    was not selected.
+    selected_by: Split on which this checkpoint was the best of its training, "validation" or "test". None if
+    it was not selected.
     forward_dtype: Dtype in which the model computed, such as "bfloat16".
     """
     texts = {"selected_by": selected_by, "forward_dtype": forward_dtype}
@@ -202,7 +202,7 @@ def write_results(
 
 
 def read_results(folder: Path) -> dict[str, dict[str, float | str]]:
-    """Reads the metrics that `write_results` wrote into a folder: {set: {metric: value}}."""
+    """Reads the metrics that `write_results` wrote into a folder: {test set: {metric: value}}."""
     return read_json(folder / EVALUATION_FILE)
 
 
@@ -224,12 +224,12 @@ def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, ou
 def all_metrics(
     results: Mapping[str, SetResult], *, selected_by: str | None = None, forward_dtype: str | None = None
 ) -> dict[str, dict[str, float | str]]:
-    """Flattens the results of an evaluation to {set: {metric: value}}, for metrics.json.
+    """Returns the results of an evaluation as {test set: {metric: value}}, for the file metrics.json.
 
-    An accuracy also gets the ends of its 95 % interval, such as "accuracy_low" and "accuracy_high". The
-    accuracy after each step becomes "exact_accuracy_after_step_1" and so on.
+    An accuracy also gets its 95 % interval: "accuracy_low" and "accuracy_high". The accuracy after each step
+    gets names such as "exact_accuracy_after_step_1".
 
-    selected_by, forward_dtype: Texts that are added to every set, unless they are None.
+    selected_by, forward_dtype: Texts that are added to the metrics of every test set, unless they are None.
     """
     metrics, texts = {}, zip(TEXTS, (selected_by, forward_dtype), strict=True)
     named = {name: text for name, text in texts if text is not None}
@@ -244,11 +244,11 @@ def all_metrics(
 
 
 def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
-    """Adds the ends of the 95 % interval after each accuracy, such as "accuracy_low" and "accuracy_high".
+    """Adds the 95 % interval of each accuracy: "accuracy_low" and "accuracy_high" after "accuracy".
 
-    An accuracy without a known number of puzzles gets no interval.
+    If the number of puzzles is unknown, an accuracy gets no interval.
 
-    values: {metric: value} of one set.
+    values: {metric: value} of one test set.
     """
     completed = {}
     for name, value in values.items():
@@ -292,12 +292,12 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
 
 
 def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
-    """Computes the mean and the standard deviation of every metric over runs.
+    """Computes the mean and the standard deviation of every metric over several evaluations.
 
-    Returns {set: {metric: mean, "<metric>_deviation": standard deviation}}. Metrics that are not in all runs
-    are left out.
+    Returns {test set: {metric: mean, "<metric>_deviation": standard deviation}}. A metric that one of the
+    evaluations lacks is left out.
 
-    runs: {set: {metric: value}} of each run.
+    runs: {test set: {metric: value}} of each evaluation.
     """
     summary: dict[str, dict[str, float]] = {}
     for name in runs[0]:
@@ -341,9 +341,9 @@ def metric_names(metrics: _Columns) -> list[str]:
 def metric_cell(values: Mapping[str, float | str], name: str) -> str:
     """Formats a metric for a table, with its interval or standard deviation if `values` contains them.
 
-    Returns "" if the metric is missing.
+    Example: "0.9  [0.88, 0.92]". Returns "" if the metric is missing.
 
-    values: {metric: value} of one set.
+    values: {metric: value} of one test set.
     """
     if name not in values:
         return ""
@@ -374,7 +374,7 @@ def _has_suffix(metric: str, *suffixes: str) -> bool:
 
 
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
-    """Returns the content of scaling.json: accuracies for several numbers of thinking steps and of samples.
+    """Returns the content of scaling.json: accuracies for several numbers of model calls and of samples.
 
     A sample is one run of a puzzle. The format is {option: value, "sets": {test set: {"count": number of
     puzzles, "corners": list}}}. An entry of the list is {"steps": 16, "samples": 4, "ways": {"vote":
@@ -421,8 +421,8 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 def scaling_table(scaling: Mapping[str, Any]) -> str:
     """Returns a text table of the accuracies in scaling.json.
 
-    It has one line for each number of thinking steps and of samples (runs of a puzzle), and one column for
-    each selection rule. For a search model (LDT), it also has the fractions of wrong answers and of puzzles
+    It has one line for each number of model calls and of samples (runs of a puzzle), and one column for each
+    selection rule. For a search model (LDT), it also has the fractions of wrong answers and of puzzles
     without an answer.
 
     scaling: Content of scaling.json.

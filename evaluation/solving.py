@@ -118,9 +118,9 @@ def answer_puzzle(
     device: torch.device,
     row: int = 0,
 ) -> Answer:
-    """Solves one puzzle, and records the answer after each thinking step. Runs in one process.
+    """Solves one puzzle, and records the answer after each thinking step (call of the model).
 
-    Raises ValueError if the config does not fit the model or the puzzle.
+    Runs in one process. Raises ValueError if the config does not fit the model or the puzzle.
 
     model: Model in evaluation mode, for puzzles of this size.
     style: How the puzzle is drawn. It is stored in the answer.
@@ -227,7 +227,8 @@ def _first_to_halt(
 def _noise(model: HaltingModel, config: SolveConfig) -> float:
     """Returns the standard deviation of the noise that is added to the state before each model call.
 
-    If the config does not set it and all samples (runs of the puzzle) would be equal, returns 0.3.
+    It is the value in the config. If the config sets none, it is usually 0. It is 0.3 if several runs of the
+    puzzle would otherwise be equal, and the model supports noise.
     """
     reasoning = model.eval_reasoning(config.halting)
     init_noise = reasoning.init_noise if config.init_noise is None else config.init_noise

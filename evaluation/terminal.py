@@ -29,7 +29,7 @@ _RULES: dict[Select, str] = {
 
 
 def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
-    """Returns an answer as text for the terminal: the puzzle, the answer and every thinking step.
+    """Returns a text for the terminal: the puzzle, the answer, and the answers after all model calls.
 
     width: Maximum number of columns. Only a grid that is wider exceeds it.
     color: Whether to use ANSI color codes.

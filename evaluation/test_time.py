@@ -199,14 +199,16 @@ def run_settings(
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
     """Runs every puzzle several times, and yields the results of puzzles when all their runs have ended.
 
-    A run is called a sample. An item is (outputs of the selected samples, last outputs of all samples,
-    indices of the selected samples). The indices are int64 [puzzles]. -1 means that a search model has no
-    answer. The samples of a puzzle are next to each other. Items belong to the largest number of thinking
-    steps and of samples. For smaller numbers, only `scores` counts the answers.
+    A run is called a sample. In `settings` of `scores`, there are several numbers of model calls and of
+    samples. For all of them, `scores` counts right answers. The results that are yielded belong to the
+    largest numbers:
+
+    - outputs of the samples that the selection rule chose
+    - last outputs of all samples. The samples of a puzzle are next to each other
+    - indices of the chosen samples, int64 [puzzles]. -1 means that a search model (LDT) has no answer
 
     num_slots: Batch size of this rank.
-    scores: Contains the numbers of steps and of samples. Counts the right answers.
-    on_step: Function that is called after each thinking step.
+    on_step: Function that is called after each model call.
     """
     settings, num_samples = scores.settings, scores.settings.samples[-1]
     history = HistoryNetwork(model.network, vocab_size=vocab_size)

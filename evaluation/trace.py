@@ -39,7 +39,7 @@ class Trace(NamedTuple):
 
     @property
     def halting_steps(self) -> np.ndarray:
-        """Returns after which thinking step (from 1) the model would stop, for each puzzle: int64 [batch].
+        """Returns after which step (from 1) the model would stop, for each puzzle: int64 [batch].
 
         If it would never stop, this is the last step.
         """
@@ -49,11 +49,13 @@ class Trace(NamedTuple):
 
 @torch.inference_mode()
 def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps: int | None = None) -> Trace:
-    """Runs a model on a batch, and returns its answers after each thinking step. Runs in one process.
+    """Runs a model on a batch, and returns its answers after each thinking step (call of the model).
+
+    Runs in one process.
 
     model: Model in evaluation mode.
     seed: Seed of the random noise.
-    max_steps: Limit for the number of thinking steps. If None, the number of steps of an evaluation.
+    max_steps: Limit for the number of steps. If None, the number of steps of an evaluation.
     """
     assert not model.training
     reasoning = dataclasses.replace(model.eval_reasoning("max"), halting="max")  # for a search, too

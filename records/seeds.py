@@ -213,7 +213,7 @@ class Rerun:
         return self.folder / "data.clock.json"
 
     def run_folder(self, seed: int) -> Path:
-        """Returns the run folder of a seed's last training, the one that is evaluated."""
+        """Returns the run folder of the seed's last training. This training is evaluated."""
         return self.folder / f"seed_{seed}" / "run"
 
     @functools.cached_property
@@ -228,7 +228,7 @@ class Rerun:
     def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
         """Yields (run folder, arguments of pretrain.py) for each training of a seed.
 
-        The arguments contain the dtype of the folder, unless the config of the training sets one.
+        All trainings get the same dtype, unless their config sets one.
         """
         word = f"{FORMAT_KEY}={self.forward_dtype}"
         for (run, recipe), config in zip(self._recipes(seed), self._configs, strict=True):
@@ -237,7 +237,7 @@ class Rerun:
     def _recipes(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
         """Yields (run folder, arguments of pretrain.py) for each training of a seed.
 
-        In contrast to `_trainings`, the dtype of the folder is not added.
+        The arguments set no dtype. `_trainings` adds it.
         """
         values = {"name": self.rung.name, "seed": seed, "before": ""}
         values |= {name: self.folder / name for name in ("data", "more_data")}
@@ -251,10 +251,10 @@ class Rerun:
 
 
 def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:
-    """Returns a metric of the last evaluation in the log, averaged over the sets. None if it was not logged.
+    """Returns a metric of the last evaluation in the log, as mean over test sets. None if it was not logged.
 
     rows: Records of the log.
-    metric: Name without split and set, such as "exact_accuracy".
+    metric: Name without split and test set, such as "exact_accuracy".
     of: Split, "eval" or "validation".
     """
     for row in reversed(rows):

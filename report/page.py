@@ -119,7 +119,7 @@ def write_evaluation_report(
     evaluation: Folder with the results of the evaluation.
     seed: Seed of the random noise of the model.
     batch_size: Maximum number of puzzles in a batch.
-    puzzles: {set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
+    puzzles: {test set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
     """
     options = {"batch_size": batch_size, "path": checkpoint.path, "seed": seed, "puzzles": puzzles}
     traced = trace_puzzles(model.eval(), data, num_puzzles=NUM_PUZZLES, **options)

@@ -96,7 +96,10 @@ class RunRecord:
 
     @property
     def architecture(self) -> str:
-        """Returns the name of the architecture as papers write it, such as "HRM". "" if it is unknown."""
+        """Returns the name of the architecture in papers, such as "HRM".
+
+        If it is unknown, returns the value of the config key `arch.name`, or "".
+        """
         return architectures()[self._arch].title if self._arch in architectures() else self._arch
 
     @property
@@ -281,7 +284,7 @@ def _can_be_drawn(scaling: Any) -> bool:
 
 
 def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Returns the last evaluation in the log, {set: {metric: value}}, with confidence intervals.
+    """Returns the last evaluation in the log, {test set: {metric: value}}, with confidence intervals.
 
     rows: Records of the log, by training step. {} if none contains an evaluation.
     """

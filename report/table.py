@@ -28,7 +28,7 @@ _MOST_DIFFERENCES = 6  # with more differing keys, they become neither columns n
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Runs with the same config except for the seed. They become one row of the table.
+    """A group of trainings that differ only in their seed. It becomes one row of the table.
 
     label     name of the group in tables and legends
     role      name of the color of its lines in charts
@@ -68,9 +68,9 @@ def _age(run: RunRecord) -> tuple[bool, str]:
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """Groups runs with the same config and the same data. Seeds and names may differ.
+    """Groups trainings that differ only in their seed and their names. Keeps their order.
 
-    The order of the runs stays. If a dataset was rebuilt between two runs, they are in different groups.
+    If a dataset was rebuilt between two trainings, they are in different groups.
     """
     groups: dict[str, list[RunRecord]] = {}
     for number, run in enumerate(runs):
@@ -94,9 +94,9 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 
 def _name_rebuilt_data(configs: Sequence[dict[str, Any]], fingerprints: Sequence[str | None]) -> None:
-    """Adds the key "data" to the configs if one dataset path had different contents in different runs.
+    """Adds the key "data" to the configs if a dataset was rebuilt between trainings.
 
-    The value is the start of the dataset's fingerprint (hash of its content). It tells the groups apart.
+    The value is the start of the dataset's hash. It then shows which training used which data.
     """
     found: dict[str, set[str]] = {}
     names = [(each or "unknown")[:8] for each in fingerprints]
@@ -108,11 +108,12 @@ def _name_rebuilt_data(configs: Sequence[dict[str, Any]], fingerprints: Sequence
 
 
 def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:
-    """Returns the name of a group: its differing settings, or the name of its first run.
+    """Returns the name of a group of trainings: "lr=0.001" if they differ from other groups in lr.
 
-    members: Runs of the group.
-    settings: {config key: value}, for keys that differ between the groups. The name is then such as
-    "lr=0.001".
+    If they differ in no key or in too many keys, it is the name of the first training.
+
+    members: Trainings of the group.
+    settings: {config key: value}, for keys that differ between groups.
     """
     if settings and len(settings) <= _MOST_DIFFERENCES:
         return ", ".join(f"{key.removeprefix('arch.')}={value}" for key, value in settings.items() if value)
@@ -151,9 +152,9 @@ def _trained_on(run: RunRecord) -> dict[str, float]:
 
 
 def _unseen(run: RunRecord) -> float | None:
-    """Returns the last accuracy on test puzzles that the model was not trained on.
+    """Returns the accuracy on test puzzles that the model was not trained on, in the last evaluation.
 
-    Returns None if it was trained on none of them, or if the accuracy is unknown.
+    Returns None if the model was trained on no test puzzle, or if the accuracy is unknown.
     """
     trained_on = _trained_on(run)
     names = {name: "unseen/" if trained_on.get(name) else "" for name in run.eval_sets()}
@@ -177,7 +178,7 @@ _VALUES: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | N
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table that compares groups of runs.
+    """A table that compares groups of trainings. A group contains trainings with different seeds.
 
     columns  names of the columns
     rows     cells as texts, one list for each group
@@ -210,10 +211,10 @@ class Table:
 
 
 def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -> Table:
-    """Builds a table that compares groups of runs, with one row for each group.
+    """Builds a table with one row for each group of trainings that differ only in their seed.
 
-    The column "p" is the p-value of a t-test. It compares the accuracies of the row with those of the first
-    row. Raises ValueError for an unknown column.
+    The column "p" is the p-value of a t-test. It compares the accuracies of the row with the accuracies of
+    the first row. Raises ValueError for an unknown column.
 
     columns: Columns to show. A column has a default name such as "solved", or is a metric of the log such as
     "train/lm_loss" or "accuracy" (mean over test sets). If None, all default columns that are not empty.
@@ -258,12 +259,13 @@ def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -
 
 
 def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float | None, float | None]:
-    """Returns (low, high), the 95 % confidence interval of a group's accuracy. (None, None) if unknown.
+    """Returns (low, high), the 95 % confidence interval of the accuracy. (None, None) if it is unknown.
 
-    With several runs, it shows how much the mean varies over seeds. With one run, it shows how much the
-    accuracy varies over test puzzles.
+    With several trainings, it shows how much their mean varies over seeds. With one training, it shows how
+    much the accuracy varies over test puzzles.
 
-    shares: Accuracy of each run.
+    runs: Trainings that differ only in their seed.
+    shares: Accuracy of each training.
     """
     if len(shares) > 1:
         low, high = mean_interval(shares)
