@@ -66,8 +66,8 @@ def main() -> None:
 def evaluate(program: Program[EvaluateConfig]) -> None:
     """Evaluates the checkpoints of the config one after the other. All ranks call it.
 
-    For several checkpoints of one kind of model on the same test splits, rank 0 also prints mean and standard
-    deviation.
+    If several checkpoints have the same architecture and test splits, rank 0 also prints the mean and the
+    standard deviation of their metrics.
     """
     config = program.config
     with program.watchdog.paused():  # no time limit here

@@ -107,11 +107,12 @@ class Evaluators:
         )
 
     def check_rules(self, selects: Sequence[str]) -> None:
-        """Raises ValueError if `selects` contains "rules", but a test set has no function that checks
-        answers.
+        """Checks that answers can be selected by the rules of the puzzle, if this is asked for.
 
-        selects: Names of rules that select one of several answers to a puzzle, such as "vote". The rule
-        "rules" selects an answer that obeys the rules of the puzzle.
+        Raises ValueError if `selects` contains "rules", but the puzzles of a test set have no function that
+        checks answers.
+
+        selects: Names of rules that select one of several answers to a puzzle, such as "vote".
         """
         for name in self._data.splits["test"].sets if "rules" in selects else ():
             if self.rules_of(name) is None:

@@ -23,11 +23,11 @@ OnStep = Callable[[StepOutput, Tensor], None]  # (output, bool [slots]: True at 
 class Race:
     """Decides which of several runs of the same puzzle answers: the first one to halt.
 
-    The runs ("samples") have different random noise. A sample that has lost can stop early.
+    The runs ("samples") have different random numbers. A sample that has lost can stop early.
 
-    samples: Numbers of samples to compare, ascending. Example: (1, 4) evaluates sample 0 only, and a race of
-    the samples 0 to 3. A sample has lost if another sample won the smallest race that both are in. If two
-    samples halt in the same step, the lower index wins.
+    samples: Numbers of samples to evaluate, ascending. Example: (1, 4) evaluates sample 0 without a race, and
+    a race of the samples 0 to 3. Then sample 0 always runs to its end. Sample 2 has lost if another sample
+    from 0 to 3 halts first. If two samples halt in the same step, the lower index wins.
     """
 
     def __init__(self, samples: Sequence[int]):

@@ -93,7 +93,7 @@ def _has_same_tests(checkpoint: Checkpoint, data: Sequence[Path], found: str) ->
 
 
 def _is_trained_on(checkpoint: Checkpoint, data: Sequence[Path]) -> bool:
-    """Returns whether the dataset folders are unchanged since the training, by their fingerprint."""
+    """Returns whether the dataset folders are unchanged since the training of the checkpoint."""
     try:
         return checkpoint.fingerprint == fingerprint_of(data)
     except ValueError:  # no training split
@@ -358,7 +358,7 @@ def metric_cell(values: Mapping[str, float | str], name: str) -> str:
 
 
 def with_suffix(metric: str, suffix: str) -> str:
-    """Appends to a metric's name, before the part that starts with "@".
+    """Appends _<suffix> to the name of a metric, before the part that starts with "@", if there is one.
 
     Example: with_suffix("accuracy@steps=4", "low") is "accuracy_low@steps=4".
     """

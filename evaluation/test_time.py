@@ -199,13 +199,13 @@ def run_settings(
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
     """Runs every puzzle several times, and yields the results of puzzles when all their runs have ended.
 
-    A run is called a sample. In `settings` of `scores`, there are several numbers of model calls and of
-    samples. For all of them, `scores` counts right answers. The results that are yielded belong to the
-    largest numbers:
+    A run is called a sample. `scores` contains the numbers of model calls and of samples to evaluate, and
+    counts the right answers for all of them. Results are yielded only for the largest numbers. A result has
+    three parts:
 
-    - outputs of the samples that the selection rule chose
-    - last outputs of all samples. The samples of a puzzle are next to each other
-    - indices of the chosen samples, int64 [puzzles]. -1 means that a search model (LDT) has no answer
+    - outputs of the selected samples, one for each puzzle
+    - outputs of all samples. The samples of a puzzle are next to each other
+    - indices of the selected samples, int64 [puzzles]. -1 means that a search model (LDT) has no answer
 
     num_slots: Batch size of this rank.
     on_step: Function that is called after each model call.

@@ -207,7 +207,7 @@ def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
 
 
 def _end_all(reason: str) -> NoReturn:
-    """Prints the reason on rank 0, and exits on all ranks with status 1. All ranks call it."""
+    """Exits on all ranks with status 1. Rank 0 prints the reason first. All ranks call it."""
     store = group.rendezvous_store()
     if is_main():
         log.error(reason)

@@ -306,9 +306,10 @@ def _moment(text: Any) -> str:
 
 
 def _results_table(run: RunRecord) -> dict[str, Any]:
-    """Returns the table of test results: {"sets": names, "counts": numbers of puzzles, "rows": rows}.
+    """Returns a table of test results as {"sets": list, "counts": list, "rows": list}.
 
-    A row is (metric, [(value, interval) for each set]). All values are texts.
+    "sets" contains the names of the test sets, "counts" their numbers of puzzles. A row is (metric, [(value,
+    interval) for each test set]). All values are texts.
     """
     drawn = [
         name

@@ -60,7 +60,8 @@ class TracedPuzzles:
 
     @property
     def is_wrong(self) -> np.ndarray:
-        """Returns which cells are wrong after each step: bool [n, steps, seq_len].
+        """Returns which cells are wrong after each thinking step (call of the model): bool [n, steps,
+        seq_len].
 
         Cells that are not scored are not wrong.
         """
@@ -69,7 +70,10 @@ class TracedPuzzles:
 
     @property
     def is_right(self) -> np.ndarray:
-        """Returns which puzzles are right in all scored cells after each step: bool [n, steps]."""
+        """Returns which puzzles are right in all scored cells after each thinking step (call of the model).
+
+        The result is bool [n, steps].
+        """
         return ~self.is_wrong.any(axis=2)
 
     @property

@@ -41,7 +41,7 @@ _LARGEST_COPY = 1 << 16  # elements; the exporter makes a copy of smaller consta
 class Step(nn.Module):
     """The module that is exported as ONNX: one call of the model.
 
-    If `starts` is True at a position of the batch, a new puzzle starts there, and the state is reset.
+    `starts` is bool [batch]. Where it is True, a new puzzle starts, and the state is reset.
     """
 
     def __init__(self, network: Network, reasoning: Reasoning):
