@@ -104,9 +104,9 @@ def kept(state: TrainState) -> dict[str, int]:
 
 
 def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, float], dict[str, Sent]]:
-    """Computes how many bytes each rank should store and send, from formulas (`Needs`).
+    """Computes from formulas how many bytes each rank should store and send. `Needs` contains the formulas.
 
-    Returns ({part: stored bytes}, {purpose: numbers of sent messages and bytes}). The part is a name such as
+    Returns ({part: stored bytes}, {purpose: numbers of sent messages and bytes}). A part is a name such as
     "weights". The number of ranks is that of the running process group.
     """
     counter = count_steps(config, metadata)

@@ -163,9 +163,9 @@ class _Exchange:
         self.turns["copy"] = lambda: flat[0].copy_(flat[1])
 
     def _exchange(self) -> None:
-        """Makes the training step in which ranks average their weights.
+        """Makes a training step after which the ranks average their weights.
 
-        With `local_steps`, this happens rarely.
+        With the config key `local_steps`, ranks train independently for many steps between two such steps.
         """
         self._alone.state.step = _NEVER - 1
         self._alone.step()

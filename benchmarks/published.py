@@ -131,7 +131,9 @@ class Network(nn.Module):
     def forward(self, z_H: Tensor, z_L: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Runs the network once. Returns (new z_H, new z_L, logits, q_halt, q_continue).
 
-        z_H and z_L are the states between calls. The returned ones are detached.
+        z_H and z_L are the hidden states between calls. The returned ones are detached.
+
+        data: {"inputs": tokens, int32 [batch, seq_len], "puzzle_identifiers": int32 [batch]}.
         """
         e = self._embed(data["inputs"], data["puzzle_identifiers"])
         reason = self._reason_as_hrm if self.arch.name == "hrm" else self._reason_as_trm

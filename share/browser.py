@@ -295,7 +295,7 @@ def find_runtime(folder: Path | None, scratch: Path) -> list[Path]:
 
 
 def _fetch(folder: Path) -> Path:
-    """Downloads the npm package into `folder`, or copies it from npm's cache. Returns the unpacked folder.
+    """Downloads the npm package onnxruntime-web into `folder`, and unpacks it. Returns the unpacked folder.
 
     Raises ValueError if that fails, or if the package has an unexpected digest.
     """

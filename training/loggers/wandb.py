@@ -276,7 +276,10 @@ def has_wandb_login() -> bool:
 
 @contextlib.contextmanager
 def _stderr_into(path: Path) -> Iterator[None]:
-    """Context manager that appends stderr to a file. This includes the stderr of new child processes."""
+    """Context manager: inside its block, stderr is appended to the file `path` and not shown.
+
+    This also holds for child processes that the block starts.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     kept = os.dup(2)
