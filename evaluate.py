@@ -64,9 +64,10 @@ def main() -> None:
 
 
 def evaluate(program: Program[EvaluateConfig]) -> None:
-    """Evaluates the checkpoints one after the other. All ranks call it.
+    """Evaluates the checkpoints of the config one after the other. All ranks call it.
 
-    For several checkpoints with the same test splits and the same model, rank 0 prints mean and deviation.
+    If several checkpoints have the same architecture and test splits, rank 0 also prints the mean and the
+    standard deviation of their metrics.
     """
     config = program.config
     with program.watchdog.paused():  # no time limit here
@@ -101,10 +102,11 @@ def evaluate(program: Program[EvaluateConfig]) -> None:
 def evaluate_checkpoint(
     config: EvaluateConfig, checkpoint: Checkpoint, number_format: Choice, device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Evaluates a checkpoint, and writes the files. All ranks call it.
+    """Evaluates a checkpoint, and writes the result files on rank 0. All ranks call it.
 
-    Returns {set: {metric: value}} on rank 0, {} on other ranks. number_format: Number format in which the
-    model computes, the same on all ranks.
+    Returns {test set: {metric: value}} on rank 0, {} on other ranks.
+
+    number_format: Dtype in which the model computes, with the reason for it. All ranks must pass the same.
     """
     # Data. Only rank 0 reads every token, to check the dataset.
     folders, leaks, trained = _folders(checkpoint, config), Leaks(config.leaks), None
@@ -189,9 +191,10 @@ def _measured(checkpoint: Checkpoint, config: EvaluateConfig) -> dict[str, Any]:
 
 
 def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
-    """Returns the folder for a checkpoint's results.
+    """Returns the folder for the results of a checkpoint.
 
-    If output_dir is None, the name of the folder depends on the data and on the options that change results.
+    If output_dir is None, it is in the run folder, for example <run folder>/evaluation/step_120. The name
+    also depends on the data and on options that change results.
     """
     if config.output_dir is None:
         return checkpoint.run_folder / "evaluation" / name_of(_measured(checkpoint, config), checkpoint)
@@ -201,7 +204,7 @@ def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
 
 
 def check_folders(checkpoints: list[Checkpoint], config: EvaluateConfig) -> None:
-    """Raises ValueError if two checkpoints have the same folder for their results."""
+    """Raises ValueError if two of the checkpoints would write their results into the same folder."""
     owners: dict[Path, Checkpoint] = {}
     for checkpoint in checkpoints:
         folder = folder_for(checkpoint, config)
@@ -217,8 +220,8 @@ class Evaluated(NamedTuple):
     """The results of `run`.
 
     Attributes:
-        folder: Folder of the results.
-        metrics: {set: {metric: value}}.
+        folder: Folder of the result files.
+        metrics: {test set: {metric: value}}, for example {"all": {"exact_accuracy": 0.9}}.
     """
 
     folder: Path
@@ -226,17 +229,17 @@ class Evaluated(NamedTuple):
 
 
 def run(overrides: Sequence[str], *, processes: int = 1) -> Evaluated:
-    """Evaluates one checkpoint: runs evaluate.py in other processes, and shows their output on the console.
+    """Evaluates one checkpoint: runs evaluate.py in new processes, and shows their output on the console.
 
     Args:
-        overrides: Overrides of the command line, such as "checkpoint=checkpoints/demo".
+        overrides: Arguments of the command line, such as ["checkpoint=checkpoints/demo"].
         processes: Number of processes.
 
     Returns:
         The folder of the results, and the metrics.
 
     Raises:
-        ValueError: An override is invalid, or the evaluation failed. The message has one line.
+        ValueError: An argument is invalid, or the evaluation failed. The message has one line.
     """
     config = compose_overrides(EvaluateConfig, overrides)
     if len(config.checkpoint) != 1:

@@ -46,9 +46,12 @@ def main() -> None:
 
 
 def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
-    """Runs the remaining trials, and prints the best one. Exits with status 1 if no trial is complete.
+    """Runs the trainings of a hyper-parameter search that are not done yet, and prints the best one.
 
-    run: Config of pretrain.py for a trial. Its searched keys have arbitrary values.
+    A training with certain values is called a trial. If no trial is complete, exits with status 1.
+
+    space: Searched config keys with their possible values.
+    run: Config of the trainings. The search replaces the values of the searched keys.
     """
     launch_command(config, slot=0)
     folder = open_folder(config)
@@ -64,7 +67,10 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
 
 
 def introduce(study: Study, config: SearchConfig) -> None:
-    """Prints the study, the metric and unfinished trials. Warns if test puzzles select the best trial."""
+    """Prints the folder of the search, the number of trials (trainings), and the metric that compares them.
+
+    Also prints which interrupted trials continue. Warns if the metric is measured on test puzzles.
+    """
     selection = study.selection
     best = "lowest" if selection.lowest_is_best else "highest"
     at_a_time = f", {config.parallel} at a time" if config.parallel > 1 else ""
@@ -83,9 +89,10 @@ def introduce(study: Study, config: SearchConfig) -> None:
 
 
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
-    """Prints how many trials are complete, pruned and failed. Writes best.yaml, or the tables of a grid.
+    """Prints how many trials (trainings) are complete, pruned and failed.
 
-    If no trial is complete, and no signal stopped the search, it exits with status 1.
+    Writes the best values to best.yaml. For a grid search, writes tables instead of best.yaml. If no trial is
+    complete and no signal stopped the search, exits with status 1.
 
     is_stopped: Whether a signal stopped the search.
     """
@@ -110,7 +117,12 @@ def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
 
 
 def write_grid(study: Study, folder: Path) -> None:
-    """Writes a page that compares all runs of a grid, and a table as .md, .tex and .csv. Prints the table."""
+    """Writes tables (.md, .tex, .csv) and a web page that compare all complete trainings of a grid search.
+
+    Also prints the table.
+
+    folder: Folder of the search. It contains the trainings.
+    """
     runs = [folder / f"trial_{each.number}" for each in study.trials if each.state == TrialState.COMPLETE]
     runs = [run for each in runs for run in (sorted(each.glob("seed_*")) or [each])]
     for name in ("table.md", "table.tex", "table.csv"):

@@ -50,9 +50,10 @@ def main() -> None:
 
 
 def print_answer(config: SolveConfig) -> None:
-    """Solves the puzzle of the config, and prints its steps.
+    """Solves the puzzle of the config. Prints the answer, and the answers after all earlier model calls.
 
-    Raises ValueError with one line if a key or the puzzle is invalid.
+    If `picture` is set, also writes an animated picture. Raises ValueError with one line if a key or the
+    puzzle is invalid.
     """
     if world_size() > 1:
         raise ValueError("solve.py is one process. Start it with python, not with torchrun.")
@@ -83,15 +84,16 @@ def load(
     device: str = "auto",
     forward_dtype: NumberFormat | None = None,
 ) -> "Solver":
-    """Loads a model that solves puzzles. The arguments have the meaning of the keys of solve.py.
+    """Loads a trained model that solves single puzzles.
 
     Args:
         checkpoint: Run folder, checkpoint folder, file, or hf://OWNER/NAME.
-        data_path: Dataset folder, or several. If None, the folders that the checkpoint names.
-        raw: Whether to use the weights themselves and not their moving average (EMA).
-        device: auto, cpu, cuda or mps.
-        forward_dtype: Number format of the computation. If None, that of the training, or float32 if the
-            processor emulates bfloat16.
+        data_path: Folder of the dataset that the model was trained on, or several. If None, the folders that
+            the checkpoint names.
+        raw: Whether to use the weights themselves instead of their moving average (EMA).
+        device: "auto", "cpu", "cuda" or "mps".
+        forward_dtype: Dtype of the computation, such as "float32". If None, the dtype of the training, or
+            float32 if the processor only emulates bfloat16.
 
     Returns:
         The model, in evaluation mode.
@@ -111,10 +113,10 @@ class Solver:
 
     Attributes:
         checkpoint: Checkpoint of the model.
-        raw: Whether the weights themselves are used and not their moving average (EMA).
+        raw: Whether the model uses the weights themselves instead of their moving average (EMA).
         device: Device of the model.
-        forward_dtype: Number format in which the model computes.
-        questions: Reader of puzzles for this model.
+        forward_dtype: Dtype in which the model computes, such as "float32".
+        questions: Reader that turns texts into puzzles for this model.
         info: Description of the dataset on which the model was trained.
     """
 
@@ -137,14 +139,14 @@ class Solver:
         """Solves a puzzle.
 
         Args:
-            puzzle: Text or file as on the command line, an ARC task as a dict, or rows of cells.
-            keys: Keys of solve.py, such as steps=64, samples=8.
+            puzzle: Text, path of a file, ARC task as a dict, or nested list or array of cells.
+            keys: Options of solve.py, such as steps=64, samples=8.
 
         Returns:
-            The answer, with every step.
+            The final answer, and the model's answer after every thinking step (call of the model).
 
         Raises:
-            ValueError: The puzzle or a key is invalid. The message has one line.
+            ValueError: The puzzle or an option is invalid. The message has one line.
         """
         if isinstance(puzzle, dict):
             puzzle = json.dumps(puzzle)
@@ -161,7 +163,10 @@ class Solver:
         return self.answer(config_with(SolveConfig, **keys))
 
     def answer(self, config: SolveConfig) -> Answer:
-        """Solves the puzzle of a config. Ignores the keys that select the checkpoint and the machine."""
+        """Solves the puzzle of a config of solve.py.
+
+        Ignores the keys that select the checkpoint and the device.
+        """
         puzzle = self.questions.read(config)
         metadata = self.questions.metadata_for(puzzle)
         identifier = self.questions.find_identifier(puzzle, config)

@@ -80,7 +80,13 @@ def _quietly(kind: str, argv: list[str]) -> None:
 
 
 def _read(folder: Path, rounds: int, device: torch.device, *, num_batches: int) -> list[float]:
-    """Returns the mean seconds per batch for each round, after an additional warm-up round."""
+    """Returns the mean seconds to read a batch of training data, for each round.
+
+    One more round runs first and is not counted.
+
+    folder: Folder of the dataset.
+    num_batches: Number of batches in a round.
+    """
     data = open_dataset(folder, splits=("train",), read_everything=False)
     sets = data.splits["train"].sets
     num_groups = sum(len(each.group_indices) - 1 for each in sets.values())

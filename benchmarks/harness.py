@@ -38,7 +38,10 @@ def fail(reason: object) -> NoReturn:
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Calls `main`. OSError and ValueError end the program with one line. Signals act like Ctrl-C."""
+    """Runs the `main` function of a benchmark. OSError and ValueError become a one-line message and status 1.
+
+    Signals such as SIGTERM raise SystemExit, so that `main` can end its child processes.
+    """
     for number in {*stop_signals()} - {signal.SIGINT}:
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
@@ -50,9 +53,11 @@ def run_main(main: Callable[[], None]) -> None:
 def benchmark_parser(
     name: str, *, description: str, rounds: int | None, threads: str = "auto"
 ) -> OneLineParser:
-    """Returns a parser with the options that all benchmarks have.
+    """Returns a command-line parser with the options that all benchmarks have, such as --rounds.
 
-    rounds, threads: Defaults. If `rounds` is None, the benchmark chooses the number from the time of a round.
+    name: Name of the benchmark module, such as "step".
+    rounds: Default number of repetitions. If None, the benchmark chooses it.
+    threads: Default number of threads per process, or "auto".
     """
     parser = OneLineParser(f"benchmarks.{name}", description=description)
     parser.add_argument(
@@ -71,7 +76,11 @@ def benchmark_parser(
 
 
 def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses and checks the options. Sets `load`: CPU time of other programs since this call."""
+    """Parses and checks the command line of a benchmark.
+
+    The returned options have an additional attribute `load` (`Load`). It measures how much CPU time other
+    programs use from now on.
+    """
     arguments = parser.parse_args(argv)
     if arguments.quick:
         arguments.rounds = min(arguments.rounds or _QUICK_ROUNDS, _QUICK_ROUNDS)
@@ -84,30 +93,46 @@ def parse(parser: OneLineParser, argv: Sequence[str] | None) -> argparse.Namespa
 
 
 def measurement(seconds: Sequence[float], *, repeats: int = 1) -> Measurement:
-    """Returns a torch Measurement. seconds: Time of each round. repeats: Number of calls per round."""
+    """Returns measured times as a `torch.utils.benchmark.Measurement`.
+
+    seconds: Time of each round.
+    repeats: Number of calls in a round. `Measurement` divides the times by it.
+    """
     return Measurement(repeats, list(seconds), TaskSpec(stmt="", setup=""))
 
 
 def ratio(first: Measurement, second: Measurement) -> float:
-    """Returns the median over rounds of (first time / second time)."""
+    """Compares two measurements. 2.0 means that `first` takes twice as long as `second`.
+
+    The ratio is computed for each round. The median over rounds is returned.
+    """
     return float(np.median(np.divide(first.times, second.times)))
 
 
 def cells(found: Measurement, *, unit: float = 1e-3, digits: int = 1) -> list[str]:
-    """Returns two table cells: the median, and the 10th - 90th percentile. unit: Unit in seconds."""
+    """Formats a measurement as two table cells, such as ["12.3", "11.9 - 13.0"].
+
+    They are the median, and the range from the 10th to the 90th percentile.
+
+    unit: Unit of the numbers, in seconds. 1e-3 means milliseconds.
+    digits: Number of decimals.
+    """
     low, high = np.percentile(found.times, (10, 90))
     return [f"{found.median / unit:.{digits}f}", f"{low / unit:.{digits}f} - {high / unit:.{digits}f}"]
 
 
 # ---------------------------------------------------------------------------------------------------- report
 class Load:
-    """Measures the cores that other programs use, from the creation of this object on."""
+    """Measures how many CPU cores other programs use, from the creation of this object on."""
 
     def __init__(self) -> None:
         self._began, self._cpu = time.perf_counter(), cpu_seconds()
 
     def other_cores(self) -> float | None:
-        """Returns the mean number of cores; None if not on Linux. Call it after all our processes ended."""
+        """Returns the mean number of cores that other programs used. None if the system is not Linux.
+
+        Call it after the child processes of this program have ended.
+        """
         now = cpu_seconds()
         if now is None or self._cpu is None:
             return None
@@ -116,7 +141,10 @@ class Load:
 
 
 def cpu_seconds() -> tuple[float, float] | None:
-    """Returns CPU seconds (of the machine, of this process and ended children); None if not on Linux."""
+    """Returns used CPU time in seconds: (all programs on the machine, this program and its ended children).
+
+    Returns None if the system is not Linux.
+    """
     try:
         with open("/proc/stat") as file:
             user, nice, system, _, _, irq, softirq, steal, *_ = map(int, file.readline().split()[1:])
@@ -136,10 +164,15 @@ def print_report(
     result: Mapping[str, Any],
     notes: Sequence[str] = (),
 ) -> None:
-    """Prints a table, notes, machine, instruction set and versions, then a line of JSON with `result`.
+    """Prints the results of a benchmark: a table, facts about the machine, and one line of JSON.
 
-    Call it after all processes of the benchmark have ended. The CPU time of a child process is known only
-    after its end.
+    Call it after all child processes have ended, because their CPU time is only known then.
+
+    name: Name of the benchmark.
+    options: Options from `parse`.
+    header, rows: Cells of the table.
+    result: Values for the line of JSON.
+    notes: Lines below the table.
     """
     print(name + (" --quick: these times are meaningless" * options.quick))
     print(*table([header, *rows]), *notes, sep="\n")
@@ -155,7 +188,10 @@ def print_report(
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns lines of text. The first column is left-aligned. A rule is below the header."""
+    """Returns the lines of a text table. The first row is the header.
+
+    The first column is left-aligned, the other columns are right-aligned.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
@@ -169,9 +205,10 @@ def _rounded(value: Any) -> Any:
 
 
 def commit() -> str:
-    """Returns the short commit hash, with -dirty for changed code, or `unknown` outside a git checkout.
+    """Returns the short hash of the git commit, such as "1a2b3c4", or "unknown" outside a git checkout.
 
-    Changes in docs/, *.md and files of records do not count, because measurements write them.
+    If code was changed since the commit, the text ends with "-dirty". Changes of Markdown pages and results
+    do not count.
     """
     git = ["git", "-C", str(REPOSITORY)]
     code = [".", *(f":(exclude){what}" for what in ("records/*/*", "docs", "*.md"))]
@@ -186,7 +223,12 @@ def commit() -> str:
 
 # -------------------------------------------------------------------------------------------------- programs
 def program(*words: object, processes: int = 1) -> list[str]:
-    """Returns the command line of a program of the repository. Several processes use torchrun."""
+    """Returns the command line that starts a Python program of this repository.
+
+    If there are several processes, torchrun starts them.
+
+    words: Arguments of python, such as "pretrain.py", "experiment=demo".
+    """
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes > 1 else []
     return [sys.executable, *map(str, [*torchrun, *words])]
 
@@ -196,7 +238,11 @@ def program_environment(threads: int = 1) -> dict[str, str]:
 
 
 def run_program(*words: object, processes: int = 1, threads: int = 1) -> None:
-    """Runs a program of the repository. If it fails, exits with the last line of its output."""
+    """Runs a Python program of this repository. If it fails, exits with the last line of its output.
+
+    words: Arguments of python, such as "pretrain.py", "experiment=demo".
+    threads: Number of threads in each process.
+    """
     finished = subprocess.run(
         program(*words, processes=processes),
         cwd=REPOSITORY,

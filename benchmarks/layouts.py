@@ -51,7 +51,11 @@ _PURPOSES = {
 
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, Sent]]:
-    """Counts the bytes that this rank sends in the block, by purpose. The model must use bfloat16."""
+    """Context manager that counts the bytes that this rank sends with torch.distributed.
+
+    Yields a dict that is filled meanwhile: {purpose: numbers of messages and bytes}, with purposes such as
+    "sums of gradients". The model must compute in bfloat16, because the dtype of a message tells its purpose.
+    """
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 
     def counted(name: str, function: Any) -> Any:
@@ -79,7 +83,10 @@ def counting() -> Iterator[dict[str, Sent]]:
 
 
 def kept(state: TrainState) -> dict[str, int]:
-    """Returns the bytes that this rank stores between steps, as {part: bytes} like `Needs.memory`."""
+    """Returns how many bytes this rank stores between training steps.
+
+    Example: {"weights": 4096, "moments": 8192}. The keys are those of `Needs.memory`.
+    """
     weights = list(state.model.network.parameters())
     gradients = [each for flat in state.weights.flats for each in flat.views(flat.gradients).values()]
     parts = {
@@ -97,14 +104,18 @@ def kept(state: TrainState) -> dict[str, int]:
 
 
 def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, float], dict[str, Sent]]:
-    """Returns what a rank keeps and sends by the formulas of `Needs`, for the current number of ranks."""
+    """Computes from formulas how many bytes each rank should store and send. `Needs` contains the formulas.
+
+    Returns ({part: stored bytes}, {purpose: numbers of sent messages and bytes}). A part is a name such as
+    "weights". The number of ranks is that of the running process group.
+    """
     counter = count_steps(config, metadata)
     needs = Needs(config, counter, layout_of(config, world_size()))
     return needs.memory(), needs.sent(counter.model.reasoning)
 
 
 def _covered(tensors: Iterable[Tensor]) -> int:
-    """Returns the bytes of memory that contiguous tensors cover. Overlaps count once."""
+    """Returns how many bytes of memory some contiguous tensors use. Memory that tensors share counts once."""
     total, end = 0, 0
     for begin, length in sorted((each.data_ptr(), each.nbytes) for each in tensors):
         total += max(0, begin + length - max(begin, end))
@@ -113,14 +124,20 @@ def _covered(tensors: Iterable[Tensor]) -> int:
 
 
 class _Ring:
-    """The messages of a pipeline over all ranks, without a model, in the order of a training step."""
+    """Test of the messages that pipeline parallelism sends. It needs no model.
+
+    It sends a tensor through all ranks, in the order of a training step.
+    """
 
     def __init__(self, device: torch.device):
         mesh = Mesh(sizes_of(world_size(), pipeline=world_size()))
         self._ring, self._own = Ring(mesh.pipeline, mesh.owners), torch.ones(1024, 1024, device=device)
 
     def run(self) -> float:
-        """Sends a tensor through all ranks 5 times. Each rank adds 1 each time. Returns an element."""
+        """Sends a tensor around all ranks 5 times. Each rank adds 1 each time.
+
+        Returns one element of the result. It should be 1 + 5 * number of ranks.
+        """
         own = self._own
         for is_forward in (True, True, True, False, False):
             own = circulate(self._ring, own, lambda _, received: received + 1, forward=is_forward)
@@ -133,7 +150,11 @@ class _Layout:
         self._trainer = Trainer(device, *words, puzzles=options.puzzles)
 
     def count(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns {purpose: bytes} as counted in a training step, and as computed by the formulas."""
+        """Returns stored and sent bytes as ({what: counted bytes}, {what: computed bytes}).
+
+        The first are counted in a training step. The second are computed from formulas. Keys are such as
+        "weights" or "sums of gradients".
+        """
         trainer = self._trainer
         with counting() as sent:
             trainer.step()
@@ -143,7 +164,10 @@ class _Layout:
 
 
 def measure_layout(options: argparse.Namespace) -> None:
-    """Checks that the messages of a pipeline do not deadlock. Prints the stored and sent bytes."""
+    """Runs the benchmark `layout`: compares stored and sent bytes with formulas, and prints a table.
+
+    First checks that the messages of a pipeline arrive.
+    """
     (processes,) = options.processes or [2]
     with World(options, _Ring, processes=processes) as world:
         print(f"testing the messages of a pipeline of {processes} processes", flush=True)

@@ -62,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Updates:
-    """All contenders, with the same weights and gradients. Each updates its own copy."""
+    """All compared implementations of the optimizer step and of the moving average of the weights.
+
+    Each implementation has its own copy of the same weights and gradients.
+    """
 
     def __init__(self, device: torch.device, options: argparse.Namespace):
         # In float32 our update moves the parameters; in bfloat16 master weights, which a gather casts later.
@@ -103,7 +106,10 @@ class _Updates:
         return self.num_weights
 
     def _loop(self, weights: list[Tensor], gradients: list[Tensor]) -> Callable[[], None]:
-        """Returns an update with the unfused operations of adam-atan2-pytorch and the published formula."""
+        """Returns a function that updates one parameter after the other with AdamATan2.
+
+        It uses separate torch operations, as the package adam-atan2-pytorch without its CUDA kernel.
+        """
         config, step = self._config, itertools.count(1)
         first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
 
@@ -124,7 +130,7 @@ class _Updates:
         return torch.optim.AdamW(weights, lr=self._config.lr, fused=True).step
 
     def _average_loop(self, parameters: list[Tensor]) -> Callable[[], None]:
-        """Returns an update of the moving average that creates a new tensor for each parameter."""
+        """Returns a function that updates the moving average by creating a new tensor for each parameter."""
         averages = [parameter.detach().clone() for parameter in parameters]
 
         @torch.no_grad()

@@ -128,13 +128,22 @@ def _parser() -> OneLineParser:
 
 
 def _sizes(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns overrides for the model size: none (HRM with 27 M parameters), or a tiny model (--quick)."""
+    """Returns the arguments of pretrain.py that set the size of the model.
+
+    They select a tiny model with --quick. Otherwise there are none. The model is then HRM with 27 M
+    parameters.
+    """
     return TINY if options.quick else ()
 
 
 # -------------------------------------------------------------------------------------------------- exchange
 class _Exchange:
-    """The contenders of `exchange`: a model in training for each method to sum gradients."""
+    """Several models in training. Each sums its gradients over ranks with another method.
+
+    The benchmark `exchange` compares the times of their training steps.
+
+    ways: Names of the methods, keys of _EXCHANGES.
+    """
 
     def __init__(self, device: torch.device, options: argparse.Namespace, ways: Sequence[str]):
         trainers = {
@@ -154,7 +163,10 @@ class _Exchange:
         self.turns["copy"] = lambda: flat[0].copy_(flat[1])
 
     def _exchange(self) -> None:
-        """Makes the last of _NEVER local steps. It ends with a synchronization."""
+        """Makes a training step after which the ranks average their weights.
+
+        With the config key `local_steps`, ranks train independently for many steps between two such steps.
+        """
         self._alone.state.step = _NEVER - 1
         self._alone.step()
         self._alone.state.step = 0
@@ -207,7 +219,10 @@ def measure_exchange(options: argparse.Namespace) -> None:
 
 
 def measure_cluster(options: argparse.Namespace) -> None:
-    """Measures the efficiency of the ranks of torchrun. All ranks call it. Rank 0 prints."""
+    """Measures how efficient a training is on the machines of torchrun. Rank 0 prints it. All ranks call it.
+
+    The efficiency is (time of a training step without messages) / (time with messages).
+    """
     set_cpu_threads(options.threads)
     device, seconds = choose_device(options.device), {"alone": [], "default": []}
     with process_group(device):
@@ -235,7 +250,11 @@ def measure_cluster(options: argparse.Namespace) -> None:
 
 
 def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitStack) -> list[str]:
-    """Emulates machines with the bandwidth and delay of --line. Returns their network namespaces."""
+    """Emulates several machines with a network on this machine. Returns their Linux network namespaces.
+
+    count: Number of machines. The option --line sets their bandwidth and delay.
+    opened: Stack that ends the emulation when it is closed.
+    """
     from tests.system.machines import emulate, why_not
 
     rate, milliseconds = options.line
@@ -290,7 +309,12 @@ def measure_scaling(options: argparse.Namespace) -> None:
 
 # ---------------------------------------------------------------------------------------------------- memory
 class _Memory:
-    """A model after a training step, with a large table of puzzle embeddings and a moving average."""
+    """A model after one training step, to measure memory (benchmark `memory`).
+
+    It has a large table of puzzle embeddings and a moving average of its weights.
+
+    overrides: key=value arguments of pretrain.py, such as "puzzle_emb_sharding=rows".
+    """
 
     def __init__(self, device: torch.device, options: argparse.Namespace, overrides: Sequence[str]):
         words = (*_sizes(options), "ema=0.999", *overrides)
@@ -303,7 +327,10 @@ class _Memory:
         self._trainer, self._device = trainer, device
 
     def kept(self) -> dict[str, int]:
-        """Returns {part of a checkpoint: bytes on this rank}, and `peak`: peak memory of the process."""
+        """Returns the memory that this rank uses, in bytes.
+
+        Keys are the parts of a checkpoint, such as "optimizer", and "peak", the peak memory of the process.
+        """
         parts = {
             part: sum(each.nbytes for each in tensors.values())
             for part, tensors in self._trainer.parts().items()

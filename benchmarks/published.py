@@ -47,7 +47,10 @@ def _rms_norm(x: Tensor, *, eps: float) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions. x: [batch, length, heads, head_dim]. cos, sin: float32 [length, head_dim]."""
+    """Applies rotary positions to queries or keys.
+
+    x: [batch, length, heads, head_dim]. cos, sin: float32 [length, head_dim].
+    """
     wide = x.to(cos.dtype)
     first, second = wide.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
@@ -88,7 +91,12 @@ class _Block(nn.Module):
 
 
 class Network(nn.Module):
-    """The network of HRM or TRM, with attention, rotary positions, and gradients only in the last calls."""
+    """The network of HRM or TRM, with the same operations as the public code.
+
+    arch: Config of the architecture.
+    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The public code uses plain
+    matrix products there.
+    """
 
     def __init__(self, arch: Any, metadata: Metadata, *, batch_size: int, flash_attention: bool):
         super().__init__()
@@ -121,7 +129,12 @@ class Network(nn.Module):
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def forward(self, z_H: Tensor, z_L: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Returns (new z_H, new z_L, logits, q_halt, q_continue). The states are detached."""
+        """Runs the network once. Returns (new z_H, new z_L, logits, q_halt, q_continue).
+
+        z_H and z_L are the hidden states between calls. The returned ones are detached.
+
+        data: {"inputs": tokens, int32 [batch, seq_len], "puzzle_identifiers": int32 [batch]}.
+        """
         e = self._embed(data["inputs"], data["puzzle_identifiers"])
         reason = self._reason_as_hrm if self.arch.name == "hrm" else self._reason_as_trm
         z_H, z_L = reason(z_H, z_L, e)
@@ -177,7 +190,11 @@ class Carry(NamedTuple):
 
 
 class _ModelWithLoss(nn.Module):
-    """A thinking step of all slots. Returns the new carry, and the loss and metrics summed over slots."""
+    """Runs the network once on a batch, and computes the loss.
+
+    Returns (new carry, loss, {metric: sum over the batch}). The carry is the state of the batch between
+    calls.
+    """
 
     def __init__(self, network: Network):
         super().__init__()
@@ -255,11 +272,15 @@ def _loss_and_sums(
 
 # ------------------------------------------------------------------------------------------------ the trainer
 class PublishedTrainer:
-    """The training of the public code, on one process.
+    """Trains a model as the public code of HRM and TRM does, in one process.
 
-    config: Config of pretrain.py. weights: Initial weights, from our network. compile_whole: If True, compile
-    the complete model, as the public code on CUDA. flash_attention: If True, use the attention of torch also
-    on CPUs, where the code of HRM uses plain matrix products.
+    The benchmark measures its speed.
+
+    config: Config of pretrain.py.
+    weights: Initial weights, the state_dict of our network.
+    compile_whole: Whether to compile the complete model, as the public code does on CUDA.
+    flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The public code uses plain
+    matrix products there.
     """
 
     def __init__(
@@ -284,7 +305,10 @@ class PublishedTrainer:
         self.carry = self._initial_carry(metadata)
 
     def step(self, batch: dict[str, Tensor]) -> dict[str, float]:
-        """Makes a training step on a batch on the device. Returns the metric sums on the host."""
+        """Makes a training step on a batch. Returns {metric: sum over the batch}.
+
+        batch: {name: tensor} on the device of the model.
+        """
         self.num_steps += 1
         self.carry, loss, sums = self.model(self.carry, batch)
         (1 / self.config.global_batch_size * loss).backward()
@@ -296,7 +320,7 @@ class PublishedTrainer:
 
     @torch.no_grad()
     def _update_weights_(self, lr: float) -> None:
-        """Updates the dense weights with AdamATan2, one parameter at a time."""
+        """Updates all weights except puzzle embeddings with AdamATan2, one parameter at a time."""
         beta1, beta2 = self.config.beta1, self.config.beta2
         for parameter, first, second in self._moments:
             parameter.mul_(1 - lr * self.config.weight_decay)
@@ -308,7 +332,7 @@ class PublishedTrainer:
 
     @torch.no_grad()
     def _update_table_(self, lr: float) -> None:
-        """Updates the puzzle embeddings of this step's puzzles with sign-SGD."""
+        """Updates the puzzle embeddings of the current batch with sign-SGD."""
         embedding = self.network.puzzle_emb
         gradient = embedding.rows.grad
         identifiers, index = self.network.identifiers.unique(return_inverse=True)

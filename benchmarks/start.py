@@ -90,7 +90,13 @@ def _seconds_of_help(tree: Path) -> float:
 def _seconds_of_run(
     run: Path, tree: Path, processes: int, options: argparse.Namespace
 ) -> tuple[float, float]:
-    """Trains for --steps steps. Returns (seconds until the first step is done, seconds of a later step)."""
+    """Trains for --steps steps in new processes.
+
+    Returns (seconds until the first training step is done, seconds of a later step).
+
+    run: Run folder.
+    tree: Checkout of the repository to run.
+    """
     words = (
         "pretrain.py",
         "experiment=demo",

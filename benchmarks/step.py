@@ -64,7 +64,12 @@ _PRODUCT_SECONDS = 0.5  # if a matrix product would take longer, it gets fewer r
 
 
 class Contender:
-    """A training variant in this process. options: Command-line options, with the sizes of the model."""
+    """One of the compared implementations of the training step. It runs in its own process.
+
+    name: Name of the implementation, such as "exact_compiled" or "published".
+    arch: Model, such as "hrm".
+    options: Options of the command line, with the sizes of the model.
+    """
 
     def __init__(self, device: torch.device, name: str, arch: str, dtype: str, options: argparse.Namespace):
         self._device, self._options = device, options
@@ -102,9 +107,10 @@ class Contender:
         self._trainer.step({name: column.to(self._device) for name, column in columns if name != "rows"})
 
     def begin(self) -> dict[str, float]:
-        """Makes two steps. Returns their seconds, and the peak `memory` in bytes.
+        """Makes two training steps.
 
-        step: Seconds of the second step. compile: Seconds of the first step minus those of the second.
+        Returns {"step": seconds of the second step, "compile": additional seconds of the first step,
+        "memory": peak memory in bytes}.
         """
         seconds = []
         for _ in range(2):
@@ -115,13 +121,14 @@ class Contender:
         return {"compile": compiling, "memory": peak_memory_bytes(self._device), "step": seconds[1]}
 
     def count_operations(self) -> float:
-        """Returns the operations of the matrix products in a training step."""
+        """Returns the number of floating-point operations in a training step. Only matrix products count."""
         return self._options.batch * self._counter.flops(self._model.reasoning, trains=True)
 
     def product_rate(self) -> float:
-        """Returns operations per second of the faster of two matrix products: model-sized, and square.
+        """Returns the speed of matrix products on this device, in operations per second.
 
-        First measures a small product. If that is slow, as with emulated bfloat16, the two get fewer rows.
+        Measures a product with the sizes of the model, and a product of square matrices. The faster one
+        counts. On slow devices, the matrices are smaller.
         """
         options = self._options
         square = {"cpu": 2048, "cuda": 8192}[self._device.type] // (8 if options.quick else 1)
@@ -137,7 +144,10 @@ class Contender:
         return max(rates)
 
     def _rate_of(self, m: int, k: int, n: int, *, min_run_time: float) -> float:
-        """Returns operations per second of a product of [m, k] and [k, n]. min_run_time: Seconds."""
+        """Measures the product of matrices [m, k] and [k, n]. Returns operations per second.
+
+        min_run_time: Seconds that the measurement takes at least.
+        """
         x, weight = (torch.randn(shape, device=self._device).to(self._dtype()) for shape in ((m, k), (n, k)))
         stmt = Timer(
             "torch.nn.functional.linear(x, weight)",
@@ -201,7 +211,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class _Format:
-    """Chooses the number format for the machine, as `forward_dtype=auto`."""
+    """Chooses the dtype for this machine as `forward_dtype=auto` does.
+
+    A child process creates this object.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -211,24 +224,29 @@ class _Format:
 
 
 def _format_of_machine(options: argparse.Namespace) -> str:
-    """Returns the number format that a new process chooses.
+    """Returns the dtype that `forward_dtype=auto` chooses on this machine, such as "bfloat16".
 
-    This process must not open CUDA before it forks.
+    A child process chooses it, because choosing may initialize CUDA. This process forks later, so it must not
+    initialize CUDA.
     """
     with World(options, _Format) as world:
         return world.call("choose")[0]
 
 
 def choose_rounds(seconds: float) -> int:
-    """Returns the default number of rounds. seconds: Time of one step of all contenders."""
+    """Returns how many rounds of measurements take about 45 s, between 3 and 20.
+
+    seconds: Time of one training step, summed over all compared implementations.
+    """
     of_round = 2 * seconds  # a warm-up step and a timed step
     return max(_MIN_ROUNDS, min(_MAX_ROUNDS, int(_SECONDS_OF_ROUNDS / of_round)))
 
 
 def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[list[str]], dict[str, Any]]:
-    """Times the contenders of a model in turns. Returns rows of the table, and values for the JSON.
+    """Measures all implementations of the training step for one model.
 
-    Sets the number of rounds, unless it is set by --rounds or an earlier model.
+    Returns (rows of the table, values for the JSON line). If --rounds is not set, also sets the number of
+    rounds.
     """
     label, rows, result = f"{arch}_{_DTYPES[dtype]}", [], {}
     names = [each for each in options.contenders if not each.startswith(_WITHOUT[arch])]

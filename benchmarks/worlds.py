@@ -44,11 +44,15 @@ _CLONE_NEWNET = 0x40000000  # from sched.h of Linux
 
 
 class World:
-    """A group of child processes. Each holds an object (a contender). `call` calls a method of all of them.
+    """A group of child processes. Each process holds one object, and `call` calls a method of all objects.
 
-    build: `build(device, *arguments)` is called in each process and returns the contender. apart: If True,
-    each process has a separate process group. namespaces: Network namespace of each process (emulated
-    machines).
+    Benchmarks measure such objects, for example models in training.
+
+    options: Options of the benchmark, such as the device.
+    build: Function that creates the object in a child process: `build(device, *arguments)`.
+    processes: Number of processes. They are ranks of one process group.
+    apart: If True, each process is the only rank of its process group.
+    namespaces: Linux network namespace of each process. Only needed to emulate several machines.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class World:
         self.receive()  # wait until all contenders are built
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Calls a method of every contender. Returns the results of all processes."""
+        """Calls a method of the object in every process. Returns the results, one for each process."""
         self.send(method, *arguments)
         return self.receive()
 
@@ -97,9 +101,11 @@ class World:
             connection.send((method, arguments))
 
     def receive(self, *, timeout: float | None = None) -> list[Any]:
-        """Returns the answers of all processes. Exits if a process has ended or does not answer.
+        """Waits for the results of a method that `send` has called. Returns one result for each process.
 
-        timeout: Seconds to wait for the next answer. If None, there is no limit.
+        If a process has ended or does not answer, exits the program.
+
+        timeout: Seconds to wait for the next result. If None, there is no limit.
         """
         waiting, answers = {connection: place for place, (_, connection) in enumerate(self._workers)}, {}
         while waiting:
@@ -126,7 +132,10 @@ class World:
 
 
 def _serve(connection, environment, namespace, options, build, arguments) -> None:
-    """Runs in each process: builds the contender, then calls the requested methods until it receives None."""
+    """Runs in a child process: creates the object, then calls the methods that the parent requests.
+
+    Ends when the parent sends None.
+    """
     parent = os.getppid()
     for (
         number
@@ -155,7 +164,12 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
 
 
 def timed(contender: Any, turn: str, warm_calls: int) -> float:
-    """Returns the seconds of a call of `contender.turns[turn]`. All ranks of the world call it."""
+    """Calls one of the object's functions, and returns how many seconds it takes. All ranks call it.
+
+    contender: Object with the dict `turns` of functions.
+    turn: Key of the function.
+    warm_calls: Number of calls before the timed one.
+    """
     for _ in range(warm_calls):
         contender.turns[turn]()
     barrier()
@@ -167,10 +181,15 @@ def timed(contender: Any, turn: str, warm_calls: int) -> float:
 def take_turns(
     turns: Mapping[str, tuple[World, str]], *, rounds: int, warmup_rounds: int = 1, warm_calls: int = 0
 ) -> dict[str, Measurement]:
-    """Times functions of contenders in turns, round by round. Returns {name: measurement}.
+    """Measures several functions by turns: A B C, A B C, ... Returns {name: measurement}.
 
-    turns: {name: (world, key of the function in the dict `turns` of its contenders)}. warm_calls: Number of
-    untimed calls before each timed call, so that caches and memory are in the state of a run.
+    If the machine is slow for a while, all functions are affected equally. The time of a call is the time of
+    the slowest process.
+
+    turns: {name: (child processes, key of the function in the dict `turns` of their objects)}.
+    rounds: Number of measured rounds.
+    warmup_rounds: Number of earlier rounds that are not counted.
+    warm_calls: Number of untimed calls before each timed call.
     """
     seconds = {name: [] for name in turns}
     for _ in range(warmup_rounds + rounds):
@@ -180,11 +199,15 @@ def take_turns(
 
 
 class Trainer:
-    """A model in training on random tokens. All ranks build it and call `step`.
+    """A model in training on random data, to measure its speed and memory.
 
-    The slots start at different thinking steps, as in a run, so that about equally many halt in each step.
-    overrides: key=value overrides of pretrain.py. If none sets a number format, it is the choice for the
-    machine of rank 0. puzzles: Number of slots per process. rows: Number of puzzle embeddings.
+    All ranks create it and call `step`.
+
+    overrides: key=value arguments of pretrain.py. If they set no dtype, rank 0 chooses one.
+    puzzles: Batch size of each process.
+    rows: Number of puzzle embeddings.
+    compiles: Whether to use torch.compile.
+    keeps_memory: Whether freed memory stays in the process, as in a real training.
     """
 
     def __init__(
@@ -219,7 +242,7 @@ class Trainer:
         return train_step(self.state, batch, config=self.config, rates=rates, clock=self._clock)
 
     def update_weights(self) -> None:
-        """Updates all dense weights with the current gradients."""
+        """Updates all weights except puzzle embeddings with the current gradients."""
         self.state.step += 1
         self.state.weights.update_(self.config.lr, step=self.state.step)
 
@@ -227,20 +250,23 @@ class Trainer:
         self.state.average.update(range(self.state.step, self.state.step + 1))
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns {part of a checkpoint: {name: local tensor}}."""
+        """Returns the tensors of this rank that a checkpoint would contain: {part: {name: tensor}}."""
         parts = self.state.sections()
         return {part: {name: tensor_of(t) for name, t in each.items()} for part, each in parts.items()}
 
 
 def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:
-    """Returns the metadata of a synthetic dataset like 9x9 Sudoku. rows: Number of puzzle identifiers."""
+    """Returns the metadata of a synthetic dataset like 9x9 Sudoku.
+
+    rows: Number of puzzle embeddings.
+    """
     sizes = {"vocab_size": 11, "seq_len": seq_len, "num_puzzle_identifiers": rows, "total_groups": 1}
     ids = {"pad_id": 0, "ignore_label_id": None, "blank_identifier_id": 0}
     return Metadata(**sizes, **ids, mean_puzzle_examples=1.0, sets=("all",))
 
 
 def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
-    """Samples a batch of `size` random puzzles, in pinned memory if CUDA is available."""
+    """Returns a batch of `size` random puzzles on the CPU, in pinned memory if CUDA is available."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int, *shape: int) -> torch.Tensor:
@@ -252,7 +278,13 @@ def random_batch(size: int, metadata: Metadata, *, seed: int) -> Batch:
 
 
 def spread_slots_(carry: Any, *, halt_max_steps: int) -> None:
-    """Spreads the slots evenly over the thinking steps of their puzzles, in place."""
+    """Changes the state of a batch as if its puzzles had started at different times, in place.
+
+    The numbers of completed thinking steps (calls of the model) are then evenly spread from 0 to
+    halt_max_steps - 1. As in a real training, about equally many puzzles end in each step.
+
+    carry: State of the batch.
+    """
     slots = torch.arange(carry.steps.shape[-1], dtype=torch.int32)
     carry.halted.fill_(False)
     carry.steps.copy_(slots * halt_max_steps // len(slots))

@@ -49,13 +49,15 @@ def compose_config(
     notice: Callable[[str], None] | None = None,
     dry_run: Callable[[Config, int], str] | None = None,
 ) -> Config | None:
-    """Composes and checks the config of a command line.
+    """Reads the config of a program from its command line, and checks it.
 
     Args:
-        schema: Class of the config.
+        schema: Class of the config, such as PretrainConfig.
         arguments: Arguments of the command line. If None, those of this process.
-        notice: Called with a message if values of an experiment do not fit the chosen arch and are ignored.
-        dry_run: `dry_run(config, n)` returns the text to print for --world-size n.
+        notice: Function that is called with a message if settings of experiment=NAME are ignored, because
+            they do not fit the model arch=NAME.
+        dry_run: Function that estimates what a run with n processes needs, for the option --world-size n.
+            `dry_run(config, n)` returns the text to print.
 
     Returns:
         The config. None after --help and --cfg job, because they only print.
@@ -68,33 +70,42 @@ def compose_config(
 
 
 def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
-    """Composes and checks the config of overrides key=value. Raises ValueError, one line, for a mistake.
+    """Returns the checked config for a list of key=value texts, such as ["lr=1e-3", "arch=trm"].
 
-    overrides: Arguments of a command line. They may include --config-dir FOLDER.
+    Raises ValueError with one line for a mistake.
+
+    schema: Class of the config, such as PretrainConfig.
+    overrides: The texts. They may include --config-dir FOLDER.
     """
     return validate_config(schema, compose_values(schema, overrides))
 
 
 def compose_values(schema: type[Config], overrides: Sequence[str]) -> dict[str, Any]:
-    """Composes the values of overrides as `compose_overrides` does, but does not check them."""
+    """Returns the config for a list of key=value texts as a dict. The values are not checked.
+
+    `compose_overrides` does the same, but checks the values.
+    """
     asked = _read_command_line(overrides)
     return _values(schema, _compose(schema, asked.overrides, asked.config_dir))
 
 
 def config_with(schema: type[Config], **values: Any) -> Config:
-    """Returns the default config of a program, changed by `values`, without a command line.
+    """Returns the default config of a program with some values changed. Does not read a command line.
 
-    PretrainConfig has no default for `arch`, so `values` must contain it. Raises ValueError, one line, for a
-    mistake.
+    Raises ValueError with one line for a mistake. PretrainConfig needs a value for `arch`.
+
+    schema: Class of the config, such as SolveConfig.
     """
     return validate_config(schema, load_defaults(schema.YAML) | values, where=schema.YAML)
 
 
 def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
-    """Splits this process's command line into keys of `schema` and arguments for another program.
+    """Splits the command line of this process into a config and arguments for another program.
 
-    Returns the checked config of `schema`, and the unchecked other arguments, including --config-dir=FOLDER.
-    Returns None after --help and --cfg job, because they only print.
+    search.py uses it: its own keys become the config, and the other keys go to pretrain.py. Returns (checked
+    config, unchecked other arguments). Returns None after --help and --cfg job, because they only print.
+
+    schema: Class of the config.
     """
     asked, own = _read_command_line(), []
     others = [f"--config-dir={folder}" for folder in asked.config_dir]
@@ -129,7 +140,10 @@ def _compose_or_show(
 
 
 def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
-    """Parses overrides with Hydra's grammar. A key may have several values, as in lr=1e-3,2e-3."""
+    """Parses key=value texts with Hydra's grammar, which also allows several values: "lr=1e-3,2e-3".
+
+    schema: Class of the config. Its keys decide which values are texts.
+    """
     parser, parsed = OverridesParser.create(), []
     with _one_line_errors(schema):
         for override in overrides:
@@ -175,12 +189,15 @@ def _leave_out_of_experiment(
     usual: str,
     notice: Callable[[str], None],
 ) -> None:
-    """Resets `arch` values of an experiment that the chosen model does not allow.
+    """Resets `arch` values of an experiment that do not fit the chosen model, in place.
 
-    Calls `notice` with a line that names these values, and those that stay.
+    An experiment is a YAML file of settings for one model. With `arch=NAME`, the user may choose another
+    model. Calls `notice` with a line that names the values that are reset and those that stay.
 
-    given: Keys of the command line. Their values are not reset. defaults: Default `arch` values of the model.
-    usual: Model of the experiment.
+    composed: Config to change.
+    given: Keys of the command line. Their values are not reset.
+    defaults: Default `arch` values of the chosen model.
+    usual: Name of the model that the experiment is for.
     """
     name, arch = composed.arch.name, OmegaConf.to_container(composed.arch, resolve=True)
     schema = architectures().get(name)
@@ -210,7 +227,10 @@ def _leave_out_of_experiment(
 
 
 def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> list[str] | None:
-    """Returns the keys with a wrong value. None: No mistake. []: Only a combination of values is wrong."""
+    """Returns the keys with a wrong value. Returns None if all values are right.
+
+    Returns [] if each value is right, but their combination is wrong.
+    """
     try:
         schema.model_validate(values)
     except pydantic.ValidationError as error:
@@ -237,7 +257,7 @@ def _values(schema: type[Config], composed: DictConfig) -> dict[str, Any]:
 
 
 def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:
-    """Returns NAME of experiment=NAME on a command line, or None.
+    """Returns "demo" for a command line with experiment=demo. None if no experiment is chosen.
 
     arguments: Arguments of the command line. If None, those of this process.
     """
@@ -265,10 +285,10 @@ def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Names
 
 
 def _translate(schema: type[Config], override: str) -> list[str]:
-    """Rewrites an override key=value for Hydra. Returns one override or several.
+    """Translates a key=value text from the command line into one or several texts for Hydra.
 
-    Quotes texts, and replaces keys and values of the public HRM, TRM and URM programs. Raises ValueError for
-    a key of Hydra.
+    Adds quotes to text values. Replaces keys of the public code of HRM, TRM and URM by ours. Raises
+    ValueError if the key is a setting of Hydra itself.
     """
     typed, equals, value = override.partition("=")
     key = KEYS.get(typed.lstrip("+"), typed.lstrip("+"))
@@ -288,7 +308,7 @@ def _translate(schema: type[Config], override: str) -> list[str]:
 
 
 class _CommandLine(argparse.ArgumentParser):
-    """The parser of the command line: overrides key=value, and the few options that start with a dash."""
+    """Parser of the command line: key=value texts, and a few options such as --help."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -306,7 +326,7 @@ class _CommandLine(argparse.ArgumentParser):
 def show(text: str) -> None:
     """Prints a text on stdout. Raises ValueError if that fails.
 
-    It is not an error if the reader of a pipe has ended (`| head`).
+    If the output goes to a pipe such as `| head`, and its reader has ended, nothing is raised.
     """
     try:
         print(text, file=Patient(sys.stdout), flush=True)

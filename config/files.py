@@ -15,23 +15,26 @@ _FORMER_FORMAT = "bfloat16"  # the default of `arch.forward_dtype` before there 
 
 
 def config_to_yaml(config: pydantic.BaseModel) -> str:
-    """Returns a config as the YAML text of config.yaml, in a run folder or a checkpoint."""
+    """Returns a config as YAML text, as it is stored in the file config.yaml."""
     return to_yaml(config.model_dump())
 
 
 def load_defaults(name: str) -> dict[str, Any]:
-    """Returns the values of config/<name>.yaml, such as arch/hrm. The values of `pretrain` lack `arch`."""
+    """Returns the values of the file config/<name>.yaml, for example for "evaluate" or "arch/hrm".
+
+    The values of "pretrain" have no `arch`.
+    """
     values = OmegaConf.load(FOLDER / f"{name}.yaml")
     values.pop("defaults", None)
     return OmegaConf.to_container(values, resolve=True)
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config with the default of every missing key except `data_path`. Checks nothing.
+    """Returns a stored config of pretrain.py with default values for missing keys. Nothing is checked.
 
-    values: Config of pretrain.py. An earlier version or the public code may have written it. Unknown keys are
-    removed if they are off (false, null, 0 or empty), because earlier versions had more keys. If the number
-    format is missing, it becomes bfloat16, the former default.
+    An older version or the public code may have written the config. `data_path` gets no default. Unknown keys
+    are removed if their value is false, null, 0 or empty. A missing dtype becomes bfloat16, the former
+    default.
     """
     defaults, arch = load_defaults("pretrain"), values.get("arch")
     del defaults["data_path"]
@@ -47,9 +50,9 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_of(values: dict[str, Any]) -> str:
-    """Returns the number format of a stored config: bfloat16 or float32.
+    """Returns the dtype of a stored config: "bfloat16" or "float32".
 
-    Raises ValueError for any other format.
+    Raises ValueError for another format.
     """
     arch = fill_defaults(values).get("arch")
     name = arch.get("forward_dtype") if isinstance(arch, dict) else None
@@ -59,7 +62,10 @@ def format_of(values: dict[str, Any]) -> str:
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns a nested dict as a flat one with dotted keys: {"arch.loss.name": value}."""
+    """Converts a nested dict to a flat one: {"arch": {"loss": 1}} becomes {"arch.loss": 1}.
+
+    prefix: Text before each key.
+    """
     flat = {}
     for key, value in values.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -67,13 +73,13 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changed_words(values: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
-    """Returns the overrides key=value that turn `defaults` into `values`. Both are nested dicts."""
+    """Returns the key=value texts that change the config `defaults` into `values`. Both are nested dicts."""
     usual = flatten(defaults)
     return [word(key, value) for key, value in flatten(values).items() if value != usual.get(key, ...)]
 
 
 def word(key: str, value: Any) -> str:
-    """Returns the override key=value for a command line, with the value as YAML in one line."""
+    """Returns a key=value text for a command line, such as "samples=[1, 8]"."""
     text = to_yaml(value, default_flow_style=True, width=10**6)
     return f"{key}={text.strip().removesuffix('...').strip()}"
 

@@ -44,9 +44,11 @@ _DRY_RUN = (
 
 
 def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.ValidationError) -> str:
-    """Returns a one-line message for the first wrong key. Unknown keys come first.
+    """Converts pydantic's errors about a config to a message of one line. It describes only one wrong key.
 
-    If a key may have several types, pydantic reports an error for each type. The message joins them.
+    Unknown keys come first. If a key may have several types, the message names all of them.
+
+    schema: Class of the config.
     """
     errors = mistakes.errors(include_url=False)
     error = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
@@ -71,7 +73,10 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
 
 
 def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> str:
-    """Returns a one-line message for an error of Hydra or OmegaConf about the command line."""
+    """Converts an error of Hydra or OmegaConf about the command line to a message of one line.
+
+    schema: Class of the config.
+    """
     lines = [line.strip() for line in str(error).splitlines()]
     if unknown := re.match(r"Could not override '(.+)'", lines[0]):
         return explain_unknown_key(schema, unknown[1])
@@ -100,7 +105,10 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
 
 
 def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
-    """Returns the message for an unknown key, with the most similar known key."""
+    """Returns the message for an unknown key. It suggests the most similar known key.
+
+    schema: Class of the config.
+    """
     known = _keys((schema,))
     if key in HINTS:
         return f"unknown key {key!r}: {HINTS[key]}"
@@ -115,7 +123,11 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
 
 
 def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
-    """Returns the dotted key of a pydantic error. The path in the error also contains names of types."""
+    """Returns the dotted name of the wrong key in an error of pydantic, such as "arch.H_cycles".
+
+    schema: Class of the config.
+    error: Entry of pydantic's list of errors.
+    """
     *path, last = error["loc"] or ("",)
     names = {name for key in _keys((schema,)) for name in key.split(".")}
     if error["type"] == "extra_forbidden":
@@ -125,7 +137,11 @@ def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
 
 
 def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[str]:
-    """Returns every dotted key of the schemas, including nested schemas."""
+    """Returns all keys of config classes, such as "lr" and, from nested classes, "arch.H_cycles".
+
+    models: Classes of configs.
+    prefix: Text before each key, such as "arch.".
+    """
     annotations: dict[str, list[Any]] = {}
     for model in models:
         for name, field in model.model_fields.items():
@@ -143,8 +159,9 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
 def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: str = "data_path") -> None:
     """Raises ValueError if a dataset folder is missing. The message contains a command that builds it.
 
-    experiment: Experiment whose command is shown. If None, any experiment that trains on the folder. key: Key
-    that names the folders.
+    experiment: Name of the experiment (file of settings) that needs the data. If None, any experiment that
+    uses the folder.
+    key: Config key that names the folders, for the message.
     """
     for folder in folders:
         if not Path(folder).is_dir():
@@ -167,7 +184,11 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
 
 
 def _data_of(experiment: str) -> str | None:
-    """Returns the build command after `# Data:` in an experiment's file, or in the file it refers to."""
+    """Returns the shell command that builds the dataset of an experiment, or None if it is not known.
+
+    An experiment is a YAML file of settings. The command is in its comment `# Data: python -m dataset.build
+    ...`.
+    """
     path = FOLDER / "experiment" / f"{experiment}.yaml"
     text = path.read_text() if path.is_file() else ""
     found = re.search(r"^# Data: *((?:.*\\\n)*.*)$", text, re.MULTILINE)
@@ -179,10 +200,13 @@ def _data_of(experiment: str) -> str | None:
 
 
 def help_text(program: str, topic: str = "") -> str:
-    """Returns the text of --help: the keys of a program, in the groups of its YAML file.
+    """Returns the text of --help: the keys of a program with their defaults and meanings.
 
-    topic: Argument after --help: all, experiment, experiment=NAME, arch=NAME or a key. If empty, the most
-    used keys of pretrain, or all keys of another program. Raises ValueError for an unknown key.
+    Raises ValueError for an unknown topic.
+
+    program: "pretrain", "evaluate", "solve", "page" or "search".
+    topic: Argument after --help: "all", "experiment", "experiment=NAME", "arch=NAME" or a key. "": the most
+    used keys of pretrain, all keys of another program.
     """
     path, (kind, _, name) = FOLDER / f"{program}.yaml", topic.partition("=")
     file = FOLDER / kind / f"{name}.yaml"
@@ -211,7 +235,7 @@ def help_text(program: str, topic: str = "") -> str:
 
 
 def _help_of_arch(file: Path) -> list[str]:
-    """Returns help lines for the keys of a model."""
+    """Returns the help lines for the keys of a model. file: YAML file of the model, such as arch/hrm.yaml."""
     return [*_wrap(f"arch={file.stem}: {_title(file)}"), *_keys_of(file, prefix="arch.")]
 
 
@@ -223,9 +247,11 @@ def _help_of_experiments() -> list[str]:
 
 
 def _help_of_key(program: str, key: str) -> list[str]:
-    """Returns help lines for a key, or for a group of keys: default and comment.
+    """Returns the help lines for a key, or for a group of keys such as "arch.loss".
 
-    key: The key, or its last part if only one key ends in it. Raises ValueError for an unknown key.
+    Raises ValueError for an unknown key.
+
+    key: Complete key, or its last part, such as "H_cycles" for "arch.H_cycles". Only one key may end in it.
     """
     files = [(FOLDER / f"{program}.yaml", "")]
     if program == "pretrain":
@@ -251,7 +277,10 @@ def _title(path: Path) -> str:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yields (key, value, comment, heading) for each key of a YAML file. A heading is a comment line."""
+    """Yields (key, default, comment, heading) for each key of a YAML file with defaults.
+
+    A heading is the last comment line before the key.
+    """
     sections: list[str] = []
     heading = ""
     for line in path.read_text().splitlines()[1:]:
@@ -268,10 +297,11 @@ def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
 def _keys_of(
     path: Path, *, prefix: str = "", only: Sequence[str] | None = None, is_brief: bool = False
 ) -> Iterator[str]:
-    """Yields help lines for keys of a file, under their headings.
+    """Yields the help lines for the keys of a YAML file with defaults, under their headings.
 
-    only: Keys to show. If None, all. prefix: Text before each key. is_brief: Whether to show only the first
-    sentence of each comment.
+    prefix: Text before each key, such as "arch.".
+    only: Keys to show. If None, all.
+    is_brief: Whether to show only the first sentence about each key.
     """
     for heading, entries in itertools.groupby(_entries(path), key=lambda entry: entry[3]):
         chosen = [entry for entry in entries if only is None or entry[0] in only]
@@ -282,7 +312,7 @@ def _keys_of(
 
 
 def _row(left: str, right: str) -> list[str]:
-    """Formats two columns. A long first column takes a separate line."""
+    """Formats a key and its meaning as help lines in two columns. A long key gets its own line."""
     lines = _wrap(right, indent=_COMMENT_COLUMN)
     if len(left) + 4 > _COMMENT_COLUMN:
         return [f"  {left}", *lines]

@@ -48,7 +48,7 @@ Different = Annotated[Several[Value], AfterValidator(_are_different)]
 
 
 class _TrainedConfig(Strict):
-    """The keys that evaluate.py and solve.py share: data, weights, and how the model reasons."""
+    """The keys that evaluate.py and solve.py have in common, such as data_path, halting and seed."""
 
     plugins: Plugins
     data_path: Paths | None
@@ -64,7 +64,7 @@ class _TrainedConfig(Strict):
 
 
 class EvaluateConfig(_TrainedConfig, MachineConfig):
-    """The config of evaluate.py."""
+    """The config of evaluate.py. config/evaluate.yaml explains its keys."""
 
     YAML: ClassVar[str] = "evaluate"
 
@@ -88,12 +88,15 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
 
     @property
     def asks_for_settings(self) -> bool:
-        """Returns whether there are several step counts, several samples, or a `select` other than q_head."""
+        """Returns whether the evaluation compares several numbers of model calls or of runs of each puzzle.
+
+        True if halt_max_steps has several values, if samples is not 1, or if `select` is not q_head.
+        """
         return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
 
 
 class SolveConfig(_TrainedConfig):
-    """The config of solve.py. The program runs as one process."""
+    """The config of solve.py. config/solve.yaml explains its keys."""
 
     YAML: ClassVar[str] = "solve"
     VERBATIM: ClassVar[tuple[str, ...]] = ("puzzle",)  # here, even `null` is a text
@@ -119,7 +122,7 @@ class SolveConfig(_TrainedConfig):
 
 
 class PageConfig(Strict):
-    """The config of `python -m share page`."""
+    """The config of `python -m share page`. config/page.yaml explains its keys."""
 
     YAML: ClassVar[str] = "page"
 
@@ -141,7 +144,10 @@ class PageConfig(Strict):
 
 
 class SearchConfig(Strict):
-    """The config of search.py. All other keys on its command line are keys of pretrain.py."""
+    """The config of search.py. All other keys on its command line belong to pretrain.py.
+
+    config/search.yaml explains its keys.
+    """
 
     YAML: ClassVar[str] = "search"
 

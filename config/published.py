@@ -31,13 +31,13 @@ HINTS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Published:
-    """The translation of one model of the public code.
+    """How to translate the config and the tensors of a model of the public code.
 
-    - name: Name of our architecture.
-    - keys: {public key of `arch`: our key}.
-    - unread: Public keys that the public code does not use.
-    - constants: {our key: value} for settings that are fixed in the public code.
-    - tensors: {prefix of a public tensor's name: our prefix}.
+    name       name of our architecture
+    keys       {public key of `arch`: our key}
+    unread     public keys that the public code never reads
+    constants  {our key: value} for settings that are fixed in the public code
+    tensors    {start of a public tensor name: start of our name}
     """
 
     name: str
@@ -89,9 +89,11 @@ PUBLISHED = {
 
 
 def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Translates a public config into our keys. Raises ValueError for an unknown model.
+    """Translates a config of the public code of HRM, TRM, URM and others into our keys.
 
-    where: Name of the config, for messages.
+    Raises ValueError for an unknown model.
+
+    where: Name of the config for messages.
     """
     arch = config.get("arch")
     if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
@@ -107,10 +109,10 @@ def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
 
 
 def rename_old_keys(arch: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arch section of an earlier version with today's names.
+    """Returns the `arch` section of a stored config with today's names.
 
-    TRM with `update: gate` is now the model infiloop. TRM with `single_z: true` is now the model trm_singlez.
-    Raises ValueError for any other model with one of these keys, or for both keys together.
+    Older versions had TRM with `update: gate`, now the model infiloop, and TRM with `single_z: true`, now
+    trm_singlez. Raises ValueError if another model has one of these keys, or if both are set.
     """
     has_gate, is_single_z = arch.get("update", "plain") == "gate", bool(arch.get("single_z"))
     values = {key: value for key, value in arch.items() if key not in ("update", "single_z")}

@@ -57,12 +57,18 @@ _OPTIMIZERS = ("adam_atan2", "adamw", "muon")
 
 
 def find_optimizer(name: str) -> Any:
-    """Returns the optimizer class of an imported plugin, or None if no plugin has one of this name."""
+    """Returns the optimizer class with this name from a plugin (a user's Python file).
+
+    None if there is none.
+    """
     return next((each for each in plugins.defined("OPTIMIZER") if each.name == name), None)
 
 
 def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str]:
-    """Yields a message with valid values if `eval_interval` does not divide `epochs`."""
+    """Yields a message if `epochs` is not a multiple of `eval_interval`. The message proposes valid values.
+
+    interval: Value of `eval_interval`.
+    """
     if epochs is not None and interval is not None and epochs % interval:
         lower = next(each for each in range(min(interval, epochs), 0, -1) if epochs % each == 0)
         upper = next((each for each in range(interval, epochs + 1) if epochs % each == 0), lower)
@@ -75,7 +81,7 @@ def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str
 
 
 class MachineConfig(Strict):
-    """The keys that pretrain.py and evaluate.py share: device, processes, threads and timeouts."""
+    """The keys that pretrain.py and evaluate.py have in common: device, processes, threads and timeouts."""
 
     device: MayChange[Literal["auto", "cpu", "cuda", "mps"]]
     backend: MayChange[Literal["auto", "nccl", "gloo"]]
@@ -96,9 +102,10 @@ class MachineConfig(Strict):
 
 
 class StageConfig(Strict):
-    """A stage of a curriculum: `epochs` before the main training, or a fraction `share` of it.
+    """One stage of a curriculum: a part of the training with its own data or its own number of cycles.
 
-    A stage may change the numbers of cycles.
+    A stage lasts for `epochs`, before the main training. Or it lasts for the fraction `share` of the main
+    training. Cycles are loops inside one call of the model.
     """
 
     data_path: Paths | None = None
@@ -111,7 +118,10 @@ class StageConfig(Strict):
 
     @property
     def cycles(self) -> dict[str, int]:
-        """Returns {key: value} of the cycles that this stage sets."""
+        """Returns the numbers of cycles that this stage sets, such as {"H_cycles": 2}.
+
+        Cycles are loops inside one call of the model.
+        """
         values = {"H_cycles": self.H_cycles, "L_cycles": self.L_cycles, "loops": self.loops}
         return {key: value for key, value in values.items() if value}
 
@@ -123,13 +133,16 @@ class StageConfig(Strict):
 
 
 def all_data_paths(data_path: list[str], curriculum: list[StageConfig]) -> list[str]:
-    """Returns every training data folder once: first those of the main training, then those of the stages."""
+    """Returns all training data folders, each once: those of the main training, then those of the stages.
+
+    data_path: Folders of the main training.
+    """
     of_stages = [path for stage in curriculum for path in stage.data_path or []]
     return list(dict.fromkeys([*data_path, *of_stages]))
 
 
 class PretrainConfig(MachineConfig):
-    """The config of pretrain.py."""
+    """The config of pretrain.py. config/pretrain.yaml explains its keys."""
 
     YAML: ClassVar[str] = "pretrain"
 
@@ -317,12 +330,15 @@ class PretrainConfig(MachineConfig):
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """Returns the peak learning rates, {"lr": ..., "puzzle_emb_lr": ...}, before `lr_scaling`."""
+        """Returns {"lr": ..., "puzzle_emb_lr": ...}, the highest learning rates of the schedule.
+
+        The key `lr_scaling` may still change them.
+        """
         return {"lr": self.lr, "puzzle_emb_lr": self.puzzle_emb_lr}
 
 
 def keys_that_may_change(schema: type[pydantic.BaseModel]) -> set[str]:
-    """Returns the keys that may change when a run is resumed."""
+    """Returns the config keys that may have another value when a run is resumed, such as "device"."""
     return {name for name, field in schema.model_fields.items() if _MAY_CHANGE in field.metadata}
 
 
@@ -330,9 +346,11 @@ Config = TypeVar("Config", bound=pydantic.BaseModel)
 
 
 def validate_config(schema: type[Config], values: dict[str, Any], *, where: str = "config") -> Config:
-    """Checks values, and returns the config.
+    """Checks values, and returns them as an object of the class `schema`.
 
-    Raises ValueError with one line for the first wrong key. where: Start of that line.
+    Raises ValueError with one line about the first wrong key.
+
+    where: Start of the message.
     """
     try:
         return schema.model_validate(values)

@@ -20,25 +20,28 @@ _CONTAINERS = (list, typing.Union, types.UnionType)
 
 
 def text_keys(*schemas: type[pydantic.BaseModel]) -> set[str]:
-    """Returns the keys of the schemas that have a text, or a list of texts, as value."""
+    """Returns the keys of config classes that have a text, or a list of texts, as value."""
     fields = [item for schema in schemas for item in schema.model_fields.items()]
     return {name for name, field in fields if _leaves(field.annotation) <= {str, type(None)}}
 
 
 def quoted(text: str) -> str:
-    """Returns a text in single quotes, escaped for Hydra's grammar."""
+    """Puts a text in single quotes, so that Hydra reads it unchanged."""
     return "'" + re.sub(r"(\\*)('|$)", lambda end: end[1] * 2 + ("\\'" if end[2] else ""), text) + "'"
 
 
 def quote_value(typed: str) -> str:
-    """Quotes a value for Hydra: a text, or each text of a [list]. Keeps `null` and quoted texts."""
+    """Puts a text in quotes for Hydra, or each text of a list: "[a,b]" becomes "['a','b']".
+
+    `null` and quoted texts stay unchanged.
+    """
     if typed.startswith("[") and typed.endswith("]"):
         return f"[{','.join(map(quote_value, _ITEM.findall(typed[1:-1])))}]"
     return typed if typed == "null" or _QUOTED.fullmatch(typed) else quoted(typed)
 
 
 def check_encoding(argument: str) -> None:
-    """Raises ValueError if an argument of the command line has bytes that the locale cannot decode."""
+    """Raises ValueError if a command-line argument is not valid in the locale's encoding, such as UTF-8."""
     try:
         argument.encode()
     except UnicodeEncodeError:
@@ -52,9 +55,12 @@ def check_encoding(argument: str) -> None:
 
 
 def expand_home(key: str, value: Any) -> Any:
-    """Replaces ~ or $NAME at the start of the path `value`.
+    """Replaces ~ or $NAME at the start of a path. Returns the new path.
 
-    key: Key of the value, for the message. Raises ValueError if the user or the variable does not exist.
+    Raises ValueError if the user or the environment variable does not exist.
+
+    key: Config key of the path, for the message.
+    value: Path or list of paths. Other values are returned unchanged.
     """
     if isinstance(value, list):
         return [expand_home(key, each) for each in value]
@@ -70,7 +76,7 @@ def expand_home(key: str, value: Any) -> Any:
 
 
 def _leaves(annotation: Any) -> set[Any]:
-    """Returns the types that lists, unions and Annotated contain: {str, NoneType} for list[str] | None."""
+    """Returns the basic types in a type annotation: {str, NoneType} for `list[str] | None`."""
     origin, members = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _leaves(members[0])

@@ -16,11 +16,14 @@ _COMPILING = (
 
 
 def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Returns whether to compile the blocks, the same on all ranks. All ranks call it.
+    """Returns whether to use torch.compile for the model's blocks, the same on all ranks. All ranks call it.
 
-    choice: True, False, or "auto". With "auto", the blocks are compiled if that saves time over `num_steps`
-    calls of the network. The first rank of each node tests the compiler. If the compiler fails, "auto" means
-    False, with a warning. With True, all ranks then exit with an error.
+    First, one rank of each node tests the compiler. If the compiler fails, "auto" means False, with a
+    warning. With choice=True, all ranks then exit with an error.
+
+    choice: True, False, or "auto". "auto" compiles only if that saves time.
+    num_steps: Planned number of calls of the model. Compiling takes minutes, so it needs many calls to save
+    time.
     """
     with collective_errors():
         compiles = should_compile(choice, device, num_steps=num_steps)
@@ -46,9 +49,10 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
 
 @contextlib.contextmanager
 def compiler_cache_errors() -> Iterator[None]:
-    """Turns the error for a damaged library in the compiler's cache into one line, and ends this rank.
+    """Context manager for the error that torch.compile raises if a file in its cache is damaged.
 
-    The exit status is 1. The traceback goes to this rank's log file.
+    Instead of the traceback, the console shows one line with the damaged file. The process exits with status
+    1. The traceback goes to the log file of this rank. Other errors are raised as usual.
     """
     try:
         yield

@@ -15,9 +15,10 @@ from distributed.process_group import is_main
 
 
 def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator:
-    """Builds the evaluator of the kind `name` for the test split of the dataset in `folder`.
+    """Builds the evaluator of a kind of puzzle, such as "sudoku", for the test split of a dataset folder.
 
-    Raises ValueError with one line if the kind does not exist, or if the dataset has another kind.
+    An evaluator computes extra metrics from the answers. Raises ValueError if the kind does not exist, or if
+    the dataset contains another kind of puzzle.
     """
     if name not in (kinds := kind_names()):
         raise ValueError(f"evaluators: {name!r} is not a kind of puzzle. Choose from {', '.join(kinds)}.")
@@ -30,11 +31,16 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
 
 
 class Evaluators:
-    """The evaluators of all test sets. Every rank builds its evaluators, and adds the answers of its slots.
+    """Computes extra metrics for a kind of puzzle, for example whether a Sudoku answer obeys the rules.
 
-    names: Kinds of puzzles. If None, the kinds of the folders in which the builder found test puzzles with
-    several solutions: there, an answer may be valid and differ from the label. Raises ValueError if one of
-    them fits no folder. Other ranks may not raise it, so call it in a block of `collective_errors`.
+    Every rank creates an object, calls `add` for the answers that it computed, and calls `gather_metrics`.
+
+    names: Kinds of puzzles to evaluate, such as ["sudoku"]. If None, the kinds of those datasets that have
+    puzzles with several solutions. There, a valid answer may differ from the label.
+    data: Dataset to evaluate. It may consist of several folders with different kinds of puzzles.
+
+    Raises ValueError if no folder contains puzzles of a given kind. Other ranks may not raise it, so create
+    the object in a block of `collective_errors`.
     """
 
     def __init__(self, names: Sequence[str] | None, data: Dataset):
@@ -58,9 +64,12 @@ class Evaluators:
                 raise failures[0]
 
     def anew(self, *, only_answered: bool = False) -> "Evaluators":
-        """Returns empty evaluators of the same folders, for another evaluation. Call it before `add`.
+        """Returns a copy without answers, for another evaluation of the same data.
 
-        only_answered: Whether only examples that are added count. If False, each evaluator decides.
+        Call it before `add`.
+
+        only_answered: If True, metrics include only the examples that `add` receives. If False, an evaluator
+        may count test examples without an answer as wrong.
         """
         new = copy.copy(self)
         new._of_folder = copy.deepcopy(self._of_folder)
@@ -72,9 +81,12 @@ class Evaluators:
         return any(self._of_folder.values())
 
     def add(self, set_name: str, answers: Answers, *, samples: Answers | None = None) -> None:
-        """Adds this rank's answers to one batch. Does not communicate.
+        """Adds the answers that this rank computed for one batch. Does not communicate.
 
-        samples: If a puzzle has several samples, the answers of all samples, for evaluators that count votes.
+        set_name: Name of the test set.
+        answers: One answer for each puzzle.
+        samples: All answers, if the model answered each puzzle several times. Evaluators that count votes use
+        them instead of `answers`.
         """
         folder, own_name, first_identifier = self._data.origin(set_name)
         for evaluator in self._of_folder[folder]:
@@ -83,10 +95,10 @@ class Evaluators:
             evaluator.add(own_name, own)
 
     def rules_of(self, set_name: str) -> Rules | None:
-        """Returns the rules of a set's puzzles. Returns None if no evaluator has rules.
+        """Returns a function that checks answers by the rules of the puzzle, such as those of Sudoku.
 
-        Rules are a function that maps inputs and preds, tokens [n, seq_len], to whether the answers are
-        valid, bool [n].
+        The function takes `inputs` and `preds`, both tokens [n, seq_len]. It returns whether the answers are
+        valid, bool [n]. Returns None if the puzzles of the test set have no such function.
         """
         evaluators = self._of_folder[self._data.origin(set_name).folder]
         nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)
@@ -95,7 +107,13 @@ class Evaluators:
         )
 
     def check_rules(self, selects: Sequence[str]) -> None:
-        """Raises ValueError if `selects` contains "rules", and a set has no rules."""
+        """Checks that answers can be selected by the rules of the puzzle, if this is asked for.
+
+        Raises ValueError if `selects` contains "rules", but the puzzles of a test set have no function that
+        checks answers.
+
+        selects: Names of rules that select one of several answers to a puzzle, such as "vote".
+        """
         for name in self._data.splits["test"].sets if "rules" in selects else ():
             if self.rules_of(name) is None:
                 raise ValueError(
@@ -104,10 +122,12 @@ class Evaluators:
                 )
 
     def gather_metrics(self, ranks: Ranks | None = None) -> dict[str, dict[str, float]]:
-        """Returns {set: {"<kind>/<metric>": value}} over all ranks on rank 0, {} on other ranks.
+        """Computes the metrics of all evaluators on rank 0, from the answers on all ranks. All ranks call it.
 
-        All ranks call it. An error on one rank ends all ranks. ranks: Ranks that divide the puzzles among
-        themselves. If None, all ranks.
+        Returns {test set: {metric: value}} on rank 0, for example {"all": {"sudoku/valid_accuracy": 0.9}}.
+        Returns {} on other ranks. If one rank raises an error, all ranks exit.
+
+        ranks: Group of ranks that evaluated different puzzles. If None, all ranks.
         """
         metrics: dict[str, dict[str, float]] = {}
         for folder, evaluators in self._of_folder.items():
@@ -121,9 +141,10 @@ class Evaluators:
         return metrics
 
     def write(self, folder: Path) -> None:
-        """Writes the evaluators' files. Only rank 0 calls it, after `gather_metrics`.
+        """Writes the files of the evaluators into a folder, such as the submission file for ARC.
 
-        If there are several dataset folders, each has a subfolder of its name.
+        Call it on rank 0 after `gather_metrics`. If the dataset consists of several folders, each of them
+        gets a subfolder with its name.
         """
         for data_folder, evaluators in self._of_folder.items():
             for evaluator in evaluators:

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 
 
 def wilson_interval(successes_share: float, count: int, *, z: float = 1.959964) -> tuple[float, float]:
-    """Computes Wilson's score interval of a fraction. With the default z, the confidence is 95 %.
+    """Returns the ends (low, high) of Wilson's 95 % confidence interval of a fraction.
 
-    successes_share: Fraction of successes in `count` (at least 1) independent trials, in [0, 1]. The interval
-    is also accurate near 0 and 1 and for few trials, unlike fraction +- 1.96 standard errors. For a mean p of
-    values in [0, 1], such as the fraction of correct cells, the interval is valid but too wide: the variance
-    of the values is at most p (1 - p).
+    It is also accurate for fractions near 0 or 1, and for few trials. If `successes_share` is a mean of
+    values between 0 and 1, such as fractions of correct cells, the interval is wider than necessary.
+
+    successes_share: Fraction of successes, in [0, 1].
+    count: Number of independent trials, at least 1.
+    z: Quantile of the normal distribution. It sets the confidence, 1.96 for 95 %.
     """
     assert count >= 1
     assert 0 <= successes_share <= 1
@@ -28,18 +30,18 @@ def wilson_interval(successes_share: float, count: int, *, z: float = 1.959964) 
 
 
 def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
-    """Computes the mean and the sample standard deviation (divisor n - 1).
+    """Returns (mean, sample standard deviation). The deviation has the divisor n - 1.
 
-    The deviation of a single value is None.
+    If there is only one value, the deviation is None.
     """
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
 def goal_p(values: Sequence[float], goal: float) -> float | None:
-    """Computes the p-value of a one-sided one-sample t-test.
+    """Returns the p-value of a one-sided t-test for "the mean of `values` is above `goal`".
 
-    The null hypothesis is that the mean is not above the goal. Returns None for fewer than two values. If all
-    values are equal, p is 0 if they are above the goal, otherwise 1.
+    A small p-value supports this claim. Returns None for fewer than two values. If all values are equal,
+    returns 0 if they are above `goal`, otherwise 1.
     """
     mean, deviation = mean_and_deviation(values)
     if deviation is None:
@@ -50,9 +52,10 @@ def goal_p(values: Sequence[float], goal: float) -> float | None:
 
 
 def difference_p(values: Sequence[float], others: Sequence[float]) -> float | None:
-    """Computes the p-value of a two-sided t-test with pooled variance, for the hypothesis of equal means.
+    """Returns the p-value of a two-sided t-test for "the two samples have different means".
 
-    Returns None if both samples have a single value.
+    The test assumes equal variances (pooled variance). A small p-value supports a difference. Returns None if
+    both samples have only one value.
     """
     freedom = len(values) + len(others) - 2
     if freedom < 1:
@@ -68,7 +71,7 @@ def difference_p(values: Sequence[float], others: Sequence[float]) -> float | No
 
 
 def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float] | None:
-    """Computes the confidence interval of a mean, for example over seeds, by Student's t.
+    """Returns the ends (low, high) of the confidence interval of the mean of `values`, by Student's t.
 
     Returns None for a single value.
     """
@@ -85,7 +88,10 @@ def mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple
 
 
 def t_tail(t: float, freedom: int) -> float:
-    """Computes P(T >= t) for Student's t with `freedom` (at least 1) degrees of freedom."""
+    """Returns P(T >= t) for a random number T with Student's t distribution.
+
+    freedom: Degrees of freedom, at least 1.
+    """
     angle = math.atan2(t, math.sqrt(freedom))
     is_odd = freedom % 2
     term = total = (math.cos(angle) if freedom > 1 else 0.0) if is_odd else 1.0

@@ -23,7 +23,7 @@ from distributed.process_group import is_main
 def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     """Calls `find_match` on rank 0, and returns the result on all ranks. All ranks call it.
 
-    An error ends all ranks with a message.
+    If rank 0 raises an error, all ranks exit with a message.
     """
     match = None
     with collective_errors():
@@ -33,17 +33,23 @@ def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def has_rows_to_match(arch: Architecture, data: Dataset) -> bool:
-    """Returns whether a model has several puzzle embeddings for the puzzles of a dataset folder."""
+    """Returns whether `find_match` has something to do.
+
+    It has nothing to do if the model has no puzzle embeddings, or if all puzzles of a folder share one
+    embedding.
+    """
     return arch.has_puzzle_embeddings and data.metadata.num_puzzle_identifiers > len(data.folders)
 
 
 def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
-    """Finds the embeddings of a model for the identifiers of a dataset, by their identities.
+    """Finds which row of the model's puzzle embedding table belongs to each puzzle identifier of a dataset.
 
-    Returns None if the number of each identifier is the row of its embedding. Examples: the dataset of the
-    run, a model without puzzle embeddings, and a dataset with one identifier. Also returns None if the
-    identities of one side are unknown, with a warning if the numbers of identifiers may be equal. ValueError
-    if a file is damaged.
+    A puzzle identifier is the number of a puzzle in its dataset. Another dataset may number the same puzzles
+    differently. So puzzles are compared by their names and contents.
+
+    Returns None if no search is needed, because row i belongs to identifier i. Examples: the dataset of the
+    training, or a model without puzzle embeddings. Also returns None, usually with a warning, if the names of
+    the puzzles are unknown. Raises ValueError if a file is damaged.
     """
     if not has_rows_to_match(checkpoint.arch, data):
         return None
@@ -67,9 +73,14 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def check_same_rows(trained: Dataset, data: Dataset) -> None:
-    """Raises ValueError if a test puzzle of `test_data_path` has another number than in the training data.
+    """Checks that `test_data_path` numbers its puzzles like the training data.
 
-    If the identities of one side are unknown, does nothing.
+    The number of a puzzle (puzzle identifier) selects its embedding. Raises ValueError if a test puzzle has
+    the number of another puzzle in the training data. Does nothing if the names of the puzzles in one of the
+    datasets are unknown.
+
+    trained: Training data.
+    data: Dataset of `test_data_path`.
     """
     known, own = identities_of(trained), identities_of(data)
     if known is None or own is None or known.equals(own) or (match := known.match(own)) is None:
@@ -92,11 +103,12 @@ def _is_training_data(checkpoint: Checkpoint, data: Dataset) -> bool:
 
 
 class Known(NamedTuple):
-    """The test sets of a dataset, as far as a model knows their puzzles.
+    """The test puzzles that a model has puzzle embeddings for.
 
-    data      the dataset, without test sets of which no puzzle is known
-    puzzles   {set: indices of the known puzzles, int64 [n], ascending}. None if all puzzles are known
-    metrics   {set: {metric: number of identifiers}}, for metrics.json
+    data      the dataset. Test sets without any such puzzle are removed
+    puzzles   {test set: indices of these puzzles, int64 [n], ascending}. None if these are all puzzles
+    metrics   {test set: {metric: number}}. Example: {"all": {"identifiers_common": 400,
+              "identifiers_missing": 3}}
     """
 
     data: Dataset
@@ -105,9 +117,12 @@ class Known(NamedTuple):
 
 
 def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
-    """Returns the test puzzles whose identifiers a model knows, and logs how many on rank 0.
+    """Selects the test puzzles that a model has puzzle embeddings for. Rank 0 logs their number.
 
-    ValueError if there are none. model: Name of the model, for messages.
+    Raises ValueError if there are none.
+
+    match: Result of `find_match`. If it is None, all test puzzles are selected.
+    model: Name of the model for messages.
     """
     if match is None:
         return Known(data, None, {})

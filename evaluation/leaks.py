@@ -25,16 +25,16 @@ from evaluation.intervals import wilson_interval
 
 @dataclasses.dataclass(frozen=True)
 class Leak:
-    """The puzzles of one evaluated set that were trained on, as far as this is known. Equal on all ranks.
+    """The puzzles of a test set that the model was trained on ("leaked" puzzles), as far as they are known.
 
     Attributes:
-        rows: Rows of the examples that were trained on, with those of variants: int64, ascending. Empty with
-            a rate between 0 and 1.
-        rate: Fraction of the training examples that are known, `trained_on_rate`. 1: all of them. 0: unknown.
-        num_distinct: Number of different puzzles in the set: different inputs, in ARC test inputs. Equal
-            puzzles and the views of a test input count once.
-        share: With a rate between 0 and 1, the estimated fraction of test examples that were trained on, and
-            the ends of its 95 % interval. Otherwise None.
+        rows: Indices of the leaked examples in the test set, int64 [n], ascending. If a puzzle has leaked,
+            its augmented variants are included. Empty if `rate` is between 0 and 1.
+        rate: How much of the training data could be compared. 1: all training examples. Between 0 and 1: this
+            fraction, a random sample. 0: an unknown part.
+        num_distinct: Number of different puzzles in the test set.
+        share: If `rate` is between 0 and 1: estimated fraction of leaked test examples, and the ends (low,
+            high) of its 95 % interval. Otherwise None.
     """
 
     rows: np.ndarray
@@ -44,7 +44,13 @@ class Leak:
 
 
 class _Tested(NamedTuple):
-    """An evaluated set. rows, hashes: Row and hash of each example of its originals, [n]."""
+    """A test set to be compared with the training data.
+
+    where         folder of the split, for messages
+    has_variants  whether augmented variants of the puzzles are evaluated too
+    rows          indices of the examples that are not augmented, int64 [n]
+    hashes        hashes of these examples, uint64 [n]
+    """
 
     where: Path
     data: PuzzleSet | ConcatenatedSet
@@ -54,13 +60,16 @@ class _Tested(NamedTuple):
 
 
 class Leaks:
-    """Finds the test puzzles of all evaluated sets that were trained on.
+    """Finds the test puzzles that the model was trained on.
+
+    Call `add` for every test set, then `broadcast_find`.
 
     Args:
-        reaction: What follows if there are any: a warning, or a ValueError.
+        reaction: What to do if a test puzzle was trained on: "warn" logs a warning, "error" raises
+            ValueError.
 
     Attributes:
-        found: {name of the set: leak}. {} before `broadcast_find`.
+        found: {test set: leak}. Empty before `broadcast_find`.
     """
 
     def __init__(self, reaction: Literal["warn", "error"]):
@@ -79,11 +88,14 @@ class Leaks:
         groups: np.ndarray | None = None,
         puzzles: np.ndarray | None = None,
     ) -> None:
-        """Adds an evaluated set, only on rank 0. Reads the inputs of all originals.
+        """Adds a test set, and computes hashes of its puzzles. Only rank 0 calls it.
 
-        groups: Mask, bool [num_groups]. Only the originals of these groups are evaluated. If None, all
-        puzzles are evaluated. puzzles: Indices of the evaluated puzzles, with variants, int64 [n]. If None,
-        all puzzles.
+        Augmented variants are not hashed.
+
+        name: Name of the test set.
+        groups: bool [number of groups]. A group is a puzzle with its augmented variants. Only groups with
+        True are evaluated. If None, all are.
+        puzzles: Indices of the evaluated puzzles, int64 [n]. If None, all puzzles.
         """
         rows, hashes = original_rows(data), hash_examples(data, split, folders)
         if groups is not None:
@@ -98,12 +110,13 @@ class Leaks:
         self._tested[name] = _Tested(where, data, groups is None, rows, hashes)
 
     def broadcast_find(self, trained: Trained | None, *, model: str) -> None:
-        """Sets `found`, on all ranks. All ranks call it.
+        """Compares all added test sets with the training examples, and sets `found` on all ranks.
 
-        Rank 0 warns once of each set with puzzles that were trained on. With `error`, all ranks end.
+        All ranks call it. If a test puzzle was trained on, rank 0 logs a warning. With reaction "error", all
+        ranks exit.
 
-        trained: The examples that were trained on, on rank 0. If None, they are unknown.
-        model: What was trained on them, for a message.
+        trained: Training examples. Needed only on rank 0. If None, the training examples are unknown.
+        model: Name of the model for messages.
         """
         with collective_errors():
             if is_main():
@@ -144,7 +157,10 @@ class Leaks:
 
 
 def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.ndarray:
-    """Returns the same examples of all puzzles of a group, ascending. rows: Rows of originals, int64 [n]."""
+    """Returns the indices of the given examples and of their augmented variants, ascending.
+
+    rows: Indices of examples that are not augmented, int64 [n].
+    """
     indices, group_indices = (
         np.asarray(each, np.int64) for each in (data.puzzle_indices, data.group_indices)
     )
@@ -157,10 +173,10 @@ def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.nd
 
 
 def find_trained(checkpoint: Checkpoint) -> Trained | None:
-    """Returns the examples that a checkpoint was trained on. None if they are unknown.
+    """Returns hashes of the examples that a checkpoint was trained on. Returns None if they are unknown.
 
-    They are in a file of the checkpoint. An older checkpoint has no such file. If its dataset folders have
-    not changed since the training, their training splits are hashed. ValueError if the file is damaged.
+    The hashes are in a file of the checkpoint. Older checkpoints have no such file. For them, the dataset is
+    hashed again, if it has not changed since the training. Raises ValueError if the file is damaged.
     """
     if checkpoint.trained_file is not None and (found := read_trained(checkpoint.trained_file)):
         return found

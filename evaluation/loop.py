@@ -21,11 +21,13 @@ OnStep = Callable[[StepOutput, Tensor], None]  # (output, bool [slots]: True at 
 
 
 class Race:
-    """A race between the samples of a puzzle. The first sample to halt answers. Samples that lost may stop.
+    """Decides which of several runs of the same puzzle answers: the first one to halt.
 
-    samples: Numbers of samples, ascending. For each number n, the first n samples have a race. If two samples
-    halt in the same step, the lower index wins. An attempt has lost if another sample won the smallest race
-    that includes it. The outcome does not depend on which attempts share a batch.
+    The runs ("samples") have different random numbers. A sample that has lost can stop early.
+
+    samples: Numbers of samples to evaluate, ascending. Example: (1, 4) evaluates sample 0 without a race, and
+    a race of the samples 0 to 3. Then sample 0 always runs to its end. Sample 2 has lost if another sample
+    from 0 to 3 halts first. If two samples halt in the same step, the lower index wins.
     """
 
     def __init__(self, samples: Sequence[int]):
@@ -33,7 +35,11 @@ class Race:
         self._first: dict[tuple[int, int], tuple[int, int]] = {}  # (row, samples): (step, sample)
 
     def record(self, carry: Carry, wants_to_halt: Tensor) -> None:
-        """Records the attempts that want to halt after a step."""
+        """Records which samples want to halt after a thinking step (one call of the model).
+
+        carry: State of the batch after the step. `carry.data.rows` identifies puzzle and sample.
+        wants_to_halt: bool [batch].
+        """
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
         for attempt, step in zip(carry.data.rows[slots].tolist(), carry.steps[slots].tolist(), strict=True):
             row, sample = divmod(attempt, self._samples[-1])
@@ -42,7 +48,11 @@ class Race:
                 self._first[row, number] = min(first, (step, sample))
 
     def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
-        """Returns which attempts have lost: bool [n]. attempts: Their numbers. steps: Their steps so far."""
+        """Returns which samples (runs of a puzzle) have lost, so that they can stop: bool [n].
+
+        attempts: Puzzle index * number of samples + sample index, int [n].
+        steps: Number of model calls that each sample has made so far, int [n].
+        """
         lost = []
         for attempt, step in zip(attempts.tolist(), steps.tolist(), strict=True):
             row, sample = divmod(attempt, self._samples[-1])
@@ -61,11 +71,17 @@ def answer_batches(
     race: Race | None = None,
     stages: Ranks = ALONE,
 ) -> Iterator[StepOutput]:
-    """Yields the final outputs of all examples in `batches`, in pieces. With early halting, in any order.
+    """Runs the model on all examples, and yields the outputs after the last thinking step of each example.
 
-    The outputs may lack padding. draw: Returns the random numbers of a step. on_step: Called after every
-    step. race: Stops attempts that have lost. stages: Ranks of a pipeline. All of them call this function and
-    make the same calls of the network.
+    A thinking step is one call of the model. With early halting (`reasoning.halting="act"`), the model itself
+    ends an example, and the next example takes its place in the batch. Outputs then come in another order. A
+    yielded output contains a part of the examples, perhaps without padding.
+
+    draw: Function that returns the random numbers of a step.
+    on_step: Function that is called after every step.
+    race: Stops a run of a puzzle if another run of the same puzzle has halted first. If None, no run is
+    stopped.
+    stages: Ranks of a pipeline. All of them call this function, and call the model equally often.
     """
 
     def begin(batch: Batch) -> Carry:
@@ -135,7 +151,12 @@ def answer_batches(
 
 
 def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
-    """Returns, for `on_step`, an output with dummy predictions for attempts that lose before any step."""
+    """Returns the arguments of `on_step` for samples that are stopped before the model was called for them.
+
+    They are (output with dummy predictions, bool [batch] with only True).
+
+    like: Output of other samples. It gives the dtypes and shapes.
+    """
     carry = carry._replace(halted=torch.ones_like(carry.halted))
     prediction = select_columns(like.prediction, torch.zeros_like(carry.steps).long())
     return StepOutput(carry, prediction), carry.halted

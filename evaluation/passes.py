@@ -40,17 +40,18 @@ WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class SetResult:
-    """The result of evaluating one set.
+    """The result of evaluating a model on one test set.
 
-    metrics     Metrics of the network, including `count` (none without labels), and <kind>/<metric> of the
-                evaluators. With leaks, also trained_on_rate, trained_on and unseen/<metric>. If all slots ran
-                all of several steps, also act_exact_accuracy and act_steps: the values that early halting
-                would give.
-    exact_accuracy_after_each_step  Accuracy after step 1, 2, ... Empty if slots could halt early, if settings
-                were evaluated, or without labels.
-    outputs     {name: array [examples, ...]}, in dataset order.
-    scores      Sums of every setting, if settings were evaluated. The other fields then describe the largest
-                setting.
+    Attributes:
+        metrics: {name: value}. Examples: "exact_accuracy", "count" (number of labeled puzzles), and
+            "sudoku/valid_accuracy" from an evaluator. "unseen/<metric>" leaves out puzzles that the model was
+            trained on. "act_exact_accuracy" and "act_steps" are the values that early halting would give, if
+            it was off.
+        exact_accuracy_after_each_step: Fraction of solved puzzles after thinking step (call of the model) 1,
+            2, ... Empty with early halting, with `scores`, or without labels.
+        outputs: {name: array [examples, ...]}, in dataset order.
+        scores: Counts for several numbers of thinking steps and of runs of each puzzle. Empty if each puzzle
+            ran once. Otherwise, the other fields belong to the largest numbers.
     """
 
     metrics: dict[str, float]
@@ -78,27 +79,31 @@ def evaluate_split(
     ranks: Ranks | None = None,
     stages: Ranks = ALONE,
 ) -> dict[str, SetResult] | None:
-    """Evaluates every set of a split. All ranks call it.
+    """Evaluates a model on every set of a split. All ranks call it.
 
     Args:
         model: Model to evaluate. It runs in evaluation mode. Its previous mode is restored at the end.
-        global_batch_size: Number of slots over all ranks. Each sample of a puzzle takes one slot.
-        reasoning: Halting and number of steps. If None, the values of the architecture, with halting=max.
-        outputs: Names of the arrays to return for every example, as in `save_outputs`.
-        evaluators: Evaluators that compute more metrics. They also receive the answers.
-        settings: Numbers of steps and samples to evaluate. If None, each puzzle runs once.
+        global_batch_size: Batch size, summed over all ranks. If a puzzle runs several times, each run takes
+            one position of the batch.
+        reasoning: Number of thinking steps (calls of the model) and early halting. If None, the number of
+            steps of the architecture, without early halting.
+        outputs: Names of arrays to return for every example, such as "preds" or "logits".
+        evaluators: Compute extra metrics from the answers.
+        settings: Several numbers of thinking steps, and of runs of each puzzle, to compare. If None, each
+            puzzle runs once.
         seed: Seed of the noise.
         only_first_batches: Whether to evaluate only the first batch of each set.
-        puzzles: Indices of the puzzles to evaluate, {set: int64 [n]}, ascending. If None, all puzzles.
-        leaks: {set: its puzzles that were trained on}. If None, there are no metrics of them.
-        all_reduce_stop: Called by all ranks before every batch. If it returns True, the evaluation ends.
-        fetch_rows: Loads sharded puzzle embeddings with these identifiers, int64 [n]. All ranks call it
-            before each set.
+        puzzles: {test set: indices of the puzzles to evaluate, int64 [n], ascending}. If None, all puzzles.
+        leaks: {test set: puzzles that the model was trained on}. If None, there are no metrics about them.
+        all_reduce_stop: Function that all ranks call before every batch. If it returns True, the evaluation
+            stops.
+        fetch_rows: Function for puzzle embeddings that are sharded over ranks. It loads the embeddings of
+            these identifiers, int64 [n]. All ranks call it before each set.
         ranks: Ranks that divide the puzzles among themselves. If None, all ranks.
-        stages: Ranks of this rank's pipeline. Not supported together with `settings`.
+        stages: Ranks that hold the stages of this rank's pipeline. Not supported together with `settings`.
 
     Returns:
-        {set: result} on rank 0, {} on other ranks. None if `all_reduce_stop` returned True.
+        {test set: result} on rank 0, {} on other ranks. None if `all_reduce_stop` returned True.
     """
     network, ranks = model.network, ranks or all_ranks()
     reasoning = reasoning or model.eval_reasoning("max")
@@ -114,7 +119,7 @@ def evaluate_split(
     is_stopped = False
 
     def until_stopped(source: Iterator[tuple[str, Batch]]) -> Iterator[Batch]:
-        """Yields the batches, on the device, until `all_reduce_stop` returns True."""
+        """Yields the batches, moved to the device. Stops early if `all_reduce_stop` returns True."""
         nonlocal is_stopped
         for _, batch in source:
             is_stopped = all_reduce_stop()
@@ -186,10 +191,14 @@ def _add_answers(evaluators: Evaluators, name: str, final: StepOutput, attempts:
 
 
 class _SetSums:
-    """The metric sums and outputs of one set on this rank, accumulated over the batches.
+    """Accumulates the metrics and outputs of one test set on this rank. `reduce` sums them over all ranks.
 
-    num_steps: Number of steps that all slots run. 0 with early halting or with settings. leak: Examples that
-    were trained on. scores: Sums of the settings. None without settings.
+    num_steps: Number of thinking steps (calls of the model), for the accuracy after each step. If 0, this
+    accuracy is not computed.
+    outputs: Names of arrays to store for every example, such as "preds".
+    leak: Test puzzles that the model was trained on, or None.
+    scores: Attribute. Counts for several numbers of steps and of runs of each puzzle. None if each puzzle
+    runs once.
     """
 
     def __init__(
@@ -214,9 +223,11 @@ class _SetSums:
         self.scores: Scores | None = None
 
     def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
-        """Adds the outputs of a step to the accuracy after each step. Does nothing if num_steps is 0.
+        """Adds the output of one thinking step (call of the model) to the accuracy after each step.
 
-        acts_here: bool [slots]. True in the first step in which the model would halt the slot.
+        Does nothing if num_steps is 0.
+
+        acts_here: bool [batch]. True if early halting would end the puzzle after exactly this step.
         """
         if not len(self._exact_after_step):
             return
@@ -237,20 +248,25 @@ class _SetSums:
                 arrays.append(_output(name, final)[is_real].cpu().numpy())
 
     def select_unseen(self, output: StepOutput) -> StepOutput:
-        """Returns the output for the examples that were not trained on, and for padding."""
+        """Removes the puzzles that the model was trained on from an output. Padding stays."""
         return output.select((~torch.isin(output.carry.data.rows, self._seen_rows)).nonzero().flatten())
 
     def describe(self) -> str:
-        """Returns this rank's accuracies so far, as a text for the progress bar."""
+        """Returns the accuracies of this rank so far, as a text for the progress bar.
+
+        Example: "solved 0.512  cells right 0.914".
+        """
         sums = self._metrics.own()
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
         names = [name for name in ("exact_accuracy", "accuracy") if name in metrics]
         return "  ".join(f"{WORDS[name]} {metrics[name]:.3f}" for name in names)
 
     def _leak_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns distinct_count, and the metrics of examples that were trained on. All ranks call it.
+        """Returns metrics that depend on which test puzzles the model was trained on. All ranks call it.
 
-        trained_on is a lower bound if the rate is 0. unseen/<metric> are metrics of the other examples.
+        "trained_on" is the number of these puzzles. It is a lower bound if "trained_on_rate" is 0.
+        "unseen/<metric>" leaves these puzzles out. "distinct_count" is the number of different test puzzles.
+
         metrics: Metrics of all examples.
         """
         leak, count = self._leak, metrics.get("count", 0)
@@ -275,9 +291,11 @@ class _SetSums:
         return found
 
     def reduce(self, extra: dict[str, float]) -> SetResult:
-        """Returns the result over all ranks. Only rank 0 gets outputs and scores. All ranks call it.
+        """Sums the metrics over all ranks, and returns the result of the test set. All ranks call it.
 
-        extra: Metrics to add.
+        Only the result on rank 0 contains outputs and scores.
+
+        extra: Metrics of the evaluators. They are added to the result.
         """
         sums = self._metrics.reduce()
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
@@ -315,7 +333,10 @@ def _answers(final: StepOutput) -> Answers:
 
 
 def _output(name: str, output: StepOutput) -> Tensor:
-    """Returns the array `name` of `save_outputs`, [batch, ...]. preds also contains cells without label."""
+    """Returns the array with this name from an output: [batch, ...].
+
+    name: Name that the config key `save_outputs` allows, such as "preds" (tokens of all cells) or "logits".
+    """
     logits = output.prediction.logits
     if name == "preds":
         return predicted_tokens(logits)

@@ -22,10 +22,13 @@ _FILES = (".txt", ".json", ".csv")
 
 
 class Questions:
-    """A reader of puzzles for one model.
+    """Reads puzzles from text for one model.
 
-    info: Description of the model's training data. folders: Dataset folders of the training data. They may be
-    missing. If None, the folders that the checkpoint names.
+    The text must have the symbols of the model's training data, such as "1..4 .... ...3 4..1" for a Sudoku.
+
+    info: Attribute. Description of the training data.
+    folders: Dataset folders of the training data. If None, the folders that the checkpoint names. They may be
+    missing.
     """
 
     def __init__(self, checkpoint: Checkpoint, folders: list[Path] | None):
@@ -34,7 +37,12 @@ class Questions:
         self._folders = folders or checkpoint.find_data()
 
     def read(self, config: SolveConfig) -> Puzzle:
-        """Reads the puzzle of a config. Raises ValueError if it is missing, malformed or unsolvable."""
+        """Reads the puzzle of a config of solve.py.
+
+        Raises ValueError if it is missing, malformed or unsolvable.
+
+        config: `puzzle` contains the puzzle or a file name. `test` is the index of the puzzle in the file.
+        """
         text, source = read_question(config.puzzle)
         kind, vocab_size = self.info.kind, self.info.metadata.vocab_size
         try:
@@ -56,7 +64,10 @@ class Questions:
         return puzzle
 
     def metadata_for(self, puzzle: Puzzle) -> Metadata:
-        """Returns the metadata of a dataset of such puzzles. ValueError if the model cannot read them."""
+        """Returns the metadata (such as vocabulary size and sequence length) of a dataset of such puzzles.
+
+        Raises ValueError if the model cannot read puzzles of this size.
+        """
         trained = self.info.metadata
         sizes = {"vocab_size": puzzle.vocab_size, "seq_len": len(puzzle.tokens)}
         reads_any = self._checkpoint.arch.reads_any_length
@@ -68,10 +79,11 @@ class Questions:
         return dataclasses.replace(trained, **sizes)
 
     def find_identifier(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
-        """Finds the identifier of the puzzle embedding. Returns None if an embedding must be trained first.
+        """Finds the row of the model's puzzle embedding table that belongs to the puzzle.
 
-        Raises ValueError if the config's `adapt` or `task` does not fit the model or the puzzle, or if the
-        model was not trained on the puzzle.
+        Returns None if the config has `adapt=true` and the model has no row for the puzzle. An embedding must
+        then be trained. Raises ValueError if the model has no row and `adapt` is false, or if `adapt` or
+        `task` does not fit the model or the puzzle.
         """
         number = self._find_number(puzzle, config)
         if not number or not all((path / "test" / "dataset.json").is_file() for path in self._folders):
@@ -89,7 +101,11 @@ class Questions:
         return int(match.rows[number])
 
     def _find_number(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
-        """Finds the number of the identifier in the dataset folders. Otherwise as `find_identifier`."""
+        """Finds the number of the puzzle in its dataset.
+
+        `find_identifier` then finds the row of its embedding. Returns None and raises ValueError in the same
+        cases as `find_identifier`.
+        """
         blank = self.info.metadata.blank_identifier_id
         if config.adapt and not puzzle.has_own_rule:
             raise ValueError("adapt=true is for puzzles with demonstrations, such as ARC tasks. Remove it.")
@@ -132,9 +148,9 @@ class Questions:
 
 
 def read_question(puzzle: str | None) -> tuple[str, str]:
-    """Reads a puzzle from a file, from standard input (-), or from the value itself.
+    """Reads the text of a puzzle: from a file, from standard input ("-"), or from the argument itself.
 
-    Returns (text, name of the source for messages). Raises ValueError if there is no puzzle.
+    Returns (text, name of the source for messages). Raises ValueError if there is no text.
     """
     if puzzle is None:
         raise ValueError(
@@ -156,10 +172,11 @@ def read_question(puzzle: str | None) -> tuple[str, str]:
 
 
 def find_info(checkpoint: Checkpoint, folders: list[Path] | None) -> DatasetInfo:
-    """Describes a model's training data, from `folders`, the checkpoint, or the folders that it names.
+    """Returns a description of the data that a model was trained on: kind of puzzle, symbols, sizes.
 
-    For a checkpoint of the public code without its folders, the description consists of sizes. Raises
-    ValueError if the sizes do not determine the kind of puzzle.
+    If `folders` is not None, it is read from these dataset folders. Otherwise, it is read from the
+    checkpoint, or from the folders that the checkpoint names. If none of these describes the data, the sizes
+    of the weights are used. Raises ValueError if they fit several kinds of puzzles or none.
     """
     if folders is None and checkpoint.dataset_info is not None:
         return DatasetInfo.from_json(checkpoint.dataset_info, where=f"dataset description of {checkpoint}")

@@ -47,7 +47,10 @@ _Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
 
 
 def open_output_folder(folder: Path) -> Path:
-    """Creates the folder. Raises ValueError if it is not writable. Call it before the evaluation."""
+    """Creates a folder for results. Raises ValueError if it is not writable.
+
+    Call it before an evaluation, so that the error comes early.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -59,11 +62,13 @@ def open_output_folder(folder: Path) -> Path:
 
 
 def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the identity of results, {key: value}. Results of two identities are never mixed.
+    """Returns the choices that determine the results of an evaluation: {key: value}.
 
-    The keys are `test`, the fingerprint of the test splits, the options that differ from their defaults, and
-    `data`, the data folders. `data` is missing if the folders are those of the run, and their test splits
-    have not changed since the training.
+    Results with different choices are never mixed in one folder. The keys are "test" (hash of the test
+    splits), the options that differ from their defaults (such as "samples"), and "data" (paths of the dataset
+    folders). "data" is missing if the data are the unchanged data of the training.
+
+    data: Dataset folders of the evaluation.
     """
     usual = config_with(EvaluateConfig, checkpoint=config.checkpoint)
     others = [name for name in _OPTIONS if getattr(config, name) != getattr(usual, name)]
@@ -76,9 +81,11 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Chec
 
 
 def _has_same_tests(checkpoint: Checkpoint, data: Sequence[Path], found: str) -> bool:
-    """Returns whether `found`, the fingerprint of the test splits, is that of the training.
+    """Returns whether the test splits are still the same as in the training.
 
-    Older checkpoints contain only a fingerprint of all splits. It must then be that of the training.
+    Older checkpoints have no hash of only the test splits. For them, no split may have changed.
+
+    found: Hash of the test splits now.
     """
     if checkpoint.test_fingerprint is None:
         return _is_trained_on(checkpoint, data)
@@ -86,7 +93,7 @@ def _has_same_tests(checkpoint: Checkpoint, data: Sequence[Path], found: str) ->
 
 
 def _is_trained_on(checkpoint: Checkpoint, data: Sequence[Path]) -> bool:
-    """Returns whether the folders have the content that the checkpoint was trained on, as far as it says."""
+    """Returns whether the dataset folders are unchanged since the training of the checkpoint."""
     try:
         return checkpoint.fingerprint == fingerprint_of(data)
     except ValueError:  # no training split
@@ -94,9 +101,12 @@ def _is_trained_on(checkpoint: Checkpoint, data: Sequence[Path]) -> bool:
 
 
 def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
-    """Returns the name of the folder for results: step_<N>, or step_<N>_<digest>.
+    """Returns the name of the folder for the results of a checkpoint.
 
-    A default evaluation on the data of the run has no digest.
+    It is "step_120" for the default options and the data of the training. Otherwise a hash is added:
+    "step_120_1a2b3c4d".
+
+    measured: Result of `measured_with`.
     """
     if "data" not in measured:  # the checkpoint determines the test splits
         measured = {key: value for key, value in measured.items() if key != "test"}
@@ -107,11 +117,14 @@ def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
 def write_measured(
     folder: Path, measured: Mapping[str, Any], data: Sequence[Path], *, is_default_folder: bool
 ) -> None:
-    """Writes `measured` to measured.json. First removes results in the folder that had another identity.
+    """Writes the choices that determine the results to measured.json in the folder for results.
 
-    data: Data folders. If there are several, the evaluators of each write into a subfolder of its name.
-    is_default_folder: Whether `name_of` named the folder. It is then the folder of this identity, also if
-    training or an older version wrote results without an identity.
+    If the folder contains results with other choices, they are deleted first.
+
+    measured: Result of `measured_with`.
+    data: Dataset folders of the evaluation.
+    is_default_folder: Whether the folder has its name from `name_of`. Results there without a measured.json
+    then count as results with default choices. Training and older versions write such results.
     """
     path = folder / MEASURED_FILE
     try:
@@ -130,9 +143,11 @@ def write_measured(
 
 
 def tell_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
-    """Logs a message if an evaluation replaces results that were computed in another number format.
+    """Logs a message if the evaluation will replace results that were computed in another dtype.
 
-    stored: Number format of the training. Older versions always evaluated in it, and did not record it.
+    folder: Folder with the earlier results, if any.
+    forward_dtype: Dtype of the new evaluation, such as "float32".
+    stored: Dtype of the training. Earlier results that do not name their dtype have this one.
     """
     try:
         before = {str(values.get("forward_dtype", stored)) for values in read_results(folder).values()}
@@ -144,7 +159,7 @@ def tell_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> No
 
 
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
-    """Warns if the dataset folders of the run have changed since its training."""
+    """Warns if the dataset folders have changed since the checkpoint was trained on them."""
     if checkpoint.fingerprint is not None and not _is_trained_on(checkpoint, folders):
         names = ", ".join(map(str, folders))
         log.warning(
@@ -161,11 +176,15 @@ def write_results(
     selected_by: str | None,
     forward_dtype: str,
 ) -> tuple[dict[str, dict[str, float | str]], dict[str, Any] | None]:
-    """Writes the files of an evaluation into a folder, and prints tables. Only rank 0 calls it.
+    """Writes the result files of an evaluation into `folder`, and prints tables. Only rank 0 calls it.
 
-    Returns ({set: {metric: value}} with the metrics of every setting, content of scaling.json or None).
-    selected_by: Puzzles that selected this checkpoint as the best of its run, "validation" or "test", or
-    None. forward_dtype: Number format in which the model computed.
+    Returns ({test set: {metric: value}}, content of scaling.json). The second is None if only one number of
+    model calls and one run of each puzzle was evaluated.
+
+    title: Title of the printed table.
+    selected_by: Split on which this checkpoint was the best of its training, "validation" or "test". None if
+    it was not selected.
+    forward_dtype: Dtype in which the model computed, such as "bfloat16".
     """
     texts = {"selected_by": selected_by, "forward_dtype": forward_dtype}
     metrics, scaling = all_metrics(results, **texts), None
@@ -183,12 +202,17 @@ def write_results(
 
 
 def read_results(folder: Path) -> dict[str, dict[str, float | str]]:
-    """Reads {set: {metric: value}} from a folder that `write_results` wrote."""
+    """Reads the metrics that `write_results` wrote into a folder: {test set: {metric: value}}."""
     return read_json(folder / EVALUATION_FILE)
 
 
 def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, output_dir: str | None) -> None:
-    """Prints mean and deviation over several checkpoints. If output_dir is set, writes summary.json."""
+    """Prints the mean and the standard deviation of every metric over several checkpoints.
+
+    metrics: {test set: {metric: value}} of each checkpoint.
+    checkpoints: Paths of the checkpoints.
+    output_dir: Folder for the file summary.json. If None, no file is written.
+    """
     summary = summarize(metrics)
     log.info(metrics_table(summary, title=f"mean and standard deviation of {len(metrics)} checkpoints"))
     if output_dir:
@@ -200,10 +224,12 @@ def write_summary(metrics: Sequence[_Columns], checkpoints: Sequence[str], *, ou
 def all_metrics(
     results: Mapping[str, SetResult], *, selected_by: str | None = None, forward_dtype: str | None = None
 ) -> dict[str, dict[str, float | str]]:
-    """Returns {set: {metric: value}}. <metric>_low and <metric>_high are the interval of an accuracy.
+    """Returns the results of an evaluation as {test set: {metric: value}}, for the file metrics.json.
 
-    selected_by: Puzzles that selected this checkpoint. forward_dtype: Number format in which the model
-    computed. Both texts are added to every set, unless they are None.
+    An accuracy also gets its 95 % interval: "accuracy_low" and "accuracy_high". The accuracy after each step
+    gets names such as "exact_accuracy_after_step_1".
+
+    selected_by, forward_dtype: Texts that are added to the metrics of every test set, unless they are None.
     """
     metrics, texts = {}, zip(TEXTS, (selected_by, forward_dtype), strict=True)
     named = {name: text for name, text in texts if text is not None}
@@ -218,7 +244,12 @@ def all_metrics(
 
 
 def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
-    """Returns metrics with <metric>_low and <metric>_high after each accuracy, if its count is known."""
+    """Adds the 95 % interval of each accuracy: "accuracy_low" and "accuracy_high" after "accuracy".
+
+    If the number of puzzles is unknown, an accuracy gets no interval.
+
+    values: {metric: value} of one test set.
+    """
     completed = {}
     for name, value in values.items():
         completed[name] = value
@@ -229,12 +260,12 @@ def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
-    """Returns the number of independent test puzzles, for the interval of a set's accuracy. 0 if unknown.
+    """Returns the number of test puzzles for the confidence interval of an accuracy. 0 if it is unknown.
 
-    Equal puzzles, and the views of an ARC test input, are not independent. If a metric counts examples, this
-    is the number of different puzzles among them.
+    The interval assumes independent puzzles. So puzzles with equal inputs count once.
 
-    values: Metrics of the set. evaluator: Start of the metric's name, such as "unseen/" or "sudoku/".
+    values: {metric: value} of one test set.
+    evaluator: Start of the accuracy's name, such as "sudoku/" in "sudoku/valid_accuracy". Usually empty.
     """
     count, num_rows = values.get(f"{evaluator}count", 0), values.get("count", 0)
     counts_examples = evaluator in ("", "unseen/") or count == num_rows
@@ -249,7 +280,10 @@ def _interval(metric: str, share: float, count: int) -> dict[str, float]:
 
 
 def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
-    """Writes the outputs of every set to <set>__outputs.npz, in dataset order, without padding."""
+    """Writes the output arrays of each test set to the file <test set>__outputs.npz in `folder`.
+
+    The arrays are in dataset order, without padding examples.
+    """
     for name, result in results.items():
         if result.outputs:
             folder.mkdir(parents=True, exist_ok=True)
@@ -258,10 +292,12 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
 
 
 def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
-    """Computes {set: {metric: mean, <metric>_deviation: ...}} over runs.
+    """Computes the mean and the standard deviation of every metric over several evaluations.
 
-    runs: {set: {metric: value}} of each run. A set must be in the first run. Metrics that a run lacks are
-    left out.
+    Returns {test set: {metric: mean, "<metric>_deviation": standard deviation}}. A metric that one of the
+    evaluations lacks is left out.
+
+    runs: {test set: {metric: value}} of each evaluation.
     """
     summary: dict[str, dict[str, float]] = {}
     for name in runs[0]:
@@ -280,9 +316,10 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
 
 
 def metrics_table(metrics: _Columns, *, title: str) -> str:
-    """Returns a table as text: one line per metric, one column per set.
+    """Returns a text table with one line for each metric and one column for each set.
 
-    Accuracies have their interval or deviation. Metrics have their names of the console.
+    A cell also shows the interval or the standard deviation of its metric. Known metrics are shown with a
+    short name, for example "solved (exact_accuracy)".
     """
     names = metric_names(metrics)
     words = {name: word for name, word in WORDS.items() if name != word}
@@ -296,13 +333,18 @@ def metrics_table(metrics: _Columns, *, title: str) -> str:
 
 
 def metric_names(metrics: _Columns) -> list[str]:
-    """Lists the names of the metrics of all sets, without those of intervals and deviations."""
+    """Lists the metrics of all sets, without derived entries such as "accuracy_low"."""
     names = dict.fromkeys(metric for values in metrics.values() for metric in values)
     return [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
 
 
 def metric_cell(values: Mapping[str, float | str], name: str) -> str:
-    """Returns the table cell of a metric, with the interval or deviation if `values` contains one."""
+    """Formats a metric for a table, with its interval or standard deviation if `values` contains them.
+
+    Example: "0.9  [0.88, 0.92]". Returns "" if the metric is missing.
+
+    values: {metric: value} of one test set.
+    """
     if name not in values:
         return ""
     value = values[name]
@@ -316,7 +358,10 @@ def metric_cell(values: Mapping[str, float | str], name: str) -> str:
 
 
 def with_suffix(metric: str, suffix: str) -> str:
-    """Appends to a metric's name: accuracy -> accuracy_low, accuracy@steps=4 -> accuracy_low@steps=4."""
+    """Appends _<suffix> to the name of a metric, before the part that starts with "@", if there is one.
+
+    Example: with_suffix("accuracy@steps=4", "low") is "accuracy_low@steps=4".
+    """
     name, at, setting = metric.partition(_SETTING)
     return f"{name}_{suffix}{at}{setting}"
 
@@ -329,11 +374,12 @@ def _has_suffix(metric: str, *suffixes: str) -> bool:
 
 
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
-    """Returns the content of scaling.json: the options of the evaluation, and `corners` of each labeled set.
+    """Returns the content of scaling.json: accuracies for several numbers of model calls and of samples.
 
-    A corner is one setting: a number of steps and of samples. For each selection rule, it has accuracies with
-    their intervals, and the network calls per puzzle. The last rule is the oracle `any`: it is right if any
-    sample is right.
+    A sample is one run of a puzzle. The format is {option: value, "sets": {test set: {"count": number of
+    puzzles, "corners": list}}}. An entry of the list is {"steps": 16, "samples": 4, "ways": {"vote":
+    {"exact_accuracy": 0.9, ...}}}. "vote" is a rule that selects one of the samples. The last rule, "any",
+    counts a puzzle as solved if any sample is right.
     """
     sets = {}
     for name, result in results.items():
@@ -352,10 +398,13 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
 
 
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns {set: {metric: value}} of all settings, with names such as exact_accuracy@steps=64,samples=8.
+    """Flattens the content of scaling.json to {test set: {metric: value}}.
 
-    Names for the oracle start with any_. Names for a selection rule other than the first end with
-    ,select=NAME.
+    Example of a metric: "exact_accuracy@steps=64,samples=8". A name ends with ",select=vote" if the rule
+    `vote` selected the sample. Names of the first rule lack this ending. A name starts with "any_" if a
+    puzzle counts as solved when any sample is right.
+
+    scaling: Content of scaling.json.
     """
     metrics: dict[str, dict[str, float]] = {}
     for set_name, content in scaling["sets"].items():
@@ -370,10 +419,13 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
-    """Returns a table as text: one line per set and setting, with the exact accuracy of each selection rule.
+    """Returns a text table of the accuracies in scaling.json.
 
-    A search may end without an answer. Its table also has the fractions of wrong answers and of undecided
-    puzzles.
+    It has one line for each number of model calls and of samples (runs of a puzzle), and one column for each
+    selection rule. For a search model (LDT), it also has the fractions of wrong answers and of puzzles
+    without an answer.
+
+    scaling: Content of scaling.json.
     """
     lines = []
     for set_name, content in scaling["sets"].items():
@@ -396,7 +448,10 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
 
 
 def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dict[str, Any]]:
-    """Returns {set: {metric: value}} of a log record, from its names <split>/<set>/<metric>."""
+    """Extracts {test set: {metric: value}} from a log record with names such as "eval/all/exact_accuracy".
+
+    split: First part of the names, such as "eval". Other names are ignored.
+    """
     metrics: dict[str, dict[str, Any]] = {}
     for name, value in row.items():
         first, _, rest = name.partition("/")
@@ -407,17 +462,24 @@ def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dic
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value is a finite number, and not a bool."""
+    """Returns whether a value is a finite int or float. Bools do not count."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_count(metric: str) -> bool:
-    """Returns whether a metric is a number of puzzles, tasks or votes, and does not rate answers."""
+    """Returns whether a metric is a number of puzzles or similar, and not a quality of answers.
+
+    Examples: True for "count" and "arc/votes", False for "accuracy".
+    """
     name = metric.rpartition("/")[2]
     return name.endswith("count") or name in ("test_inputs", "votes", "trained_on", "trained_on_rate")
 
 
 def is_share(metric: str) -> bool:
-    """Returns whether a metric is a fraction of puzzles or cells, so that it has an interval."""
+    """Returns whether a metric is a fraction of puzzles or cells, such as "accuracy" or "arc/pass@2".
+
+    Such a metric gets a confidence interval. Returns False for the ends of an interval, such as
+    "accuracy_low".
+    """
     is_end = _has_suffix(metric, *INTERVAL_ENDS, "deviation")
     return not is_end and (metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@"))

@@ -36,9 +36,14 @@ ScoreKey = tuple[int, int, str, str]  # steps, samples, selection rule or `ORACL
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of an evaluation: every number of steps with every number of samples.
+    """The numbers of thinking steps and of samples to evaluate, in all combinations.
 
-    steps, samples: ascending. selects: Selection rules. Metrics outside `Scores` use the first one.
+    A thinking step is one call of the model. A sample is one run of a puzzle, with its own random noise.
+
+    steps     numbers of thinking steps, ascending
+    samples   numbers of samples of each puzzle, ascending
+    selects   rules that select one sample, such as "vote". The first rule selects the answer for other
+              metrics
     """
 
     steps: tuple[int, ...]
@@ -47,14 +52,15 @@ class Settings:
 
 
 class Samples(NamedTuple):
-    """Several samples of each puzzle, with one answer a sample. Arrays are [puzzles, samples].
+    """The answers of several runs ("samples") of the same puzzles. Arrays are [puzzles, samples].
 
-    preds       uint8 or int32 [puzzles, samples, seq_len]
-    q_halt      float32: logit of "the answer is right"
-    steps       int32: network calls up to the answer
-    has_halted  bool: whether the Q head halts the sample in any step
-    residuals   float32: the mean change of the logits over the last steps
-    are_valid   bool: whether the answer after the last step obeys the rules; None without rules
+    preds       uint8 or int32 [puzzles, samples, seq_len]: tokens of the answer
+    q_halt      float32: the model's logit of "the answer is right"
+    steps       int32: number of model calls up to the answer
+    has_halted  bool: whether the model wanted to halt after any call
+    residuals   float32: mean change of the logits in the last calls
+    are_valid   bool: whether the answer after the last call obeys the puzzle's rules. None if there are no
+                rules
     """
 
     preds: np.ndarray
@@ -65,16 +71,18 @@ class Samples(NamedTuple):
     are_valid: np.ndarray | None
 
     def take(self, *index: slice | np.ndarray) -> Samples:
-        """Returns the samples at an index into the axes [puzzles, samples] of every array."""
+        """Indexes every array with `index`, on the axes [puzzles, samples]."""
         return Samples(*(None if column is None else column[index] for column in self))
 
 
 def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarray:
-    """Chooses the sample that answers each puzzle: int64 [puzzles].
+    """Selects one of several runs ("samples") of each puzzle. Returns their indices, int64 [puzzles].
 
-    If no sample has halted (first_to_halt), or no answer is valid (rules), the rule is `q_head`.
-    samples: Samples with their answers at the step that `ANSWER_AT` names for `by`. is_search: Whether only
-    samples that halt have an answer. Then ties go to the lower index, and -1 means that no sample has halted.
+    by: Selection rule, such as "vote". If the rule cannot decide, the sample with the largest q_halt is
+    selected.
+    samples: Answers of all samples, after the model call that `ANSWER_AT[by]` names.
+    is_search: Whether the model is a search model (LDT). Then only samples that halted have an answer. The
+    index is -1 if no sample of the puzzle halted. If the rule cannot decide, the lowest index is selected.
     """
     values = {
         "first_to_halt": lambda: np.where(samples.has_halted, samples.steps, np.inf),
@@ -92,7 +100,10 @@ def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarr
 
 
 def votes(preds: np.ndarray) -> np.ndarray:
-    """Counts, for each sample, the samples of its puzzle with the same answer: int64 [puzzles, samples]."""
+    """Returns how many samples (runs) of the same puzzle have the same answer: int64 [puzzles, samples].
+
+    preds: Tokens of the answers, [puzzles, samples, seq_len].
+    """
     num_puzzles, num_samples, _ = preds.shape
     flat = np.ascontiguousarray(preds.reshape(num_puzzles * num_samples, -1))
     _, kinds = np.unique(flat.view(np.dtype((np.void, flat.itemsize * flat.shape[1]))), return_inverse=True)
@@ -101,9 +112,11 @@ def votes(preds: np.ndarray) -> np.ndarray:
 
 
 def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
-    """Returns the output with the answer at `at`: at the end, the first halt or the peak of q_halt.
+    """Returns an output with the answer after another thinking step (call of the model).
 
-    output: Output of a `HistoryNetwork`. It stores these answers.
+    at: "end" is the last step, "halt" the first step after which the model wants to halt, "peak" the step
+    with the largest q_halt.
+    output: Output of a `HistoryNetwork`. Its state contains these answers.
     """
     if at == "end":
         return output
@@ -114,16 +127,21 @@ def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
 
 
 def predicted_tokens(logits: Tensor) -> Tensor:
-    """Returns the most likely token of every cell: uint8 or int32 [batch, seq_len]."""
+    """Returns the token with the largest logit in every cell: uint8 or int32 [batch, seq_len]."""
     return logits.argmax(-1).byte() if logits.shape[-1] <= 256 else logits.argmax(-1).int()
 
 
 class Scores:
-    """Sums over the labeled puzzles of one rank. The figures of all settings are computed from them.
+    """Counts right answers on this rank, for several numbers of model calls and of runs of each puzzle.
 
-    sums: {(steps, samples, selection rule, figure): sum}. The figures are exact and valid (answers that are
-    right by the label, by the rules), calls (of the network), and for a search undecided (puzzles without an
-    answer). rules: Rules of the puzzles, needed for select=rules. If None, there are no sums of valid.
+    Puzzles without a label do not count. A sample is one run of a puzzle. A selection rule, such as "vote",
+    selects one sample.
+
+    sums: Attribute. {(steps, samples, selection rule, figure): sum over puzzles}. Figures: "exact" (answer
+    equals the label), "valid" (answer obeys the rules), "calls" (number of model calls), "undecided" (no
+    answer, only for a search model).
+    rules: Function that checks answers by the rules of the puzzle. If None, "valid" is not counted.
+    is_search: Whether the model is a search model (LDT).
     """
 
     def __init__(self, settings: Settings, *, rules: Rules | None, is_search: bool = False):
@@ -132,9 +150,13 @@ class Scores:
         self.sums: Counter[ScoreKey] = Counter()
 
     def add(self, steps: int, attempts: StepOutput) -> np.ndarray:
-        """Adds puzzles after `steps` steps. In `attempts`, the samples of a puzzle are side by side.
+        """Counts the answers to some puzzles after `steps` calls of the model.
 
-        Returns the sample of each puzzle that the first rule selects among all: int64 [puzzles]. -1: none.
+        Returns the index of the sample that the first selection rule selects for each puzzle, int64
+        [puzzles]. -1 means that a search model has no answer.
+
+        attempts: Output for all samples (runs) of the puzzles, [puzzles * samples, ...]. The samples of a
+        puzzle are next to each other.
         """
         num_samples = self.settings.samples[-1]
 
@@ -185,7 +207,10 @@ class Scores:
         return of_first
 
     def _are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Returns which answers obey the rules, bool [...], or None without rules. preds: [..., seq_len]."""
+        """Returns which answers obey the puzzle's rules, bool [...]. Returns None without rules.
+
+        inputs, preds: Tokens of puzzles and answers, [..., seq_len].
+        """
         if self._rules is None:
             return None
         flat = (tokens.reshape(-1, tokens.shape[-1]) for tokens in (inputs, preds))

@@ -40,15 +40,15 @@ _NOISE = 0.3  # the default for several samples, as in PTRM
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The answer of a model after one step. Arrays are [rows, columns] of the answer's grid.
+    """The model's answer after one thinking step (call of the model). Arrays are [rows, columns] of the grid.
 
     number         Number of the step, from 1.
     tokens         uint8 or int32 [seq_len]: Tokens of all cells, with padding.
     grid           Symbols of the cells, as texts.
     confidence     float32: Probability that the model gives to the symbol of each cell.
-    changed        bool: Whether the cell differs from the step before (at the first step: from the puzzle).
-    q_halt         Halting value: the model's probability that the answer is right.
-    wants_to_halt  Whether the model would halt after this step.
+    changed        bool: Whether the cell differs from the step before (in the first step: from the puzzle).
+    q_halt         The model's probability that the answer is right.
+    wants_to_halt  Whether the model would stop after this step.
     """
 
     number: int
@@ -61,23 +61,30 @@ class Step:
 
     @property
     def text(self) -> str:
-        """Returns the grid as lines. If a symbol has several characters, spaces separate the cells."""
+        """Returns the grid as text, one line for each row.
+
+        If a symbol has several characters, spaces separate the cells.
+        """
         gap = "" if all(len(symbol) == 1 for symbol in self.grid.flat) else " "
         return "\n".join(gap.join(row) for row in self.grid.tolist())
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Step):
-    """The answer to a puzzle: the step that answers (usually the last), with all steps of its sample.
+    """The model's final answer to a puzzle, and the answers after each thinking step (call of the model).
 
-    puzzle, style  The puzzle, and how its kind is drawn.
-    steps          All steps of the sample, from the first one.
-    sample         Number of the sample, from 0 to num_samples - 1.
-    select         Selection rule that chose the sample.
+    The fields of `Step` describe the final answer.
+
+    puzzle         The puzzle.
+    style          How the puzzle is drawn: symbols and colors.
+    steps          The answers after each step.
+    num_samples    Number of samples. A sample is one run of the puzzle, with its own random noise.
+    sample         Index of the sample that was selected.
+    select         Rule that selected it, such as "vote".
     valid          Whether the answer obeys the rules of the puzzle. None if the puzzle has no rules.
-    correct        Whether the answer is the solution. None if no solution is known.
-    is_search      Whether the model searches. Then q_halt and confidence are not probabilities.
-    is_decided     If False, a search found no answer, and the steps are those of its first sample.
+    correct        Whether the answer equals the solution. None if no solution is known.
+    is_search      Whether the model is a search model (LDT). Its q_halt and confidence are not probabilities.
+    is_decided     False if a search model found no answer. `steps` are then those of the first sample.
     """
 
     puzzle: Puzzle
@@ -93,7 +100,7 @@ class Answer(Step):
 
     @property
     def halting_step(self) -> int | None:
-        """Returns the first step after which the model would halt, or None if it never would."""
+        """Returns the first step after which the model would halt. Returns None if it never would."""
         return next((step.number for step in self.steps if step.wants_to_halt), None)
 
     def __str__(self) -> str:
@@ -111,10 +118,15 @@ def answer_puzzle(
     device: torch.device,
     row: int = 0,
 ) -> Answer:
-    """Solves a puzzle with the noise that evaluate.py has for example `row` of a set.
+    """Solves one puzzle, and records the answer after each thinking step (call of the model).
 
-    Runs in one process. The model must have the puzzle's sizes and be in evaluation mode. identifier:
-    Identifier of the puzzle embedding. Raises ValueError if the config does not fit the model or the puzzle.
+    Runs in one process. Raises ValueError if the config does not fit the model or the puzzle.
+
+    model: Model in evaluation mode, for puzzles of this size.
+    style: How the puzzle is drawn. It is stored in the answer.
+    identifier: Row of the puzzle embedding table.
+    row: Index that selects the random noise. With the index of the puzzle in its test set, the noise is the
+    same as in evaluate.py.
     """
     if config.select == "rules" and puzzle.rules is None:
         raise ValueError(
@@ -180,9 +192,13 @@ def _first_to_halt(
     num_samples: int,
     on_step: Callable[[StepOutput], None],
 ) -> int:
-    """Runs samples of a search until one halts. Returns its number, or -1 if none halts.
+    """Runs several samples of a search model (LDT) on one puzzle until the first sample halts.
 
-    batch: The puzzle. on_step: Called after each step of the samples that run.
+    Returns the index of this sample. Returns -1 if none halts. A sample is one run with its own random
+    numbers.
+
+    batch: Batch with only the puzzle.
+    on_step: Function that is called with the output of each model call.
     """
     (attempts,) = split_into_attempts(iter([batch]), num_samples=num_samples, num_slots=num_samples)
     draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
@@ -209,7 +225,11 @@ def _first_to_halt(
 
 
 def _noise(model: HaltingModel, config: SolveConfig) -> float:
-    """Returns the config's noise, or a default if several samples would otherwise be equal."""
+    """Returns the standard deviation of the noise that is added to the state before each model call.
+
+    It is the value in the config. If the config sets none, it is usually 0. It is 0.3 if several runs of the
+    puzzle would otherwise be equal, and the model supports noise.
+    """
     reasoning = model.eval_reasoning(config.halting)
     init_noise = reasoning.init_noise if config.init_noise is None else config.init_noise
     if config.noise is not None or config.samples == 1 or reasoning.state_noise or init_noise:

@@ -29,9 +29,10 @@ _RULES: dict[Select, str] = {
 
 
 def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
-    """Draws an answer in lines of at most `width` columns, unless a grid is wider.
+    """Returns a text for the terminal: the puzzle, the answer, and the answers after all model calls.
 
-    color: Whether to use ANSI codes.
+    width: Maximum number of columns. Only a grid that is wider exceeds it.
+    color: Whether to use ANSI color codes.
     """
     top = [
         _draw_grid("puzzle", answer, answer.puzzle.tokens, color=color),
@@ -48,7 +49,12 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
 
 
 def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
-    """Yields rows of drawings. A row has as many drawings side by side as fit into `width`."""
+    """Puts drawings side by side, as many as fit into `width` columns.
+
+    Yields a text for each line of drawings.
+
+    drawings: Lines of text of each drawing.
+    """
     row, used = [], 0
     for drawing in drawings:
         needed = max(len(without_codes(line)) for line in drawing) + _GAP
@@ -61,7 +67,12 @@ def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
 
 
 def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
-    """Draws the grid that consecutive steps share, and marks what the first of them changed."""
+    """Draws several steps with the same answer as one grid, with a title such as "step 3 (same to 5)".
+
+    Cells that changed in the first of these steps are marked.
+
+    steps: Consecutive steps.
+    """
     first, last = steps[0], steps[-1]
     title = f"step {first.number}" + (f" (same to {last.number})" if last is not first else "")
     marked = {"confidence": last.confidence, "changed": first.changed}
@@ -81,9 +92,12 @@ def _draw_grid(
     changed: np.ndarray | None = None,
     color: bool,
 ) -> list[str]:
-    """Draws the grid of `tokens`, and marks cells of low confidence and changed cells.
+    """Draws `tokens` as a grid with a title. Returns the lines of text.
 
-    confidence, changed: Arrays of the grid's shape. If None, nothing is marked.
+    confidence: Probability of each cell, [rows, columns]. Cells with low confidence are marked. If None, no
+    cell is marked for this reason.
+    changed: bool [rows, columns]. Cells with True are marked. If None, no cell is marked for this reason.
+    color: Whether to mark with ANSI color codes instead of characters.
     """
     style, puzzle = answer.style, answer.puzzle
     cells = puzzle.cells_of(tokens)
@@ -105,7 +119,7 @@ def _draw_grid(
 
 
 def _draw_confidence(answer: Answer) -> list[str]:
-    """Draws the confidence of the answer's cells, in tenths (9 means 0.9 to 1)."""
+    """Returns the lines of a grid with the confidence of each cell, in tenths. Example: 9 means 0.9 to 1."""
     tenths = np.minimum((answer.confidence * 10).astype(int), 9).astype(np.str_)
     codes = [[_doubt(value)[0] or _FAINT for value in row] for row in answer.confidence]
     style, cells = answer.style, answer.puzzle.cells_of(answer.tokens)
@@ -114,12 +128,15 @@ def _draw_confidence(answer: Answer) -> list[str]:
 
 
 def _doubt(confidence: float) -> tuple[str, str]:
-    """Returns the ANSI codes and the mark of a cell. Both are empty if the confidence is high."""
+    """Returns how to mark a cell of low confidence: (ANSI codes, character). Both are "" if it is high."""
     return next(((codes, mark) for below, codes, mark in _DOUBTS if confidence < below), ("", ""))
 
 
 def _mark(style: Style) -> str:
-    """Returns the character that marks changed cells without colors. It is not a symbol of the puzzle."""
+    """Returns the character that marks changed cells if colors are off: "*".
+
+    If the puzzle uses "*" as a symbol, returns "'" instead.
+    """
     return "'" if "*" in style.symbols else "*"
 
 
@@ -128,7 +145,7 @@ def _coded(text: str, codes: str) -> str:
 
 
 def _verdict(answer: Answer) -> Iterator[str]:
-    """Yields the lines beside the answer: whether it is correct, its sample and step, its halting value."""
+    """Yields the lines of text beside the answer, such as "correct: compared with the solution"."""
     if not answer.is_decided:
         yield _coded("not decided", _BAD) + f": none of {answer.num_samples} runs found an answer"
         return
@@ -152,7 +169,12 @@ def _verdict(answer: Answer) -> Iterator[str]:
 
 
 def _legend(answer: Answer, groups: list[list[Step]], *, color: bool) -> str:
-    """Explains the words and marks that occur in the drawn steps."""
+    """Returns a line that explains the marks in the drawing, such as "* changed".
+
+    Only marks that occur are explained.
+
+    groups: Lists of consecutive steps with the same grid.
+    """
     style, parts = answer.style, []
     if not answer.is_search:
         parts.append("right: probability that the answer is right")

@@ -29,12 +29,11 @@ _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of las
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
-    """Returns the settings of thinking steps, and the `Settings` of a table.
+    """Returns (how the model thinks, what to compare), from the config of evaluate.py.
 
-    The second one is None without several step counts, several samples, or a select other than q_head. Each
-    puzzle then runs once, and halt_max_steps=N only changes its number of steps.
-
-    ValueError: an option does not fit the model.
+    The first contains the number of thinking steps (calls of the model), noise and early halting. The second
+    contains the numbers of steps and of runs of each puzzle. It is None if each puzzle runs only once, with
+    one number of steps and the default selection rule. Raises ValueError if an option does not fit the model.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)
@@ -49,7 +48,13 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns the settings of thinking steps. ValueError if an option does not fit the model."""
+    """Returns how the model thinks: number of thinking steps (calls of the model), noise, early halting.
+
+    Raises ValueError if an option of the config does not fit the model. Also raises it if several runs of a
+    puzzle would all be identical.
+
+    num_samples: Number of runs of each puzzle.
+    """
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
     searches = ("decision_cell", "decision_value", "eval_conflict_threshold")
@@ -74,19 +79,23 @@ def reasoning_of_samples(
 
 
 def needs_draws(network: Network, reasoning: Reasoning) -> bool:
-    """Returns whether a step of an evaluation needs `SlotRng`."""
+    """Returns whether the model needs random numbers (`SlotRng`) in an evaluation."""
     return isinstance(network, Search) or reasoning.is_noisy
 
 
 def keeps_state(network: Network) -> bool:
-    """Returns whether the network has a state that slots keep between steps."""
+    """Returns whether the network passes a state from one call of the model to the next."""
     return isinstance(network, Search) or bool(network.initial_state(1, seq_len=1))
 
 
 def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples: int = 1) -> Draw:
-    """Returns a function that maps a carry to the random numbers of the next step, or to None if unused.
+    """Returns a function that creates the random numbers for the next call of the model.
 
-    The carry's `data.rows` must contain the numbers of attempts: row * num_samples + sample.
+    The function takes the state of the batch (`Carry`). It returns None if nothing is random. The random
+    numbers of a run depend only on the seed, the puzzle, the number of the run and the number of the call.
+
+    num_samples: Number of runs of each puzzle. `carry.data.rows` must contain puzzle index * num_samples +
+    number of the run.
     """
 
     def draw(carry: Carry) -> SlotRng | None:
@@ -99,9 +108,9 @@ def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples
 
 
 def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots: int) -> Iterator[Batch]:
-    """Yields every example num_samples times, in batches of at most num_slots. Padding stays padding.
+    """Repeats every example num_samples times, and yields batches with at most num_slots examples.
 
-    `rows` of a yielded batch contains the number of the attempt, row * num_samples + sample.
+    `rows` of a yielded batch contains example index * num_samples + number of the repetition. Padding has -1.
     """
     for batch in batches:
         slots = torch.arange(len(batch.rows) * num_samples, device=batch.rows.device)
@@ -112,11 +121,14 @@ def split_into_attempts(batches: Iterator[Batch], *, num_samples: int, num_slots
 
 
 class HistoryNetwork(nn.Module):
-    """A network that also stores answers of earlier steps in its state. A sample is selected from them.
+    """Wraps a network. Stores answers of earlier thinking steps (calls of the model) in the state.
 
-    State keys `halt.*` contain the answer of the first step in which the network wants to halt (before that,
-    the newest answer). `peak.*` contain the answer with the largest q_halt. An answer consists of logits,
-    q_halt, q_continue, and steps, int32 [batch], the number of its step.
+    The state has these additional keys:
+
+    halt.*  answer of the first step after which the network wants to halt. Until then, the newest answer
+    peak.*  answer of the step with the largest q_halt
+
+    An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], number of the step).
     """
 
     def __init__(self, network: Network, *, vocab_size: int):
@@ -185,12 +197,18 @@ def run_settings(
     scores: Scores,
     on_step: OnStep = lambda *_: None,
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-    """Runs all attempts. Yields the selected outputs of the largest setting as soon as puzzles end.
+    """Runs every puzzle several times, and yields the results of puzzles when all their runs have ended.
 
-    An item is (outputs of selected samples, last outputs of all attempts, numbers of selected samples). The
-    attempts of a puzzle are side by side. The numbers are int64 [puzzles]; -1: a search has no answer.
-    num_slots: Slots of this rank. scores: Contains the settings, and accumulates their sums. on_step: Called
-    after each step.
+    A run is called a sample. `scores` contains the numbers of model calls and of samples to evaluate, and
+    counts the right answers for all of them. Results are yielded only for the largest numbers. A result has
+    three parts:
+
+    - outputs of the selected samples, one for each puzzle
+    - outputs of all samples. The samples of a puzzle are next to each other
+    - indices of the selected samples, int64 [puzzles]. -1 means that a search model (LDT) has no answer
+
+    num_slots: Batch size of this rank.
+    on_step: Function that is called after each model call.
     """
     settings, num_samples = scores.settings, scores.settings.samples[-1]
     history = HistoryNetwork(model.network, vocab_size=vocab_size)
@@ -204,7 +222,7 @@ def run_settings(
     }  # attempts by their steps
 
     def collect(output: StepOutput, halts: Tensor) -> None:
-        """Stores the attempts that reached a setting's number of steps, or halted before."""
+        """Stores the outputs of samples that have halted or have just made a number of steps to evaluate."""
         carry = output.carry
         kept = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
         for num_steps, parts in waiting.items():
@@ -215,7 +233,10 @@ def run_settings(
         on_step(output, halts)
 
     def take() -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-        """Scores the puzzles with complete attempts. Yields the results of the largest setting."""
+        """Counts right answers of puzzles for which all samples have ended.
+
+        Yields their results for the largest number of steps.
+        """
         for num_steps in settings.steps:
             if (whole := _pop_whole(waiting[num_steps], num_samples)) is None:
                 continue
@@ -235,7 +256,11 @@ def run_settings(
 
 
 def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
-    """Removes the puzzles with complete attempts from `parts`. Returns them by row and sample, or None."""
+    """Takes the puzzles for which all samples (runs) have ended from `parts`, and returns their outputs.
+
+    The output is sorted by puzzle, then by sample. Returns None if there is no such puzzle. Other outputs
+    stay in `parts`.
+    """
     if not parts:
         return None
     joined = StepOutput.join(parts)

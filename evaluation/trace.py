@@ -18,15 +18,16 @@ MOST_TOKENS = 31  # bits of a mask. A browser's integers have 32 bits
 
 
 class Trace(NamedTuple):
-    """The answers of a model after each thinking step. A run is one puzzle in one slot.
+    """The answers of a model to a batch of puzzles after each thinking step (call of the model).
 
-    preds          uint8 or int32 [runs, steps, seq_len]: Most likely token of each cell.
-    confidence     float32 [runs, steps, seq_len]: Probability of that token.
-    q_halt         float32 [runs, steps]: Halting value, the logit of "the answer is right".
-    wants_to_halt  bool [runs, steps]: Whether the model would halt after this step.
-    candidates     int64 [runs, steps, seq_len]: Bit t is set if the cell may be token t. Only for a search
-                   with at most MOST_TOKENS tokens. Otherwise [runs, steps, 0].
-    guesses        int16 [runs, steps]: Cell that a search guessed, or NO_GUESS or RESET (`models.search`).
+    preds          uint8 or int32 [batch, steps, seq_len]: Most likely token of each cell.
+    confidence     float32 [batch, steps, seq_len]: Probability of this token.
+    q_halt         float32 [batch, steps]: The model's logit of "the answer is right".
+    wants_to_halt  bool [batch, steps]: Whether the model would stop after this step.
+    candidates     int64 [batch, steps, seq_len]: Bit t is set if token t is still possible in the cell. Only
+                   for a search model (LDT) with at most MOST_TOKENS tokens. Otherwise [batch, steps, 0].
+    guesses        int16 [batch, steps]: Index of the cell that a search model guessed in this step. NO_GUESS:
+                   it guessed none. RESET: it started again from the puzzle.
     """
 
     preds: np.ndarray
@@ -38,9 +39,9 @@ class Trace(NamedTuple):
 
     @property
     def halting_steps(self) -> np.ndarray:
-        """Returns the step, from 1, after which each run would halt: int64 [runs].
+        """Returns after which step (from 1) the model would stop, for each puzzle: int64 [batch].
 
-        For a run that would never halt, this is the last step.
+        If it would never stop, this is the last step.
         """
         first = self.wants_to_halt.argmax(axis=1)
         return np.where(self.wants_to_halt.any(axis=1), first, self.wants_to_halt.shape[1] - 1) + 1
@@ -48,10 +49,13 @@ class Trace(NamedTuple):
 
 @torch.inference_mode()
 def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps: int | None = None) -> Trace:
-    """Runs a batch through all thinking steps, in one process. The model must be in evaluation mode.
+    """Runs a model on a batch, and returns its answers after each thinking step (call of the model).
 
-    seed: Seed of the random numbers, if the evaluation has any. max_steps: Maximum number of steps. If None,
-    the number of steps of an evaluation.
+    Runs in one process.
+
+    model: Model in evaluation mode.
+    seed: Seed of the random noise.
+    max_steps: Limit for the number of steps. If None, the number of steps of an evaluation.
     """
     assert not model.training
     reasoning = dataclasses.replace(model.eval_reasoning("max"), halting="max")  # for a search, too
@@ -69,7 +73,7 @@ def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps:
 
 
 def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
-    """Returns the trace of one step. Its arrays are those of `Trace`, without the axis of steps."""
+    """Returns the answers after one thinking step (call of the model). The arrays have no axis "steps"."""
     logits, state = output.prediction.logits, output.carry.state
     candidates = torch.zeros(len(logits), 0, dtype=torch.int64)
     guesses = torch.full((len(logits),), NO_GUESS, dtype=torch.int16)

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def describe_process() -> str:
-    """Returns a table of versions, hardware and environment variables that affect distributed runs.
+    """Returns a text table with versions, hardware and environment variables for distributed runs.
 
     Also sets the number of CPU threads, as a run does.
     """
@@ -84,11 +84,10 @@ def describe_process() -> str:
 
 
 def check_ranks(options: argparse.Namespace) -> None:
-    """Prints a table of ranks, warns of unreachable ranks, and measures the links between hosts.
+    """Checks all processes of torchrun, and prints the results. All ranks call it.
 
-    The table contains the speed of both number formats. A line states whether the speed contradicts the rule
-    for `arch.forward_dtype=auto`. All ranks call it. If a rank fails or does not start, all ranks exit with
-    status 1. If a rank hangs, they exit with status 124.
+    Tests connections between ranks, and measures the speed of matrix products and messages. If a rank fails
+    or does not start, all ranks exit with status 1. If a rank hangs, they exit with status 124.
     """
     limit = options.timeout
     watchdog = Watchdog(init_timeout_seconds=3 * limit, step_timeout_seconds=limit)
@@ -123,7 +122,10 @@ def check_ranks(options: argparse.Namespace) -> None:
 
 
 def _compare_rates(rates: Sequence[Rates]) -> None:
-    """Prints whether the measured rates contradict the rule, in one line for each kind of rank."""
+    """Prints whether `arch.forward_dtype=auto` chooses the faster dtype, in one line for equal ranks.
+
+    rates: Measured speeds of each rank.
+    """
     ranks: dict[str, list[int]] = {}
     for number, each in enumerate(rates):
         ranks.setdefault(each.compare(), []).append(number)
@@ -132,7 +134,10 @@ def _compare_rates(rates: Sequence[Rates]) -> None:
 
 
 def _check_names(hosts: Sequence[str]) -> None:
-    """Warns of host names that another host cannot resolve. torchrun would hang without a message."""
+    """Warns of host names that other hosts cannot resolve. torchrun would hang on them without a message.
+
+    All ranks call it. hosts: Host name of each rank.
+    """
     unknown = _on_all_ranks("look up names", lambda: [host for host in set(hosts) if not _is_known(host)])
     for name in dict.fromkeys(hosts) if is_main() else ():
         if callers := list(
@@ -152,7 +157,12 @@ def _is_known(host: str) -> bool:
 
 
 def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -> None:
-    """Warns of ranks that another rank cannot reach. Ends all ranks if two cannot connect at all."""
+    """Tests whether every rank can connect to every other rank over TCP. Rank 0 warns of failures.
+
+    All ranks call it. If two ranks cannot connect in either direction, all ranks exit.
+
+    rows: Row of each rank in the printed table. It ends with interface, address and port.
+    """
     connect = functools.partial(links.connect, timeout_seconds=timeout_seconds)
     addresses = [row[-2:] for row in rows]
     # faults[a][b]: reason why rank a cannot reach rank b; empty if it can.
@@ -174,10 +184,14 @@ def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -
 
 
 def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
-    """Runs `action` on all ranks. Returns the results of all ranks, exchanged as JSON through the store.
+    """Runs a function on all ranks. Returns the list of its results on all ranks. All ranks call it.
 
-    All ranks call it, with a new name each time. An exception on one rank ends all ranks with status 1. If a
-    rank hangs, the watchdog ends all ranks.
+    If the function raises an exception on one rank, all ranks exit with status 1. If a rank hangs, the
+    watchdog ends all ranks.
+
+    name: What the function does, for messages, such as "look up names". It must differ from that of earlier
+    calls.
+    action: Function without arguments. Its result must be a JSON value.
     """
     try:
         outcome = (action(), None)
@@ -193,7 +207,7 @@ def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
 
 
 def _end_all(reason: str) -> NoReturn:
-    """Ends all ranks with status 1. Rank 0 prints the reason. All ranks call it with the same reason."""
+    """Exits on all ranks with status 1. Rank 0 prints the reason first. All ranks call it."""
     store = group.rendezvous_store()
     if is_main():
         log.error(reason)
@@ -212,7 +226,13 @@ def _table(*rows: Sequence[object]) -> str:
 def _measure_links(
     device: torch.device, rows: Sequence[Sequence[Any]], *, is_quick: bool, watchdog: Watchdog
 ) -> None:
-    """Measures messages between pairs of ranks, then an all-reduce. Prints the slowest link."""
+    """Measures how fast ranks exchange messages, in pairs and by an all-reduce. Prints the results.
+
+    All ranks call it.
+
+    device: Device of the sent tensors.
+    rows: Row of each rank in the printed table. It starts with the host name.
+    """
     size, repeats, large = world_size(), 10 if is_quick else 100, 2**20 if is_quick else 2**24  # large: bytes
     log.info(f"\n{device.type} tensors: round trip of 4 bytes, and rate of {large >> 20} MiB messages")
     hosts, durations = [row[0] for row in rows], {}

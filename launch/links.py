@@ -21,7 +21,10 @@ _SIOCGIFADDR = 0x8915  # from Linux's sockios.h
 
 
 def listen_like_gloo() -> socket.socket:
-    """Opens a TCP server where gloo would: GLOO_SOCKET_IFNAME, else the host's address, else 127.0.0.1."""
+    """Opens a TCP server at the address that torch's backend gloo would use on this host.
+
+    It is the address of the interface GLOO_SOCKET_IFNAME, or of the host name, or 127.0.0.1.
+    """
     interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
     if interface:
         try:
@@ -38,7 +41,10 @@ def listen_like_gloo() -> socket.socket:
 
 
 def interface_of(address: str) -> str:
-    """Returns the name of the network interface with an address: `lo` for 127.*, `?` if none has it."""
+    """Returns the name of the network interface with an IPv4 address, such as "eth0".
+
+    Returns "lo" for 127.*, and "?" if no interface has the address.
+    """
     if address.startswith("127."):
         return "lo"
     for _, name in socket.if_nameindex():
@@ -49,14 +55,17 @@ def interface_of(address: str) -> str:
 
 
 def _address_of(interface: str) -> str:
-    """Returns the IPv4 address of an interface. Raises OSError if it has none."""
+    """Returns the IPv4 address of a network interface such as "eth0". Raises OSError if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = struct.pack("256s", interface.encode())
         return socket.inet_ntoa(fcntl.ioctl(asking, _SIOCGIFADDR, request)[20:24])
 
 
 def connect(address: Sequence[Any], timeout_seconds: float) -> str:
-    """Tries to connect to (host, port). Returns the reason of a failure, or an empty text."""
+    """Tries to connect to a TCP server. Returns "" if that works, otherwise the reason of the failure.
+
+    address: (host, port).
+    """
     try:
         socket.create_connection(tuple(address), timeout=timeout_seconds).close()
     except OSError as error:
@@ -65,10 +74,12 @@ def connect(address: Sequence[Any], timeout_seconds: float) -> str:
 
 
 def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Chooses the pairs of ranks to measure: one for every two hosts, or all ranks of a single host.
+    """Chooses pairs of ranks to measure the connections between hosts. Example: [(0, 4), (0, 8), (4, 8)].
 
-    hosts: Host of each rank. With more than 8 hosts (or 8 ranks on a single host), only pairs with the first
-    and pairs of neighbors are chosen.
+    One rank of each host is used, or all ranks if there is only one host. With more than 8 such ranks, not
+    all pairs are chosen.
+
+    hosts: Host name of each rank.
     """
     first = list({host: number for number, host in reversed(list(enumerate(hosts)))}.values())[::-1]
     chosen = sorted(first) if len(first) > 1 else list(range(len(hosts)))
@@ -80,9 +91,14 @@ def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
 def measure_link(
     pair: tuple[int, int], device: torch.device, *, repeats: int, num_bytes: int
 ) -> tuple[float, float] | None:
-    """Returns (seconds of a round trip of 4 bytes, bytes per second of a message of `num_bytes`).
+    """Measures how fast two ranks exchange messages with torch.distributed.
 
-    Both ranks of the pair must call it, with an open process group. For other ranks it returns None.
+    Returns (seconds of a round trip of 4 bytes, bytes per second of large messages). Returns None on other
+    ranks.
+
+    pair: The two ranks. Both must call this function.
+    repeats: Number of round trips.
+    num_bytes: Size of a large message.
     """
     if rank() not in pair:
         return None
@@ -95,7 +111,12 @@ def measure_link(
 
 
 def median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:
-    """Returns the median seconds of a round of `calls` with the message, after one warm-up round."""
+    """Returns how many seconds it takes to call all functions of `calls` with the message.
+
+    It is the median of several repetitions, after one that does not count.
+
+    repeats: Number of counted repetitions.
+    """
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()

@@ -122,7 +122,10 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
-    """Returns the command that reproduces a record, without paths and process counts of this machine."""
+    """Returns the command line that reproduces the benchmark result on another machine.
+
+    It has no paths and no number of processes of this machine.
+    """
     words = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
     words += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
     words += f" --dtype {forward_dtype}"
@@ -130,7 +133,10 @@ def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
 
 
 def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
-    """Runs the seeds, prints a line for each, and returns the values of the JSON line."""
+    """Runs the benchmark with several seeds, and prints a line for each. Returns statistics and results.
+
+    with_test_time: Whether to also evaluate the models with more model calls and more runs of each puzzle.
+    """
     rerun.check(seeds)
     data_seconds = rerun.build_data()
     runs = []
@@ -159,12 +165,19 @@ def _describe(rung: Rung, run: dict[str, Any]) -> str:
 
 
 def is_busy(run: dict[str, Any]) -> bool:
-    """Returns whether other programs used more than BUSY_CORES cores, so that the time is not reliable."""
+    """Returns whether other programs used too many cores during a run, so that its time is not reliable.
+
+    run: Results of one seed.
+    """
     return run["other_cores"] is not None and run["other_cores"] > BUSY_CORES
 
 
 def summarize(rung: Rung, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the statistics of a record over its seeds, and the commit."""
+    """Returns statistics over the seeds, such as "exact_accuracy_mean" and "seconds_max", and the git commit.
+
+    rung: Benchmark task.
+    runs: Results of each seed, as `Rerun.train` returns them.
+    """
     summary: dict[str, Any] = {"rung": rung.name}
     for metric in ("exact_accuracy", rung.metric):
         if values := [run[metric] for run in runs if metric in run]:

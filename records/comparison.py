@@ -80,10 +80,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = None) -> None:
-    """Runs the trainings of the plan that are not done yet. Writes the results after each one.
+    """Runs the trainings of a comparison of models that are not done yet. Writes the results after each one.
 
-    dtype: Number format that the folder must have. If None, it is the format of the folder, or for a new
-    folder the choice for this machine. Raises ValueError if the folder has another one.
+    Raises ValueError if the folder contains results in another dtype.
+
+    plan: Content of records/comparison.yaml: models and trainings.
+    folder: Folder for data, runs and results.
+    dtype: Dtype of the trainings, such as "bfloat16". If None, it is the dtype of earlier trainings in the
+    folder, or else the fast one on this machine.
     """
     before = read_json(folder / _JSON) if (folder / _JSON).exists() else {"results": []}
     results = before["results"]
@@ -112,7 +116,14 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
 
 
 def tune(plan: dict[str, Any], name: str, folder: Path, *, forward_dtype: NumberFormat) -> float:
-    """Returns the learning rate with the best exact accuracy (then cell accuracy) on held-out puzzles."""
+    """Trains a model with each of its learning rates, and returns the best learning rate.
+
+    The best one solves the most held-out training puzzles. If two are equal, the fraction of right cells
+    decides.
+
+    name: Name of the model in the plan.
+    folder: Folder of the comparison.
+    """
     tuning, found = plan["tuning"], {}
     for lr in plan["models"][name]["rates"]:
         words = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
@@ -131,10 +142,16 @@ def build_rerun(
     *words: str,
     forward_dtype: NumberFormat,
 ) -> Rerun:
-    """Returns the training of a model with about `petaflops` operations. Builds missing data.
+    """Returns one training of the comparison. Does not start it, but builds its dataset if it is missing.
 
-    training: Entry of the plan. words: Further key=value overrides. forward_dtype: Number format, if the plan
-    does not set one for the model.
+    The number of training steps is computed, so that the training costs the planned number of operations.
+
+    plan: Content of records/comparison.yaml.
+    name: Name of the model in the plan.
+    training: Entry of the plan with the benchmark task ("rung") and the number of operations ("petaflops").
+    folder: Folder of the comparison.
+    words: More key=value arguments of pretrain.py.
+    forward_dtype: Dtype, unless the plan sets one for the model.
     """
     model, rung = plan["models"][name], RUNGS[training["rung"]]
     data = Rerun(rung, folder / rung.name, source=None)
@@ -153,7 +170,11 @@ def build_rerun(
 
 
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
-    """Trains and evaluates a seed, also with more test-time compute. Returns accuracies and costs."""
+    """Trains and evaluates a model with one seed. Returns accuracies and costs.
+
+    "accuracies" and "gigaflops" of the returned dict have two values: the usual number of model calls per
+    puzzle, and more calls.
+    """
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
     trained = read_run(rerun.run_folder(seed))
     steps, each = final_evaluation(trained.rows, "steps"), trained.starts[-1]["gigaflops_per_step"]
@@ -165,7 +186,11 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
 
 
 def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -> None:
-    """Writes comparison.json, the page and the picture. content: What comparison.json contains."""
+    """Writes comparison.json, the page README.md and the picture comparison.svg into `folder`.
+
+    plan: Content of records/comparison.yaml.
+    content: Content of comparison.json.
+    """
     write_json(folder / _JSON, content)
     results = content["results"]
     text, panels = _HEAD.format(title=_TITLE, picture=_PICTURE, **plan["tuning"], **content), []
@@ -192,14 +217,20 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
 
 
 def _words(plan: dict[str, Any], name: str) -> list[str]:
-    """Returns the key=value overrides of a model."""
+    """Returns the key=value arguments of pretrain.py for a model of the comparison.
+
+    plan: Content of records/comparison.yaml. name: Name of the model.
+    """
     model = plan["models"][name]
     shared = [word for group in model["groups"] for word in plan["groups"][group]]
     return [*plan["common"], *shared, *model["words"]]
 
 
 def _costs(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Returns the GFLOP per answer without and with more test-time compute, as means over seeds."""
+    """Returns how many GFLOP an answer costs, as mean over seeds: [usual, with more model calls].
+
+    rows: Results of one model, one for each seed.
+    """
     return [fmean(costs) for costs in zip(*(row["gigaflops"] for row in rows), strict=True)]
 
 

@@ -24,13 +24,16 @@ _RUN_CONFIGS = ("seed_*/run/config.yaml", "seed_*/training_*/run/config.yaml", "
 
 
 def training_device(config: PretrainConfig, *, processes: int) -> torch.device:
-    """Returns the device of the trainings. Raises ValueError if it is missing."""
+    """Returns the device on which trainings with this config run. Raises ValueError if it is missing."""
     device = choose_device(config.device)
     return torch.device("cpu") if device.type == "mps" and processes > 1 else device
 
 
 def describe_machine(device: torch.device) -> dict[str, str]:
-    """Returns the processor (key `cpu`, the GPU for CUDA) and its instruction set."""
+    """Returns {"cpu": name of the processor or GPU, "instruction_set": its instruction set}.
+
+    Example: {"cpu": "AMD EPYC 9454", "instruction_set": "avx512_bf16"}.
+    """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return {"cpu": name, "instruction_set": instruction_set(device)}
 
@@ -43,11 +46,13 @@ def find_format(
     given: NumberFormat | None,
     stored: NumberFormat | None = None,
 ) -> NumberFormat:
-    """Returns the number format of a folder: its stored one, else `given`, else the choice of the rule.
+    """Returns the dtype name for the trainings in a folder, such as "bfloat16".
 
-    config: Config of a training. If it sets a number format, that counts as given. given: Value of --dtype.
-    stored: Number format of the results in the folder. If None, it is read from the folder. Raises ValueError
-    if --dtype and config differ, or if the folder has another format.
+    If the folder has trainings, it is their dtype. Otherwise it is `given`, or the dtype in `config`, or else
+    the fast one on this device. Raises ValueError if two of these differ.
+
+    given: Value of the option --dtype.
+    stored: Dtype of earlier results in the folder. If None, it is read from the folder.
     """
     named = None if config.arch.forward_dtype == "auto" else config.arch.forward_dtype
     if given and named and given != named:
@@ -61,14 +66,18 @@ def find_format(
 
 
 def write_format(folder: Path, name: NumberFormat) -> None:
-    """Writes the number format that all trainings in a folder will use. Call it before the first one."""
+    """Stores the dtype for all trainings in a folder. Call it before the first training.
+
+    name: Dtype, such as "bfloat16".
+    """
     write_json(folder / _FILE, {"forward_dtype": name})
 
 
 def _stored_format(folder: Path) -> NumberFormat | None:
-    """Returns the number format of the first training in a folder, or None if it has no trainings.
+    """Returns the dtype of the trainings in a folder. None if there are no trainings.
 
-    A folder of an earlier version has runs, but no format file. All its runs have the same format.
+    It is read from format.json. Folders of older versions lack this file. Then it is read from the config of
+    a run.
     """
     path = folder / _FILE
     if path.exists():

@@ -29,7 +29,12 @@ _TRAINED, _NEIGHBOURS = "train/exact_accuracy", 3  # records on each side, to sm
 
 
 def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
-    """Returns {path: new content} of the pages. Raises ValueError if a page lacks the marker lines."""
+    """Returns the new contents of the pages with results: {path: text}.
+
+    Only the part between two marker lines changes. Raises ValueError if a page lacks them.
+
+    root: Folder of the repository. folder: Folder records/.
+    """
     records = {rung: read_entries(folder / name) for name, rung in RUNGS.items()}
     rows = [row for rung, entries in records.items() for row in _rows(rung, entries)]
     sections = [(rung, entries) for rung, entries in records.items() if entries]
@@ -59,7 +64,10 @@ def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
 
 
 def _rows(rung: Rung, entries: list[dict[str, Any]]) -> list[list[str]]:
-    """Returns a row of cells for each entry, or a row `no record yet` if there are no entries."""
+    """Returns the table rows of a benchmark task, one list of cells for each result.
+
+    If there are no results, the only row says "no record yet".
+    """
     head = [f"`{rung.name}`", rung.what, f"{_metric(rung)} {rung.goal:g} in {duration(rung.seconds)}"]
     if not entries:
         return [[*head, "no record yet", *[""] * (len(_COLUMNS) - len(head) - 1)]]
@@ -96,7 +104,7 @@ def _seconds(rung: Rung, entry: dict[str, Any]) -> str:
 
 
 def _machine(entry: dict[str, Any]) -> str:
-    """Returns the processor, its instruction set, and the number format, as text."""
+    """Returns the processor, its instruction set, and the dtype, as text."""
     name = entry["instruction_set"]
     name = "instruction set unknown" if name == "unknown" else name
     return f"{entry['cpu']} ({name}), {entry['forward_dtype']}"
@@ -110,7 +118,10 @@ def _p(entry: dict[str, Any]) -> str:
 
 
 def _thinking_longer(rung: Rung, entry: dict[str, Any]) -> str:
-    """Returns the mean accuracy with the most thinking steps and samples, as text."""
+    """Returns the accuracy with more model calls and more runs of each puzzle, as a text.
+
+    Example: "0.991 (32 steps, 4 samples)". Returns "" if it was not measured.
+    """
     settings = [run["test_time"][-1] for run in entry["runs"] if run.get("test_time")]
     if len(settings) < entry["seeds"]:
         return ""
@@ -130,10 +141,13 @@ def _metric(rung: Rung) -> str:
 
 
 def draw_curves(rung: Rung, entry: dict[str, Any], folder: Path) -> str:
-    """Returns an SVG file as text: test accuracy over minutes, with a line for each seed, and the goal.
+    """Returns an SVG file as text: test accuracy over training minutes, with one line for each seed.
 
-    The time axis ends with the longest run. Faint lines show the smoothed exact accuracy in training. entry:
-    Entry of the rung. folder: Folder of the rung.
+    A dashed line shows the goal. Faint lines show the smoothed accuracy on training puzzles.
+
+    rung: Benchmark task.
+    entry: Results of the task, an entry of its record.json.
+    folder: Folder with this record.json.
     """
     lines, faint, last = [], [], 0.0
     for run in entry["runs"]:

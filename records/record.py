@@ -31,13 +31,16 @@ def write_record(
     command: str,
     folder: Path = FOLDER,
 ) -> Path:
-    """Writes an entry of a rung. Replaces the entry with the same instruction set and number format.
+    """Adds the results of a benchmark task to its record.json, and writes a short log for each seed.
 
-    Adds a summary of the replaced entry to `history`. Does not change other entries and their logs. Returns
-    the folder of the logs.
+    Replaces earlier results with the same instruction set and dtype, and keeps a summary of them in
+    "history". Returns the folder of the logs.
 
-    result: Values of the JSON line that `python -m records` prints. rows: {seed: records of the log}. change:
-    Sentence on what is new. command: Command that made the record.
+    result: What `python -m records` prints as JSON.
+    rows: {seed: records of the log}.
+    change: Sentence that says what is new.
+    command: Command that produced the results.
+    folder: Folder that contains a folder for each task.
     """
     folder = folder / result["rung"]
     entries = read_entries(folder)
@@ -69,7 +72,12 @@ def write_record(
 
 
 def read_entries(folder: Path) -> list[dict[str, Any]]:
-    """Returns the entries of a rung; [] if record.json is missing. Raises ValueError for invalid JSON."""
+    """Returns the results of a benchmark task, one dict for each kind of machine. [] if there are none.
+
+    Raises ValueError if record.json is damaged.
+
+    folder: Folder of the task.
+    """
     try:
         return read_json(folder / "record.json")["entries"]
     except MissingFileError:
@@ -77,23 +85,33 @@ def read_entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def best_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the entry with the most seeds. Ties go to the newest."""
+    """Returns the results with the most seeds, from all results of a benchmark task.
+
+    If several have as many seeds, returns the newest one.
+    """
     return max(entries, key=lambda entry: (entry["seeds"], entry["date"]))
 
 
 def logs_of(entry: Mapping[str, Any]) -> str:
-    """Returns the name of the folder with the logs of an entry."""
+    """Returns the name of the folder with the logs of an entry, such as "amx_bf16_float32"."""
     return f"{entry['instruction_set']}_{entry['forward_dtype']}"
 
 
 def read_rows(folder: Path, entry: Mapping[str, Any], seed: int) -> list[Row]:
-    """Returns the records in the log of a seed. folder: Folder of the rung."""
+    """Returns the stored log of a seed as dicts, such as {"step": 100, "train/lm_loss": 0.5}.
+
+    folder: Folder of the benchmark task.
+    entry: Entry of its record.json.
+    """
     lines = read_lines(folder / logs_of(entry) / f"seed_{seed}.jsonl")
     return [parse_json(line, where="a row") for line in lines]
 
 
 def thin(rows: Sequence[Row]) -> list[Row]:
-    """Returns evenly spaced records, and all evaluations, with rounded values of the keys for curves."""
+    """Shortens a log: keeps evenly spaced records, and all records with an evaluation.
+
+    Only keys for charts are kept. Values are rounded to five digits.
+    """
     stride, kept = -(-len(rows) // _MOST_LINES), []
     for number, row in enumerate(rows):
         evaluated = [name for name in row if name.startswith(("eval/", "eval_raw/", "validation/"))]

@@ -12,21 +12,24 @@ _SEEDED = "seed={seed} data_path={data}"
 
 @dataclasses.dataclass(frozen=True)
 class Rung:
-    """A rung of the ladder.
+    """A benchmark task: fixed data, a goal for the accuracy, and a time limit.
 
-    what       description of the puzzles, for the tables
-    builder    arguments of `python -m dataset.build` for the dataset {data}, without --output-dir. {source}
-               is replaced by the option --source, for data that is not in the repository
-    also       arguments for a second dataset {more_data}. If empty, the rung has only one dataset
-    trainings  arguments of pretrain.py for consecutive trainings. The last model is evaluated. {name},
-               {seed}, {data}, {more_data} and {before} (the previous run folder) are replaced
-    goal       lower bound for the mean of `metric` over seeds
-    seconds    time limit per seed, from building the data to the end of the final evaluation
-    judge      arguments of the evaluate.py run that gives the accuracy, within the time limit. If empty, the
-               last evaluation of the training gives it. {data} and {more_data} are replaced
-    test_time  arguments of evaluate.py for more test-time compute, outside the time limit
-    metric     metric of the final evaluation, averaged over test sets
-    processes  number of processes of torchrun, with one thread each
+    Attributes:
+        what: Description of the puzzles, for tables.
+        builder: Arguments of `python -m dataset.build` for the dataset {data}, without --output-dir. {source}
+            stands for the path of external data.
+        also: The same for a second dataset {more_data}. "" if there is none.
+        trainings: Arguments of pretrain.py, one text for each training. The trainings run one after the
+            other, and the last model is evaluated. {name}, {seed}, {data}, {more_data} and {before} (run
+            folder of the previous training) are replaced.
+        goal: Lower limit for the mean of `metric` over seeds.
+        seconds: Time limit for a seed: building the data, training and evaluation.
+        judge: Arguments of evaluate.py for the evaluation that counts. "": the last evaluation of the
+            training counts.
+        test_time: Arguments of evaluate.py for an evaluation with more thinking steps. Its time does not
+            count.
+        metric: Metric to compare with the goal, averaged over test sets.
+        processes: Number of processes, with one thread each.
     """
 
     name: str
@@ -46,7 +49,13 @@ class Rung:
         return "{source}" in self.builder
 
     def build_commands(self, folder: Path, source: Path | None) -> list[list[str]]:
-        """Returns the arguments of python that build `data`, and `more_data` if any, in `folder`."""
+        """Returns the commands that build the datasets of the task, as arguments of python.
+
+        Example: [["-m", "dataset.build", "sudoku", ..., "--output-dir", "<folder>/data"]].
+
+        folder: Folder for the datasets.
+        source: Path of external data. Needed only if the task uses them.
+        """
         commands = []
         for name, builder in (("data", self.builder), ("more_data", self.also)):
             words = [str(source) if word == "{source}" else word for word in builder.split()]

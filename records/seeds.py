@@ -41,11 +41,14 @@ _POLL_SECONDS, _SAVE_SECONDS = 0.1, 1.0
 
 
 class Rerun:
-    """The trainings and evaluations of a rung, in a folder.
+    """Runs a benchmark task in a folder: builds its data, then trains and evaluates with any seed.
 
-    source: Path of data that is not in the repository. overrides: key=value words that change the recipe.
-    dtype: Number format that the folder must have. If None, it is the format of the folder, or for a new
-    folder the choice for this machine.
+    rung: Benchmark task.
+    folder: Folder for data, runs and measured times.
+    source: Path of external data. None if the task needs none.
+    overrides: key=value arguments of pretrain.py that change the task's config.
+    dtype: Dtype name, such as "bfloat16". If None, it is the dtype of earlier trainings in the folder, or
+    else the fast one on this machine.
     """
 
     def __init__(
@@ -62,17 +65,27 @@ class Rerun:
 
     @functools.cached_property
     def forward_dtype(self) -> NumberFormat:
-        """The number format of the folder. Raises ValueError if it differs from the requested one."""
+        """The dtype name of all trainings in the folder, such as "bfloat16".
+
+        Raises ValueError if it differs from the requested one.
+        """
         return find_format(self.folder, self._configs[-1], self._device, given=self._dtype)
 
     @property
     def machine(self) -> dict[str, Any]:
-        """The processor, its instruction set, cores, torch version, and the number format."""
+        """Facts about the machine and the runs.
+
+        They are: processor, instruction set, number of cores, torch version, dtype.
+        """
         versions = {"cores": num_cores(), "torch": torch.__version__}
         return describe_machine(self._device) | versions | {"forward_dtype": self.forward_dtype}
 
     def check(self, seeds: range) -> None:
-        """Raises ValueError if the recipe is invalid. Exits if the folder has a run of another recipe."""
+        """Checks the settings before anything runs.
+
+        Raises ValueError if the config of a training is invalid. Exits the program if the folder contains a
+        run with other settings.
+        """
         for seed in seeds:
             for run, recipe in self._trainings(seed):
                 now, config = compose_overrides(PretrainConfig, recipe), run / CONFIG_FILE
@@ -81,7 +94,7 @@ class Rerun:
                     fail(f"{self.folder} has a run of another recipe ({changes}). Choose another --folder.")
 
     def build_data(self) -> float:
-        """Builds the data if it is missing. Returns the seconds that this took, now or earlier."""
+        """Builds the datasets, unless the folder has them. Returns the seconds that the building took."""
         commands, made = self.rung.build_commands(self.folder, self.source), self.folder / "data.json"
         if not made.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -96,11 +109,13 @@ class Rerun:
         return built["seconds"]
 
     def train(self, seed: int, *, data_seconds: float) -> dict[str, Any]:
-        """Trains a seed to the end, and continues an interrupted run. Returns a dict of results.
+        """Trains with one seed to the end, and evaluates. An interrupted training continues.
 
-        seconds: data_seconds, plus the time of all trainings and evaluations. processor_hours: CPU time of
-        all processes. petaflops: Operations of the trainings, in 1e15. other_cores: Mean number of cores that
-        other programs used, or None if it is unknown.
+        Returns a dict with the accuracy and these keys, among others. "seconds": data_seconds plus the time
+        of trainings and evaluations. "processor_hours": CPU time of all processes. "petaflops": operations of
+        the trainings, in 1e15. "other_cores": mean number of cores that other programs used, or None.
+
+        data_seconds: Seconds that building the data took.
         """
         rung, clocks, petaflops = self.rung, [Clock(self._data_clock)], []
         for run, recipe in self._trainings(seed):
@@ -140,7 +155,12 @@ class Rerun:
         }
 
     def rows(self, seed: int, *, data_seconds: float) -> list[Row]:
-        """Returns the log of a seed, with `seconds`: time to build the data and to train up to the record."""
+        """Returns the log of a seed's last training as dicts. Adds the key "seconds" to each record.
+
+        It is the time to build the data and to train up to this record.
+
+        data_seconds: Seconds that building the data took.
+        """
         *before, last = (Clock(run.parent / "clock.json") for run, _ in self._trainings(seed))
         rows, began = (
             read_run(self.run_folder(seed)).rows,
@@ -150,11 +170,12 @@ class Rerun:
         return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
 
     def reason_longer(self, seed: int) -> list[dict[str, Any]]:
-        """Evaluates a trained seed with more test-time compute (`test_time` of the rung), unless done.
+        """Evaluates the trained model with more model calls and more runs of each puzzle, if not done yet.
 
-        Returns a dict for each setting: `steps`, `samples`, accuracies, and `calls` of the network per
-        puzzle. The values are means over test sets, with the first selection rule. The last setting has the
-        most steps and samples. It also has the metric of the rung.
+        Returns a list of results, such as {"steps": 32, "samples": 4, "exact_accuracy": 0.99, "calls":
+        110.5}. "samples" is the number of runs of each puzzle. "calls" is the mean number of model calls for
+        a puzzle. Values are means over test sets. The last result is for the most steps and samples. It also
+        has the metric of the benchmark task.
         """
         rung, folder = self.rung, self.run_folder(seed).parent / "test_time"
         metrics = self._evaluate(seed, rung.test_time, folder, Clock(folder.with_suffix(".clock.json")))
@@ -169,9 +190,12 @@ class Rerun:
         return settings
 
     def _evaluate(self, seed: int, words: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
-        """Evaluates a trained seed into a folder, unless done. Returns the metrics of each test set.
+        """Evaluates the trained model of a seed into `folder`, unless this is done already.
+
+        Returns the metrics of each test set.
 
         words: Arguments of evaluate.py.
+        clock: Clock that measures the time.
         """
         if not (folder / EVALUATION_FILE).exists():
             data = {name: self.folder / name for name in ("data", "more_data")}
@@ -189,12 +213,12 @@ class Rerun:
         return self.folder / "data.clock.json"
 
     def run_folder(self, seed: int) -> Path:
-        """Returns the run folder of the last training of a seed. This is the evaluated one."""
+        """Returns the run folder of the seed's last training. This training is evaluated."""
         return self.folder / f"seed_{seed}" / "run"
 
     @functools.cached_property
     def _configs(self) -> list[PretrainConfig]:
-        """The configs of the trainings, composed from the recipes."""
+        """The configs of the trainings that belong to one seed."""
         return [compose_overrides(PretrainConfig, recipe) for _, recipe in self._recipes(0)]
 
     @functools.cached_property
@@ -202,13 +226,19 @@ class Rerun:
         return training_device(self._configs[-1], processes=self.rung.processes)
 
     def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
-        """Yields `_recipes`. A recipe without a number format gets the format of the folder."""
+        """Yields (run folder, arguments of pretrain.py) for each training of a seed.
+
+        All trainings get the same dtype, unless their config sets one.
+        """
         word = f"{FORMAT_KEY}={self.forward_dtype}"
         for (run, recipe), config in zip(self._recipes(seed), self._configs, strict=True):
             yield run, [*recipe, word] if config.arch.forward_dtype == "auto" else recipe
 
     def _recipes(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
-        """Yields (run folder, arguments of pretrain.py) for each training of a seed."""
+        """Yields (run folder, arguments of pretrain.py) for each training of a seed.
+
+        The arguments set no dtype. `_trainings` adds it.
+        """
         values = {"name": self.rung.name, "seed": seed, "before": ""}
         values |= {name: self.folder / name for name in ("data", "more_data")}
         last = len(self.rung.trainings)
@@ -221,9 +251,11 @@ class Rerun:
 
 
 def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float | None:
-    """Returns the mean of a metric over sets in the last logged evaluation, or None.
+    """Returns a metric of the last evaluation in the log, as mean over test sets. None if it was not logged.
 
-    of: `eval` or `validation`.
+    rows: Records of the log.
+    metric: Name without split and test set, such as "exact_accuracy".
+    of: Split, "eval" or "validation".
     """
     for row in reversed(rows):
         values = [each[metric] for each in metrics_by_set(row, of).values() if metric in each]
@@ -233,9 +265,12 @@ def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float
 
 
 def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
-    """Runs a command while `clock` runs. Writes the output to `log`. If it fails, exits with its error.
+    """Runs a command to its end, with its output in the file `log`.
 
-    A signal to this program first terminates the command, and waits until it has saved.
+    If it fails, exits with its error message. If a signal stops this program, the command is terminated
+    first, and can save its state.
+
+    clock: Clock that measures the time of the command.
     """
     print(f"running {shlex.join(command[:8])} ... (output: {log})", file=sys.stderr, flush=True)
     begin = log.stat().st_size if log.exists() else 0
@@ -255,10 +290,17 @@ def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
 
 
 class Clock:
-    """A clock of work that may take several launches. It runs inside `with`, and is saved every second.
+    """Measures how long the `with` block takes.
 
-    seconds: Time over all launches. processor_seconds: CPU time of all ended child processes. times: {step:
-    seconds at which its record appeared in `log`}.
+    The time is saved to a file, and continues after an interruption.
+
+    path: File for the time.
+    log: Log of the training (metrics.jsonl), or None.
+
+    Attributes:
+        seconds: Time so far.
+        processor_seconds: CPU time of ended child processes.
+        times: {training step: seconds when its record appeared in `log`}.
     """
 
     def __init__(self, path: Path, *, log: Path | None = None):
@@ -271,7 +313,7 @@ class Clock:
 
     @property
     def other_cores(self) -> float | None:
-        """Returns the mean number of cores that other programs used; None if unknown (not on Linux)."""
+        """Returns the mean number of cores that other programs used during the work. None if unknown."""
         return round(self._others / self._others_of, 2) if self._others_of else None
 
     def __enter__(self) -> "Clock":
@@ -283,7 +325,10 @@ class Clock:
         return self
 
     def tick(self) -> None:
-        """Updates the seconds, stores times of new log records, and saves once a second."""
+        """Updates the time, and saves it once a second. Call it often.
+
+        Also stores the time of new records in the log.
+        """
         self.seconds = self._before + time.perf_counter() - self._began
         self._read = min(self._read, self._log_size())  # a run that continues first truncates its log
         if self._log_size() > self._read:

@@ -25,7 +25,11 @@ _STYLE = f"""{SVG_STYLE}.big{{font-size:30px;font-weight:650;fill:var(--ink)}}
 
 
 class _Frame(NamedTuple):
-    """A frame of the animation: the look of each cell, and the title and text beside the grid."""
+    """One frame of the animation: a grid, with a title and a text beside it.
+
+    paints   {(row, column): colors and symbol of the cell}
+    changes  (row, column, colors and symbol) of cells that differ from the previous frame
+    """
 
     paints: dict[tuple[int, int], Paint]
     title: str
@@ -34,9 +38,10 @@ class _Frame(NamedTuple):
 
 
 def draw_animation(answer: Answer) -> str:
-    """Returns an SVG file as text: the puzzle, then the answer after each step until it is final.
+    """Returns an animated SVG file as text: the puzzle, then the model's answer after each model call.
 
-    Each frame draws only the cells that changed, and fades in over the previous frames.
+    The animation ends when the answer no longer changes. A frame draws only cells that changed. It covers the
+    frames before.
     """
     steps = _shown_steps(answer)
     frames = list(_frames(answer, steps))
@@ -74,7 +79,7 @@ def draw_animation(answer: Answer) -> str:
 
 
 def _movement(num_steps: int) -> str:
-    """Returns the CSS that makes the steps appear one by one and stay visible until the end."""
+    """Returns the CSS animation that shows the frames one after the other, in an endless loop."""
     whole, lines = _PUZZLE_SECONDS + _STEP_SECONDS * (num_steps - 1) + _LAST_SECONDS, []
     for number in range(num_steps):
         begin = _PUZZLE_SECONDS + _STEP_SECONDS * number
@@ -87,7 +92,10 @@ def _movement(num_steps: int) -> str:
 
 
 def _shown_steps(answer: Answer) -> list[Step]:
-    """Returns the steps until the answer no longer changes and the model would halt."""
+    """Returns the steps (model calls) to show.
+
+    They end when the answer no longer changes and the model would stop. Later steps are left out.
+    """
     steps = answer.steps[: answer.number]
     same = itertools.takewhile(lambda step: np.array_equal(step.grid, answer.grid), reversed(steps))
     first = len(steps) - len(list(same)) + 1

@@ -45,11 +45,13 @@ _PANELS_A_ROW, _LINE_HEIGHT, _EDGE = 3, 20, 12  # layout of `chart_file`; the la
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """A line of a chart.
+    """A line of a chart, with an optional shaded band.
 
-    name: Label in the legend. If empty, the legend has no entry for the line. role: Color role of the line.
-    low, high: Edges of a shaded band. If empty, no band is drawn. is_faint: If True, the line is thin and
-    pale.
+    name       text in the legend. If empty, the legend does not list the line
+    x, y       coordinates of the points
+    role       name of a color of the page, such as "accent". `ROLES` contains all names
+    low, high  lower and upper edge of the band at each x. If empty, there is no band
+    is_faint   whether the line is thin and pale
     """
 
     name: str
@@ -65,10 +67,12 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """A chart on the page.
+    """A finished chart for an HTML page.
 
-    svg: SVG element for use inside HTML. legend: List of (name, color role). caption: Text below the chart.
-    points: List of tooltips [x, y, text], with x and y in units of the SVG.
+    svg      SVG element as text
+    legend   list of (text, name of a color)
+    caption  text below the chart
+    points   tooltips [x, y, text], with x and y in SVG units
     """
 
     title: str
@@ -91,9 +95,13 @@ def line_chart(
     y_range: tuple[float, float] | None = None,
     caption: str = "",
 ) -> Chart | None:
-    """Draws lines in one chart. Returns None if no line has a point.
+    """Draws lines into one chart. Returns None if there are no points.
 
-    share: If True, the values are fractions in [0, 1].
+    share: Whether the values are fractions in [0, 1].
+    log_x, log_y: Whether the axis is logarithmic.
+    from_zero: Whether the y axis starts at 0.
+    integer_x: Whether the x axis has only integer ticks.
+    caption: Text below the chart.
     """
     lines = [_thinned(line) for line in lines if len(line.x)]
     if not lines:
@@ -137,9 +145,9 @@ def line_chart(
 def bar_chart(
     title: str, stacks: Sequence[tuple[str, str, Sequence[int]]], *, x_label: str, caption: str = ""
 ) -> Chart:
-    """Draws stacked bars at x = 1, 2, ...
+    """Draws a chart with a bar at each x = 1, 2, ... A bar is divided into layers of different colors.
 
-    stacks: List of (name in the legend, color role, height of the bar at each x).
+    stacks: List of layers: (name in the legend, name of a color, heights at x = 1, 2, ...).
     """
 
     def draw(axes) -> list[list[Any]]:
@@ -160,7 +168,10 @@ def bar_chart(
 
 
 def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, caption: str = "") -> Chart:
-    """Draws a reliability diagram. bins: List of (mean predicted probability, fraction correct, count)."""
+    """Draws how well predicted probabilities match the fractions of correct answers (reliability diagram).
+
+    bins: List of (mean predicted probability, fraction of correct answers, number of answers).
+    """
 
     def draw(axes) -> list[list[Any]]:
         most = max(count for _, _, count in bins)
@@ -184,12 +195,12 @@ def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, c
 
 
 def fraction(value: float) -> str:
-    """Returns a fraction of 1 as text with three decimals."""
+    """Formats a fraction with three decimals: "0.873"."""
     return f"{value:.3f}"
 
 
 def short(number: float) -> str:
-    """Returns a count as short text: 133 k for 132,738, 27.3 M for 27275266."""
+    """Formats a count with three digits and a unit: "133 k" for 132738, "27.3 M" for 27275266."""
     for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= limit:
             return f"{number / divisor:.3g} {unit}"
@@ -227,7 +238,12 @@ def _format_axes(
 
 
 def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], caption: str) -> Chart:
-    """Calls `draw` on new axes. Converts the tooltips that it returns from data units to SVG units."""
+    """Creates a chart: calls `draw` with new matplotlib axes, and converts the drawing to SVG.
+
+    draw: Function that draws on the axes. It returns tooltips [x, y, text] in data units.
+    legend: List of (text, name of a color).
+    caption: Text below the chart.
+    """
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -246,7 +262,10 @@ def _chart(title: str, draw: Callable, *, legend: Sequence[tuple[str, str]], cap
 
 
 def _as_inline(svg: str, title: str) -> str:
-    """Converts a standalone SVG for use inside HTML: no namespaces, ids or sizes; CSS colors."""
+    """Converts an SVG file from matplotlib to an SVG element for an HTML page.
+
+    The colors become CSS variables of the page. Namespaces, ids and sizes are removed.
+    """
     head, _, body = svg[svg.index("<svg") :].partition(">")
     head = re.sub(r' (xmlns(:xlink)?|width|height|version)="[^"]*"', "", head)
     head = head.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"')
@@ -264,7 +283,10 @@ def _as_inline(svg: str, title: str) -> str:
 
 
 def chart_file(panels: Sequence[tuple[Sequence[str], Chart]], *, title: str) -> str:
-    """Returns an SVG file as text, with three charts per row. panels: List of (lines of SVG text, chart)."""
+    """Returns one SVG file as text that contains several charts, three in a row.
+
+    panels: List of (lines of SVG text above the chart, chart).
+    """
     head, content = _LINE_HEIGHT * max(len(lines) for lines, _ in panels) + 4, []
     width, height = (72 * inches for inches in _SIZE_INCHES)
     for number, (lines, chart) in enumerate(panels):
@@ -284,7 +306,7 @@ def chart_file(panels: Sequence[tuple[Sequence[str], Chart]], *, title: str) -> 
 
 
 def _thinned(line: Line) -> Line:
-    """Averages neighboring points if a line has more than _MOST_POINTS points."""
+    """Shortens a line with more than _MOST_POINTS points: replaces neighboring points by their mean."""
     if len(line.x) <= _MOST_POINTS:
         return line
     size = -(-len(line.x) // _MOST_POINTS)

@@ -24,10 +24,10 @@ _METRICS = (  # title, metric, options of the chart
 
 
 def write_comparison(folders: Sequence[Path], *, output: Path, warn: Callable[[str], None]) -> Path:
-    """Writes the page that compares runs to `output`, and returns this path.
+    """Writes an HTML page that compares runs, and returns its path.
 
     Args:
-        folders: Run folders, each listed once.
+        folders: Run folders, without repetitions.
         output: HTML file to write.
         warn: Function that is called with the text of each warning.
 
@@ -69,10 +69,13 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
 
 
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
-    """Draws a chart for each metric, with the curves of all runs.
+    """Draws one chart for each metric, with a curve for each run.
 
-    axis: `training steps`, `examples`, `petaflops` or `seconds`. If a group has several runs, a line shows
-    their mean, up to the end of the shortest run.
+    If a group has several runs, the chart also has a curve of their mean. It ends where the shortest run
+    ends.
+
+    groups: Groups of runs that differ only in their seed.
+    axis: Unit of the x axis: "training steps", "examples", "petaflops" or "seconds".
     """
     drawn = []
     own = dict.fromkeys(name for group in groups for run in group.runs for name in run.other_metrics)
@@ -90,7 +93,11 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
 
 
 def _curve(run: RunRecord, metric: str, axis: str) -> Curve | None:
-    """Returns the curve of a metric over an axis; None if the log lacks it. `{set}`: the first test set."""
+    """Returns the points of a metric of a run: (values of x, values of y). None if the log lacks them.
+
+    metric: Name in the log, such as "train/lm_loss". "{set}" in the name stands for the first test set.
+    axis: Unit of x: "training steps", "examples", "petaflops" or "seconds".
+    """
     if "{set}" in metric and not run.eval_sets():
         return None
     steps, values = run.curve(metric.format(set=next(iter(run.eval_sets()), "")))

@@ -11,11 +11,15 @@ from report.charts import Chart, Line, chart_file, line_chart
 def compute_chart(
     title: str, settings: Sequence[Mapping[str, Any]], by: str, *, has_oracle: bool, **options: Any
 ) -> Chart | None:
-    """Draws exact accuracy over network calls, with a line for each number of samples.
+    """Draws accuracy over the number of model calls per puzzle. Returns None if there are no points.
 
-    settings: List `corners` of a test set in scaling.json. by: Rule that selects one sample, such as `vote`.
-    has_oracle: If True, dashed lines show the fraction of puzzles with at least one correct sample. options:
-    Further arguments of `line_chart`.
+    There is one line for each number of samples. A sample is one run of a puzzle.
+
+    settings: List "corners" of a test set in scaling.json. An entry contains the results for one number of
+    model calls and one number of samples.
+    by: Rule that selects one of the samples, such as "vote".
+    has_oracle: Whether dashed lines show the fraction of puzzles with at least one correct sample.
+    options: More arguments of `line_chart`.
     """
     lines = []
     for number, samples in enumerate(sorted({each["samples"] for each in settings})):
@@ -31,7 +35,12 @@ def compute_chart(
 
 
 def compute_picture(scaling: Mapping[str, Any]) -> str:
-    """Returns scaling.svg as text: a panel for each test set and each rule that selects an answer."""
+    """Returns the SVG file scaling.svg as text. It shows accuracy over the number of model calls per puzzle.
+
+    There is one chart for each test set and each rule that selects one of several runs of a puzzle.
+
+    scaling: Content of scaling.json.
+    """
     sets = scaling["sets"]
     panels = [
         (by if len(sets) == 1 else f"{name}: {by}", content["corners"], by)

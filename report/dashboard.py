@@ -83,7 +83,13 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def build_workspace(project: str, *, name: str, entity: str) -> Any:
-    """Builds the dashboard in memory, without contacting W&B. ValueError if wandb-workspaces is missing."""
+    """Builds a W&B dashboard for a project in memory, without contacting W&B.
+
+    Raises ValueError if the package wandb-workspaces is missing.
+
+    name: Name of the dashboard.
+    entity: W&B user or team that owns the project.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # raised by wandb_workspaces itself

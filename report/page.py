@@ -59,12 +59,12 @@ def write_report(
 ) -> Path:
     """Writes the report of a run as an HTML file, and returns its path.
 
-    If the checkpoint or its data is missing, the report has no solved puzzles, and a note explains why.
+    If the checkpoint or its data are missing, the report shows no solved puzzles, and a note explains why.
 
     Args:
         folder: Run folder.
         output: File to write. If None, report.html in the run folder.
-        data: Dataset folders to take test puzzles from. If None, the data of the run.
+        data: Dataset folders to take the shown test puzzles from. If None, the data of the run.
         num_puzzles: Maximum number of test puzzles to run the model on. If 0, the model does not run.
         traced: Answers of the model, if it has run already. `data` and `num_puzzles` then have no effect.
         evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
@@ -93,7 +93,10 @@ def write_report(
 
 
 def report_run(folder: Path) -> None:
-    """Writes the report at the end of a run, on rank 0 only. Converts errors to warnings."""
+    """Writes the report of a finished training into its run folder. Errors become warnings.
+
+    On ranks other than 0, does nothing.
+    """
     if is_main():
         try:
             log.info(f"wrote {write_report(folder, warn=log.warning)}")
@@ -111,10 +114,12 @@ def write_evaluation_report(
     batch_size: int,
     puzzles: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Writes report.html into the run folder after an evaluation. Only rank 0 calls it.
+    """Runs the model on test puzzles, and writes report.html into the run folder. Only rank 0 calls it.
 
-    evaluation: Folder of the evaluation. seed: Seed of the noise in reasoning. batch_size: Maximum number of
-    puzzles per batch. puzzles: {set: indices of the puzzles to show, int64 [n]}. If None, all puzzles.
+    evaluation: Folder with the results of the evaluation.
+    seed: Seed of the random noise of the model.
+    batch_size: Maximum number of puzzles in a batch.
+    puzzles: {test set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
     """
     options = {"batch_size": batch_size, "path": checkpoint.path, "seed": seed, "puzzles": puzzles}
     traced = trace_puzzles(model.eval(), data, num_puzzles=NUM_PUZZLES, **options)
@@ -123,7 +128,12 @@ def write_evaluation_report(
 
 
 def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Draws the content of scaling.json as an SVG file. If matplotlib is not installed, only warns."""
+    """Writes an SVG file that shows accuracy over the number of model calls per puzzle.
+
+    If matplotlib is not installed, only warns.
+
+    scaling: Content of scaling.json. If it has no test sets, nothing is written.
+    """
     if importlib.util.find_spec("matplotlib") is None:
         log.warning(f"{path.name} not written: matplotlib is missing. Run pip install matplotlib.")
     elif scaling["sets"]:
@@ -162,7 +172,10 @@ def check_packages() -> None:
 
 
 def render(template: str, **values: Any) -> str:
-    """Renders a jinja2 template of this folder as HTML. Values are escaped."""
+    """Fills a jinja2 template of the folder report/ with values, and returns the HTML. Values are escaped.
+
+    template: File name of the template, such as "run.html.jinja".
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
@@ -173,7 +186,10 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Creates the folder of a page before long work. Raises ValueError if the page cannot be written."""
+    """Checks that a file can be written later, before a long computation. Creates its folder.
+
+    Raises ValueError if the file cannot be written.
+    """
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
@@ -181,7 +197,7 @@ def check_output(path: Path) -> None:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Writes the page atomically. Raises ValueError if the file cannot be written."""
+    """Writes text to a file atomically. Raises ValueError if the file cannot be written."""
     try:
         write_text(path, text)
     except OSError as error:
@@ -193,7 +209,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration as text in its two largest units, such as 2 min 5 s."""
+    """Formats a duration in its two largest units: "2 min 5 s"."""
     seconds, units = round(seconds), [(86400, "d"), (3600, "h"), (60, "min"), (1, "s")]
     for (size, unit), (smaller, next_unit) in zip(units, units[1:], strict=False):
         if seconds >= size:
@@ -203,7 +219,7 @@ def duration(seconds: float) -> str:
 
 
 def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
-    """Returns the subtitle: the model and the dataset."""
+    """Returns the subtitle of the page, such as "HRM on 9 x 9 Sudoku"."""
     on = None
     # If a dataset defines its own symbols, the subtitle shows the name of its folder instead.
     if traced and (kind := traced.info.kind) and traced.info.vocabulary is None:
@@ -216,7 +232,10 @@ def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
 
 
 def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str, str]]:
-    """Returns the numbers at the top of the page: (name, value, explanation)."""
+    """Returns the key numbers at the top of the page: list of (name, value, explanation).
+
+    Example: ("solved", "0.873", "873 of 1,000 test puzzles").
+    """
     found = []
     set_name, values = next(iter(run.evaluation.items()), ("", {}))
     if isinstance(share := values.get("exact_accuracy"), float):
@@ -243,7 +262,10 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
 
 
 def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str]]:
-    """Returns how the run was made, as (name, value) pairs. A missing value becomes `not recorded`."""
+    """Returns how the model was trained, as list of (name, value).
+
+    Example: ("optimizer", "optimizer adam_atan2, lr 0.0001"). Missing values become "not recorded".
+    """
     config, start = run.config, run.starts[-1] if run.starts else {}
     commit = start.get("git_commit") or ""
 
@@ -279,12 +301,16 @@ def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str
 
 
 def _moment(text: Any) -> str:
-    """Returns `2026-01-31 12:00 UTC` for 2026-01-31T12:00:59+00:00."""
+    """Formats a time of the log: "2026-01-31 12:00 UTC" for "2026-01-31T12:00:59+00:00"."""
     return str(text)[:16].replace("T", " ") + " UTC" if text else ""
 
 
 def _results_table(run: RunRecord) -> dict[str, Any]:
-    """Returns test sets, their sizes, and rows (metric, [(value, interval) for each set]), as texts."""
+    """Returns a table of test results as {"sets": list, "counts": list, "rows": list}.
+
+    "sets" contains the names of the test sets, "counts" their numbers of puzzles. A row is (metric, [(value,
+    interval) for each test set]). All values are texts.
+    """
     drawn = [
         name
         for name in metric_names(run.evaluation)
@@ -308,7 +334,7 @@ def _cell(values: Mapping[str, Any], name: str) -> tuple[str, str]:
 
 
 def learning_charts(run: RunRecord) -> list[Chart]:
-    """Draws the training curves of the log."""
+    """Draws the charts over training steps: loss, accuracy, learning rate and others."""
 
     def trained(metric: str, name: str = "") -> Line:
         return Line(name, *run.curve(f"train/{metric}"), role="second")
@@ -357,7 +383,12 @@ def learning_charts(run: RunRecord) -> list[Chart]:
 
 
 def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]:
-    """Draws accuracy over steps and over compute, halting steps, and the calibration of the Q head."""
+    """Draws the charts about the answers to test puzzles: accuracy, early halting and calibration.
+
+    If the run has a scaling.json, also draws accuracy over the number of model calls.
+
+    traced: Answers of the model to some test puzzles. If None, only charts that do not need them are drawn.
+    """
     drawn: list[Chart | None] = [_accuracy_over_steps(run, traced)]
     if traced:
         right, wrong = halting_histogram(traced)
@@ -383,7 +414,12 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
 
 
 def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart | None:
-    """Draws accuracy after each thinking step, of the evaluation or else of the puzzles on this page."""
+    """Draws the accuracy on test puzzles after each thinking step (call of the model).
+
+    It uses the last evaluation. If the evaluation did not record this accuracy, it uses `traced`.
+
+    traced: Answers of the model to some test puzzles, or None.
+    """
     lines, key = [], "exact_accuracy_after_step_"
     for number, (name, values) in enumerate(run.evaluation.items()):
         steps = sorted(int(rest) for metric in values if (rest := metric.removeprefix(key)).isdigit())

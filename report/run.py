@@ -50,21 +50,29 @@ Curve = tuple[list[float], list[float]]  # x and y
 
 
 def other_metrics(arch: str) -> list[str]:
-    """Returns the metrics of an architecture (`arch.name`) that the report shows in generic charts."""
+    """Returns the names of an architecture's special metrics. The report shows them in simple charts.
+
+    Common metrics such as "accuracy" are not included.
+
+    arch: Name of the architecture, such as "hrm".
+    """
     objective = network_class(arch).objective_class
     return [name for name in objective.metrics | objective.training_metrics if name not in _KNOWN_METRICS]
 
 
 @dataclasses.dataclass(frozen=True)
 class RunRecord:
-    """The content of a run folder.
+    """What the report reads from a run folder.
 
-    config      config.yaml, completed with defaults; empty if the file is missing
-    rows        records of metrics.jsonl, sorted by step
-    starts      records of starts.jsonl, one for each launch: command, git_commit, hardware, ...
-    evaluation  {set: {metric: value}} of the newest evaluation by evaluate.py, else of the last in the log
-    scaling     the newest scaling.json (accuracy over test-time compute), if any
-    warnings    a sentence for each problem, such as a missing log
+    config       content of config.yaml, with defaults for missing keys. Empty if the file is missing
+    rows         records of metrics.jsonl, {name: value}, sorted by training step
+    starts       records of starts.jsonl. Each launch of the run adds one, with command, git_commit, hardware,
+                 ...
+    status       {"status": such as "finished", "step": last training step}
+    evaluation   {test set: {metric: value}} of the newest evaluation
+    scaling      newest scaling.json (accuracies for several numbers of model calls), or None
+    fingerprint  hash of the dataset, or None if it is unknown
+    warnings     texts about problems, such as a missing file
     """
 
     folder: Path
@@ -88,7 +96,10 @@ class RunRecord:
 
     @property
     def architecture(self) -> str:
-        """Returns the short name of the architecture in papers, such as HRM."""
+        """Returns the name of the architecture in papers, such as "HRM".
+
+        If it is unknown, returns the value of the config key `arch.name`, or "".
+        """
         return architectures()[self._arch].title if self._arch in architectures() else self._arch
 
     @property
@@ -105,16 +116,25 @@ class RunRecord:
 
     @property
     def petaflops(self) -> float | None:
-        """Returns the operations of all training steps in 1e15; None if the log lacks them (older runs)."""
+        """Returns the number of floating-point operations of the training, in units of 1e15.
+
+        None if unknown.
+        """
         return (self.curve("train/petaflops")[1] or [None])[-1]
 
     def curve(self, name: str) -> Curve:
-        """Returns (steps, values) of a metric in the log. Values that are not finite are left out."""
+        """Returns (training steps, values) of a metric in the log. NaN and infinite values are left out.
+
+        name: Full name, such as "train/lm_loss".
+        """
         points = [(row["step"], float(row[name])) for row in self.rows if is_number(row.get(name))]
         return [step for step, _ in points], [value for _, value in points]
 
     def seconds(self) -> dict[int, float]:
-        """Returns {step: seconds of all training steps up to it}, without evaluations and checkpoints."""
+        """Returns how long the training took up to each logged step: {training step: seconds}.
+
+        The time of evaluations and checkpoints is not included.
+        """
         total, before, seconds = 0.0, 0, {}
         for row in self.rows:
             step_seconds = row.get("train/step_seconds")
@@ -124,12 +144,17 @@ class RunRecord:
         return seconds
 
     def eval_sets(self, split: str = "eval") -> list[str]:
-        """Returns the names of the sets that have metrics `<split>/<set>/<metric>` in the log."""
+        """Returns the names of the test sets in the log. For "eval/all/accuracy", the name is "all".
+
+        split: First part of the names, such as "eval".
+        """
         return list(dict.fromkeys(name for row in self.rows for name in metrics_by_set(row, split)))
 
 
 def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
-    """Reads a run folder. Raises ValueError if the folder does not exist or has no run.
+    """Reads the config, the log and the last evaluation from a run folder.
+
+    Raises ValueError if the folder does not exist or has no run.
 
     evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
     """
@@ -163,7 +188,12 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
 
 
 def _broken_lines(log: Path) -> list[str]:
-    """Returns a warning about damaged lines of the log, if any. The last line may be incomplete."""
+    """Checks the lines of a log. Returns [] or a list with one warning about damaged lines or a missing file.
+
+    An incomplete last line causes no warning.
+
+    log: Path of metrics.jsonl.
+    """
     if not log.exists():
         return [f"{log} is missing. The report has no learning curves."]
     lines, whole = [*map(str.rstrip, read_lines(log))], {text for _, text in read_rows(log.parent)}
@@ -194,10 +224,12 @@ def _fingerprint(checkpoint: Path) -> str | None:
 def _read_evaluation(
     folder: Path, evaluation: Path | None, rows: list[Row], warnings: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
-    """Returns the content of metrics.json and scaling.json. Appends problems to `warnings`.
+    """Reads the result files of evaluate.py. Returns (content of metrics.json, content of scaling.json).
 
-    evaluation: Folder of the evaluation. If None, metrics.json is the newest one with default options, unless
-    the log has a later evaluation of a later step. scaling.json is the newest one on the run's own data.
+    If a file is missing, its content is {} or None. Problems are appended to `warnings`.
+
+    evaluation: Folder of the result files. If None, the newest files in the run folder are read. metrics.json
+    then only counts with default options, and if the log has no newer evaluation of a later training step.
     rows: Records of the log.
     """
     last = max((row["step"] for row in rows if metrics_by_set(row)), default=0)
@@ -229,13 +261,16 @@ def _read_evaluation(
 
 
 def _typed(row: Any, types: Mapping[str, type]) -> Row:
-    """Returns the values of a record that have the expected type. The file may be damaged or forged."""
+    """Returns only those values of a record that have the expected type, because the file may be damaged.
+
+    types: {name: expected type}. Values with other names are removed.
+    """
     row = row if isinstance(row, dict) else {}
     return {name: value for name, value in row.items() if isinstance(value, types.get(name, ()))}
 
 
 def _can_be_drawn(scaling: Any) -> bool:
-    """Returns whether a value is the content of a valid scaling.json with at least one set."""
+    """Returns whether `scaling` has the format of scaling.json, with at least one test set."""
     try:
         for content in scaling["sets"].values():
             by = next(iter(content["corners"][0]["ways"]))
@@ -249,7 +284,10 @@ def _can_be_drawn(scaling: Any) -> bool:
 
 
 def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """Returns the last evaluation in the log, {set: {metric: value}}, with intervals."""
+    """Returns the last evaluation in the log, {test set: {metric: value}}, with confidence intervals.
+
+    rows: Records of the log, by training step. {} if none contains an evaluation.
+    """
     for row in reversed(rows):
         results = metrics_by_set({name: value for name, value in row.items() if is_number(value)})
         if results:

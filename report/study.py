@@ -18,7 +18,7 @@ from tuning.study import Study
 
 
 def write_page(study: Study, path: Path) -> None:
-    """Replaces the page of the study atomically. Called after each trial."""
+    """Writes the HTML page of a hyper-parameter search to `path`. The search calls it after each trial."""
     best = study.best()
     text = render(
         "study.html.jinja",
@@ -39,7 +39,7 @@ def write_page(study: Study, path: Path) -> None:
 
 
 def _charts(study: Study) -> list[Chart]:
-    """Draws the best value over trials, the evaluations of each trial, and a chart for each parameter."""
+    """Draws the charts of the page: the best result so far, all evaluations, and each hyper-parameter."""
     complete = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
     choose = min if study.selection.lowest_is_best else max
     numbers, values = [trial.number for trial in complete], [trial.value for trial in complete]
@@ -70,9 +70,11 @@ def _point(x: float, y: float) -> Line:
 def _parameter_chart(
     study: Study, key: str, trials: list[FrozenTrial], *, importance: float | None
 ) -> Chart | None:
-    """Draws the value of each trial over a parameter. Choices are numbered from 1.
+    """Draws the results of all trials (trainings) over the value of one hyper-parameter.
 
-    importance: Importance of the parameter, for the caption.
+    key: Name of the hyper-parameter. If its values are not numbers, the x axis shows 1, 2, ... for them.
+    importance: Fraction of the variance of the results that the hyper-parameter explains. It is added to the
+    caption.
     """
     of = study.space.parameters[key]
     is_choice = isinstance(of, CategoricalDistribution)
@@ -95,7 +97,10 @@ def _parameter_chart(
 
 
 def _importances(study: Study) -> dict[str, float]:
-    """Returns {parameter: fraction of the variance that it explains}; {} if Optuna cannot compute it."""
+    """Returns how much each hyper-parameter matters: {key: fraction of the variance that it explains}.
+
+    Returns {} if Optuna cannot compute it.
+    """
     with warnings.catch_warnings(), contextlib.suppress(ValueError, RuntimeError, ImportError):
         warnings.simplefilter("ignore")  # warnings about few trials, or trials with equal values
         return optuna.importance.get_param_importances(study.optuna)

@@ -28,9 +28,11 @@ _MOST_DIFFERENCES = 6  # with more differing keys, they become neither columns n
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Runs that differ only in their seed.
+    """A group of trainings that differ only in their seed. It becomes one row of the table.
 
-    settings: {key: value} of the keys that differ between groups. role: Color role.
+    label     name of the group in tables and legends
+    role      name of the color of its lines in charts
+    settings  {config key: value}, for keys that differ between the groups
     """
 
     label: str
@@ -42,10 +44,11 @@ class Group:
 def without_repeats(
     runs: Sequence[RunRecord], warn: Callable[[str], None] = lambda line: None
 ) -> list[RunRecord]:
-    """Returns the runs without repeated ones. Calls `warn` with a line for each run that is left out.
+    """Removes runs that repeat another run, with the same config, seed and data.
 
-    Of several runs with the same config, seed and data, the newest finished one counts, or without one the
-    newest.
+    Of equal runs, the newest finished one is kept. If none has finished, the newest is kept.
+
+    warn: Function that is called with a text for each removed run.
     """
     counted: dict[str, RunRecord] = {}
     for number, run in enumerate(runs):
@@ -60,14 +63,14 @@ def without_repeats(
 
 
 def _age(run: RunRecord) -> tuple[bool, str]:
-    """Returns a key that is larger for runs that count: whether the run has finished, and its last start."""
+    """Returns (whether the run has finished, time of its last launch), to find the newest finished run."""
     return run.status.get("status") == "finished", str((run.starts or [{}])[-1].get("time", ""))
 
 
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
-    """Groups runs with the same config and data, except for seed and names. Keeps the order of the runs.
+    """Groups trainings that differ only in their seed and their names. Keeps their order.
 
-    If a dataset was rebuilt between two runs, the runs are in different groups.
+    If a dataset was rebuilt between two trainings, they are in different groups.
     """
     groups: dict[str, list[RunRecord]] = {}
     for number, run in enumerate(runs):
@@ -91,7 +94,10 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 
 def _name_rebuilt_data(configs: Sequence[dict[str, Any]], fingerprints: Sequence[str | None]) -> None:
-    """Adds the key `data` to the configs if datasets of the same path have different fingerprints."""
+    """Adds the key "data" to the configs if a dataset was rebuilt between trainings.
+
+    The value is the start of the dataset's hash. It then shows which training used which data.
+    """
     found: dict[str, set[str]] = {}
     names = [(each or "unknown")[:8] for each in fingerprints]
     for config, name in zip(configs, names, strict=True):
@@ -102,14 +108,23 @@ def _name_rebuilt_data(configs: Sequence[dict[str, Any]], fingerprints: Sequence
 
 
 def _label(members: Sequence[RunRecord], settings: dict[str, str]) -> str:
-    """Returns the label of a group: the settings that differ, or the name of its first run."""
+    """Returns the name of a group of trainings: "lr=0.001" if they differ from other groups in lr.
+
+    If they differ in no key or in too many keys, it is the name of the first training.
+
+    members: Trainings of the group.
+    settings: {config key: value}, for keys that differ between groups.
+    """
     if settings and len(settings) <= _MOST_DIFFERENCES:
         return ", ".join(f"{key.removeprefix('arch.')}={value}" for key, value in settings.items() if value)
     return members[0].name + (f" and {len(members) - 1} more" if len(members) > 1 else "")
 
 
 def _tested(run: RunRecord, metric: str) -> list[float]:
-    """Returns a test metric for each evaluation in the log, averaged over test sets."""
+    """Returns the values of a metric in all evaluations of the log. A value is the mean over test sets.
+
+    metric: Name without split and set, such as "exact_accuracy".
+    """
     curves = [run.curve(f"eval/{name}/{metric}")[1] for name in run.eval_sets()]
     return [fmean(values) for values in zip(*filter(None, curves), strict=False)]
 
@@ -119,18 +134,28 @@ def _solved(run: RunRecord) -> float | None:
 
 
 def _last_value(run: RunRecord, *, name: str) -> float | None:
-    """Returns the last value of a metric: a name of the log, or a name without split and set."""
+    """Returns the last value of a metric in the log. None if the log lacks it.
+
+    name: Full name, such as "train/lm_loss". Or the last part of "eval/<test set>/accuracy", for the mean
+    over test sets.
+    """
     return (run.curve(name)[1] or _tested(run, name) or [None])[-1]
 
 
 def _trained_on(run: RunRecord) -> dict[str, float]:
-    """Returns {test set: number of its puzzles that were trained on}, of the last evaluation in the log."""
+    """Returns how many test puzzles the model was trained on, from the last evaluation: {test set: number}.
+
+    Sets without this number are left out.
+    """
     curves = {name: run.curve(f"eval/{name}/trained_on")[1] for name in run.eval_sets()}
     return {name: values[-1] for name, values in curves.items() if values}
 
 
 def _unseen(run: RunRecord) -> float | None:
-    """Returns the last accuracy on puzzles that were not trained on. None if all test puzzles are such."""
+    """Returns the accuracy on test puzzles that the model was not trained on, in the last evaluation.
+
+    Returns None if the model was trained on no test puzzle, or if the accuracy is unknown.
+    """
     trained_on = _trained_on(run)
     names = {name: "unseen/" if trained_on.get(name) else "" for name in run.eval_sets()}
     curves = [run.curve(f"eval/{name}/{start}exact_accuracy")[1][-1:] for name, start in names.items()]
@@ -153,9 +178,11 @@ _VALUES: dict[str, tuple[Callable[[float], str], Callable[[RunRecord], float | N
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table with a row for each group.
+    """A table that compares groups of trainings. A group contains trainings with different seeds.
 
-    rows: Cells as text. records: {column: value} for each row; None if a value is unknown.
+    columns  names of the columns
+    rows     cells as texts, one list for each group
+    records  {column: value} for each group, for CSV. A value is None if it is unknown
     """
 
     columns: list[str]
@@ -170,7 +197,7 @@ class Table:
         return "\n".join([*lines, "", NOTE + "."]) + "\n"
 
     def to_latex(self) -> str:
-        """Returns the table as LaTeX. It needs the package booktabs."""
+        """Returns the table as LaTeX. It needs the LaTeX package booktabs."""
         rows = [" & ".join(map(_latex, row)) + r" \\" for row in (self.columns, *self.rows)]
         head = [rf"\begin{{tabular}}{{{'l' * len(self.columns)}}}", r"\toprule", rows[0], r"\midrule"]
         return "\n".join([f"% {NOTE}", *head, *rows[1:], r"\bottomrule", r"\end{tabular}"]) + "\n"
@@ -184,11 +211,13 @@ class Table:
 
 
 def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -> Table:
-    """Builds the table. The t-test of a row compares its accuracies with the first row.
+    """Builds a table with one row for each group of trainings that differ only in their seed.
 
-    columns: Columns after those of the settings: names of the default columns, or metrics of the log, such as
-    train/lm_loss or, averaged over test sets, sudoku/valid_accuracy. If None, the default columns without
-    those that are empty. Raises ValueError for an unknown name.
+    The column "p" is the p-value of a t-test. It compares the accuracies of the row with the accuracies of
+    the first row. Raises ValueError for an unknown column.
+
+    columns: Columns to show. A column has a default name such as "solved", or is a metric of the log such as
+    "train/lm_loss" or "accuracy" (mean over test sets). If None, all default columns that are not empty.
     """
     usual = ["seeds", "solved", "p", *_VALUES]
     values = dict(_VALUES)
@@ -230,7 +259,14 @@ def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -
 
 
 def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float | None, float | None]:
-    """Returns the 95 % interval of the mean accuracy, over seeds, or for one seed over test puzzles."""
+    """Returns (low, high), the 95 % confidence interval of the accuracy. (None, None) if it is unknown.
+
+    With several trainings, it shows how much their mean varies over seeds. With one training, it shows how
+    much the accuracy varies over test puzzles.
+
+    runs: Trainings that differ only in their seed.
+    shares: Accuracy of each training.
+    """
     if len(shares) > 1:
         low, high = mean_interval(shares)
         return max(low, 0.0), min(high, 1.0)
@@ -245,9 +281,12 @@ def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float
 
 
 def write_table(folders: Sequence[Path], path: Path, *, columns: Sequence[str] | None = None) -> None:
-    """Writes the table as .md, .tex or .csv. columns: As in `build_table`.
+    """Writes the table that compares runs, as Markdown (.md), LaTeX (.tex) or CSV (.csv).
 
     Raises ValueError for another suffix, an unknown column, or a folder without a run.
+
+    folders: Run folders.
+    columns: Columns to show, as in `build_table`. If None, all default columns that are not empty.
     """
     formats = {".md": Table.to_markdown, ".tex": Table.to_latex, ".csv": Table.to_csv}
     if path.suffix not in formats:

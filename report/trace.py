@@ -33,15 +33,18 @@ _MOST_CELLS = 6_000_000  # cells over all puzzles and steps; the page then takes
 
 @dataclasses.dataclass(frozen=True)
 class TracedPuzzles:
-    """Test puzzles, and the answers of a model after each thinking step (`trace`).
+    """Test puzzles, and the answers of a model to them after each thinking step (call of the model).
 
-    set_names     names of test sets [n]
-    rows          example indices in the test set (int64 [n])
-    names         names of the puzzle identifiers [n]; empty if the dataset has no names
-    inputs        tokens (int32 [n, seq_len])
-    labels        tokens (int32 [n, seq_len]); a cell with IGNORE_LABEL_ID is not scored
-    num_puzzles   number of puzzles in the test sets, without augmented variants
-    has_variants  whether the test sets contain augmented variants
+    info          description of the dataset
+    set_names     name of the test set of each puzzle, [n]
+    rows          index of each puzzle in its test set, int64 [n]
+    names         name of each puzzle, [n]. Empty if the dataset has no names
+    inputs        tokens, int32 [n, seq_len]
+    labels        tokens of the right answers, int32 [n, seq_len]. Cells with IGNORE_LABEL_ID are not scored
+    trace         answers and probabilities after each step
+    num_puzzles   number of puzzles in the complete test sets. Augmented variants do not count
+    has_variants  whether the test sets contain augmented variants of puzzles
+    checkpoint    path of the checkpoint
     """
 
     info: DatasetInfo
@@ -57,13 +60,20 @@ class TracedPuzzles:
 
     @property
     def is_wrong(self) -> np.ndarray:
-        """Returns whether a scored cell of the answer differs from its label (bool [n, steps, seq_len])."""
+        """Returns which cells are wrong after each thinking step (call of the model): bool [n, steps,
+        seq_len].
+
+        Cells that are not scored are not wrong.
+        """
         labels = self.labels[:, None]
         return (self.trace.preds != labels) & (labels != IGNORE_LABEL_ID)
 
     @property
     def is_right(self) -> np.ndarray:
-        """Returns whether the answer is right in all scored cells (bool [n, steps])."""
+        """Returns which puzzles are right in all scored cells after each thinking step (call of the model).
+
+        The result is bool [n, steps].
+        """
         return ~self.is_wrong.any(axis=2)
 
     @property
@@ -76,10 +86,13 @@ class TracedPuzzles:
 
 
 def trace_of_run(folder: Path, *, data: Sequence[Path] | None, num_puzzles: int) -> TracedPuzzles:
-    """Runs the newest checkpoint of a run on test puzzles.
+    """Runs a model on test puzzles, and returns its answers after each thinking step (call of the model).
 
-    data: Dataset folders. If None, the data of the run. Raises ValueError if the checkpoint or the data is
-    missing.
+    Raises ValueError if the checkpoint or the data are missing.
+
+    folder: Run folder. Its newest checkpoint is used.
+    data: Dataset folders. If None, the data of the run.
+    num_puzzles: Maximum number of puzzles.
     """
     checkpoint = find_checkpoint(folder)
     opened = open_datasets(data or checkpoint.find_data(), splits=("test",), read_everything=False)
@@ -104,12 +117,16 @@ def trace_puzzles(
     seed: int = 0,
     puzzles: Mapping[str, np.ndarray] | None = None,
 ) -> TracedPuzzles:
-    """Runs a model on up to `num_puzzles` evenly spaced test puzzles, without variants, in one process.
+    """Runs a model on test puzzles, and returns its answers after each thinking step (call of the model).
 
-    The model must be in evaluation mode. A search model (LDT) is slow, so it gets at most 40 puzzles. If the
-    puzzles are large or the model takes many steps, the number is reduced to limit memory. path: Path of the
-    checkpoint. seed: Seed of the noise in reasoning. puzzles: {set: indices of the puzzles to choose from,
-    int64 [n]}. If None, all puzzles.
+    Runs in one process. The puzzles are evenly spaced in the test sets. Augmented variants are left out.
+
+    model: Model in evaluation mode.
+    num_puzzles: Maximum number of puzzles. If the model is slow (LDT) or needs much memory, the number is
+    smaller.
+    path: Path of the checkpoint.
+    seed: Seed of the random noise of the model.
+    puzzles: {test set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
     """
     sets = data.splits["test"].sets
     if isinstance(model.network, Search):
@@ -147,7 +164,11 @@ def trace_puzzles(
 
 
 def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
-    """Returns the numbers of right and of wrong labelled answers that halt at each step."""
+    """Counts after which thinking step (call of the model) the model would stop.
+
+    Returns (counts for right answers, counts for wrong answers). Both are lists with one number for each
+    step. Puzzles without a label do not count.
+    """
     halts, num_steps = puzzles.trace.halting_steps, puzzles.trace.preds.shape[1]
     is_right = puzzles.is_right[np.arange(len(halts)), halts - 1]
     labelled = puzzles.has_labels
@@ -157,7 +178,10 @@ def halting_histogram(puzzles: TracedPuzzles) -> tuple[list[int], list[int]]:
 
 
 def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
-    """Returns the fraction of labelled puzzles that are right after each step."""
+    """Returns the fraction of right answers after each thinking step (call of the model).
+
+    Puzzles without a label do not count. If no puzzle has a label, the list is empty.
+    """
     labelled = puzzles.is_right[puzzles.has_labels]
     return labelled.mean(axis=0).tolist() if len(labelled) else []
 
@@ -165,11 +189,12 @@ def accuracy_after_steps(puzzles: TracedPuzzles) -> list[float]:
 def reliability(
     puzzles: TracedPuzzles, *, num_bins: int = 10
 ) -> tuple[list[tuple[float, float, int]], float] | None:
-    """Compares sigmoid(q_halt), the predicted probability of being right, with the fraction right.
+    """Compares how sure the model is of its answers with how often they are right (calibration).
 
-    Bins the answers after every step by that probability. Returns (mean probability, fraction right, number
-    of answers) for each non-empty bin, and the expected calibration error (Guo et al. 2017, equation 3).
-    Returns None if no puzzle has a label, or if the model is a search (it predicts no such probability).
+    The model's probability that an answer is right is sigmoid(q_halt). Answers with similar probabilities
+    form a bin. Returns (bins, expected calibration error of Guo et al. 2017). A bin is (mean probability,
+    fraction of right answers, number of answers). Returns None if no puzzle has a label, or for a search
+    model (LDT), because it has no such probability.
     """
     if puzzles.is_search or not puzzles.has_labels.any():
         return None
@@ -190,13 +215,16 @@ def _sigmoid(values: np.ndarray) -> np.ndarray:
 
 
 def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
-    """Returns the data that the page draws, as JSON values: style of the grids, and puzzles, easiest first.
+    """Returns the data with which the page draws the puzzles, as a JSON object. Easy puzzles come first.
 
-    `input` and `label` are flat lists of cells. `answers` and `confidences` (percent) contain a flat list for
-    each step. For a search, `candidates` does too (bit t: token t is possible). `guesses` contains the
-    guessed cell of each step, or a negative code of `models.search`. `stays_right_from` is the step from
-    which the answer stays right, or null if it is wrong at the end. `rated` contains a percentage for each
-    step: sigmoid(q_halt), or for a search the fraction of decided cells.
+    The keys of a puzzle are, among others:
+
+    input, label          list of tokens
+    answers, confidences  for each model call, a list of tokens or of percentages
+    stays_right_from      number of the first call after which the answer stays right, or null
+    rated                 for each call, how sure the model is, in percent
+    candidates            only for a search model (LDT): for each call, a list of bit masks of possible tokens
+    guesses               for each call, the index of the cell that a search model guesses. Negative: no guess
     """
     style, trace, steps = puzzles.info.style, puzzles.trace, puzzles.trace.preds.shape[1]
     head = page_style(style, puzzles.info.metadata) | {"steps": steps, "clues": clue_tokens(puzzles)}
@@ -228,7 +256,10 @@ def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
 
 
 def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
-    """Returns the tokens that are always clues: in every puzzle, the label has them in the same cells."""
+    """Returns the tokens that the model never has to change, such as the walls of a maze.
+
+    If the input has such a token, the label has the same token in this cell, in all puzzles.
+    """
     is_counted, is_same = puzzles.labels != IGNORE_LABEL_ID, puzzles.inputs == puzzles.labels
     if (first := puzzles.info.style.first_of_field) is not None:
         if ((puzzles.inputs >= first) != (puzzles.labels >= first)).any():  # the answer has another shape
@@ -239,7 +270,13 @@ def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
 
 
 def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, index: int) -> dict[str, Any]:
-    """Returns the grids of a puzzle for `picture_data`. Answers are cropped to the shape of the label."""
+    """Returns the entries of one puzzle for `picture_data`, such as "input" and "answers".
+
+    Answers are cropped to the shape of the label.
+
+    tokens, label: Tokens of the puzzle and of the right answer, [seq_len].
+    index: Index of the puzzle in `trace`.
+    """
     of_input, of_answer = cells_of(style, tokens), cells_of(style, label, frame=label)
     if (label == IGNORE_LABEL_ID).all():
         of_answer = to_grid(np.arange(len(label)), num_columns=style.num_columns)
@@ -258,9 +295,9 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
 
 
 def pack(content: Mapping[str, Any], *, max_bytes: int = MAX_PICTURES_BYTES) -> tuple[str, int]:
-    """Packs the result of `picture_data` as base64 of deflated JSON. Returns text and number of puzzles.
+    """Compresses the result of `picture_data`. Returns (base64 text, number of puzzles in it).
 
-    Removes every second puzzle until the text fits into `max_bytes`.
+    If the text would be longer than max_bytes, every second puzzle is removed until it fits.
     """
     puzzles = content["puzzles"]
     while True:

@@ -57,7 +57,11 @@ _REMEDY = f"Set runtime=FOLDER to a folder with the files of the npm package {PA
 
 @dataclasses.dataclass(frozen=True)
 class Exhibit:
-    """A model on the page. name: Name of its folder. facts: Content of page.json, as JSON values."""
+    """A model on the web page.
+
+    name   name of the model's folder in the page
+    facts  content of its page.json: size of the grid, puzzles to solve, and others
+    """
 
     name: str
     model: HaltingModel
@@ -65,7 +69,10 @@ class Exhibit:
 
     @property
     def listed(self) -> dict[str, Any]:
-        """Returns the entry of the model in models.json, the list that visitors choose from."""
+        """Returns the model's entry in models.json, the list of all models on the page.
+
+        Example: {"name": "demo", "title": "Sudokus 4 x 4 ...", "kind": "sudoku", "rows": 4, "columns": 4}.
+        """
         facts = self.facts
         first, *rest = facts["plural"]
         title = f"{first.upper()}{''.join(rest)} {facts['rows']} \u00d7 {facts['columns']} \u00b7 {self.name}"
@@ -73,7 +80,10 @@ class Exhibit:
 
 
 def write_page(config: PageConfig) -> None:
-    """Writes the folder of the page (`share page`). If it raises ValueError, it writes nothing."""
+    """Writes the folder of a web page that runs models in the browser (`python -m share page`).
+
+    If it raises ValueError, nothing is written.
+    """
     output = check_output_folder(Path(config.output), mark=MODELS, maker="share page", key="output")
     check_packages()
     locations = config.checkpoint or sorted(SHIPPED.iterdir(), reverse=True)
@@ -107,9 +117,12 @@ def write_page(config: PageConfig) -> None:
 
 
 def others_of(page: Path, *, names: Set[str]) -> list[dict[str, Any]]:
-    """Returns the entries of an existing page's models.json, without the models `names`. [] if there is none.
+    """Returns the models that an existing page already contains, as entries of its models.json.
 
-    Raises ValueError if the file is damaged, or if a model has no folder.
+    Returns [] if there is no page. Raises ValueError if the file is damaged, or if a model has no folder.
+
+    page: Folder of the page.
+    names: Models to leave out, because they will be written again.
     """
     if not (page / MODELS).exists():
         return []
@@ -126,9 +139,11 @@ def others_of(page: Path, *, names: Set[str]) -> list[dict[str, Any]]:
 
 
 def open_page(folder: Path, *, port: int = 8000) -> None:
-    """Serves a page at http://localhost until Ctrl-C, and opens it in the browser if there is one.
+    """Serves the page in a folder at http://localhost until Ctrl-C, and opens it in the browser.
 
-    Takes any free port if `port` is in use. Raises ValueError if the folder is not a page.
+    Raises ValueError if the folder is not a page.
+
+    port: Port of the server. If it is in use, any free port.
     """
     if not (folder / MODELS).is_file():
         raise ValueError(f"{folder} is not a page. Write one with python -m share page output={folder}.")
@@ -147,14 +162,14 @@ def open_page(folder: Path, *, port: int = 8000) -> None:
 
 class _QuietHandler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None:
-        """Does nothing. The base class would log every request."""
+        """Does nothing, so that requests are not logged."""
 
 
 def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
-    """Loads a model and chooses the puzzles that the page offers.
+    """Loads a model, and chooses the puzzles that the web page offers for it.
 
-    A model in weights/ gets newly generated puzzles if its kind can generate them. Any other model gets test
-    puzzles. Raises ValueError if a page cannot run the model.
+    A model in the folder weights/ gets newly generated puzzles, if its kind of puzzle has a generator. Other
+    models get puzzles of their test split. Raises ValueError if a page cannot run the model.
     """
     folders = [Path(path) for path in config.data_path] if config.data_path else None
     info = find_info(checkpoint, folders)
@@ -187,10 +202,10 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
 
 
 def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
-    """Chooses about `count` evenly spaced test puzzles, equally many from each set, without variants.
+    """Chooses about `count` evenly spaced test puzzles, equally many from each test set.
 
-    Returns a dict for each puzzle, as in page.json: `name` (or None), `identifier`, `inputs` and `labels`
-    [seq_len]. A cell with label -1 is not scored.
+    Augmented variants are left out. A puzzle is a dict: "name" (or None), "identifier" (row of its puzzle
+    embedding), "inputs" and "labels" (lists of tokens). A label is -1 if the cell is not scored.
     """
     sets = data.splits["test"].sets
     puzzles = []
@@ -205,7 +220,11 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
 
 
 def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
-    """Generates 100 puzzles like the dataset, as dicts of `inputs` and `labels`. Returns [] if it cannot."""
+    """Generates 100 puzzles that are similar to those of a dataset.
+
+    A puzzle is a dict with "inputs" and "labels", lists of tokens. Returns [] if there is no generator for
+    this kind of puzzle.
+    """
     if info.kind is None or info.kind.make_up is None:
         return []
     puzzles = zip(*(each.tolist() for each in info.kind.make_up(info.metadata, _NUM_MADE_UP)), strict=True)
@@ -214,7 +233,10 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int) -> int:
-    """Returns the index of the first puzzle that the model solves in `steps` steps; 0 if it solves none."""
+    """Returns the index of the first puzzle that the model solves with `steps` calls. 0 if it solves none.
+
+    puzzles: Dicts with "inputs" and "labels", lists of tokens.
+    """
     inputs, labels = (torch.tensor([puzzle[name] for puzzle in puzzles]) for name in _OF_PUZZLE[1:])
     identifiers = torch.zeros(len(puzzles), dtype=torch.int32)
     state = model.network.initial_state(len(puzzles), seq_len=inputs.shape[1])
@@ -224,7 +246,10 @@ def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int)
 
 
 def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
-    """Removes all other puzzle embeddings, and renumbers the identifiers in `puzzles` in place."""
+    """Removes all puzzle embeddings that the given puzzles do not need. The exported model is then smaller.
+
+    Changes the model in place. Also changes "identifier" in `puzzles`, because embeddings get new rows.
+    """
     identifiers = sorted({puzzle["identifier"] for puzzle in puzzles})
     for puzzle in puzzles:
         puzzle["identifier"] = identifiers.index(puzzle["identifier"])
@@ -233,7 +258,7 @@ def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
 
 
 def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> dict[str, Any]:
-    """Returns the entries of page.json about the model and its kind of puzzle, as JSON values."""
+    """Returns facts about the model and its puzzles for page.json, such as the grid size and the symbols."""
     metadata = info.metadata
     rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=info.style.num_columns).shape
     return {
@@ -252,10 +277,11 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
 
 
 def find_runtime(folder: Path | None, scratch: Path) -> list[Path]:
-    """Returns the paths of the two files of onnxruntime-web.
+    """Returns the paths of the two files of onnxruntime-web, an npm package that runs models in browsers.
 
-    folder: Folder that contains them. If None, npm downloads the package into `scratch`. Raises ValueError if
-    a file is missing, npm is missing or fails, or the package has another digest.
+    Raises ValueError if a file or npm is missing, if npm fails, or if the package has an unexpected digest.
+
+    folder: Folder that contains the files. If None, npm downloads the package into `scratch`.
     """
     if folder is None and shutil.which("npm") is None:
         raise ValueError(f"npm is not installed. {_REMEDY}, or install npm.")
@@ -269,7 +295,10 @@ def find_runtime(folder: Path | None, scratch: Path) -> list[Path]:
 
 
 def _fetch(folder: Path) -> Path:
-    """Downloads the package with npm, or takes it from its cache. Checks the digest and unpacks two files."""
+    """Downloads the npm package onnxruntime-web into `folder`, and unpacks it. Returns the unpacked folder.
+
+    Raises ValueError if that fails, or if the package has an unexpected digest.
+    """
     command = ["npm", "pack", PACKAGE, "--pack-destination", str(folder), "--loglevel", "error"]
     options = {"cwd": folder, "capture_output": True, "text": True, "timeout": _TIMEOUT_SECONDS}
     try:

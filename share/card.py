@@ -42,11 +42,14 @@ def model_card(
     data_names: Sequence[str],
     **values: Any,
 ) -> str:
-    """Returns the text of a model card: metadata for the Hub, then a page in Markdown.
+    """Returns the text of a model card (README.md): metadata for the Hugging Face Hub, then Markdown.
 
-    address: Address of the repository on the Hub. shared: Content of the shared config.json. state: Content
-    of state.json in the checkpoint. data_names: Names of the data folders in the commands. values: Further
-    variables of card.md.jinja.
+    address: Address of the repository on the Hub, or the name of a model in weights/.
+    license: Identifier of the license, such as "apache-2.0".
+    shared: Content of the config.json that is shared with the weights.
+    state: Content of the checkpoint's state.json.
+    data_names: Paths of the dataset folders in the commands that the card shows.
+    values: More variables for the template card.md.jinja.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -98,7 +101,11 @@ def model_card(
 
 
 def read_metrics(checkpoint: Checkpoint) -> Metrics:
-    """Returns {set: {metric: value}} with intervals, from the log, or else from evaluate.py."""
+    """Returns the test results of a checkpoint: {test set: {metric: value}}, with confidence intervals.
+
+    They are read from the log of the training, or else from the results of evaluate.py. Returns {} if there
+    are none.
+    """
     metrics: dict[str, dict[str, float]] = {}
     for row, _ in read_rows(checkpoint.run_folder):
         if row["step"] == checkpoint.step:
@@ -120,7 +127,10 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
 
 
 def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list[Any]:
-    """Returns entries for the model index of the Hub: one for each accuracy of each test set."""
+    """Returns the accuracies as entries for the Hub's list of results, one for each accuracy and test set.
+
+    kind: Kind of puzzle, such as "sudoku", or None.
+    """
     from huggingface_hub import EvalResult
 
     return [
@@ -145,7 +155,7 @@ def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list
 
 
 def _find_kind(checkpoint: Checkpoint) -> str | None:
-    """Returns the kind of puzzle, such as sudoku, or None if it is unknown."""
+    """Returns the kind of puzzle that the model solves, such as "sudoku". None if it is unknown."""
     try:
         kind = find_info(checkpoint, None).kind
     except ValueError:
@@ -154,7 +164,12 @@ def _find_kind(checkpoint: Checkpoint) -> str | None:
 
 
 def _build_command(folder: Path, *, name: str) -> str | None:
-    """Returns the command that builds a dataset into folder `name`, or None if it is unknown."""
+    """Returns the shell command that built a dataset, with --output-dir set to `name`. None if unknown.
+
+    Example: "python -m dataset.build sudoku --output-dir data/demo --generate 4000".
+
+    folder: Folder of the dataset.
+    """
     builder = read_builder(folder)
     if builder is None or builder["name"] not in builders():
         return None
@@ -184,25 +199,34 @@ def _build_command(folder: Path, *, name: str) -> str | None:
 
 
 def _plain(text: Any) -> str:
-    """Returns the first 200 characters. Replaces characters that are special in Markdown, HTML or a shell."""
+    """Makes an untrusted text safe for a page: keeps 200 characters, and replaces special ones by "-".
+
+    Special characters have a meaning in Markdown, HTML or a shell.
+    """
     return re.sub(r"[^\w.+@/=, -]", "-", str(text))[:200]
 
 
 def _train_command(run: Mapping[str, Any]) -> str:
-    """Returns the command that trains the model. It has all keys that differ from their defaults."""
+    """Returns the shell command that trains the model, with all keys that differ from their defaults.
+
+    run: Config of the training.
+    """
     arch = run["arch"]["name"]
     defaults = load_defaults("pretrain") | {"arch": load_defaults(f"arch/{arch}")}
     return shlex.join(["python", "pretrain.py", f"arch={arch}", *changed_words(run, defaults)])
 
 
 def commit_of(checkpoint: Checkpoint) -> str | None:
-    """Returns the git commit of the code that saved a checkpoint, or None if it is unknown."""
+    """Returns the git commit of the code that saved the checkpoint. None if it is unknown."""
     starts = [start for start, _ in read_rows(checkpoint.run_folder, STARTS_FILE)]
     commits = [start.get("git_commit") for start in starts if start["step"] < checkpoint.step]
     return commits[-1] if commits else None
 
 
 def _origin() -> str | None:
-    """Returns the URL of the git remote `origin`, or None if it is missing or may contain a password."""
+    """Returns the URL of this git repository (remote `origin`).
+
+    None if it is missing or may contain a password.
+    """
     url = git("config", "--get", "remote.origin.url").strip()
     return url if url.startswith(("https://", "git@")) and "@" not in url.removeprefix("git@") else None

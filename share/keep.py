@@ -46,9 +46,11 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def keep(options: argparse.Namespace) -> None:
-    """Writes the weights, config and card of a run into weights/NAME. `options`: those of `share keep`.
+    """Writes the weights, config and model card of a run into the folder weights/NAME.
 
-    If it raises ValueError, it writes nothing.
+    If it raises ValueError, nothing is written.
+
+    options: Options of the command `python -m share keep`.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.+-]*", options.name):
         raise ValueError(
@@ -72,7 +74,10 @@ def keep(options: argparse.Namespace) -> None:
 
 
 def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.dtype:
-    """Returns the smallest dtype that does not change any answer to `count` puzzles of each test set."""
+    """Returns the smallest dtype for the weights that does not change the model's answers.
+
+    Tries float8_e4m3fn, then float16, then float32. Compares the answers to `count` puzzles of each test set.
+    """
     formats = ["float32", checkpoint.arch.forward_dtype]
     expected = [answer(checkpoint, data, torch.float32, each, count=count) for each in formats]
     for dtype in _DTYPES:
@@ -91,10 +96,12 @@ def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.
 def answer(
     checkpoint: Checkpoint, data: Dataset, dtype: torch.dtype, forward_dtype: str, *, count: int
 ) -> dict[tuple[str, int], np.ndarray]:
-    """Answers `count` puzzles of each test set, with weights rounded to `dtype`.
+    """Rounds the weights to `dtype`, and returns the model's answers to `count` puzzles of each test set.
 
-    forward_dtype: Number format of the forward pass. Returns {(test set, number of the puzzle): tokens
-    [seq_len]}. Puzzles that a search does not answer are left out.
+    Returns {(test set, number of the puzzle): tokens [seq_len]}. Puzzles without an answer are left out. A
+    search model (LDT) may have no answer.
+
+    forward_dtype: Dtype of the computation, such as "float32".
     """
     model = load_trained_model(checkpoint, data.metadata, forward_dtype=forward_dtype)
     weights = load_weights(
@@ -118,7 +125,7 @@ def answer(
 
 
 def choose_puzzles(puzzle_set: PuzzleSet | ConcatenatedSet, count: int) -> np.ndarray:
-    """Returns the ascending indices (int64 [n]) of up to `count` evenly spaced puzzles."""
+    """Returns the indices of up to `count` evenly spaced puzzles, int64 [n], ascending."""
     num_puzzles = len(puzzle_set.puzzle_identifiers)
     count = min(count, num_puzzles)
     return np.arange(count) * num_puzzles // count

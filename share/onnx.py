@@ -39,7 +39,10 @@ _LARGEST_COPY = 1 << 16  # elements; the exporter makes a copy of smaller consta
 
 
 class Step(nn.Module):
-    """The exported module: one thinking step. Slots with `starts` start a new puzzle."""
+    """The module that is exported as ONNX: one call of the model.
+
+    `starts` is bool [batch]. Where it is True, a new puzzle starts, and the state is reset.
+    """
 
     def __init__(self, network: Network, reasoning: Reasoning):
         super().__init__()
@@ -61,7 +64,11 @@ class Step(nn.Module):
 
 
 class Pass(nn.Module):
-    """The exported module for a search (LDT): one forward pass. It returns the outputs of the last loop."""
+    """The module that is exported as ONNX for a search model (LDT): one forward pass of its network.
+
+    The search itself is code of the web page. The input `alive` is float [batch, seq_len, values]. It is 1 if
+    the value is still possible in the cell, otherwise 0.
+    """
 
     def __init__(self, network: Network, reasoning: Reasoning):
         super().__init__()
@@ -79,10 +86,12 @@ def check_packages() -> None:
 
 
 def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: int) -> dict[str, list[int]]:
-    """Writes a thinking step of a network as an ONNX file that includes the weights.
+    """Writes one call of a network, with its weights, as the ONNX file `path`.
 
-    The network must be in float32 and in evaluation mode. Returns {name: shape without the batch} of the
-    state between steps.
+    Returns the shapes of the state between calls, without the batch axis. Example: {"z_H": [81, 512]}.
+
+    network: Network in float32 and in evaluation mode.
+    reasoning: Settings of the call, such as the number of cycles.
     """
     assert network.dtype == torch.float32
     assert not network.training

@@ -45,7 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def push(options: argparse.Namespace) -> None:
-    """Writes the files to share, and uploads them unless --dry-run is set. ValueError for wrong options."""
+    """Uploads a trained model to the Hugging Face Hub. With --dry-run, only writes the files into a folder.
+
+    Raises ValueError if an option is wrong or the upload fails.
+
+    options: Options of the command `python -m share push`.
+    """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise ValueError(
             f"{options.repo!r} is not a repository. Pass OWNER/NAME; push commits to its main branch."
@@ -95,10 +100,14 @@ def write_files(
     dtype: torch.dtype | None = None,
     data_path: str | None = None,
 ) -> None:
-    """Writes config, weights, facts of the training data, and the model card README.md into a folder.
+    """Writes the files of a shared model: weights, config.json, the model card README.md, and others.
 
-    dtype: Dtype of the stored weights. If None, it is unchanged. data_path: Dataset folder that config.json
-    names. If None, the data_path of the run. Raises ValueError for a checkpoint that this code did not write.
+    The others contain hashes of the training examples and names of the puzzles. Raises ValueError if this
+    code did not write the checkpoint.
+
+    address: Address of the repository on the Hub, or the name of a model in weights/.
+    dtype: Dtype of the written weights. If None, it is not changed.
+    data_path: Dataset folder to name in config.json. If None, the data_path of the run.
     """
     state = read_state(checkpoint.path) if checkpoint.path.is_dir() else {}
     if "dataset_fingerprint" not in state or not isinstance(state.get("seq_len"), int):
@@ -150,7 +159,7 @@ def write_files(
 
 
 def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the config of the run, without machine settings and without absolute paths."""
+    """Returns the config of the run, without settings of the machine and without absolute paths."""
     config = fill_defaults(read_yaml(checkpoint.path / CONFIG_FILE))
     dropped = keys_that_may_change(PretrainConfig) - {"data_path"}
     shared = {key: value for key, value in config.items() if key not in dropped}
@@ -158,9 +167,10 @@ def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _without_absolute_paths(value: Any, key: str) -> Any:
-    """Shortens absolute paths in a value: /home/somebody/x becomes data/x for data_path, otherwise x.
+    """Shortens absolute paths in the value of a config key, so that they reveal no private names.
 
-    Raises ValueError if a text is not printable. A forged file may contain such texts.
+    Example: "/home/me/x" becomes "data/x" for the key data_path, otherwise "x". Raises ValueError if a text
+    contains unprintable characters. A forged file may contain them.
     """
     if not all(text.isprintable() for text in (str(key), value) if isinstance(text, str)):
         raise ValueError(
@@ -176,7 +186,10 @@ def _without_absolute_paths(value: Any, key: str) -> Any:
 
 
 def upload(folder: Path, address: Address, *, message: str, is_private: bool) -> str:
-    """Uploads the files of a folder in one commit. Returns the URL of the repository."""
+    """Uploads the files of a folder in one commit. Returns the URL of the repository.
+
+    message: Message of the commit.
+    """
     client = import_client()
     by_hand = "Use --dry-run FOLDER to write the files, and upload them from another machine"
     with client_errors(address, by_hand=by_hand):

@@ -28,13 +28,13 @@ PICTURES = "puzzles"  # name of the pictures of puzzles
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-    """The run that a logger logs.
+    """Facts about a run that every logger gets.
 
     Attributes:
         config: Config of the run.
-        steps: range(number of steps done, last step of this launch).
-        info: Description of the run in addition to the config, such as num_parameters.
-        tags: Kinds of puzzles, and the architecture.
+        steps: range(number of training steps done before, last training step of this launch).
+        info: Facts that are not in the config, such as num_parameters.
+        tags: Names of the kinds of puzzles and of the architecture, such as ("sudoku", "hrm").
     """
 
     config: PretrainConfig
@@ -49,22 +49,23 @@ class LoggedRun:
 
     @property
     def description(self) -> dict[str, Any]:
-        """Returns all keys of the config, `info`, and the git commit of the code."""
+        """Returns all keys of the config, the entries of `info`, and the git commit of the code."""
         return {**self.config.model_dump(), **self.info, "git_commit": git_commit()}
 
 
 class Logger(Protocol):
-    """The members of a logger.
+    """Interface of a logger. It gets the metrics of a run and stores or shows them.
 
     A logger may also have these methods:
 
-    - `log_puzzles(step, thoughts)` gets pictures of puzzles (`training.pictures.Thoughts`), before the row.
-    - `log_checkpoint(folder)` gets a complete checkpoint.
+    - `log_puzzles(step, thoughts)` gets pictures of puzzles (`training.pictures.Thoughts`). It is called
+    before `log` of the same step.
+    - `log_checkpoint(folder)` gets the folder of a complete checkpoint.
     - `step_done()` is called after each training step.
-    - `set_activity(name)` gets the name of what the run does now, such as evaluating.
+    - `set_activity(name)` gets what the run does now, such as "evaluating".
 
     Attributes:
-        name: Value of the key `loggers`.
+        name: Name that users put into the config key `loggers`.
     """
 
     name: str
@@ -72,14 +73,17 @@ class Logger(Protocol):
     def __init__(self, run: LoggedRun): ...
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Logs a row, at most once for each step. Steps increase."""
+        """Logs the metrics of a training step, such as {"train/lm_loss": 0.5}.
+
+        It is called at most once for each step, with increasing steps.
+        """
 
     def close(self, *, has_failed: bool) -> None:
-        """Closes the logger. has_failed: Whether an exception ended the run."""
+        """Ends logging. has_failed: Whether an exception ended the run."""
 
 
 def find_loggers(config: PretrainConfig) -> list[type[Logger]]:
-    """Imports the classes that the key `loggers` names, except for W&B if it is disabled.
+    """Returns the logger classes that the config key `loggers` names. W&B is left out if it is disabled.
 
     Raises ValueError for an unknown name, or if a package is missing.
     """
@@ -109,7 +113,10 @@ def _environment_disables_wandb() -> bool:
 
 
 class Loggers:
-    """All loggers of a run. On ranks other than 0, the methods do nothing."""
+    """All loggers of a run as one object. It passes every call to all of them.
+
+    On ranks other than 0, its methods do nothing.
+    """
 
     def __init__(self, run: LoggedRun):
         self._all: list[Any] = []  # objects with the members of `Logger`
@@ -126,11 +133,11 @@ class Loggers:
 
     @property
     def take_pictures(self) -> bool:
-        """Returns whether a logger logs pictures of puzzles. False on ranks other than 0."""
+        """Returns whether a logger can log pictures of puzzles. False on ranks other than 0."""
         return any(hasattr(each, "log_puzzles") for each in self._all)
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Logs one row of metrics, at most once for each step."""
+        """Logs the metrics of a training step. Call it at most once for each step."""
         self._call("log", step, metrics)
 
     def log_puzzles(self, step: int, thoughts: "Thoughts") -> None:
@@ -138,18 +145,21 @@ class Loggers:
         self._call("log_puzzles", step, thoughts)
 
     def log_checkpoint(self, folder: Path) -> None:
-        """Tells the loggers that a checkpoint is complete."""
+        """Tells the loggers that a checkpoint is complete. folder: Folder of the checkpoint."""
         self._call("log_checkpoint", folder)
 
     def step_done(self) -> None:
         self._call("step_done")
 
     def set_activity(self, name: str) -> None:
-        """Tells the loggers what the run does now. The console shows it on the progress bar."""
+        """Passes to the loggers what the run does now, such as "evaluating". The console shows it."""
         self._call("set_activity", name)
 
     def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
-        """Closes the loggers. error_type: Type of the exception that ended the run. None without one."""
+        """Closes all loggers.
+
+        error_type: Type of the exception that ended the run, or None.
+        """
         self._call("close", has_failed=error_type is not None)
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> None:

@@ -14,10 +14,10 @@ from training.loggers import LoggedRun
 
 
 class CsvFile:
-    """The file metrics.csv in the run folder. Its first column is `step`.
+    """Logger that writes metrics.csv into the run folder, with one column for each metric.
 
-    At the start of a launch, the file gets the rows of metrics.jsonl. If a metric appears for the first time,
-    the file is rewritten with a new last column.
+    Each launch of the run first copies the records of metrics.jsonl into the file. If a metric appears for
+    the first time, the file is written again with one more column.
     """
 
     name = "csv"
@@ -27,7 +27,7 @@ class CsvFile:
         self._write([values for values, _ in read_rows(run.folder)])
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Writes a row. Raises OSError if the disk is full. The file then lacks the row."""
+        """Adds a line to the file. Raises OSError if the disk is full. The line is then not written."""
         row = {"step": step, **metrics}
         if row.keys() <= set(self._columns):
             self._append(row)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Event files in the folder `tensorboard` of the run folder.
+    """Logger that writes TensorBoard files into the folder `tensorboard` of the run folder.
 
-    If the run resumes, TensorBoard hides the events after the resumed step. If there are no event files, the
-    rows of metrics.jsonl are logged first.
+    The first launch with this logger also writes the earlier records of metrics.jsonl. If the run resumes
+    from a checkpoint, TensorBoard no longer shows later steps of the previous launch.
     """
 
     name = "tensorboard"

@@ -41,10 +41,9 @@ _EVALUATED = ("eval/", "eval_raw/", "test/", "validation/")
 
 
 class WandbRun:
-    """Sends the rows of a run folder to W&B.
+    """Logger that sends the metrics of a run to Weights & Biases (W&B).
 
-    An unexpected answer of the server can end the helper process of W&B's client. This class then sends
-    nothing more. The next launch of the run sends the rows that the server lacks.
+    If the W&B client fails, nothing more is sent. The next launch of the run then sends the missing metrics.
     """
 
     name = "wandb"
@@ -65,7 +64,12 @@ class WandbRun:
         self._extras.submit("the code", self._log_code)
 
     def _start(self, mode: str) -> Any:
-        """Creates the run at W&B, or continues it. If the server does not answer, the run is offline."""
+        """Creates the run at W&B, or continues it. Returns the run object of the package wandb.
+
+        If the server does not answer, the run is only stored on disk ("offline").
+
+        mode: Mode of the W&B client, such as "online".
+        """
         logging.getLogger("wandb").handlers[:] = [logging.NullHandler()]  # exceptions contain its messages
         try:
             run = self._init(mode)
@@ -105,7 +109,12 @@ class WandbRun:
         return f"To send it later, run `wandb sync --include-online {self._folder}/wandb/*run-*`."
 
     def _catch_up(self, *, is_new: bool) -> None:
-        """Reads metrics.jsonl: records the best values, and, if online or new, sends rows that W&B lacks."""
+        """Sends metrics of earlier launches that W&B does not have yet, and finds the best values so far.
+
+        In offline mode, metrics are sent only if the W&B run is new.
+
+        is_new: Whether the W&B run is new.
+        """
         if not self._run.offline:
             self._last_step = self._run.starting_step - 1
         for row, _ in read_rows(self._folder):
@@ -115,7 +124,7 @@ class WandbRun:
                 self._send(row["step"], metrics)
 
     def _end_early(self, error: Exception) -> None:
-        """Warns about an error, and ends the client."""
+        """Warns about an error of the W&B client, and ends the client."""
         self._has_ended = True
         reason = f"{type(error).__name__}; {self._folder / _CLIENT_LOG} may contain the reason"
         log.warning(
@@ -146,7 +155,10 @@ class WandbRun:
         self._last_step = step
 
     def _record_best(self, metrics: dict[str, Any]) -> None:
-        """Updates the best value of every evaluated metric. W&B's own summary covers only this launch."""
+        """Updates the best values so far of the evaluation metrics in W&B's summary of the run.
+
+        The best values also include earlier launches of the run. W&B itself does not consider them.
+        """
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
             if goal is not None:
@@ -158,14 +170,20 @@ class WandbRun:
             self._run.log({PICTURES: wandb.Html(thoughts.html())}, step=step)
 
     def log_checkpoint(self, folder: Path) -> None:
-        """Sends a saved checkpoint as an artifact, if `wandb_log_checkpoints` selects it."""
+        """Sends a checkpoint to W&B, if the config key `wandb_log_checkpoints` asks for it.
+
+        folder: Folder of a complete checkpoint.
+        """
         is_best, asked = step_of(folder) == self._best_step, self._config.wandb_log_checkpoints
         if not self._has_ended and (asked == "all" or (asked == "best" and is_best)):
             aliases = ["latest", "best"] if is_best else ["latest"]
             self._extras.submit(str(folder), lambda: self._log_folder(folder, aliases))
 
     def close(self, *, has_failed: bool) -> None:
-        """Sends all remaining data, with at most 60 s for artifacts, and ends the run at W&B."""
+        """Sends the remaining data, and ends the run at W&B. Waits at most 60 s for large files.
+
+        has_failed: Whether an exception ended the training.
+        """
         if self._has_ended:
             return
         self._extras.close(seconds=_ARTIFACT_SECONDS)
@@ -189,9 +207,9 @@ class WandbRun:
         self._run.log_artifact(artifact)
 
     def _log_folder(self, folder: Path, aliases: list[str]) -> None:
-        """Sends a checkpoint as an artifact.
+        """Sends a checkpoint to W&B as an artifact. The folder may be removed afterwards.
 
-        `add_dir` copies the files, so the folder may be removed then.
+        aliases: Names of this version at W&B, such as "latest" and "best".
         """
         metadata = {"step": step_of(folder), "run_name": self._config.run_name}
         artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="model", metadata=metadata)
@@ -202,7 +220,7 @@ class WandbRun:
 
 
 class _Extras:
-    """Runs tasks in a daemon thread, one after the other. If a task fails, it prints a warning."""
+    """Background thread that runs functions one after the other. If a function fails, logs a warning."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -213,7 +231,7 @@ class _Extras:
         self._tasks.put((name, task))
 
     def close(self, *, seconds: float) -> None:
-        """Waits at most `seconds` for the submitted tasks."""
+        """Waits until the functions have run, but at most `seconds`."""
         self._tasks.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -231,9 +249,11 @@ class _Extras:
 
 
 def choose_mode(asked: str) -> str:
-    """Returns the mode for W&B's client. asked: The key `wandb_mode`.
+    """Returns the mode for the W&B client: "online", "offline" or another value of WANDB_MODE.
 
-    If `auto`, the mode is that of WANDB_MODE, or else online. If no login is stored, online becomes offline.
+    If it would be online, but no login is stored, returns "offline".
+
+    asked: Value of the config key `wandb_mode`. With "auto", WANDB_MODE counts, or else "online".
     """
     mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
     if mode == "online" and not has_wandb_login():
@@ -244,7 +264,7 @@ def choose_mode(asked: str) -> str:
 
 
 def has_wandb_login() -> bool:
-    """Returns whether the environment or .netrc contains an API key for the W&B server."""
+    """Returns whether there is an API key for the W&B server, in WANDB_API_KEY or in .netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
@@ -256,7 +276,10 @@ def has_wandb_login() -> bool:
 
 @contextlib.contextmanager
 def _stderr_into(path: Path) -> Iterator[None]:
-    """Appends stderr of this process, and of processes that the block starts, to a file."""
+    """Context manager: inside its block, stderr is appended to the file `path` and not shown.
+
+    This also holds for child processes that the block starts.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     kept = os.dup(2)
@@ -270,13 +293,16 @@ def _stderr_into(path: Path) -> Iterator[None]:
 
 
 def _end_client() -> None:
-    """Ends W&B's helper process if it still runs, so that it prints nothing when this process exits."""
+    """Ends the helper process of the W&B client, so that it prints nothing later."""
     with contextlib.suppress(Exception):
         wandb.teardown()
 
 
 def _wandb_id(folder: Path) -> tuple[str, bool]:
-    """Returns (W&B id of this run folder, whether it is new). A copy of a run folder gets a new id."""
+    """Returns (id of the W&B run for this run folder, whether the id is new).
+
+    A copied run folder gets a new id.
+    """
     path = folder / _ID_FILE
     stored = read_text(path).strip() if path.exists() else ""
     if not stored:
