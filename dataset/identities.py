@@ -40,10 +40,10 @@ class Match(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Identities:
-    """What identifies the puzzles behind the puzzle identifiers 0, 1, ... of one or more dataset folders.
+    """Says which puzzle each puzzle identifier (0, 1, ...) of one or more dataset folders stands for.
 
-    It is the name of each identifier and, if known, a digest of its task. The names are not parsed until they
-    are compared, because a million names take a second.
+    A puzzle is identified by its name and, if known, by a digest of its task. The names are not parsed until
+    they are compared, because a million names take a second.
 
     Attributes:
         folders: Names of the folders.
@@ -67,7 +67,7 @@ class Identities:
         return same_folders and same_names and np.array_equal(self.digests, other.digests)
 
     def keys(self, *, with_folders: bool) -> list[str] | None:
-        """Returns the name of each identifier.
+        """Returns the name of the puzzle behind each puzzle identifier, in order.
 
         Returns None if a folder does not name each of its identifiers.
 
@@ -120,7 +120,7 @@ class Identities:
 
 
 def identities_of(data: Dataset) -> Identities | None:
-    """Returns the identities of the puzzle identifiers of a dataset.
+    """Returns what identifies the puzzle behind each puzzle identifier of a dataset: names and digests.
 
     Returns None if a folder has several identifiers and does not name them. Raises ValueError if digests.npy
     does not match the dataset.

@@ -274,7 +274,9 @@ class TrainPlan:
         return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
     def epochs(self, step: int) -> float:
-        """Returns how many epochs the first `step` training steps are, over all stages. It may be a fraction.
+        """Returns how many epochs the first `step` training steps are, over all stages.
+
+        It may be a fraction.
         """
         epochs = 0.0
         for plans, _, steps_of_sets in self._iterations:
@@ -284,7 +286,9 @@ class TrainPlan:
         return epochs
 
     def num_steps(self, last: int) -> list[tuple[Stage, int]]:
-        """Divides the first `last` training steps by stage. Returns (stage, number of steps) for each stage.
+        """Divides the first `last` training steps by stage.
+
+        Returns (stage, number of steps) for each stage.
         """
         ends = [min(last, each) for each in (0, *self._last_steps)]
         return [(stage, b - a) for stage, (a, b) in zip(self._stages, itertools.pairwise(ends), strict=True)]

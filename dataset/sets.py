@@ -106,7 +106,9 @@ class PuzzleSet:
 
     @functools.cached_property
     def _first_original(self) -> np.ndarray:
-        """For each puzzle, the index in `inputs` of the first example of its original: int64 [num_puzzles].
+        """For each puzzle, the index in `inputs` of the first example of its original, int64.
+
+        It has the shape [num_puzzles]. An original is a puzzle without augmentation.
         """
         first_puzzles = self.group_indices[:-1]
         sizes = self.puzzle_indices[first_puzzles + 1] - self.puzzle_indices[first_puzzles]

@@ -139,9 +139,9 @@ def _write_snapshot(folder: Path | None) -> str:
 
 
 def restart_advice() -> str:
-    """Returns advice on how to continue after a rank was lost. The text has no full stop at its end.
+    """Returns advice for a user who has lost a rank.
 
-    Example: "With --max-restarts, torchrun restarts all ranks".
+    Example: "With --max-restarts, torchrun restarts all ranks". The text has no full stop at its end.
     """
     advice = "With --max-restarts, torchrun restarts all ranks"
     if is_elastic():

@@ -30,7 +30,10 @@ _MAX_NAMED = 8  # ranks in one sentence
 
 
 class _Console(logging.Handler):
-    """Prints messages: warnings and errors on stderr, others on stdout. Prints each warning text only once."""
+    """Prints messages: warnings and errors on stderr, others on stdout.
+
+    Prints each warning text only once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +68,10 @@ class _Console(logging.Handler):
 
 
 class _RankFile(logging.StreamHandler):
-    """Appends messages to the log file of this rank. If the disk is full, prints one warning on the console."""
+    """Appends messages to the log file of this rank.
+
+    If the disk is full, prints one warning on the console.
+    """
 
     def __init__(self, path: Path):
         # Write each message unbuffered, in one call. A forked process and faulthandler can then write to the

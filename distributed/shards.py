@@ -94,7 +94,10 @@ def part_of_whole(whole: Tensor, shard: Shard) -> Tensor:
 
 
 def tensor_of(kept: Tensor | Shard) -> Tensor:
-    """Returns the tensor itself, or the elements of the shard that are on this rank. Both can be written to."""
+    """Returns the tensor itself, or the elements of the shard that are on this rank.
+
+    Both can be written to.
+    """
     return kept.tensor if isinstance(kept, Shard) else kept
 
 

@@ -35,9 +35,11 @@ _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 class GradientSync:
     """Base class for the methods of summing gradients over ranks.
 
-    They also sum `flat.scalars`, such as the loss. The module docstring shows one step.
+    They also sum `flat.scalars`, such as the loss. The docstring of this module shows how a training step
+    uses it.
 
-    model: Module to call in the forward pass. name: Name of the method, for logs and records.
+    model: Module to call in the forward pass. flat: Flat buffers of weights and gradients. name: Name of the
+    method, for logs and records.
     """
 
     name: ClassVar[str]
@@ -78,7 +80,7 @@ class GradientSync:
         raise NotImplementedError
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a micro-batch that is not the last one, and prevents messages during its backward pass."""
+        """Surrounds a micro-batch that is not the last one. Prevents messages during its backward pass."""
         return contextlib.nullcontext()
 
 

@@ -122,7 +122,10 @@ class Watchdog:
         self._progress += 1
 
     def is_alarmed(self) -> bool:
-        """Returns whether a hang or a lost rank was found. This rank is then about to print a report and end."""
+        """Returns whether a hang or a lost rank was found.
+
+        This rank is then about to print a report and end.
+        """
         return bool(self._alarm or self._found)
 
     def pop_recovery(self) -> dict[str, float]:
@@ -291,7 +294,7 @@ class Watchdog:
         return ""
 
     def _tell_of_stopped_agent(self) -> None:
-        """Handles a stopped torchrun (SIGSTOP): prints one warning, and does not count the time of the stop."""
+        """Handles a stopped torchrun (SIGSTOP). Warns once, and does not count the time of the stop."""
         if not self._agent_is_stopped and local_rank() == 0:
             log.warning(
                 f"torchrun (process {os.getppid()}) is stopped, and cannot restart this run. Training "
@@ -339,7 +342,10 @@ class Watchdog:
 
 
 def _write_flight_record() -> None:
-    """Writes torch's record of the last collectives into the folder of the log file. `torchfrtrace` reads it."""
+    """Writes torch's record of the last collectives into the folder of the log file.
+
+    `torchfrtrace` reads it.
+    """
     folder = log.rank_folder()
     with contextlib.suppress(Exception):  # older versions of torch lack the function; the disk may be full
         if folder is not None:

@@ -93,7 +93,10 @@ class PuzzleTable:
         """
 
     def reduce(self, *, step: int) -> None:
-        """Sums the gradients of training step `step` over ranks. `update_` will use them. All ranks call it."""
+        """Sums the gradients of training step `step` over ranks. `update_` will use them.
+
+        All ranks call it.
+        """
 
     def keep_own(self, *, step: int) -> None:
         """Stores only this rank's gradients for `update_`, without a sum over ranks (for local steps).
@@ -114,7 +117,10 @@ class PuzzleTable:
         """
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Makes the rows `identifiers`, int [n], available on this rank for an evaluation. All ranks call it."""
+        """Makes the rows `identifiers`, int [n], available on this rank for an evaluation.
+
+        All ranks call it.
+        """
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
         """If the table is divided among ranks, overwrites it with rank 0's full table. All ranks call it.
@@ -123,7 +129,10 @@ class PuzzleTable:
         """
 
     def rows(self) -> Tensors:
-        """Returns {name of the weight: the rows that this rank holds}, for checkpoints. {} without a table."""
+        """Returns {name of the weight: the rows that this rank holds}, for checkpoints.
+
+        {} without a table.
+        """
         return {}
 
 
@@ -370,7 +379,7 @@ class RowAverage(Average):
 
     @torch.no_grad()
     def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
-        """Computes the averages of some owned rows after training step `step`. Does not store them.
+        """Computes the averages of some rows after training step `step`. Does not store them.
 
         The rows must not have changed since their averages were stored. rows: Row numbers on this rank.
         """

@@ -110,7 +110,10 @@ class Weights:
             group.optimizer.step()
 
     def gather_(self) -> None:
-        """Distributes updated or loaded weights to all ranks, for the next forward pass. All ranks call it."""
+        """Distributes updated or loaded weights to all ranks, for the next forward pass.
+
+        All ranks call it.
+        """
         for flat in self.flats:
             flat.gather_()
 

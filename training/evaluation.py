@@ -89,7 +89,10 @@ def evaluate(
 
 
 def read_results(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """Returns all rows of metrics.jsonl, and {set: {metric: value}} of the last evaluation."""
+    """Reads metrics.jsonl of a run folder.
+
+    Returns (all rows, {set: {metric: value}} of the last evaluation).
+    """
     rows = [row for row, _ in read_rows(folder)]
     metrics = [found for row in rows if (found := metrics_by_set(row))]
     return rows, metrics[-1] if metrics else {}

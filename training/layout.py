@@ -9,13 +9,19 @@ from distributed.process_group import is_elastic, world_size
 
 
 def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:
-    """Returns {axis of the mesh: number of ranks}. ValueError if the degrees do not divide `world_size`."""
+    """Returns how the config divides the processes: {axis of the mesh: number of ranks}.
+
+    Raises ValueError if the config keys do not divide `world_size`.
+    """
     shard, pipeline = config.data_parallel_shard_degree, config.pipeline_parallel_degree
     return sizes_of(world_size, pipeline=pipeline, shard=shard, tensor=config.tensor_parallel_degree)
 
 
 def build_mesh(config: PretrainConfig) -> Mesh:
-    """Builds the process groups of this rank. All ranks call it. Later messages name a rank's position."""
+    """Builds the process groups of this rank. All ranks call it.
+
+    With pipeline or tensor parallelism, messages from then on also say where in the mesh a rank is.
+    """
     mesh = Mesh(layout_of(config, world_size()))
     if not mesh.is_plain:
         log.locate_ranks(functools.partial(describe_position, sizes=mesh.sizes))
@@ -23,7 +29,10 @@ def build_mesh(config: PretrainConfig) -> Mesh:
 
 
 def check_layout(config: PretrainConfig, world_size: int) -> None:
-    """Raises ValueError if the slots of the global batch cannot be divided among `world_size` ranks."""
+    """Raises ValueError if `world_size` processes cannot divide the global batch.
+
+    An elastic run only warns, and gives some processes fewer slots (positions of the batch).
+    """
     sizes = layout_of(config, world_size)
     slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])
     if rest:

@@ -23,7 +23,7 @@ from training.cut import cut
 
 @dataclasses.dataclass(frozen=True)
 class LocalModel:
-    """The part of the model that this rank holds.
+    """The part of the model that this rank holds: with pipeline or tensor parallelism, not all of it.
 
     Attributes:
         model: The model with the blocks and weights of this rank.
@@ -38,7 +38,7 @@ class LocalModel:
     compiler_options: dict[str, Any] | None
 
     def compile_(self) -> None:
-        """Compiles the blocks, if the run compiles.
+        """Compiles the blocks with torch.compile, if the run compiles.
 
         Call it after the weights have moved into flat buffers.
         """
@@ -81,7 +81,7 @@ def build_local_model(
 
 
 def count_steps(config: PretrainConfig, metadata: Metadata) -> StepCounter:
-    """Returns a counter of the operations of the full model of a run."""
+    """Returns an object that counts the operations (FLOP) of the full model in a training step."""
     with torch.device("meta"):
         model = build_model(config.arch, metadata)
     model.requires_grad_(config.train_only == "all")

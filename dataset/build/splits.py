@@ -329,7 +329,9 @@ def _start(plugins: list[str]) -> None:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Surrounds the start of processes. Prevents them from running the user's script again, as `spawn` does.
+    """Surrounds the start of processes.
+
+    Prevents them from running the user's script again, as `spawn` does.
     """
     main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     try:
@@ -388,9 +390,9 @@ def make_split(
 
 
 def _drop_test_leaks(train: PuzzleSet, test: PuzzleSet) -> None:
-    """Replaces every training variant that equals a test puzzle by its original. Prints how many.
+    """Undoes the augmentation of training puzzles that it has made equal to a test puzzle.
 
-    Changes `train.transforms` in place.
+    Prints how many. Changes `train.transforms` in place.
     """
     held_out = set(zip(test.puzzle_identifiers.tolist(), input_keys(test.inputs), strict=True))
     is_leak = np.zeros(len(train.puzzle_identifiers), bool)

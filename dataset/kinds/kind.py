@@ -43,8 +43,8 @@ class Style:
             not a rectangle.
         gap: Text between the cells of a row. In a terminal, a row with lines between regions ignores it.
         marks_new: Whether cells of the answer that differ from the puzzle are green.
-        first_of_field: Lowest token of a cell, if grids are smaller than the token array (ARC). The token below
-            it marks the end of a grid, and only the grid is drawn. If None, a grid fills the token array.
+        first_of_field: Lowest token of a cell, if grids are smaller than the token array (ARC). The token
+            below it marks the end of a grid, and only the grid is drawn. If None, a grid fills the array.
         num_columns: Number of columns of the token array. If None, the array is a square or, if that is not
             possible, has up to 32 columns.
     """

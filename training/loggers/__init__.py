@@ -28,7 +28,7 @@ PICTURES = "puzzles"  # name of the pictures of puzzles
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-    """The run that a logger logs.
+    """What a logger is told about the run.
 
     Attributes:
         config: Config of the run.
@@ -44,21 +44,21 @@ class LoggedRun:
 
     @property
     def folder(self) -> Path:
-        """Returns the run folder."""
+        """The run folder."""
         return Path(self.config.checkpoint_path)
 
     @property
     def description(self) -> dict[str, Any]:
-        """Returns all keys of the config, `info`, and the git commit of the code."""
+        """All keys of the config, `info`, and the git commit of the code."""
         return {**self.config.model_dump(), **self.info, "git_commit": git_commit()}
 
 
 class Logger(Protocol):
-    """The members of a logger.
+    """The interface of a logger: a class that writes the metrics of a run to a file or a service.
 
     A logger may also have these methods:
 
-    - `log_puzzles(step, thoughts)` gets pictures of puzzles (`training.pictures.Thoughts`), before the row.
+    - `log_puzzles(step, thoughts)` gets pictures of puzzles (`training.pictures.Thoughts`), before `log`.
     - `log_checkpoint(folder)` gets a complete checkpoint.
     - `step_done()` is called after each training step.
     - `set_activity(name)` gets the name of what the run does now, such as evaluating.
@@ -72,16 +72,16 @@ class Logger(Protocol):
     def __init__(self, run: LoggedRun): ...
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Logs a row, at most once for each step. Steps increase."""
+        """Logs the metrics of a training step. It is called at most once for each step. Steps increase."""
 
     def close(self, *, has_failed: bool) -> None:
-        """Closes the logger. has_failed: Whether an exception ended the run."""
+        """Closes the logger at the end of the launch. has_failed: Whether an exception ended the run."""
 
 
 def find_loggers(config: PretrainConfig) -> list[type[Logger]]:
-    """Imports the classes that the key `loggers` names, except for W&B if it is disabled.
+    """Returns the logger classes that the config key `loggers` names. Imports them.
 
-    Raises ValueError for an unknown name, or if a package is missing.
+    W&B is left out if it is disabled. Raises ValueError for an unknown name, or if a package is missing.
     """
     of_plugins = {each.name: each for each in defined("LOGGER")}
     known = sorted({*(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")), *of_plugins})
@@ -109,7 +109,10 @@ def _environment_disables_wandb() -> bool:
 
 
 class Loggers:
-    """All loggers of a run. On ranks other than 0, the methods do nothing."""
+    """All loggers of a run, as one object. Only rank 0 has loggers.
+
+    On other ranks, the methods do nothing.
+    """
 
     def __init__(self, run: LoggedRun):
         self._all: list[Any] = []  # objects with the members of `Logger`
@@ -126,30 +129,39 @@ class Loggers:
 
     @property
     def take_pictures(self) -> bool:
-        """Returns whether a logger logs pictures of puzzles. False on ranks other than 0."""
+        """Whether a logger logs pictures of puzzles. False on ranks other than 0."""
         return any(hasattr(each, "log_puzzles") for each in self._all)
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Logs one row of metrics, at most once for each step."""
+        """Passes the metrics of a training step to all loggers. Call it at most once for each step."""
         self._call("log", step, metrics)
 
     def log_puzzles(self, step: int, thoughts: "Thoughts") -> None:
-        """Logs pictures of puzzles. Call it before `log` of the same step."""
+        """Passes pictures of puzzles to the loggers that log pictures.
+
+        Call it before `log` of the same step.
+        """
         self._call("log_puzzles", step, thoughts)
 
     def log_checkpoint(self, folder: Path) -> None:
-        """Tells the loggers that a checkpoint is complete."""
+        """Passes the folder of a complete checkpoint to the loggers. W&B may upload it."""
         self._call("log_checkpoint", folder)
 
     def step_done(self) -> None:
         self._call("step_done")
 
     def set_activity(self, name: str) -> None:
-        """Tells the loggers what the run does now. The console shows it on the progress bar."""
+        """Passes the name of what the run does now, such as "evaluating".
+
+        The console shows it on the progress bar.
+        """
         self._call("set_activity", name)
 
     def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
-        """Closes the loggers. error_type: Type of the exception that ended the run. None without one."""
+        """Closes all loggers at the end of the launch.
+
+        error_type: Type of the exception that ended the run. None if it ended normally.
+        """
         self._call("close", has_failed=error_type is not None)
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> None:

@@ -14,7 +14,7 @@ from training.loggers import LoggedRun
 
 
 class CsvFile:
-    """The file metrics.csv in the run folder. Its first column is `step`.
+    """Writes the metrics to the file metrics.csv in the run folder. Its first column is `step`.
 
     At the start of a launch, the file gets the rows of metrics.jsonl. If a metric appears for the first time,
     the file is rewritten with a new last column.
@@ -27,7 +27,7 @@ class CsvFile:
         self._write([values for values, _ in read_rows(run.folder)])
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Writes a row. Raises OSError if the disk is full. The file then lacks the row."""
+        """Writes a row. If the disk is full, raises OSError and leaves the file without this row."""
         row = {"step": step, **metrics}
         if row.keys() <= set(self._columns):
             self._append(row)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Event files in the folder `tensorboard` of the run folder.
+    """Writes the metrics to TensorBoard event files in the folder `tensorboard` of the run folder.
 
     If the run resumes, TensorBoard hides the events after the resumed step. If there are no event files, the
     rows of metrics.jsonl are logged first.

@@ -41,7 +41,7 @@ _EVALUATED = ("eval/", "eval_raw/", "test/", "validation/")
 
 
 class WandbRun:
-    """Sends the rows of a run folder to W&B.
+    """Sends the metrics of a run to Weights & Biases (W&B).
 
     An unexpected answer of the server can end the helper process of W&B's client. This class then sends
     nothing more. The next launch of the run sends the rows that the server lacks.
@@ -65,7 +65,10 @@ class WandbRun:
         self._extras.submit("the code", self._log_code)
 
     def _start(self, mode: str) -> Any:
-        """Creates the run at W&B, or continues it. If the server does not answer, the run is offline."""
+        """Creates the run at W&B, or continues it, and returns W&B's run object.
+
+        If the server does not answer, the run is offline.
+        """
         logging.getLogger("wandb").handlers[:] = [logging.NullHandler()]  # exceptions contain its messages
         try:
             run = self._init(mode)
@@ -105,7 +108,11 @@ class WandbRun:
         return f"To send it later, run `wandb sync --include-online {self._folder}/wandb/*run-*`."
 
     def _catch_up(self, *, is_new: bool) -> None:
-        """Reads metrics.jsonl: records the best values, and, if online or new, sends rows that W&B lacks."""
+        """Reads metrics.jsonl, which earlier launches of the run have written.
+
+        Finds the best value of each metric. If W&B is online, or if the W&B run is new, sends the rows that
+        W&B lacks.
+        """
         if not self._run.offline:
             self._last_step = self._run.starting_step - 1
         for row, _ in read_rows(self._folder):
@@ -115,7 +122,7 @@ class WandbRun:
                 self._send(row["step"], metrics)
 
     def _end_early(self, error: Exception) -> None:
-        """Warns about an error, and ends the client."""
+        """Warns that W&B's client has failed, and ends the client."""
         self._has_ended = True
         reason = f"{type(error).__name__}; {self._folder / _CLIENT_LOG} may contain the reason"
         log.warning(
@@ -146,7 +153,10 @@ class WandbRun:
         self._last_step = step
 
     def _record_best(self, metrics: dict[str, Any]) -> None:
-        """Updates the best value of every evaluated metric. W&B's own summary covers only this launch."""
+        """Updates the best value of every evaluated metric in W&B's summary of the run.
+
+        W&B's own summary covers only this launch.
+        """
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
             if goal is not None:
@@ -158,14 +168,17 @@ class WandbRun:
             self._run.log({PICTURES: wandb.Html(thoughts.html())}, step=step)
 
     def log_checkpoint(self, folder: Path) -> None:
-        """Sends a saved checkpoint as an artifact, if `wandb_log_checkpoints` selects it."""
+        """Uploads a saved checkpoint, if the key `wandb_log_checkpoints` selects it."""
         is_best, asked = step_of(folder) == self._best_step, self._config.wandb_log_checkpoints
         if not self._has_ended and (asked == "all" or (asked == "best" and is_best)):
             aliases = ["latest", "best"] if is_best else ["latest"]
             self._extras.submit(str(folder), lambda: self._log_folder(folder, aliases))
 
     def close(self, *, has_failed: bool) -> None:
-        """Sends all remaining data, with at most 60 s for artifacts, and ends the run at W&B."""
+        """Sends all remaining data, and ends the run at W&B.
+
+        Waits at most 60 s for checkpoints and other files.
+        """
         if self._has_ended:
             return
         self._extras.close(seconds=_ARTIFACT_SECONDS)
@@ -189,9 +202,10 @@ class WandbRun:
         self._run.log_artifact(artifact)
 
     def _log_folder(self, folder: Path, aliases: list[str]) -> None:
-        """Sends a checkpoint as an artifact.
+        """Uploads a checkpoint as a W&B artifact. Runs in the thread.
 
-        `add_dir` copies the files, so the folder may be removed then.
+        `add_dir` copies the files, so the checkpoint may be removed afterwards. aliases: Names such as
+        "best".
         """
         metadata = {"step": step_of(folder), "run_name": self._config.run_name}
         artifact = wandb.Artifact(f"checkpoint-{self._run.id}", type="model", metadata=metadata)
@@ -202,7 +216,10 @@ class WandbRun:
 
 
 class _Extras:
-    """Runs tasks in a daemon thread, one after the other. If a task fails, it prints a warning."""
+    """Runs tasks, such as uploads, in a daemon thread, one after the other.
+
+    A failed task only prints a warning.
+    """
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -213,7 +230,7 @@ class _Extras:
         self._tasks.put((name, task))
 
     def close(self, *, seconds: float) -> None:
-        """Waits at most `seconds` for the submitted tasks."""
+        """Waits until all tasks are done, but at most `seconds`."""
         self._tasks.put(None)
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -231,9 +248,12 @@ class _Extras:
 
 
 def choose_mode(asked: str) -> str:
-    """Returns the mode for W&B's client. asked: The key `wandb_mode`.
+    """Returns the mode for W&B's client: "online", "offline" or "disabled".
 
-    If `auto`, the mode is that of WANDB_MODE, or else online. If no login is stored, online becomes offline.
+    If `asked` is "auto", the environment variable WANDB_MODE decides, or else it is online. If no login is
+    stored, online becomes offline.
+
+    asked: Value of the key `wandb_mode`.
     """
     mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
     if mode == "online" and not has_wandb_login():
@@ -244,7 +264,7 @@ def choose_mode(asked: str) -> str:
 
 
 def has_wandb_login() -> bool:
-    """Returns whether the environment or .netrc contains an API key for the W&B server."""
+    """Returns whether an API key for the W&B server is stored, in WANDB_API_KEY or in .netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
@@ -256,7 +276,7 @@ def has_wandb_login() -> bool:
 
 @contextlib.contextmanager
 def _stderr_into(path: Path) -> Iterator[None]:
-    """Appends stderr of this process, and of processes that the block starts, to a file."""
+    """Surrounds a block. Its stderr, and that of processes that it starts, goes to the end of a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     kept = os.dup(2)
@@ -276,7 +296,10 @@ def _end_client() -> None:
 
 
 def _wandb_id(folder: Path) -> tuple[str, bool]:
-    """Returns (W&B id of this run folder, whether it is new). A copy of a run folder gets a new id."""
+    """Returns (W&B's id for this run folder, whether it is new).
+
+    A copy of a run folder gets a new id.
+    """
     path = folder / _ID_FILE
     stored = read_text(path).strip() if path.exists() else ""
     if not stored:

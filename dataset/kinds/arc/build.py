@@ -245,7 +245,9 @@ def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
 
 
 def _digests(tasks: list[Task], transforms: list[np.ndarray]) -> np.ndarray:
-    """Returns a hash of the task of each puzzle identifier, uint64 [identifiers]. 0 for the blank identifier.
+    """Returns a hash of the task of each puzzle identifier, uint64 [identifiers].
+
+    0 for the blank identifier.
     """
     of_tasks = np.array([task.digest for task in tasks], np.uint64)
     return np.append(np.uint64(0), of_tasks.repeat([len(each) for each in transforms]))

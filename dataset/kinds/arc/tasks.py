@@ -54,7 +54,9 @@ def grid_tokens(grid: np.ndarray, *, size: int) -> np.ndarray:
 
 
 class Pair(NamedTuple):
-    """An input grid and its output grid, uint8 [rows, columns] with colors 0 to 9. They may differ in size.
+    """An input grid and its output grid, uint8 [rows, columns] with colors 0 to 9.
+
+    They may differ in size.
     """
 
     input: np.ndarray

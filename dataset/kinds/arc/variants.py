@@ -92,7 +92,9 @@ def _keep_distinct(task: Task, transforms: Iterable[bytes], *, most: int) -> np.
 
 
 def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
-    """Returns a function (transform) -> bytes. Two results are equal if the transforms make the same puzzle.
+    """Returns a function (transform) -> bytes.
+
+    Two results are equal if the transforms make the same puzzle.
     """
     # Numbers of rows and columns are shifted above the colors, so that bytes.translate changes only colors.
     others = bytes(range(NUM_COLORS, 256))
@@ -120,7 +122,9 @@ def _draw(stream: BitStream, count: int) -> np.ndarray:
 
 
 def _index(task: Task) -> int:
-    """Returns an integer below 2^64 that selects the random bits of a task. It depends only on the task's id.
+    """Returns an integer below 2^64 that selects the random bits of a task.
+
+    It depends only on the task's id.
     """
     return int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8], "big")
 

@@ -107,7 +107,9 @@ def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _to_bits(cells: np.ndarray) -> np.ndarray:
-    """Packs mazes, bool [cells, count], into bits with a border of 0: uint8 [size + 2, size + 2, count / 8].
+    """Packs mazes, bool [cells, count], into bits: uint8 [size + 2, size + 2, count / 8].
+
+    Each maze has one bit in each cell. The border is 0.
     """
     size, count = math.isqrt(len(cells)), cells.shape[1]
     bits = np.zeros((size + 2, size + 2, -(-count // 8)), np.uint8)
