@@ -106,10 +106,10 @@ def _dihedral_cells(size: int) -> np.ndarray:
 
 
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
-    """Splits Sudoku transforms [count, 1 + 3 n] into views of their parts.
+    """Splits transforms of n x n Sudokus, [count, 1 + 3 n], into views of their parts.
 
-    The parts are: whether to transpose [count, 1], row order [count, n], column order [count, n], and new
-    digits [count, n].
+    The parts are: whether to transpose the grid [count, 1], order of the rows [count, n], order of the
+    columns [count, n], and new digits [count, n].
     """
     size = (transforms.shape[1] - 1) // 3
     return np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
@@ -168,7 +168,7 @@ def _apply_to_fields(
 def _move(
     tokens: np.ndarray, numbers: np.ndarray, translations: np.ndarray | None, *, size: int
 ) -> np.ndarray:
-    """Rotates or mirrors each grid, then moves it within its field. Returns tokens, [n, cells].
+    """Rotates or mirrors each grid, then moves it within its field (token array). Returns tokens, [n, cells].
 
     tokens: Fields, [n, cells], with the grids at the top left. numbers: Symmetry of each grid (`dihedral`),
     [n]. translations: Rows down and columns right, [n, 2]. size: Rows and columns of a field.
@@ -205,13 +205,13 @@ def _move(
 def _line(
     positions: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
 ) -> np.ndarray:
-    """Computes which row (or column) of the original each row (or column) of the result shows.
+    """Finds which row of the original grid each row of the result shows. Works for columns too.
 
-    Returns that index times `step`, or `outside` if the original has no such row. The caller adds the values
-    for row and column to get the index of a cell.
+    Returns the index of that row times `step`, or `outside` if the original has no such row. The caller adds
+    the values for row and column to get the index of a cell.
 
-    positions: Index in the transformed grid. length: Rows of the grid. from_end: Whether to count from the
-    end.
+    positions: Row in the rotated or mirrored grid. length: Number of its rows. from_end: Whether to count
+    from the end.
     """
     is_inside = (positions >= 0) & (positions < length)
     return np.where(is_inside, np.where(from_end, length - 1 - positions, positions) * step, outside)
@@ -250,7 +250,7 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 
 
 def find_augmentation(name: str | None) -> Augmentation | None:
-    """Returns the family of transforms with this name, or None if there is none.
+    """Returns the family of transforms with this name (a value of `AUGMENTATIONS`), or None.
 
     If a kind of puzzle has this name, imports it first, because it may add the family.
     """

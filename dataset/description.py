@@ -87,7 +87,7 @@ def with_candidates(data: Dataset) -> Dataset:
     """Adds to the metadata what a search over cells (LDT) needs. Returns the changed dataset.
 
     Sets `candidates`, `may_turn` and `may_permute` of the training split. `candidates` lists which labels
-    occur with which input token. To find them, reads all training puzzles without variants.
+    occur with which input token. To find them, reads all training puzzles, but not their augmented copies.
     """
     metadata, found = data.metadata, set()
     for each in data.splits["train"].sets.values():
@@ -106,9 +106,9 @@ def with_candidates(data: Dataset) -> Dataset:
 
 
 def read_names(folder: Path) -> list[str]:
-    """Reads the names of the puzzle identifiers of a folder, in order.
+    """Reads the name of the puzzle behind each puzzle identifier (0, 1, ...) of a dataset folder.
 
-    Returns [] if it has no identifiers.json.
+    Returns [] if the folder has no identifiers.json.
     """
     try:
         names = read_json(folder / IDENTIFIERS, most=_MOST_NAME_BYTES)
@@ -118,7 +118,7 @@ def read_names(folder: Path) -> list[str]:
 
 
 def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
-    """Reads the names of all puzzle identifiers of a folder, in order.
+    """Reads the name of the puzzle behind each puzzle identifier (0, 1, ...) of a dataset folder.
 
     Raises ValueError if an identifier has no name.
     """
@@ -179,7 +179,8 @@ class Vocabulary:
         """Converts a text to a grid: a list of rows of symbols. Each line is a row.
 
         If every symbol is one character, and none is a space, spaces may also separate rows. Raises
-        ValueError for an unknown symbol, rows of unequal length, or a grid that is larger than the field.
+        ValueError for an unknown symbol, rows of unequal length, or a grid that is larger than the dataset
+        allows.
         """
         lines = text.strip("\r\n").splitlines()
         if not self.parts_by_spaces and " " not in self.symbols:
@@ -194,7 +195,7 @@ class Vocabulary:
         return FieldPuzzle(tokens, FIRST_SYMBOL + len(self.symbols), vocabulary=self)
 
     def tokens_of(self, grid: Grid) -> np.ndarray:
-        """Converts a grid of symbols to tokens, uint8 [seq_len]: the grid lies at the top left of the field.
+        """Converts a grid of symbols to tokens, uint8 [seq_len]. The grid lies at the top left of this array.
 
         Raises ValueError if the grid does not fit, or has an unknown symbol.
         """
@@ -209,12 +210,10 @@ class Vocabulary:
         return lay_out(cells, num_rows=self.num_rows, num_columns=self.num_columns)
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Finds the grid in a field. Returns the indices of its cells: int64 [rows, columns].
+        """Finds the grid in a token array, [seq_len].
 
-        The grid starts at the top left. Its first row and first column end at the first token that is not a
-        symbol.
-
-        tokens: The field, [seq_len].
+        Returns the indices of its cells: int64 [rows, columns]. The grid starts at the top left. Its first
+        row and first column end at the first token that is not a symbol.
         """
         field = to_grid(np.asarray(tokens), num_columns=self.num_columns)
         lines = (field[:, 0] >= FIRST_SYMBOL, field[0] >= FIRST_SYMBOL)

@@ -36,9 +36,10 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 
 
 def hash_examples(data: PuzzleSet | ConcatenatedSet, split: str, folders: Sequence[Path]) -> np.ndarray:
-    """Returns a hash of each example, without variants: uint64 [n], in the order of `original_rows`.
+    """Returns a hash of each example: uint64 [n], in the order of `original_rows`.
 
-    Two examples with the same hash are the same puzzle, also in different datasets.
+    Augmented copies are left out. Two examples with the same hash are the same puzzle, also in different
+    datasets.
 
     split: "train" or "test". folders: Dataset folders of `data`, in the order of
     `ConcatenatedSet.folder_of_group`.
@@ -48,7 +49,10 @@ def hash_examples(data: PuzzleSet | ConcatenatedSet, split: str, folders: Sequen
 
 
 def _hash_part(data: PuzzleSet, split: str, folder: Path) -> Iterator[np.ndarray]:
-    """Yields the hashes of the examples of one dataset folder, uint64, in chunks. Variants are left out."""
+    """Yields the hashes of the examples of one dataset folder, uint64, in chunks.
+
+    Augmented copies are left out.
+    """
     metadata = load_metadata(folder, split)
     kind = read_info([folder], metadata).kind
     family = find_augmentation(kind.augmentation) if kind else None
@@ -151,15 +155,18 @@ class Trained:
         return Trained(found[1:][found[1:] != found[:-1]], is_complete=is_complete)
 
     def sample(self, rate: float) -> "Trained":
-        """Returns a `Trained` with fewer examples, so that its rate is at most `rate`."""
+        """Returns a `Trained` with only a fraction of the hashes: all below rate x 2^64.
+
+        If it already has so few, returns it unchanged.
+        """
         if rate >= self.rate:
             return self
         return dataclasses.replace(self, hashes=self.hashes[self.hashes < _limit(rate)], rate=rate)
 
     def join(self, other: "Trained | None") -> "Trained":
-        """Returns a `Trained` with the examples of both.
+        """Returns a `Trained` with the examples of `self` and `other`.
 
-        Its rate is the smaller one of both, unless `other` adds nothing.
+        If one of them has only a sample, the result has only a sample too, unless `other` adds nothing.
         """
         if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
             return self

@@ -134,9 +134,10 @@ class Split:
 
 
 def usual_metadata(*, vocab_size: int, seq_len: int, num_puzzle_identifiers: int, **others: Any) -> Metadata:
-    """Returns metadata with the usual values: one set "all", token 0 for padding, identifier 0 for blank.
+    """Returns metadata with the values that our builders use.
 
-    Padding is not scored. others: Further fields of `Metadata`.
+    There is one set "all". Token 0 is padding, which is not scored. Puzzle identifier 0 is for puzzles
+    without an embedding. others: Further fields of `Metadata`.
     """
     usual = {"total_groups": 1, "mean_puzzle_examples": 1.0, "sets": ("all",), **others}
     return Metadata(0, 0, 0, vocab_size, seq_len, num_puzzle_identifiers, **usual)
@@ -164,8 +165,8 @@ def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, 
 class Origin(NamedTuple):
     """Where a test set comes from, if several dataset folders are mixed.
 
-    folder: Dataset folder. set_name: Name of the set in the folder. first_identifier: Number that identifier
-    0 of the folder has in the mixture.
+    folder: Dataset folder. set_name: Name of the set in the folder. first_identifier: Puzzle identifier in
+    the mixture of the folder's first identifier, because each folder gets its own range.
     """
 
     folder: Path
@@ -185,7 +186,7 @@ class Dataset:
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def origin(self, set_name: str) -> Origin:
-        """Returns where a test set comes from: folder, name in the folder, first identifier of the folder."""
+        """Returns the folder of a test set, its name there, and the folder's first puzzle identifier."""
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
@@ -195,7 +196,10 @@ class Dataset:
 
     @property
     def metadata(self) -> Metadata:
-        """Metadata of the first split. Tokens and identifiers are equal in all splits."""
+        """Metadata of the first split.
+
+        The values about tokens and puzzle identifiers are equal in all splits.
+        """
         return next(iter(self.splits.values())).metadata
 
 
@@ -204,9 +208,10 @@ def array_path(folder: Path, split: str, set_name: str, field: str) -> Path:
 
 
 def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everything: bool) -> Dataset:
-    """Opens the splits of a dataset folder and checks them. They must agree on tokens and identifiers.
+    """Opens the splits of a dataset folder and checks them.
 
-    Raises ValueError, one line with file, error and fix.
+    The splits must agree on tokens and puzzle identifiers. Raises ValueError, one line with file, error and
+    fix.
 
     read_everything: Whether to read and check every token too.
     """
@@ -350,10 +355,11 @@ def _open_array(path: Path) -> np.ndarray:
 
 
 def check_tokens(folder: Path, split: str, data: Split) -> None:
-    """Reads all tokens and transforms of a split (about 1 GB/s) and checks that they are valid.
+    """Reads all tokens of a split, and all transforms of its augmentation (about 1 GB/s).
 
-    Inputs must be in [0, vocab_size). Labels must be in the same range, or `ignore_label_id`. A training
-    split must have a label. Raises ValueError with the file, the row and the token.
+    Checks their values. Inputs must be in [0, vocab_size). Labels must be in the same range, or
+    `ignore_label_id`. A training split must have a label. Raises ValueError with the file, the row and the
+    token.
     """
     vocab_size, ignored = data.metadata.vocab_size, data.metadata.ignore_label_id
     has_labels = split != "train"

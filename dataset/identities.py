@@ -23,10 +23,10 @@ _ONLY_BLANK = json.dumps([BLANK]).encode()
 
 
 class Match(NamedTuple):
-    """Which rows of a model's puzzle table (embeddings) belong to the puzzle identifiers of a dataset.
+    """Which rows of a model's puzzle table (its puzzle embeddings) belong to the puzzles of a dataset.
 
     Attributes:
-        rows: Row of each identifier, int64 [identifiers]. -1 if the model has no row for it.
+        rows: Row of each puzzle identifier, int64 [identifiers]. -1 if the model has no row for it.
         is_other: bool [identifiers]. True if the model has a row with this name, but for another task.
         num_rows: Number of rows of the model.
         num_additional: Number of the model's rows that belong to no identifier of the dataset.
@@ -58,7 +58,7 @@ class Identities:
     digests: np.ndarray
 
     def equals(self, other: "Identities") -> bool:
-        """Returns whether every identifier stands for the same puzzle in both.
+        """Returns whether every puzzle identifier stands for the same puzzle in both.
 
         If both have only one folder, its name is ignored.
         """
@@ -86,10 +86,10 @@ class Identities:
         return keys
 
     def match(self, data: "Identities") -> Match | None:
-        """Finds the row of a model for each identifier of a dataset. `self` describes the rows of the model.
+        """Finds the model's row (puzzle embedding) for each puzzle identifier of a dataset.
 
-        Returns None if one side does not name each identifier. If both have only one folder, its name is
-        ignored.
+        `self` describes the rows of the model. Returns None if one side does not name each identifier. If
+        both have one folder, its name is ignored.
 
         data: Identities of the dataset.
         """

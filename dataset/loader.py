@@ -94,7 +94,7 @@ class PuzzleDataset(IterableDataset):
     def distinct_identifiers(self) -> np.ndarray:
         """Returns all puzzle identifiers that this rank will read: int64 [n], ascending.
 
-        Includes the identifier of padding.
+        A puzzle identifier is the number of a puzzle embedding. Includes the identifier of padding.
         """
         data = self.data.splits[self.split]
         found = [np.array([data.metadata.blank_identifier_id])]
@@ -176,10 +176,10 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
 def choose_rows(
     puzzle_set: PuzzleSet | ConcatenatedSet, count: int, puzzles: np.ndarray | None = None
 ) -> np.ndarray:
-    """Selects up to `count` examples of a set, at equal distances, without variants of puzzles.
+    """Selects up to `count` examples of a set, at equal distances. Leaves out augmented copies of puzzles.
 
-    Returns their indices, int64, ascending. puzzles: Indices of the puzzles to choose from, int64 [n]. If it
-    has no puzzle without augmentation, variants are chosen. If None, all puzzles.
+    Returns the indices of the examples, int64, ascending. puzzles: Indices of the puzzles to choose from,
+    int64 [n]. If all of them are augmented copies, they are not left out. If None, all puzzles.
     """
     if puzzles is None:
         rows = original_rows(puzzle_set)
@@ -190,7 +190,7 @@ def choose_rows(
 
 
 def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
-    """Returns the indices of all examples that are not variants of another puzzle: int64 [n]."""
+    """Returns the indices of all examples that are not augmented copies: int64 [n]."""
     return rows_of(puzzle_set.puzzle_indices, np.asarray(puzzle_set.group_indices[:-1], np.int64))
 
 
@@ -202,7 +202,7 @@ def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
 
 
 def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:
-    """Returns the name of each puzzle identifier, "" for the blank one or if the name is missing.
+    """Returns the name of the puzzle behind each puzzle identifier. "" if it has none.
 
     set_names: For each identifier, the test set that it is used in.
     """

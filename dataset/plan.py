@@ -38,11 +38,11 @@ class GlobalBatch:
 
 
 class _SetPlan:
-    """The order in which one stage of the training visits the groups of one set.
+    """The order in which a part of the training (a stage of the curriculum) reads the puzzles of one set.
 
-    A group is an original puzzle and its variants. A batch is filled with visits. A visit samples one puzzle
-    of a group and takes its examples in random order. The last visit is truncated, so that the batch has
-    `global_batch_size` examples.
+    A group is a puzzle and its augmented copies. Each epoch visits every group: it samples one puzzle of the
+    group and takes its examples in random order. A batch is filled with such visits. The last visit is
+    truncated, so that the batch has `global_batch_size` examples.
 
     groups: Mask of the groups to visit, bool [num_groups]. stream: Random bits. Its index is the epoch.
     steps_per_iteration: Number of training steps in each iteration (the steps between two evaluations).
@@ -121,7 +121,7 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_puzzles(self, epoch: int) -> np.ndarray:
-        """Samples one puzzle (original or variant) of each group: int64 [num_groups].
+        """Samples one puzzle of each group (puzzle with its augmented copies): int64 [num_groups].
 
         The groups are in random order.
         """
@@ -171,11 +171,11 @@ class _SetPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of the training, with its own data or number of cycles.
+    """A stage of the training (of the curriculum), with its own data or number of cycles.
 
     folders: Indices of the dataset folders to train on. epochs: Length of the stage. eval_interval: Epochs
-    between two evaluations. cycles: Cycles of the model in this stage, such as {"H_cycles": 2}. {}: as in the
-    config.
+    between two evaluations. cycles: Number of cycles of the model in this stage, such as {"H_cycles": 2}. {}:
+    as in the config.
     """
 
     folders: tuple[int, ...]
@@ -187,7 +187,8 @@ class Stage:
 class TrainPlan:
     """The order of the examples in a training: optional first stages, then the main stage.
 
-    A stage has its own data or cycles. The order of the main stage does not depend on the other stages.
+    A stage of the curriculum has its own data or number of cycles. The order of the main stage does not
+    depend on the other stages.
 
     Attributes:
         total_steps: Number of training steps in the run.
@@ -206,16 +207,16 @@ class TrainPlan:
         train_steps: int | None = None,
         eval_steps: int | None = None,
     ):
-        """Plans all stages. The last of `stages` is the main stage.
+        """Plans all stages of the curriculum. The last of `stages` is the main stage.
 
-        Raises ValueError if an iteration (the steps between two evaluations) does not fill one batch.
+        Raises ValueError if the steps between two evaluations do not fill one batch.
 
         sets: {name: training set}. parts: Parts of the main stage, as pairs (fraction of its steps, stage).
         They follow each other from its first step, and use its data with other cycles. held_out: {set: mask
-        of the groups that no stage visits, bool [num_groups]}. train_steps: Number of steps of the main
-        stage. If given, the main stage is one iteration of as many epochs as needed. eval_steps: With
-        `train_steps`, the steps between evaluations in the main stage. If None, there is one evaluation, at
-        its end.
+        of the groups (puzzles with their augmented copies) that are not trained on, bool [num_groups]}.
+        train_steps: Number of steps of the main stage. If given, the main stage has as many epochs as needed.
+        eval_steps: With `train_steps`, the steps between evaluations in the main stage. If None, there is one
+        evaluation, at its end.
         """
         self._sets, self._seed, self._held_out = sets, seed, held_out or {}
         self.global_batch_size = global_batch_size
@@ -255,7 +256,7 @@ class TrainPlan:
         self._stages = [*stages[:-1], *(stage for _, stage in parts), self.main]
 
     def _plan_sets(self, stage: Stage, stream: int) -> list[_SetPlan]:
-        """Returns the plan of each set that a stage trains on.
+        """Returns the order of examples for each set that a stage of the curriculum trains on.
 
         stream: Number that selects the random bits of the first set. Set k uses stream + k.
         """
@@ -270,11 +271,11 @@ class TrainPlan:
         return plans
 
     def stage_of(self, step: int) -> Stage:
-        """Returns the stage that training step `step` (from 1) belongs to."""
+        """Returns the stage of the curriculum that training step `step` (from 1) belongs to."""
         return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
     def epochs(self, step: int) -> float:
-        """Returns how many epochs the first `step` training steps are, over all stages.
+        """Returns how many epochs the first `step` training steps are, over all stages of the curriculum.
 
         It may be a fraction.
         """
@@ -286,7 +287,7 @@ class TrainPlan:
         return epochs
 
     def num_steps(self, last: int) -> list[tuple[Stage, int]]:
-        """Divides the first `last` training steps by stage.
+        """Divides the first `last` training steps by stage of the curriculum.
 
         Returns (stage, number of steps) for each stage.
         """
@@ -305,11 +306,11 @@ class TrainPlan:
 
 
 def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: float) -> np.ndarray:
-    """Selects puzzles of a training set for validation. Returns a mask of their groups: bool [num_groups].
+    """Selects puzzles of a training set for validation. Returns a mask of groups: bool [num_groups].
 
-    A group is a puzzle with all its variants, so no variant of a validation puzzle is trained on. Selects
-    `fraction` of the groups of each dataset folder, rounded down. A larger fraction selects the same groups
-    and more. The selection depends only on the seed and on the number of groups of each folder.
+    A group is a puzzle with all its augmented copies, so no copy of a validation puzzle is trained on.
+    Selects `fraction` of the groups of each dataset folder, rounded down. A larger fraction selects the same
+    groups and more. The selection depends only on the seed and on the number of groups of each folder.
     """
     held_out = np.zeros(len(data.folder_of_group), bool)
     for folder in np.unique(data.folder_of_group):

@@ -20,7 +20,8 @@ _CHUNK_ROWS = 1 << 14
 def fields_of(augmentation: str | None) -> tuple[str, ...]:
     """Returns the names of the arrays of a set of puzzles, such as "inputs" and "labels".
 
-    augmentation: Name of the family of transforms. If None, the set has only the arrays of the public tools.
+    augmentation: Name of the augmentation. Its transforms are an array too. None if augmented copies are
+    stored directly, as in the public tools.
     """
     if augmentation is None:
         return FIELDS
@@ -60,9 +61,9 @@ class PuzzleSet:
 
     @property
     def folder_of_group(self) -> np.ndarray:
-        """The index of the dataset folder of each group, int64 [num_groups]. Here all are 0.
+        """The index of the dataset folder of each group (puzzle with its augmented copies).
 
-        A `ConcatenatedSet` has several folders.
+        int64 [num_groups]. Here all are 0. A `ConcatenatedSet` has several folders.
         """
         return np.zeros(len(self.group_indices) - 1, np.int64)
 
@@ -75,10 +76,9 @@ class PuzzleSet:
         return [(0, self)]
 
     def originals(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yields the examples of all original puzzles, without variants: (inputs, labels, puzzles) in chunks.
+        """Yields the examples of all puzzles without augmented copies, in chunks: (inputs, labels, puzzles).
 
-        An original is the first puzzle of a group. inputs, labels: [n, seq_len]. puzzles: Index of the puzzle
-        of each example, int64 [n].
+        inputs, labels: [n, seq_len]. puzzles: Index of the puzzle of each example, int64 [n].
         """
         firsts = np.asarray(self.group_indices[:-1], np.int64)
         for part in np.array_split(firsts, -(-len(firsts) // _CHUNK_ROWS)):
@@ -91,7 +91,7 @@ class PuzzleSet:
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Reads some examples. Returns inputs and labels, [n, seq_len] each.
 
-        Makes variants by their transforms.
+        If the set does not contain the augmented copies of puzzles, it computes them here.
 
         rows: Indices of the examples, int64 [n]. puzzles: Index of the puzzle of each example, int64 [n].
         """
@@ -106,9 +106,9 @@ class PuzzleSet:
 
     @functools.cached_property
     def _first_original(self) -> np.ndarray:
-        """For each puzzle, the index in `inputs` of the first example of its original, int64.
+        """For each puzzle, the index in `inputs` of its first example before augmentation.
 
-        It has the shape [num_puzzles]. An original is a puzzle without augmentation.
+        int64 [num_puzzles].
         """
         first_puzzles = self.group_indices[:-1]
         sizes = self.puzzle_indices[first_puzzles + 1] - self.puzzle_indices[first_puzzles]
@@ -122,7 +122,7 @@ class PuzzleSet:
             yield rows, self.puzzle_indices.searchsorted(rows, side="right") - 1
 
     def materialize(self) -> "PuzzleSet":
-        """Returns the same set with every variant written out, so that it needs no transforms."""
+        """Returns the same set, but with all augmented copies of puzzles as arrays."""
         if self.augmentation is None:
             return self
         inputs, labels = (np.empty((self.num_examples, self.inputs.shape[1]), np.uint8) for _ in range(2))
@@ -134,8 +134,8 @@ class PuzzleSet:
 class ConcatenatedSet:
     """Several puzzle sets, one after the other, as one set. The arrays are as in `PuzzleSet`.
 
-    parts: (index of the dataset folder, set) of each set. folder_of_group: Index of the dataset folder of
-    each group, int64 [num_groups].
+    parts: (index of the dataset folder, set) of each set. folder_of_group: For each group (puzzle with its
+    augmented copies), the index of its dataset folder, int64 [num_groups].
     """
 
     def __init__(

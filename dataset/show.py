@@ -129,7 +129,7 @@ def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], s
 
 
 def _describe(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str]) -> str:
-    """Returns two lines of text about an example: its puzzle, identifier and group. All numbers count from 0.
+    """Returns two lines of text that say where an example is in the dataset. All numbers count from 0.
 
     row: Index of the example. puzzle: Index of its puzzle. names: Name of each puzzle identifier.
     """

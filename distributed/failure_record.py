@@ -25,9 +25,9 @@ class FailureRecord:
             self._failure = float(record["time"]), int(record["step"])
 
     def record_recovery(self, step: int) -> None:
-        """If an earlier launch failed, prints how long ago, and removes the file.
+        """If the previous launch of the run failed, prints how long ago, and removes the file.
 
-        Call it after a launch's first step.
+        Call it after the first training step of a launch.
 
         step: Number of training steps done. The message also says how many steps were computed twice.
         """

@@ -56,7 +56,7 @@ class Scalars:
 
 
 class ShardBuffers:
-    """Memory for only some ranges of a flat buffer.
+    """Memory for only some ranges of a flat buffer (a tensor with the values of all parameters).
 
     Example: the moments of the weights that this rank updates.
 
@@ -177,7 +177,7 @@ class FlatParameters:
         self.owned = self._take_over()
 
     def _take_over(self) -> Tensors:
-        """Moves the parameters into the buffers.
+        """Moves the values of the parameters into the flat buffers, and makes the parameters views of them.
 
         Returns what this rank updates: {name: full tensor or shard}.
         """
@@ -266,8 +266,8 @@ class FlatParameters:
     ) -> Tensors:
         """Returns {name: tensor or shard} of the parameters, or of `names`, as views of `shard_buffers`.
 
-        The result for a sharded parameter has only its elements within the range `shard`. There may be none.
-        The result for any other parameter is the full tensor.
+        A parameter that ranks divide among themselves gives a shard: its elements in the range `shard`,
+        perhaps none. Any other parameter gives its full tensor.
 
         shard_buffers: Memory for the ranges `around(shard)`. shard: Range of the flat buffer.
         """
@@ -290,10 +290,10 @@ class FlatParameters:
         return shards
 
     def _part(self, name: str, shard: slice) -> slice:
-        """Returns the range of a parameter in the flat buffer.
+        """Returns the range of a parameter in the flat buffer (the tensor with the values of all parameters).
 
-        For a sharded parameter, only the part within `shard`. The unused elements behind the parameter are
-        not included.
+        If ranks divide the parameter among themselves, returns only the part within `shard`. The unused
+        elements behind the parameter are not included.
         """
         begin = self._ranges[name].start
         end = begin + self.parameters[name].numel()
@@ -302,10 +302,11 @@ class FlatParameters:
         return slice(*(min(max(each, begin), end) for each in (shard.start, shard.stop)))
 
     def around(self, shard: slice) -> list[slice]:
-        """Returns ranges of the flat buffer that contain `shard` and all unsharded parameters.
+        """Returns the ranges of the flat buffer that a rank needs to update the weights in `shard`.
 
-        The ranges are rising, and as few as possible. They start and end at multiples of 1024, because
-        kernels round by the position within a range.
+        Besides `shard`, these contain the parameters that every rank updates. The ranges are rising, and as
+        few as possible. They start and end at multiples of 1024, because kernels round by the position within
+        a range.
         """
         rest, unit = self.ranges(self.parameters.keys() - self._sharded), _SHARD_ALIGNMENT
         rest = [
@@ -320,11 +321,11 @@ class FlatParameters:
         return merged
 
     def zeros(self, ranges: Sequence[slice]) -> ShardBuffers:
-        """Returns buffers of zeros for these ranges of the flat buffer, in the dtype of the gradients."""
+        """Returns memory for some ranges of the flat buffer, all zero, in the dtype of the gradients."""
         return ShardBuffers(ranges, [self.message.new_zeros(each.stop - each.start) for each in ranges])
 
     def kept_of(self, names: Collection[str]) -> list[slice]:
-        """Returns the ranges of the flat buffer that hold these parameters and that this rank updates."""
+        """Returns the ranges of the flat buffer that hold the given parameters and that this rank updates."""
         pairs = itertools.product(self.ranges(names), self._kept)
         common = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
         return [each for each in common if each.start < each.stop]
@@ -332,8 +333,8 @@ class FlatParameters:
     def gather_(self) -> None:
         """Distributes the updated weights to all ranks, for the next forward pass.
 
-        All ranks call it after an update. Copies this rank's master weights into `weights` (a cast in mixed
-        precision), then all-gathers the shards.
+        All ranks call it after an update. Copies the float32 weights that this rank has updated into
+        `weights` (in mixed precision, this casts them), then sends them to the other ranks.
         """
         if self.is_mixed and self.shard.start < self.shard.stop:
             self.weights[self.shard] = self.master_weights.at(self.shard)
@@ -370,7 +371,7 @@ class FlatParameters:
         return self.views(whole) | rest
 
     def _cut(self) -> list[slice]:
-        """Divides the flat buffer among the ranks of the sharding group.
+        """Divides the flat buffer among the ranks that share the optimizer's work (`shard_group`).
 
         Returns one range for each of these ranks. The lengths are about equal. If `unsplit` names matrices, a
         range starts and ends only where such a matrix starts or ends.
@@ -384,11 +385,9 @@ class FlatParameters:
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
-        """Returns the ranges of these parameters in the flat buffer.
+        """Returns the ranges of the parameters `names` in the flat buffer.
 
-        Each includes the unused elements behind it.
-
-        joins: Whether to merge adjacent ranges.
+        A range includes the unused elements behind its parameter. joins: Whether to merge adjacent ranges.
         """
         ranges: list[slice] = []
         for name, own in self._ranges.items():
@@ -401,9 +400,10 @@ class FlatParameters:
         return ranges
 
     def buckets(self, num_bytes: float) -> list[slice]:
-        """Splits `message` into ranges of about `num_bytes`. The backward pass sends them one by one.
+        """Splits `message` (gradients and scalars) into ranges of about `num_bytes`, to be sent one by one.
 
-        The first range is smaller, so that sending starts early. The last range also contains the scalars.
+        The first range is smaller, so that sending starts early in the backward pass. The last range also
+        contains the scalars.
         """
         element_bytes = self.message.element_size()
         buckets: list[slice] = []

@@ -62,7 +62,7 @@ Config = TypeVar("Config")  # a pydantic model with the keys of the machine
 
 @dataclasses.dataclass(frozen=True)
 class Program(Generic[Config]):
-    """What a launched program gets from `launch`: its config, this rank's device, and the watchdog.
+    """What `launch` gives to a program: its config, this rank's device, and the watchdog.
 
     All ranks have the same config. The watchdog ends all ranks if one of them hangs.
     """

@@ -237,7 +237,7 @@ def rank_folder() -> Path | None:
 
 
 def locate_ranks(position: Callable[[int], str]) -> None:
-    """Makes messages name a rank together with its place in the mesh, such as "rank 3 (stage 1)".
+    """Makes messages name a rank together with its place in the parallel layout, such as "rank 3 (stage 1)".
 
     position: Function that returns the place of a rank as text. Example: position(3) is "stage 1".
     """
@@ -248,7 +248,7 @@ def locate_ranks(position: Callable[[int], str]) -> None:
 def name_ranks(numbers: Sequence[int]) -> str:
     """Returns a text that names ranks, such as "rank 3" or "ranks 3, 5".
 
-    After `locate_ranks`, the text includes each rank's place in the mesh: "rank 3 (stage 1, shard 1)".
+    After `locate_ranks`, it also says where they are in the parallel layout: "rank 3 (stage 1, shard 1)".
     """
     chosen = numbers[:_MAX_NAMED]
     named = ", ".join(f"{number} ({_position(number)})" if _position else str(number) for number in chosen)

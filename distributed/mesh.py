@@ -24,10 +24,10 @@ AXES = {
 def sizes_of(
     world_size: int, *, pipeline: int = 1, shard: int | str = "auto", tensor: int = 1
 ) -> dict[str, int]:
-    """Computes the size of the mesh along each axis. Returns {axis: number of ranks}.
+    """Computes the layout of all ranks in a mesh. Returns {axis: number of ranks along it}.
 
-    The product of all sizes is `world_size`: the axis "replicate" gets the ranks that the other axes leave.
-    Raises ValueError if the sizes do not divide `world_size`.
+    The axes are pipeline, replicate, shard and tensor. The axis replicate gets all ranks that the other axes
+    leave. Raises ValueError if the sizes do not divide `world_size`.
 
     shard: If -1, all ranks that the axes pipeline and tensor leave. If "auto", 1.
     """
@@ -46,7 +46,7 @@ def sizes_of(
 
 
 def position_of(number: int, sizes: dict[str, int]) -> dict[str, int]:
-    """Returns the position of rank `number` in a mesh: {axis: index along it, from 0}.
+    """Returns the position of rank `number` along each axis of the mesh: {axis: index from 0}.
 
     sizes: {axis: number of ranks}.
     """
@@ -66,9 +66,9 @@ def describe_position(number: int, sizes: dict[str, int]) -> str:
 
 
 class Mesh:
-    """The process groups of this rank along the axes of the mesh. All ranks build a mesh together.
+    """The layout of all ranks along the axes pipeline, replicate, shard and tensor, with process groups.
 
-    A slot is one position of the global batch.
+    All ranks build a mesh together. A slot is one position of the global batch.
 
     Attributes:
         sizes: {axis: number of ranks}.
@@ -99,7 +99,10 @@ class Mesh:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
 
     def _along(self, axes: Collection[str]) -> Ranks:
-        """Returns the group of ranks that differ from this rank only along `axes`. All ranks call it."""
+        """Returns this rank's group along some axes: the ranks that differ from this rank only along `axes`.
+
+        All ranks call it.
+        """
         lines: dict[tuple[int, ...], list[int]] = {}
         for number in range(world_size()):
             position = position_of(number, self.sizes)

@@ -37,16 +37,18 @@ class Ring:
     def send(self, tensor: Tensor, goal: int, *, with_owner: bool) -> None:
         """Starts to send a tensor to rank `goal`, and does not wait. `finish_sends` waits.
 
-        with_owner: Whether the message is to or from the owner of the data (group `owners`).
+        with_owner: Whether one of the two ranks sends or gets its own data (group `owners`), instead of
+        passing data from stage to stage.
         """
         tensor = tensor.contiguous()
         self._sent.append((dist.isend(tensor, group_dst=goal, group=self._groups[with_owner]), tensor))
 
     def receive(self, like: Tensor, source: int, *, with_owner: bool) -> Callable[[], Tensor]:
-        """Starts to receive a tensor from rank `source`. Returns a function that waits for it and returns it.
+        """Starts to receive a tensor from rank `source`.
 
-        like: A tensor of the same shape and dtype. with_owner: Whether the message is to or from the owner of
-        the data (group `owners`).
+        Returns a function that waits for the tensor and returns it.
+
+        like: A tensor of the same shape and dtype. with_owner: The value that the sender passes to `send`.
         """
         tensor = torch.empty_like(like, memory_format=torch.contiguous_format)
         work = dist.irecv(tensor, group_src=source, group=self._groups[with_owner])
@@ -65,7 +67,7 @@ class Ring:
 
 
 def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *, forward: bool) -> Tensor:
-    """Sends the data of every rank through all pipeline stages and back.
+    """Sends the data of every rank through all pipeline stages and back to that rank.
 
     Returns the output for this rank's data. All ranks of the ring call it.
 
@@ -140,12 +142,12 @@ class _Call(torch.autograd.Function):
 
 
 def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Tensor:
-    """Runs a level (a stack of blocks) on this rank's data `h` [slots, ...], through all pipeline stages.
+    """Runs a level (a stack of blocks) on this rank's data `h`, through all pipeline stages.
 
-    Returns the output, in the same shape. All ranks call it, with equal shapes.
+    Returns the output. All ranks call it, with equal shapes.
 
-    run: Function that runs the blocks of this rank's stage: run(h, *context). context: Further arguments of
-    each block, equal on all ranks.
+    run: Function that runs the blocks of this rank's stage: run(h, *context). h: Activations, [batch, ...].
+    context: Further arguments of each block, equal on all ranks.
     """
     if not torch.is_grad_enabled():
         return circulate(ring, h, lambda _, received: run(received, *context), forward=True)

@@ -51,7 +51,7 @@ class GradientSync:
     def zero(self) -> None:
         """Zeroes the gradients. Call it before the first backward pass of a step.
 
-        It also allows `flat.scalars.add` again.
+        After this call, the step may add scalars (`flat.scalars.add`).
         """
         self.flat.gradients.zero_()
         self.flat.scalars.is_closed = False
@@ -69,13 +69,14 @@ class GradientSync:
             self.flat.scalars.is_closed = True
 
     def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a backward pass, and makes it add the gradients to `flat.gradients`."""
+        """Surrounds a backward pass, so that it adds the gradients to the flat tensor `flat.gradients`."""
         return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:
-        """Completes the sum of gradients over ranks. Returns {name: that scalar on all ranks, [ranks]}.
+        """Completes the sum of gradients over ranks.
 
-        All ranks call it, after the last backward pass.
+        Returns {name of a scalar: its value on each rank, [ranks]}. All ranks call it, after the last
+        backward pass.
         """
         raise NotImplementedError
 
@@ -86,10 +87,11 @@ class GradientSync:
 
 @dataclasses.dataclass
 class _Bucket:
-    """A range of the flat gradients. One message sums the range over ranks.
+    """A part of the gradients that one message sums over ranks.
 
-    send_buffer: Memory that is sent: `gradients`, or a copy in another dtype. missing: Number of parameters
-    whose gradient this backward pass has not completed yet. work: The running message, or None.
+    gradients: Range of the flat tensor of all gradients. send_buffer: Memory that is sent: `gradients`, or a
+    copy in another dtype. num_parameters: Number of parameters with gradients in this range. missing: Number
+    of them whose gradient this backward pass has not completed yet. work: The running message, or None.
     """
 
     gradients: Tensor

@@ -32,7 +32,8 @@ class Average:
     def update(self, steps: range) -> None:
         """Adds the current weights to the averages, once for each step in `steps`.
 
-        steps: Numbers of training steps, from 1. With local steps, several steps are added at once.
+        steps: Numbers of training steps, from 1. Usually only one. With local_steps > 1, the weights are
+        known only every few steps, and are then added several times.
         """
 
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
@@ -97,7 +98,7 @@ class DenseAverage(Average):
             averages.lerp_(weights, share)  # in one pass over memory
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (averages, weights) for each range of the flat buffers that this rank averages."""
+        """Yields (averages, weights) for each range of the weights that this rank averages."""
         for flat, shard_buffers in zip(self._flats, self._averages, strict=True):
             for each, averages in zip(shard_buffers.ranges, shard_buffers.buffers, strict=True):
                 yield averages, flat.master_weights.at(each)

@@ -99,9 +99,11 @@ class PuzzleTable:
         """
 
     def keep_own(self, *, step: int) -> None:
-        """Stores only this rank's gradients for `update_`, without a sum over ranks (for local steps).
+        """Stores this rank's gradients for `update_`, without a sum over ranks.
 
-        step: First training step after the last merge of weights over ranks.
+        For local_steps > 1: ranks train separately, and merge their weights every few steps.
+
+        step: First training step after the last merge.
         """
 
     def update_(self, lr: float) -> None:
@@ -111,9 +113,11 @@ class PuzzleTable:
         """
 
     def merge(self, *, step: int) -> None:
-        """Makes the tables of all ranks equal, after steps in which ranks trained separately (local steps).
+        """Makes the tables of all ranks equal. All ranks call it.
 
-        All ranks call it. step: First training step after the last merge.
+        For local_steps > 1: ranks train separately between two calls.
+
+        step: First training step after the last call.
         """
 
     def fetch(self, identifiers: Tensor) -> None:
@@ -163,7 +167,8 @@ class _Table(PuzzleTable):
 class Replicated(_Table):
     """A table of puzzle embeddings with all rows on every rank.
 
-    The rows are equal on all ranks after each step. With local steps, they are equal after each `merge`.
+    The rows are equal on all ranks after each step. With local_steps > 1, ranks train separately, and the
+    rows are equal after each `merge`.
 
     slot_counts: For each rank, its number of slots. A slot is one position of the global batch.
     """
@@ -204,11 +209,10 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def merge(self, *, step: int) -> None:
-        """Sets each row that local steps changed to its mean over the ranks that changed it.
+        """Sets each row that ranks have changed to its mean over these ranks. All ranks call it.
 
-        All ranks call it.
-
-        step: First training step after the last merge.
+        For local_steps > 1: ranks train separately between two calls. step: First training step after the
+        last call.
         """
         weights, own = self.embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
@@ -229,9 +233,12 @@ class Replicated(_Table):
         return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
     def all_gather_owned(self, own: Tensor) -> Tensor:
-        """Gathers the owned rows of all ranks, and returns the full table. All ranks call it.
+        """Returns the values of all rows of the table, [num_rows, ...]. All ranks call it.
 
-        Sends one broadcast for each rank, because this needs little extra memory.
+        Rank r passes the values of rows r, r + size, r + 2 size, ... Sends one broadcast for each rank,
+        because this needs little extra memory.
+
+        own: Values of this rank's rows.
         """
         if not has_group():
             return own
@@ -313,7 +320,7 @@ class RowsByOwner(_Table):
 
 
 class RowAverage(Average):
-    """Moving average (EMA) of the puzzle embeddings that this rank owns.
+    """Moving average (EMA) of the puzzle embeddings. Each rank averages some rows of the table.
 
     Most training steps do not change a row. Over n steps without a change, the difference between average and
     row shrinks by rate^n. This class computes that in one operation, when the row is about to change or when
@@ -345,8 +352,8 @@ class RowAverage(Average):
 
         Call it before step `step` (from 1) changes the rows. A second call for the same step changes nothing.
 
-        identifiers: int64 [n], row numbers in the full table, with repeats. This rank ignores rows of other
-        owners.
+        identifiers: int64 [n], row numbers in the full table, with repeats. Rows that other ranks average are
+        ignored.
         """
         if not self._owned:
             return
@@ -374,7 +381,7 @@ class RowAverage(Average):
         return {name: self._shard(tensor) for name, tensor in kept.items()}
 
     def _shard(self, tensor: Tensor) -> Tensor | Shard:
-        """Describes a tensor [owned rows, ...] as this rank's part of a tensor [all rows, ...]."""
+        """Describes values of the rows that this rank averages as a shard of a tensor [all rows, ...]."""
         return shard_of_rows(tensor, self._owned, self._table.num_rows, self._ranks)
 
     @torch.no_grad()

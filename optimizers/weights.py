@@ -57,7 +57,7 @@ class Weights:
     Attributes:
         flats: Flat buffers. Without pipeline and tensor parallelism, one for all weights. Otherwise two:
             weights outside of blocks, and this rank's part of the blocks.
-        groups: One for each optimizer and weight decay.
+        groups: Optimizers with the names of their weights, one for each optimizer class and weight decay.
         owned: {name: tensor or shard that this rank updates}, with the gradient as `grad`.
         scalars: Numbers such as the loss that are sent with the gradients of flats[0].
         remote_names: Names of weights that are only on other pipeline stages.
@@ -172,10 +172,10 @@ def build_flats(
     blocks: frozenset[str],
     cuts: dict[str, Cut],
 ) -> tuple[FlatParameters, ...]:
-    """Moves the weights of a network into flat buffers, and returns the buffers. All ranks call it.
+    """Moves the weights of a network into flat buffers (one tensor for many weights). All ranks call it.
 
-    With pipeline or tensor parallelism, there are two flat buffers, the second one for blocks. Otherwise,
-    there is one.
+    Returns the buffers. With pipeline or tensor parallelism, there are two, the second one for blocks.
+    Otherwise, there is one.
 
     blocks: Names of the weights in blocks. cuts: {name of a weight: part that this rank holds} (tensor
     parallel).

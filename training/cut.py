@@ -37,7 +37,7 @@ def cut(network: Network, mesh: Mesh) -> dict[str, Cut]:
 
     Removes the blocks of other pipeline stages, and divides weights among tensor-parallel ranks. Returns
     {name of a divided weight: part that this rank holds}. The network must be initialized before, so that the
-    initial weights do not depend on the mesh.
+    initial weights do not depend on the number of ranks.
     """
     if mesh.pipeline.size > 1:
         for level in levels_of(network).values():

@@ -60,7 +60,7 @@ class RunData:
     leaks: Leaks
 
     def trained_on(self, step: int) -> Trained:
-        """Returns the examples that may have been trained on in the first `step` steps.
+        """Returns the examples that may have been used in the first `step` training steps.
 
         Only rank 0 may call it. With a curriculum, these are all examples of the stages that have begun.
         """
@@ -200,12 +200,11 @@ def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
 
 
 def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
-    """Selects training puzzles for validation.
+    """Selects training puzzles for validation. Returns {training set: mask of groups, bool [num_groups]}.
 
-    Returns {training set: mask of their groups, bool [num_groups]}. A group is a puzzle with all its
-    variants. Returns {} without `validation_fraction`. Raises ValueError if the fraction selects no group.
-    Also raises ValueError if only held-out puzzles use some puzzle embedding, because it would not be
-    trained.
+    A group is a puzzle with all its augmented copies. Returns {} without `validation_fraction`. Raises
+    ValueError if the fraction selects no group. Also raises ValueError if only held-out puzzles use some
+    puzzle embedding, because it would not be trained.
     """
     if not config.validation_fraction:
         return {}
@@ -243,7 +242,8 @@ def build_plan(
 ) -> TrainPlan:
     """Plans which examples each training step uses. The stages of the curriculum come first.
 
-    Raises ValueError if a stage is too short for one batch.
+    A stage of the curriculum has its own data or settings. Raises ValueError if a stage is too short for one
+    batch.
 
     data: Dataset of all `config.data_paths`. held_out: Result of `hold_out`. If None, no puzzles are held
     out.

@@ -69,7 +69,7 @@ class Needs:
     def memory(self) -> dict[str, float]:
         """Returns {what: bytes} that a process keeps in memory between training steps, such as weights.
 
-        Unused elements between the weights in flat buffers are not counted.
+        Padding between the weights is not counted.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         in_one_flat = self._is_plain and not self._is_mixed

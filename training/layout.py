@@ -29,9 +29,9 @@ def build_mesh(config: PretrainConfig) -> Mesh:
 
 
 def check_layout(config: PretrainConfig, world_size: int) -> None:
-    """Raises ValueError if `world_size` processes cannot divide the global batch.
+    """Raises ValueError if the global batch cannot be divided evenly among `world_size` processes.
 
-    An elastic run only warns, and gives some processes fewer slots (positions of the batch).
+    An elastic run only warns, and gives some processes a smaller part of the batch.
     """
     sizes = layout_of(config, world_size)
     slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])

@@ -13,7 +13,7 @@ def training_metrics(
 ) -> dict[str, float]:
     """Computes the metrics of some training steps from sums. Returns {metric: value}.
 
-    Omits metrics without data. sums: {name: sum over all slots, ranks and these steps}. steps: Number of
+    Omits metrics without data. sums: {name: sum over the global batch and these steps}. steps: Number of
     these steps.
     """
     objective = network.objective_class

@@ -40,7 +40,7 @@ class LocalModel:
     def compile_(self) -> None:
         """Compiles the blocks with torch.compile, if the run compiles.
 
-        Call it after the weights have moved into flat buffers.
+        Call it after the weights have their final memory (`distributed.flat`).
         """
         if self.compiler_options is not None:
             compile_blocks(self.model)
@@ -49,10 +49,10 @@ class LocalModel:
 def build_local_model(
     config: PretrainConfig, metadata: Metadata, mesh: Mesh, *, device: torch.device, total_steps: int
 ) -> LocalModel:
-    """Builds this rank's part of the model on the device. All ranks call it.
+    """Builds the part of the model that this rank holds, on the device. All ranks call it.
 
     Every rank initializes all blocks, in the same order, and keeps only its part. The initial weights
-    therefore do not depend on the mesh.
+    therefore do not depend on the number of ranks.
 
     metadata: Metadata of the dataset. Its num_puzzle_identifiers is the number of embeddings on this rank.
     total_steps: Number of steps of the run. compile=auto depends on it.

@@ -13,9 +13,10 @@ from training.strategy import next_sync, synced_steps
 class Schedule:
     """Says what is due after each training step: log row, evaluation or checkpoint.
 
-    Knows learning rates and cycles. With `local_steps`, the weights of the ranks are equal only after a
-    merge. If a log row, evaluation or checkpoint falls due between two merges, it is done after the next
-    merge.
+    It also knows the learning rates and the cycles of each step.
+
+    With `local_steps`, ranks train separately and merge their weights every few steps. If a log row,
+    evaluation or checkpoint falls due between two merges, it is done after the next merge.
 
     `total_steps` is the number of steps of the run. This launch ends after `end_step`, which is `max_steps`
     or `total_steps`, whichever comes first.
@@ -37,7 +38,7 @@ class Schedule:
         return self._plan.epochs(step)
 
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
-        """Returns the settings of thinking (number of cycles and so on) for training step `step`.
+        """Returns the settings of the model's thinking (number of cycles and so on) for training step `step`.
 
         usual: The settings without a curriculum. The stage of the curriculum may change the cycles.
         `progress` becomes the fraction of the training that is done.
@@ -76,9 +77,10 @@ class Schedule:
         return interval is not None and any(each > 0 and each % interval == 0 for each in self._steps(step))
 
     def _steps(self, step: int) -> range:
-        """Returns the steps whose work is done after `step`. Without local steps, this is only `step`.
+        """Returns the steps whose evaluations, checkpoints and log rows are made after `step`.
 
-        With local steps, these are all steps since the last merge, or none if no merge follows `step`.
+        Usually only `step`. With local_steps > 1, ranks train separately and merge their weights every few
+        steps. If a merge follows `step`, these are all steps since the last merge. Otherwise none.
         """
         return synced_steps(step, **self._interval)
 

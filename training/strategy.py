@@ -22,9 +22,9 @@ from optimizers.weights import Weights
 class StepResult(NamedTuple):
     """What ranks have exchanged in a training step: loss, gradient norm and requests to stop.
 
-    With local steps, ranks exchange nothing in most steps. The range is then empty, and the other fields are
-    None. A merge returns the values of all steps since the last merge. The tensors are scalars on the device,
-    equal on all ranks.
+    With local steps, ranks train separately and merge their weights every few steps. A step without a merge
+    has an empty range, and None in the other fields. A merge has the values of all steps since the last
+    merge. The tensors are scalars on the device, equal on all ranks.
 
     Attributes:
         averaged_steps: Steps since the last merge, up to this one. The EMA includes them.
@@ -46,15 +46,15 @@ class Strategy:
     All ranks call the methods together.
 
     Args:
-        syncs: A gradient sync for each flat buffer of `weights.flats`.
+        syncs: Methods of summing gradients over ranks, one for each of `weights.flats`.
         weights: Dense weights of this rank.
         table: Puzzle embeddings of this rank.
-        batch_size: Number of slots by which the loss is divided: those of all ranks, or with local steps
-            those of this rank.
+        batch_size: Number by which the loss is divided: the global batch size. With local steps, this rank's
+            part of it.
 
     Attributes:
         model: Module to call in the forward pass: the model, or the DistributedDataParallel that wraps it.
-        name: Name of the gradient sync, for logs.
+        name: Name of the method of summing gradients, for logs.
     """
 
     def __init__(
@@ -65,25 +65,28 @@ class Strategy:
         self.name, self.model, self._batch_size = syncs[0].name, syncs[0].model, batch_size
 
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Returns the numbers that the sums in the loss are divided by, such as "slots".
+        """Returns the numbers that divide the sums in the loss: {"slots": batch size, ...}.
 
-        Sums them over ranks. With local steps, they are not summed.
+        `EveryStep` sums `divisors` over ranks. `LocalSteps` does not.
 
-        divisors: Numbers that depend on the data of this rank, from `divisors` of the objective. If empty,
+        divisors: Numbers that depend on the data of this rank, such as a count of open cells. If empty,
         nothing is sent.
         """
         return {"slots": self._batch_size, **divisors}
 
     def start_step(self) -> None:
-        """Zeroes the gradients at the start of a training step. Allows `Weights.scalars.add` again."""
+        """Zeroes the gradients at the start of a training step.
+
+        After this call, the step may add scalars such as the loss (`Weights.scalars.add`).
+        """
         for sync in self._syncs:
             sync.zero()
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Surrounds the forward and backward pass of a micro-batch (a part of the batch).
 
-        Only the last micro-batch may send gradients. With several syncs (a mesh), none does, because a
-        pipeline adds to the gradients of a block several times. `reduce_gradients` then sends them.
+        Only the last micro-batch may send gradients. With pipeline or tensor parallelism, none does, because
+        a pipeline adds to the gradients of a block several times. `reduce_gradients` then sends them.
         """
         if len(self._syncs) == 1:
             return self._syncs[0].micro_batch(is_last=is_last)
@@ -93,14 +96,14 @@ class Strategy:
         return stack
 
     def backward(self, loss: Tensor) -> None:
-        """Runs the backward pass of a micro-batch. It adds to the flat gradients."""
+        """Runs the backward pass of a micro-batch. It adds to the gradients of this step."""
         with contextlib.ExitStack() as stack:
             for sync in self._syncs:
                 stack.enter_context(sync.attached())
             loss.backward()
 
     def reduce_gradients(self, *, step: int) -> None:
-        """Sums the gradients of weights and puzzle embeddings over ranks. With local steps, sums nothing.
+        """Sums the gradients of weights and puzzle embeddings over ranks. `LocalSteps` does not sum them.
 
         step: Number of the training step, from 1.
         """
@@ -109,18 +112,18 @@ class Strategy:
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
         """Copies the weights that the optimizer has updated into the forward pass.
 
-        Afterwards, all ranks that hold a weight have the same value. With local steps, this is true only
-        after a merge.
+        Afterwards, all ranks that hold a weight have the same value. With `LocalSteps`, ranks train
+        separately, and this is true only after they have merged their weights.
 
-        grad_norm: Gradient norm of this step. The result contains it, or with local steps the mean of norms.
-        step: Number of the training step, from 1.
+        grad_norm: Gradient norm of this step. The result contains it, or with `LocalSteps` a mean over steps
+        and ranks. step: Number of the training step, from 1.
         """
         raise NotImplementedError
 
     def reset_to_weights(self) -> None:
         """Prepares for weights that were loaded from a checkpoint. Call it after the load, on all ranks.
 
-        The loaded weights count as the result of the last merge (local steps).
+        `LocalSteps` stores these weights, to compute at the next merge how much they have changed.
         """
 
     def moments(self) -> Tensors:
@@ -130,7 +133,7 @@ class Strategy:
     def tensors(self) -> Tensors:
         """Returns tensors of the strategy that a checkpoint must contain.
 
-        With local steps, these are {name of a weight: outer momentum}. Otherwise {}.
+        With `LocalSteps`, these are {name of a weight: momentum of the merges}. Otherwise {}.
         """
         return {}
 
@@ -220,7 +223,10 @@ class LocalSteps(Strategy):
 
     @property
     def _master_weights(self) -> Tensor:
-        """The float32 master weights as one flat tensor, [size]. Each rank updates all of them."""
+        """The float32 weights that the optimizer updates, as one tensor, [size].
+
+        Each rank updates all of them.
+        """
         (weights,) = self._sync.flat.master_weights.buffers
         return weights
 
@@ -247,9 +253,10 @@ def build_strategy(
 
 
 def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:
-    """Returns the steps since the last merge of weights, if a merge follows `step`. Otherwise an empty range.
+    """If ranks merge their weights after `step`, returns the steps since the last merge.
 
-    A merge is due every `local_steps` steps, and after the last step of the run.
+    Otherwise an empty range. With local_steps > 1, ranks train separately. They merge every `local_steps`
+    steps, and after the last step of the run. With local_steps = 1, every step counts as a merge.
     """
     first = (step - 1) // local_steps * local_steps + 1
     is_synced = step % local_steps == 0 or step == total_steps
@@ -257,5 +264,8 @@ def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> ran
 
 
 def next_sync(step: int, *, local_steps: int, total_steps: int) -> int:
-    """Returns the first step, at or after `step`, that ends with a merge of weights."""
+    """Returns the first step, at or after `step`, after which ranks merge their weights.
+
+    They merge every `local_steps` steps, and after the last step of the run.
+    """
     return min(-(-step // local_steps) * local_steps, total_steps)

@@ -107,7 +107,7 @@ async def _run_trials(
 def _begin(
     study: Study, config: SearchConfig, run: PretrainConfig, *, slot: int, number: int | None
 ) -> Trial | None:
-    """Prepares a trial to be run. Returns None if it need not run.
+    """Prepares a trial (one combination of hyper-parameters). Returns None if it need not run.
 
     If a complete trial has the same hyper-parameters, its value is also the value of this trial.
 

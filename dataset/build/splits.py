@@ -64,7 +64,7 @@ def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
 def check_count(*numbers: int) -> None:
     """Raises ValueError if a dataset would have too many examples for int32 indices.
 
-    numbers: Factors of the number of examples, such as puzzles and variants.
+    numbers: Their product is the number of examples. Example: puzzles, copies of each, examples of each copy.
     """
     if math.prod(numbers) > _MOST_EXAMPLES:
         product = " x ".join(map(str, numbers))
@@ -354,18 +354,18 @@ def make_split(
 ) -> Split:
     """Makes a split from pairs (input, label). All puzzles are in one set with the name "all".
 
-    Token 0 is padding. It is not scored. A group is an original puzzle and its variants.
+    Token 0 is padding. It is not scored. A group is a puzzle and its variants (augmented copies).
 
     Args:
         pairs: Inputs and labels, uint8 [groups, 2, cells] or [groups, examples, 2, cells].
         vocab_size: Number of tokens.
         augmentation: Name of the family of `transforms` in `AUGMENTATIONS`.
-        transforms: Transforms of the puzzles, uint8 [groups, puzzles in a group, bytes]. The first in each
-            group changes nothing. If None, each group is one puzzle.
+        transforms: Transforms that make the puzzles of each group, uint8 [groups, puzzles in a group, bytes].
+            The first in each group changes nothing. If None, each group is one puzzle.
         held_out: Test split. A variant that equals a test puzzle with the same identifier is replaced by its
             original.
         materialize: Whether to write the variants to disk instead of their transforms.
-        identifiers: Puzzle identifier of each group, [groups]. If None, 0.
+        identifiers: Puzzle identifier (number of the embedding) of each group, [groups]. If None, 0.
         num_identifiers: Number of puzzle identifiers in the dataset.
         **others: Fields of `Metadata`.
     """

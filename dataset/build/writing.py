@@ -51,7 +51,7 @@ def write_dataset(
     Args:
         folder: Folder to write. If it contains a dataset of the same builder, it is replaced.
         splits: {"train": split, "test": split}.
-        identifiers: Names of the puzzle identifiers, in order.
+        identifiers: Names of the puzzle identifiers 0, 1, ... (numbers of puzzle embeddings).
         builder: {"name": ..., "arguments": ...} for the manifest. Use JSON values that do not depend on the
             machine, so that equal arguments give equal bytes.
         digests: Digest of the task of each identifier, uint64 [identifiers]. 0 if a task is unknown. If

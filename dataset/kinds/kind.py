@@ -103,8 +103,8 @@ class Puzzle:
     def laid_into(self, seq_len: int) -> "Puzzle":
         """Returns the puzzle as a model with `seq_len` tokens expects it.
 
-        For ARC, the grid is written into a field (token array) of this size. Raises ValueError if it does not
-        fit. Other kinds return the puzzle unchanged.
+        For ARC, the grid is written into a token array of this size. Raises ValueError if it does not fit.
+        Other kinds return the puzzle unchanged.
         """
         return self
 
@@ -321,7 +321,7 @@ class Kind:
         mismatch: Function (metadata) -> reason why a dataset cannot be of this kind, or None.
         build_evaluator: Function (folder, metadata) -> evaluator. It raises ValueError if the dataset cannot
             be evaluated.
-        augmentation: Name of its family of transforms in `AUGMENTATIONS`.
+        augmentation: Name of its augmentation in `AUGMENTATIONS`. None if it has none.
         style: How its grids are drawn.
         read_puzzles: Function (text) -> puzzles of any size. It raises ValueError, one line, for an invalid
             puzzle. If None, texts are read as the symbols of `style`.

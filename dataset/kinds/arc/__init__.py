@@ -68,10 +68,10 @@ class ArcPuzzle(Puzzle):
         return dataclasses.replace(self, **laid)
 
     def find_identifier(self, training: Split) -> int | None:
-        """Finds the puzzle embedding that was trained on this task. Returns its identifier, or None.
+        """Finds the puzzle embedding that was trained on this task. Returns its puzzle identifier, or None.
 
-        It belongs to the training puzzle that contains all demonstrations of the task. Variants are not
-        searched.
+        It belongs to the training puzzle that contains all demonstrations of the task. Augmented copies of
+        puzzles are not searched.
         """
         wanted = {pair.key for pair in self.task.train}
         for puzzle_set in training.sets.values():
@@ -91,8 +91,8 @@ class ArcPuzzle(Puzzle):
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet:
         """Returns the demonstrations as training puzzles, to train a new puzzle embedding (identifier 1).
 
-        Each of `num_views` copies has the grids at other random positions in the field. The grids are not
-        rotated, mirrored or recolored, because such variants have separate embeddings.
+        Each of `num_views` copies has the grids at other random positions in the token array. The grids are
+        not rotated, mirrored or recolored, because such variants have separate embeddings.
         """
         pairs, transforms = self.task.train, np.tile(np.array(IDENTITY, np.uint8), (num_views, 1))
         size = math.isqrt(len(self.tokens))
@@ -102,7 +102,10 @@ class ArcPuzzle(Puzzle):
 
 
 def _cut_out(tokens: np.ndarray) -> np.ndarray:
-    """Returns the colors (0 to 9) of a grid at any position in its field: uint8 [rows, columns]."""
+    """Finds the grid in a token array, at any position.
+
+    Returns its colors (0 to 9): uint8 [rows, columns].
+    """
     field = to_grid(tokens)
     return (crop(field, field >= COLOR_0) - COLOR_0).astype(np.uint8)
 

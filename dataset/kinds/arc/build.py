@@ -111,7 +111,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Builds an ARC dataset: reads or generates tasks, samples their variants, and writes both splits."""
+    """Builds an ARC dataset: reads or generates tasks, augments them, and writes both splits."""
     found, evaluated = _find_tasks(options)
     tasks = drop_repeats(found, evaluated=evaluated)
     evaluated = sorted({*evaluated, *(task.subset for task in tasks if not task.has_outputs)})
@@ -185,7 +185,7 @@ def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks
     Raises ValueError if more than `allow_leaks` test pairs are also training pairs, or if there are too many
     examples.
 
-    evaluated: Subsets with tasks for the test split. num_aug: Number of variants of each task.
+    evaluated: Subsets with tasks for the test split. num_aug: Number of augmented copies of each task.
     """
     if leaks := find_leaks(tasks, evaluated=evaluated):
         message = f"evaluated test pairs that are also trained on: {len(leaks)}, the first: {leaks[0]}"
@@ -213,10 +213,12 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
 def _lay_out_sets(
     tasks: list[Task], transforms: list[np.ndarray], *, evaluated: list[str], size: int, seed: int
 ) -> dict[str, PuzzleSet]:
-    """Converts tasks and their variants to token arrays. Returns {"train": set, "test": set}.
+    """Converts tasks and their variants (augmented copies) to token arrays.
 
-    transforms: Transforms of each task, one for each puzzle. evaluated: Subsets with tasks for the test
-    split. size: Rows and columns of a field.
+    Returns {"train": set, "test": set}.
+
+    transforms: For each task, the transforms that make its variants, [variants, 11]. evaluated: Subsets with
+    tasks for the test split. size: Rows and columns of a token array.
     """
     # The identifiers of each task's puzzles; 0 is blank.
     ends = np.cumsum([len(each) for each in transforms])
@@ -233,9 +235,9 @@ def _lay_out_sets(
 
 
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
-    """Returns the names of all puzzle identifiers, in order.
+    """Returns the names of the puzzle identifiers 0, 1, ... (numbers of puzzle embeddings).
 
-    An original has the id of its task. A variant has its `variant_name`.
+    A task has its id as name, such as "0a938d79". An augmented copy of it has its `variant_name`.
     """
     names = [BLANK]
     for task, variants in zip(tasks, transforms, strict=True):
@@ -245,9 +247,9 @@ def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
 
 
 def _digests(tasks: list[Task], transforms: list[np.ndarray]) -> np.ndarray:
-    """Returns a hash of the task of each puzzle identifier, uint64 [identifiers].
+    """Returns a hash of the task behind each puzzle identifier, uint64 [identifiers].
 
-    0 for the blank identifier.
+    It is 0 for identifier 0, which has no task.
     """
     of_tasks = np.array([task.digest for task in tasks], np.uint64)
     return np.append(np.uint64(0), of_tasks.repeat([len(each) for each in transforms]))

@@ -51,7 +51,10 @@ class TestInput(NamedTuple):
 
 
 class Votes:
-    """The answers (grids) that variants of each test input have voted for, on one rank or on all ranks.
+    """Counts the votes for answers (grids) to test inputs, on one rank or on all ranks.
+
+    A test input occurs in several variants (rotated, mirrored or recolored). The answer to each of them is a
+    vote.
 
     votes: {test input: {grid: number of votes}}. halting: {test input: {grid: sum of the probabilities that
     the grid is right, as the model predicts them}}. The sums are integers (fixed point).
@@ -96,9 +99,10 @@ class Votes:
 
 
 class ArcEvaluator:
-    """Computes the metrics of ARC (pass@K): the answers to all variants of a test input vote.
+    """Computes the metrics of ARC, such as pass@2: whether one of the two best answers is right.
 
-    It stores only the numbers of votes. Several samples of a puzzle vote in the same way.
+    A test input occurs in several variants (rotated, mirrored or recolored). The answers to all of them vote.
+    Several samples of a puzzle vote in the same way. It stores only the numbers of votes.
     """
 
     samples_vote, only_answered = True, False
@@ -106,7 +110,7 @@ class ArcEvaluator:
     def __init__(self, folder: Path, metadata: Metadata):
         """Reads the tasks of a dataset folder.
 
-        Raises ValueError if a puzzle identifier in a test set is not a variant of a task.
+        Raises ValueError if the name of a puzzle in a test set does not belong to one of these tasks.
         """
         sets = open_split(folder, "test").sets
         identifiers = {name: np.unique(puzzle_set.puzzle_identifiers) for name, puzzle_set in sets.items()}
@@ -256,7 +260,8 @@ def _tasks_in(sets: Iterable[PuzzleSet], names: Sequence[str]) -> list[Evaluated
 
     For datasets of HRM's tools, which have no test_puzzles.json.
 
-    names: Name of each puzzle identifier. A name without a transform is a task.
+    names: Name of each puzzle identifier. If it is only the id of a task, the puzzle is not an augmented
+    copy.
     """
     tests = {}
     for puzzle_set in sets:
@@ -276,9 +281,9 @@ def to_lists(grid: bytes) -> list[list[int]]:
 
 
 class Views:
-    """Converts grids of variants back to grids of their task.
+    """Converts grids of variants (rotated, mirrored or recolored) back to grids of their task.
 
-    Knows the task and transform of each identifier.
+    The name of a puzzle identifier says which variant of which task it is.
 
     tasks: Index of the task of each identifier, int32 [num_puzzle_identifiers]. -1 if no test set uses it.
     """
@@ -286,7 +291,7 @@ class Views:
     def __init__(
         self, folder: Path, names: Sequence[str], *, tasks: Sequence[EvaluatedTask], used: np.ndarray
     ):
-        """Parses the names of some puzzle identifiers. Raises ValueError if one is not a variant of a task.
+        """Parses the names of some puzzle identifiers. Raises ValueError if a name does not belong to a task.
 
         names: Name of each identifier. used: Identifiers to parse, those of the test sets.
         """
@@ -308,18 +313,18 @@ class Views:
             self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(arc.NUM_COLORS)
 
     def undo(self, grid: np.ndarray, identifier: int) -> bytes:
-        """Converts a grid of a variant to the grid of its task, as bytes.
+        """Undoes the rotation, mirroring and recoloring of a grid. Returns the grid of the task, as bytes.
 
-        grid: Color tokens, [rows, columns]. identifier: Puzzle identifier of the variant.
+        grid: Color tokens, [rows, columns]. identifier: Puzzle identifier, which says what to undo.
         """
         return grid_bytes(self._colors[identifier][dihedral(grid, self._dihedral[identifier])])
 
 
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
-    """Returns the grid in each field: the largest rectangle of colors at the top left.
+    """Finds the grid in each token array: the largest rectangle of colors at the top left.
 
     The grids are numpy views [rows, columns]. If several rectangles have the same area, takes the one with
-    the fewest rows. Without a color, the grid is [0, 0]. tokens: Fields, [n, seq_len].
+    the fewest rows. Without a color, the grid is [0, 0]. tokens: [n, seq_len].
     """
     size = math.isqrt(tokens.shape[1])
     grids = tokens.reshape(-1, size, size)

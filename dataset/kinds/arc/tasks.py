@@ -46,9 +46,9 @@ def grid_bytes(grid: np.ndarray) -> bytes:
 
 
 def grid_tokens(grid: np.ndarray, *, size: int) -> np.ndarray:
-    """Converts a grid of colors to tokens in a square field, with end marks below and right: uint8 [cells].
+    """Converts a grid of colors to tokens, uint8 [size * size], with end marks below and right of the grid.
 
-    size: Rows and columns of the field. The grid lies at the top left.
+    The grid lies at the top left of this array. size: Rows and columns of the array.
     """
     return lay_out(grid, num_rows=size, num_columns=size)
 

@@ -34,18 +34,19 @@ _NAME = re.compile(rf"(.+?)(?:({_SEPARATOR}|_)t([0-7])\2([0-9]{{10}}))?", re.DOT
 
 
 def variant_name(task_id: str, transform: list[int]) -> str:
-    """Returns the name of a variant, such as "0a938d79|||t3|||0214356789".
+    """Returns the name of a variant (augmented copy) of a task, such as "0a938d79|||t3|||0214356789".
 
-    transform: Its 11 numbers: the symmetry, then the new color of each of the 10 colors.
+    transform: 11 numbers that make the variant: the symmetry (`dihedral`), then the new color of each of the
+    10 colors.
     """
     number, *colors = transform
     return VARIANT_SEPARATOR.join((task_id, f"t{number}", "".join(map(str, colors))))
 
 
 def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
-    """Splits the name of a variant into (id of the task, transform of 11 numbers).
+    """Splits the name of a variant (augmented copy) of a task into (id of the task, transform of 11 numbers).
 
-    The name of an original is only the id. Its transform is `IDENTITY`. Raises ValueError if the name is not
+    If the name is only the id of a task, the transform is `IDENTITY`. Raises ValueError if the name is not
     valid.
     """
     match = _NAME.fullmatch(name)
@@ -61,10 +62,10 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
-    """Samples transforms that make `num_aug` different variants of a task: uint8 [1 + num_aug, 11].
+    """Samples transforms that make `num_aug` different augmented copies of a task: uint8 [1 + num_aug, 11].
 
-    The first transform changes nothing (the original). If 5 * num_aug samples do not give enough different
-    variants, the result is shorter.
+    The first transform changes nothing. If 5 * num_aug samples do not give enough different copies, the
+    result is shorter.
     """
     bits, num_draws = BitStream(seed, stream=_TRANSFORMS), _DRAWS_PER_VARIANT * num_aug
     bits.seek(_index(task))
@@ -74,9 +75,9 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
 
 
 def dihedral_transforms(task: Task) -> np.ndarray:
-    """Returns the transforms, uint8 [n, 11], that rotate or mirror a task. Each gives a different puzzle.
+    """Returns the transforms that rotate or mirror a task, uint8 [n, 11]. Each gives a different puzzle.
 
-    The first one changes nothing (the original).
+    The first one changes nothing.
     """
     transforms = (bytes((number, *IDENTITY[1:])) for number in range(NUM_DIHEDRAL))
     return _keep_distinct(task, transforms, most=NUM_DIHEDRAL)
@@ -132,13 +133,14 @@ def _index(task: Task) -> int:
 def draw_translations(
     task: Task, transforms: np.ndarray, num_examples: int, *, size: int, seed: int
 ) -> np.ndarray:
-    """Samples how far down and right the grids of each example are moved in their field.
+    """Samples how far down and right the grids of each example are moved in their token array.
 
-    Returns uint8 [variants, num_examples, 2], for the first `num_examples` pairs of the task in each variant.
-    Both grids of a pair move by the same distance, uniform over the positions with room for both. In each
+    Returns uint8 [variants, num_examples, 2]. A variant is an augmented copy of the task. Both grids of an
+    input-output pair move by the same distance, uniform over the positions with room for both. In each
     variant, one random pair is not moved.
 
-    transforms: Transforms of the variants, [variants, 11]. size: Rows and columns of the field.
+    transforms: Transforms of the variants, [variants, 11]. num_examples: Only the first pairs of the task are
+    moved. size: Rows and columns of the token array.
     """
     num_puzzles = len(transforms)
     width = 1 + 2 * num_examples
@@ -154,10 +156,12 @@ def draw_translations(
 
 
 def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
-    """Converts tasks to a set of puzzles, with grids in square fields. Each task becomes one group.
+    """Converts tasks to a set of puzzles, with grids in square token arrays. Each task becomes one group.
+
+    A group is a task and its variants (augmented copies).
 
     tasks: For each task (pairs, transforms, translations, identifiers). The last three have an entry for each
-    variant of the task. size: Rows and columns of a field.
+    variant of the task. size: Rows and columns of a token array.
     """
     pairs, transforms, translations, identifiers = zip(*tasks, strict=True)
     num_puzzles = [len(each) for each in transforms]

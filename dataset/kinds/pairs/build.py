@@ -124,7 +124,8 @@ def write_pairs(
 ) -> None:
     """Writes a dataset of pairs (input grid, output grid).
 
-    Divides the pairs into training and test split, converts them to tokens, and samples variants.
+    Divides the pairs into training and test split, converts them to tokens, and samples augmented copies for
+    training.
 
     options: Parsed command line. builder: Name of the builder. instead: {option: value to record in the
     manifest in place of the passed value}.
@@ -244,10 +245,9 @@ def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
 
 
 def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
-    """Collects all symbols of the pairs, sorted, and the size of a field for all grids.
+    """Collects all symbols of the pairs, sorted, and finds a size that fits every grid.
 
-    Integers come first, by value. is_square: Whether the field must be a square, so that grids can be
-    rotated.
+    Integers come first, by value. is_square: Whether the size must be a square, so that grids can be rotated.
     """
     found = {cell for pair in pairs for grid in pair[:2] for row in grid for cell in row}
     if len(found) > _MAX_SYMBOLS:
@@ -270,10 +270,10 @@ def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
 
 
 def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.Namespace) -> np.ndarray:
-    """Samples transforms that make the variants of each pair: uint8 [pairs, 1 + variants, 1 + symbols].
+    """Samples transforms that make augmented copies of each pair: uint8 [pairs, 1 + copies, 1 + symbols].
 
-    A transform is a symmetry (`dihedral`), then the new symbol of each symbol. The first one of each pair
-    changes nothing.
+    A transform says how to rotate or mirror the grids (`dihedral`), then the new symbol of each symbol. The
+    first one of each pair changes nothing.
     """
     num_symbols = len(vocabulary.symbols)
     exchanges = "symbols" in options.symmetries
@@ -296,7 +296,7 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
 
 
 def _free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
-    """Returns the indices of the symbols that variants may exchange: all except `fixed`, int64 [n].
+    """Returns the indices of the symbols that augmentation may exchange: all except `fixed`, int64 [n].
 
     fixed: Value of --fixed-symbols. Raises ValueError if it names an unknown symbol.
     """

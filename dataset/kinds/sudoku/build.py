@@ -159,10 +159,10 @@ def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.
 def _draw_transforms(
     num_groups: int, num_aug: int, *, num_examples: int, box: rules.Box, seed: int
 ) -> np.ndarray:
-    """Samples transforms that make the variants of each puzzle: uint8 [puzzles, 1 + num_aug, bytes].
+    """Samples transforms that make augmented copies of each puzzle: uint8 [puzzles, 1 + num_aug, bytes].
 
-    The first transform of each puzzle changes nothing. A variant may equal a test puzzle. With 2x2 boxes this
-    is common, because all minimal puzzles are variants of 36 puzzles.
+    The first transform of each puzzle changes nothing. A copy may equal a test puzzle. With 2x2 boxes this is
+    common, because all minimal puzzles are copies of 36 puzzles.
 
     num_groups: Number of puzzles. num_examples: Number of examples of each puzzle, to check the total.
     """

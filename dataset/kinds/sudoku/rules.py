@@ -259,6 +259,8 @@ def with_more_clues(
 def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
     """Converts random bits to random transforms of Sudokus, uint8 [count, 1 + 3 n], for n digits.
 
+    A transform exchanges rows, columns and digits so that the Sudoku stays valid.
+
     bits: uint64 [count, bits_per_symmetry(box)].
     """
     rows, columns = box
@@ -276,7 +278,7 @@ def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
 
 
 def no_symmetry(box: Box) -> np.ndarray:
-    """Returns the transform that changes nothing: uint8 [1 + 3 n], for n digits."""
+    """Returns the transform that leaves a Sudoku unchanged: uint8 [1 + 3 n], for n digits."""
     lines = range(box[0] * box[1])
     return np.array([0, *lines, *lines, *(line + 1 for line in lines)], np.uint8)
 
