@@ -23,7 +23,9 @@ def has_group() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """A group of ranks that includes this rank, with collectives among its members.
+    """A group of ranks that includes this rank.
+
+    Its methods are collectives: all ranks of the group call them.
 
     Attributes:
         index: Rank of this process within the group.
@@ -44,7 +46,10 @@ class Ranks:
         self.all_reduce_sum_(torch.zeros(1))
 
     def broadcast_(self, tensors: list[Tensor], *, source: int = 0) -> None:
-        """Overwrites the tensors with those of rank `source` of the group, in one message per dtype."""
+        """Overwrites the tensors on all ranks with those of rank `source` of the group. All ranks call it.
+
+        Sends one message for each dtype.
+        """
         if not self.is_distributed:
             return
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
@@ -60,17 +65,19 @@ class Ranks:
         return tensor
 
     def reduce_sum_(self, tensor: Tensor) -> Tensor:
-        """Sums the tensor in place on rank 0 of the group. On other ranks, its values become undefined."""
+        """Sums a tensor over ranks. On rank 0 of the group, the sum overwrites the tensor.
+
+        Returns the tensor. On other ranks, the values of the tensor become undefined. All ranks call it.
+        """
         if self.is_distributed:
             dist.reduce(tensor, group_dst=0, group=self.group)
         return tensor
 
     def all_gather_counts(self, *counts: int, device: torch.device) -> list[list[int]]:
-        """Gathers some integers from all ranks.
+        """Gathers some integers from all ranks. All ranks call it.
 
-        Returns one list for each of `counts`: its values on all ranks.
-
-        Example: rank 0 calls it with (2, 5) and rank 1 with (3, 7). The result is [[2, 3], [5, 7]].
+        Returns one list for each of `counts`: its values on all ranks. Example: rank 0 calls it with (2, 5)
+        and rank 1 with (3, 7). The result is [[2, 3], [5, 7]].
         """
         if not self.is_distributed:
             return [[count] for count in counts]
@@ -80,7 +87,7 @@ class Ranks:
         return torch.stack(parts, dim=1).tolist()
 
     def all_gather_rows(self, rows: Tensor, counts: list[int] | None = None) -> Tensor:
-        """Returns the rows of all ranks, concatenated. Rank r passes `rows` [n_r, ...].
+        """Returns the rows of all ranks, concatenated. All ranks call it. Rank r passes `rows` [n_r, ...].
 
         The number n_r may differ from rank to rank, and may be 0.
 
@@ -101,12 +108,13 @@ class Ranks:
     def all_gather_numbered_rows(
         self, numbers: Tensor, rows: Tensor, counts: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Gathers `numbers` [n_r] (integers) and `rows` [n_r, k] from all ranks r.
+        """Gathers rows, each with an integer, from all ranks.
 
-        Returns both, concatenated. Numbers and rows are sent in one message. Each number must therefore fit
-        into the bits of one element of `rows`.
+        Returns (numbers, rows) of all ranks, concatenated. All ranks call it. Numbers and rows are sent in
+        one message. Each number must therefore fit into the bits of one element of `rows`.
 
-        counts: List of all n_r. Every rank must know it.
+        numbers: Integers [n_r] on rank r. rows: [n_r, k] on rank r. counts: List of all n_r. Every rank must
+        know it.
         """
         if not self.is_distributed:
             return numbers, rows
@@ -116,11 +124,12 @@ class Ranks:
         return gathered[:, 0].to(numbers.dtype), gathered[:, 1:].view(rows.dtype)
 
     def all_to_all_rows(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
-        """Sends the first sent[0] of the rows [n, ...] to rank 0, the next sent[1] rows to rank 1, and so on.
+        """Sends some rows to each rank. Returns the rows that this rank received. All ranks call it.
 
-        Returns the rows that this rank received, in the order of the ranks that sent them.
+        The first sent[0] rows go to rank 0, the next sent[1] rows to rank 1, and so on. The received rows are
+        in the order of the ranks that sent them.
 
-        sent: Number of rows for each rank. received: Number of rows from each rank.
+        rows: [n, ...]. sent: Number of rows for each rank. received: Number of rows from each rank.
         """
         if not self.is_distributed:
             return rows
@@ -129,10 +138,9 @@ class Ranks:
         return arrived
 
     def gather(self, tensor: Tensor, *, goal: int) -> list[Tensor] | None:
-        """Gathers a tensor from every rank.
+        """Gathers a tensor from every rank. All ranks call it, with tensors of equal shapes.
 
-        Returns the list of tensors on rank `goal`, and None on other ranks. All tensors must have equal
-        shapes.
+        Returns the list of tensors on rank `goal`, and None on other ranks.
         """
         if not self.is_distributed:
             return [tensor]
@@ -142,6 +150,8 @@ class Ranks:
 
     def scatter(self, tensors: list[Tensor] | None, *, like: Tensor, source: int) -> Tensor:
         """Sends tensor r of `tensors` on rank `source` to rank r. Returns the tensor that this rank received.
+
+        All ranks call it.
 
         tensors: On rank `source`, one tensor for each rank. On other ranks, None. like: A tensor with the
         shape and dtype of the result.
@@ -153,10 +163,10 @@ class Ranks:
         return own
 
     def all_gather_ranges_(self, whole: Tensor, ranges: Sequence[slice]) -> None:
-        """Completes a flat tensor [n] on all ranks. Rank r sends its values of ranges[r] to all other ranks.
+        """Completes a tensor [n] on all ranks: rank r sends its values of ranges[r] to all other ranks.
 
-        Sends one message if the ranges are consecutive and of equal length. The last range may be shorter if
-        `whole` has room behind it. Otherwise, sends one message for each range.
+        All ranks call it. Sends one message if the ranges are consecutive and of equal length. The last range
+        may be shorter if `whole` has room behind it. Otherwise, sends one message for each range.
 
         whole: The tensor to complete, in place. ranges: One range for each rank, disjoint.
         """
@@ -218,9 +228,10 @@ class AllToAllPlan:
         return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
 
     def send(self, rows: Tensor) -> Tensor:
-        """Sends row i of `rows` [n, ...] to the owner of identifiers[i].
+        """Sends row i of `rows` [n, ...] to the rank that owns row identifiers[i] of the table.
 
-        Returns the rows that this rank received as an owner. They belong to the rows `own_rows` of its table.
+        All ranks call it. Returns the rows that this rank received as an owner. They belong to the rows
+        `own_rows` of its table.
         """
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
@@ -331,8 +342,8 @@ def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], in
     """Checks that tensors are equal on all ranks that hold them. Compares checksums. All ranks call it.
 
     Returns the same result on all ranks. If all tensors are equal, returns None. Otherwise, returns (name of
-    the first tensor that differs, ranks that differ, reference rank). The reference is the first rank that
-    has the tensor.
+    the first tensor that differs, ranks where it differs, reference rank). The reference is the first rank
+    that has the tensor.
 
     tensors: {(name, part): tensor}. If two ranks have the same key, their tensors are compared. A rank may
     lack keys that other ranks have.

@@ -348,8 +348,8 @@ class FlatParameters:
     def average_shards(self) -> list[slice]:
         """Divides the work of averaging the weights (EMA) among ranks.
 
-        Returns one range of the buffer for each rank. The ranges are disjoint. The range of a rank lies
-        within the shard that the rank updates.
+        Returns one range of the weights for each rank. The ranges are disjoint. A rank averages only weights
+        that it also updates.
         """
         shards = self._shards if self.is_mixed else [slice(0, self.size)]
         number = self.ranks.size // len(shards)

@@ -270,9 +270,9 @@ def _warn_of_other_formats(starts: list[dict]) -> None:
 
 
 def _warn_of_restarts(hosts: list[str]) -> None:
-    """Warns if torchrun was asked to restart lost processes, but could not do so after the loss of a node.
+    """Warns about options of torchrun with which it could not restart the run after the loss of a node.
 
-    With torch 2.13, the cause is a key-value store that torchrun's agent serves on rank 0's node: a node that
+    With torch 2.13, one cause is a key-value store that torchrun's agent serves on rank 0's node: a node that
     returns does not find the other nodes.
 
     hosts: Nodes on which the agent serves the store.

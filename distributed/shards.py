@@ -27,11 +27,14 @@ Spans = tuple[Span, ...]
 class Shard(NamedTuple):
     """The part of a tensor that this rank holds, and where the part belongs in the full tensor.
 
-    tensor: Elements of the part, in the order of `spans`. spans: Positions of these elements in the flattened
-    full tensor, disjoint and rising. () if this rank holds nothing. shape: Shape of the full tensor.
-    is_by_rank: If True, the full tensor is [ranks, ...], and row r is on rank r only. When another number of
-    ranks loads it, each rank gets the mean of the rows. is_copy: Whether a lower rank holds the same part.
-    Only the lower rank saves it.
+    Attributes:
+        tensor: Elements of the part, in the order of `spans`.
+        spans: Positions of these elements in the flattened full tensor, disjoint and rising. () if this rank
+            holds nothing.
+        shape: Shape of the full tensor.
+        is_by_rank: If True, the full tensor is [ranks, ...], and row r is on rank r only. When another number of
+            ranks loads it, each rank gets the mean of the rows.
+        is_copy: Whether a lower rank holds the same part. Only the lower rank saves it.
     """
 
     tensor: Tensor
@@ -73,8 +76,8 @@ def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> T
 def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
     """Describes a tensor that has another value on every rank as a `Shard`, to save it in a checkpoint.
 
-    The full tensor is [ranks, ...]. Row r is the value of rank r. Example: with local steps, every rank has
-    its own optimizer moments.
+    The full tensor is [ranks, ...]. Row r is the value of rank r. Example: if ranks train separately
+    (local_steps > 1), every rank has its own optimizer moments.
     """
     span = Span(ranks.index * tensor.numel(), tensor.numel())
     return Shard(tensor[None], (span,), (ranks.size, *tensor.shape), is_by_rank=True)

@@ -89,9 +89,12 @@ class GradientSync:
 class _Bucket:
     """A part of the gradients that one message sums over ranks.
 
-    gradients: Range of the flat tensor of all gradients. send_buffer: Memory that is sent: `gradients`, or a
-    copy in another dtype. num_parameters: Number of parameters with gradients in this range. missing: Number
-    of them whose gradient this backward pass has not completed yet. work: The running message, or None.
+    Attributes:
+        gradients: Range of the flat tensor of all gradients.
+        send_buffer: Memory that is sent: `gradients`, or a copy in another dtype.
+        num_parameters: Number of parameters with gradients in this range.
+        missing: Number of them whose gradient this backward pass has not completed yet.
+        work: The running message, or None.
     """
 
     gradients: Tensor

@@ -56,10 +56,13 @@ _MAX_GROUPS = 8  # groups of ranks in one line
 class _Heartbeat:
     """What one rank reports about itself twice a second.
 
-    time: Wall-clock time in seconds. step: Number of steps done. None before the first step is done. state:
-    What the rank does, with the line of code, as text. is_paused: Whether this rank need not make progress
-    now (it evaluates or saves). On rank 0, whether this holds for any rank. has_left: Whether the rank has
-    left the watchdog's block. Missing heartbeats are then not a failure.
+    Attributes:
+        time: Wall-clock time in seconds.
+        step: Number of steps done. None before the first step is done.
+        state: What the rank does, with the line of code, as text.
+        is_paused: Whether this rank need not make progress now, because it evaluates or saves. On rank 0,
+            whether this holds for any rank.
+        has_left: Whether the rank has left the watchdog's block. Missing heartbeats are then not a failure.
     """
 
     time: float
@@ -259,8 +262,10 @@ class Watchdog:
     def _limit(self, step: int | None, is_paused: bool) -> tuple[float, str]:
         """Returns how long a rank may be without heartbeat or progress: (seconds, text for a message).
 
-        The text is, for example, "600 s (init_timeout_seconds)". step: Last step that the rank has done. None
-        before its first step is done. is_paused: Whether the rank evaluates or saves.
+        Example: (600.0, "600 s (init_timeout_seconds)").
+
+        step: Last step that the rank has done. None before its first step is done. is_paused: Whether the
+        rank evaluates or saves.
         """
         is_starting = step is None and not is_paused
         name = "init_timeout_seconds" if is_starting else "step_timeout_seconds"
