@@ -32,8 +32,8 @@ class Shard(NamedTuple):
         spans: Positions of these elements in the flattened full tensor, disjoint and rising. () if this rank
             holds nothing.
         shape: Shape of the full tensor.
-        is_by_rank: If True, the full tensor is [ranks, ...], and row r is on rank r only. When another number of
-            ranks loads it, each rank gets the mean of the rows.
+        is_by_rank: If True, the full tensor is [ranks, ...], and row r is on rank r only. When another number
+            of ranks loads it, each rank gets the mean of the rows.
         is_copy: Whether a lower rank holds the same part. Only the lower rank saves it.
     """
 

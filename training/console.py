@@ -24,9 +24,10 @@ _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
 
 
 class Console:
-    """Shows the progress of a training: a bar with metrics, and above it a line for each evaluated set.
+    """Shows the progress of a training: a bar with metrics, and above it a line for each evaluation.
 
-    On the bar, "solved" is the exact accuracy of puzzles when the model stops thinking about them.
+    Each test set has its own line. On the bar, "solved" is the exact accuracy of puzzles when the model stops
+    thinking about them.
 
     steps: range(number of steps done, last step of this launch).
     """
@@ -57,7 +58,7 @@ class Console:
             self._show_evaluation(step, where, dict(_shown_metrics(each, self._keep_best)), is_best=is_best)
 
     def _show_evaluation(self, step: int, where: str, words: dict[str, str], *, is_best: bool) -> None:
-        """Prints one line with the results of an evaluated set.
+        """Prints one line with the results of a test or validation set.
 
         where: Name of the set, or "". words: {name of a metric: its value}. is_best: Whether the first value
         is the best so far.
@@ -113,7 +114,7 @@ def _show_end(seconds: float) -> None:
 
 
 def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
-    """Selects the metrics of a set to show on the console. Yields (short name, value) of each.
+    """Selects the metrics of a test set to show on the console. Yields (short name, value) of each.
 
     keep_best: Metric that selects the best checkpoint. It comes first.
     """

@@ -47,7 +47,7 @@ class Sent(NamedTuple):
 class Needs:
     """Estimates the memory and messages of one process of a run, as the mean over all processes.
 
-    counter: Counts the operations of the full model. sizes: {axis of the mesh: number of ranks}.
+    counter: Counts the operations of the full model. sizes: Layout of the processes (`layout_of`).
     """
 
     def __init__(self, config: PretrainConfig, counter: StepCounter, sizes: Mapping[str, int]):
@@ -92,7 +92,10 @@ class Needs:
         return {part: num_bytes for part, num_bytes in memory.items() if num_bytes}
 
     def activations(self, reasoning: Reasoning) -> float:
-        """Estimates the bytes of activations that are saved for the backward pass of one micro-batch."""
+        """Estimates the bytes of activations that are saved for the backward pass of one micro-batch.
+
+        reasoning: Settings of the model's thinking, such as the number of cycles.
+        """
         of_block = _WHOLE + _SHARED.get(self._config.arch.name, _USUALLY_SHARED) / self._tensor
         if self._config.activation_checkpointing == "block":
             of_block = _INPUT
@@ -107,17 +110,21 @@ class Needs:
         """Estimates how many slots fit into `num_bytes` of memory of a process.
 
         A slot is one position of the batch. It holds a puzzle until the model stops thinking about it.
+
+        reasoning: Settings of the model's thinking, such as the number of cycles.
         """
         of_slots = self.activations(reasoning) + self.memory()["carry"]
         fixed = sum(self.memory().values()) - self.memory()["carry"]
         return max(0, int((num_bytes - fixed) / of_slots * self.slots))
 
     def sent(self, reasoning: Reasoning) -> dict[str, Sent]:
-        """Returns {purpose: messages}: what a process sends in a training step.
+        """Returns {purpose: messages} of a training step, for the process that sends the most.
 
-        It is the process that sends most. Puzzle rows are an upper limit. With local steps or
-        puzzle_emb_sharding=rows, rows of the same puzzle are sent once. Buckets and calls of
-        q_target=deferred are estimates. Messages for metrics and gradient clipping are not counted.
+        Puzzle rows are an upper limit. With local_steps > 1 or puzzle_emb_sharding=rows, rows of the same
+        puzzle are sent once. Buckets and calls of q_target=deferred are estimates. Messages for metrics and
+        gradient clipping are not counted.
+
+        reasoning: Settings of the model's thinking, such as the number of cycles.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(reasoning)
@@ -218,11 +225,11 @@ def _describe_fit(
 
 
 def _build(config: PretrainConfig) -> tuple[HaltingModel, int, int | None, list[str]]:
-    """Builds the model of a run without memory.
+    """Builds the model of a run on the meta device, which allocates no memory.
 
-    Returns (model, seq_len, number of steps, missing dataset folders). If a dataset is missing, usual sizes
-    are assumed, and the number of steps is `train_steps` (None with a curriculum). None means that the number
-    is unknown. The model is on the meta device.
+    Returns (model, seq_len, number of training steps, missing dataset folders). If a dataset is missing,
+    usual sizes are assumed, and the number of steps is `train_steps`. With a curriculum it is then None
+    (unknown).
     """
     missing = [path for path in config.data_paths if not Path(path).is_dir()]
     metadata, num_steps = usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps

@@ -9,9 +9,9 @@ from distributed.process_group import is_elastic, world_size
 
 
 def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:
-    """Returns how the config divides the processes: {axis of the mesh: number of ranks}.
+    """Returns the layout of the processes along the axes pipeline, replicate, shard and tensor.
 
-    Raises ValueError if the config keys do not divide `world_size`.
+    The result is {axis: number of ranks}. Raises ValueError if the config keys do not divide `world_size`.
     """
     shard, pipeline = config.data_parallel_shard_degree, config.pipeline_parallel_degree
     return sizes_of(world_size, pipeline=pipeline, shard=shard, tensor=config.tensor_parallel_degree)
@@ -20,7 +20,7 @@ def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:
 def build_mesh(config: PretrainConfig) -> Mesh:
     """Builds the process groups of this rank. All ranks call it.
 
-    With pipeline or tensor parallelism, messages from then on also say where in the mesh a rank is.
+    With pipeline or tensor parallelism, later messages also say where a rank is: "rank 3 (stage 1)".
     """
     mesh = Mesh(layout_of(config, world_size()))
     if not mesh.is_plain:

@@ -13,7 +13,7 @@ from training.strategy import next_sync, synced_steps
 class Schedule:
     """Says what is due after each training step: log row, evaluation or checkpoint.
 
-    It also knows the learning rates and the cycles of each step.
+    It also knows the learning rates of each step, and how many cycles (calls of its blocks) the model makes.
 
     With `local_steps`, ranks train separately and merge their weights every few steps. If a log row,
     evaluation or checkpoint falls due between two merges, it is done after the next merge.

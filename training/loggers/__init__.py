@@ -28,7 +28,7 @@ PICTURES = "puzzles"  # name of the pictures of puzzles
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-    """What a logger is told about the run.
+    """The information about a run that a logger gets.
 
     Attributes:
         config: Config of the run.
