@@ -89,7 +89,9 @@ def _apply_to_squares(
 
 @functools.cache
 def _dihedral_cells(size: int) -> np.ndarray:
-    """Returns, for each number of `dihedral`, which original cell each cell shows: int64 [8, cells].
+    """Returns where each cell of a rotated or mirrored grid comes from: int64 [8, cells].
+
+    Entry [number, i] is the index of the original cell that cell i shows, for each number of `dihedral`.
 
     size: Rows and columns of the grid.
     """

@@ -118,8 +118,8 @@ def _cut_out(tokens: np.ndarray) -> np.ndarray:
 def hash_training(data: Dataset, held_out: Mapping[str, np.ndarray]) -> dict[int, np.ndarray]:
     """Returns {index of the dataset folder: hashes of the examples that a run trains on, uint64 [n]}.
 
-    held_out: {training set: mask of the puzzles (with their variants) that are not trained on, bool
-    [num_groups]}.
+    held_out: {training set: mask of the groups that are not trained on, bool [num_groups]}. A group is a
+    puzzle with its augmented copies.
     """
     found: dict[int, list[np.ndarray]] = {number: [] for number in range(len(data.folders))}
     for name, each in data.splits["train"].sets.items():
@@ -166,7 +166,8 @@ class Trained:
     def join(self, other: "Trained | None") -> "Trained":
         """Returns a `Trained` with the examples of `self` and `other`.
 
-        If one of them has only a sample, the result has only a sample too, unless `other` adds nothing.
+        If one of them has only a sample of its examples, so has the result. Exception: if `other` adds
+        nothing, returns `self`.
         """
         if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
             return self

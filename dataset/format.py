@@ -50,7 +50,11 @@ def is_printable(symbol: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """The properties of a split: the content of its file dataset.json."""
+    """The properties of a split (training or test), as in its file dataset.json.
+
+    A puzzle identifier is the number of a puzzle embedding. A group is a puzzle with its augmented copies. A
+    set is a named part of the split, with its own metrics.
+    """
 
     pad_id: _Number
     ignore_label_id: Annotated[int, Field(ge=IGNORE_LABEL_ID, le=_MOST)] | None
@@ -165,8 +169,8 @@ def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, 
 class Origin(NamedTuple):
     """Where a test set comes from, if several dataset folders are mixed.
 
-    folder: Dataset folder. set_name: Name of the set in the folder. first_identifier: Puzzle identifier in
-    the mixture of the folder's first identifier, because each folder gets its own range.
+    folder: Dataset folder. set_name: Name of the set in the folder. first_identifier: Start of the folder's
+    range of puzzle identifiers (numbers of embeddings) in the mixture.
     """
 
     folder: Path
@@ -186,11 +190,18 @@ class Dataset:
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def origin(self, set_name: str) -> Origin:
-        """Returns the folder of a test set, its name there, and the folder's first puzzle identifier."""
+        """Returns where a test set comes from: its folder, its name there, and the folder's first identifier.
+
+        An identifier is the number of a puzzle embedding. In a mixture of folders, each folder has its own
+        range.
+        """
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
-        """Returns the name in this dataset of the test set that is called `set_name` in `folder`."""
+        """Returns the name that a test set of `folder` has in this dataset.
+
+        set_name: Its name in the folder. In a mixture of folders, names are <folder>.<set>.
+        """
         names = (name for name, origin in self.origins.items() if origin[:2] == (folder, set_name))
         return next(names, set_name)
 

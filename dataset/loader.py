@@ -22,12 +22,13 @@ _END_SECONDS = 5.0  # maximum wait for a read in progress
 class Batch(NamedTuple):
     """The examples of this rank in one step: its part of the global batch.
 
-    In a carry (the model's state between steps), the examples that the slots work on.
+    It is also a part of the model's state between steps (the carry): the examples that the model still works
+    on.
 
     Attributes:
         inputs: int32 [batch, seq_len].
         labels: int32 [batch, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
-        puzzle_identifiers: int32 [batch].
+        puzzle_identifiers: int32 [batch], number of each example's puzzle embedding.
         rows: int64 [batch], index of each example in its set. -1 for padding. In `evaluation.test_time`, the
             number of the attempt instead.
     """
@@ -61,10 +62,10 @@ class Batch(NamedTuple):
 class PuzzleDataset(IterableDataset):
     """The examples of one rank. Yields (set name, Batch) for every global batch after step `first_step`.
 
-    With local = ceil(global_batch_size / world_size), rank r gets rows r * local to (r + 1) * local - 1 of
-    each global batch. In an evaluation, a slice with fewer rows is padded to `local` rows: inputs pad_id,
-    labels IGNORE_LABEL_ID, identifier blank_identifier_id, row -1. Only one thread at a time may iterate,
-    because the generators of the plan have state.
+    With local = ceil(global_batch_size / world_size), rank r gets examples r * local to (r + 1) * local - 1
+    of each global batch. In an evaluation, a batch with fewer examples is padded to `local` examples: inputs
+    pad_id, labels IGNORE_LABEL_ID, identifier blank_identifier_id, row -1. Only one thread at a time may
+    iterate, because the generators of the plan have state.
 
     split: "train" or "test". plan: Order of the examples.
     """
@@ -190,7 +191,7 @@ def choose_rows(
 
 
 def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
-    """Returns the indices of all examples that are not augmented copies: int64 [n]."""
+    """Returns the indices of all examples of a set that are not augmented copies: int64 [n]."""
     return rows_of(puzzle_set.puzzle_indices, np.asarray(puzzle_set.group_indices[:-1], np.int64))
 
 
@@ -202,9 +203,10 @@ def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
 
 
 def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:
-    """Returns the name of the puzzle behind each puzzle identifier. "" if it has none.
+    """Returns the name of the puzzle behind each puzzle identifier, or "" if it has no name.
 
-    set_names: For each identifier, the test set that it is used in.
+    A puzzle identifier is the number of a puzzle embedding. set_names: For each identifier, the test set that
+    it is used in.
     """
     known = {folder: read_names(folder) for folder in data.folders}
     names = []

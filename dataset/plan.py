@@ -323,8 +323,8 @@ def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: f
 class EvaluationPlan:
     """The order of an evaluation: every example of every set once. The last batch of a set may be short.
 
-    only_first_batches: Whether to evaluate only one batch of each set. puzzles: {set: indices of the puzzles
-    to evaluate, int64, ascending}. If None, all puzzles are evaluated.
+    A set is a named part of a split. only_first_batches: Whether to evaluate only one batch of each set.
+    puzzles: {set: indices of the puzzles to evaluate, int64, ascending}. If None, all puzzles are evaluated.
     """
 
     def __init__(

@@ -33,12 +33,13 @@ def fields_of(augmentation: str | None) -> tuple[str, ...]:
 class PuzzleSet:
     """A set of puzzles as arrays. If it was read from a folder, the arrays are memory-mapped.
 
-    A puzzle has one or more examples (input and label). A group is an original puzzle and its variants.
+    A puzzle has one or more examples (input and label). A group is an original puzzle and its variants
+    (augmented copies).
 
     Attributes:
         inputs, labels: Any integer dtype [num_examples, seq_len]. With augmentation: uint8 [num_originals,
             seq_len], only the examples of the original of each group, in the order of the groups.
-        puzzle_identifiers: [num_puzzles].
+        puzzle_identifiers: [num_puzzles], number of each puzzle's embedding.
         puzzle_indices: [num_puzzles + 1]. Puzzle p has the examples range(*puzzle_indices[p : p + 2]).
         group_indices: [num_groups + 1]. Group g has the puzzles range(*group_indices[g : g + 2]).
         augmentation: Name of a family of transforms. None if all variants are written out.

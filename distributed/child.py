@@ -55,14 +55,14 @@ def start_child(
     )
 
 
-def why_it_failed(said: str, status: int) -> str:
+def why_it_failed(output: str, status: int) -> str:
     """Returns the first error message in a program's output.
 
     If the output has no error message, returns the exit status and the last line.
 
-    said: The output (stdout and stderr). status: The exit status.
+    output: The output (stdout and stderr). status: The exit status.
     """
-    lines = [line.strip() for line in said.splitlines() if line.strip("=- ")]
+    lines = [line.strip() for line in output.splitlines() if line.strip("=- ")]
     errors = [found[1] for found in map(_ERROR.match, lines) if found]
     return errors[0] if errors else f"ended with status {status}: {(lines or ['no output'])[-1]}"
 

@@ -86,8 +86,8 @@ def build_puzzles(
 ) -> None:
     """Builds a dataset: reads or generates puzzles, adds variants for training, and writes the folder.
 
-    A pair is an input and its label, as tokens. The manifest contains a digest of each source file, not its
-    path.
+    A variant is an augmented copy of a puzzle. A pair is an input and its label, as tokens. The manifest
+    contains a digest of each source file, not its path.
 
     options: Parsed command line of the builder. kind: Name of the kind of puzzle. thing: Word for a puzzle,
     for messages. read: Function (files) -> pairs of each file, uint8 [n, 2, cells]. generate: Function () ->
@@ -390,7 +390,7 @@ def make_split(
 
 
 def _drop_test_leaks(train: PuzzleSet, test: PuzzleSet) -> None:
-    """Undoes the augmentation of training puzzles that it has made equal to a test puzzle.
+    """Replaces augmented training puzzles that equal a test puzzle by the puzzles before augmentation.
 
     Prints how many. Changes `train.transforms` in place.
     """

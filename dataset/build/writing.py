@@ -72,10 +72,10 @@ def write_dataset(
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder to write into.
+    """Yields an empty folder to write into. After the block, this folder replaces `folder` atomically.
 
-    If the block ends without an error, it replaces `folder` atomically. Raises ValueError if another process
-    is writing `folder`.
+    If the block raises an error, `folder` is not changed. Raises ValueError if another process is writing
+    `folder`.
 
     folder: A result of `check_output_folder`.
     """
@@ -104,9 +104,9 @@ def check_output_folder(
 
     Call it before long work. Raises ValueError if the folder has other content or cannot be replaced.
 
-    builder: Name of the builder that writes the folder. It must not replace a dataset of another builder.
-    mark: File that shows that `maker` made the folder. maker: Who makes such folders, for messages. key:
-    Option that names the folder, for messages.
+    builder: Name of the builder that writes the folder. It must not replace a dataset of another builder. If
+    None, this is not checked. mark: File that shows that `maker` made the folder. maker: Who makes such
+    folders, for messages. key: Option that names the folder, for messages.
     """
     goal, another = Path(os.path.realpath(folder)), f"Choose another {key}."
     if goal.is_symlink():

@@ -180,7 +180,7 @@ class Answers(NamedTuple):
     Attributes:
         inputs: int32 [n, seq_len].
         labels: int32 [n, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
-        puzzle_identifiers: int32 [n].
+        puzzle_identifiers: int32 [n], number of each example's puzzle embedding.
         preds: uint8 or int32 [n, seq_len], the most probable token of each cell.
         q_halt: float32 [n], logit of the predicted probability that the answer is right.
     """
@@ -246,7 +246,8 @@ class RowEvaluator:
             kind: Name of the kind of puzzle. Metrics are named `<kind>/<check>_accuracy`.
             check: Function (inputs, preds), tokens [n, seq_len] -> {check: whether each answer passes, bool
                 [n]}. The check `valid` means that an answer obeys the rules.
-            tasks: Names of the puzzle identifiers. If given, `write` writes the accuracies of each.
+            tasks: Name of the task behind each puzzle identifier. If given, `write` writes the accuracy of
+                each task.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
         # {(set, check): number of examples of each task that pass}, of this rank and of all ranks. All
@@ -286,7 +287,7 @@ class RowEvaluator:
     def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
         """Returns {"<check>_accuracy": fraction of the examples, "count": number of examples} of a set.
 
-        tasks: Puzzle identifiers to count. If not given, all.
+        tasks: Index of the task to count. If not given, all tasks.
         """
         of_set = {
             name: int(rows[tasks].sum()) for (own, name), rows in self._total.items() if own == set_name
