@@ -165,7 +165,10 @@ class Vocabulary:
 
     @staticmethod
     def of(metadata: Metadata) -> "Vocabulary | None":
-        """Returns the vocabulary that a dataset's metadata define. None if they define no symbols."""
+        """Returns the symbols and the grid size that a dataset's metadata define.
+
+        None if they define no symbols.
+        """
         if metadata.symbols is None:
             return None
         return Vocabulary(metadata.symbols, metadata.seq_len // metadata.num_columns, metadata.num_columns)

@@ -133,11 +133,11 @@ def load_batch(
 
 @contextlib.contextmanager
 def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[Iterator[tuple[str, Batch]]]:
-    """Surrounds a loop over batches. Yields an iterator of (set name, Batch).
+    """Context manager that yields an iterator of (set name, Batch). A thread reads up to 8 batches ahead.
 
-    A thread reads up to 8 batches ahead. For a CUDA device, the batches are in pinned memory. If the thread
-    fails, the iterator yields the batches that it has read, then raises the error of the thread. At the end
-    of the block, the thread stops. This waits at most 5 s.
+    For a CUDA device, the batches are in pinned memory. If the thread fails, the iterator yields the batches
+    that it has read, then raises the error of the thread. At the end of the block, the thread stops. This
+    waits at most 5 s.
     """
     batches: queue.SimpleQueue[tuple[str, Batch] | BaseException | None] = queue.SimpleQueue()
     room, is_over = threading.Semaphore(_BATCHES_AHEAD), threading.Event()

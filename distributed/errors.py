@@ -21,7 +21,7 @@ EXIT_FAILURE = 1
 
 @contextlib.contextmanager
 def collective_errors() -> Iterator[None]:
-    """Surrounds a block that all ranks run. If it fails on any rank, all ranks end with status 1.
+    """Context manager for a block that all ranks run. If it fails on any rank, all ranks end with status 1.
 
     The block itself must not communicate. Rank 0 prints one line: the message of the first rank that failed.
     If the exception is not a ValueError (a bug), the failing rank also prints a traceback.
@@ -54,7 +54,7 @@ def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
 
 @contextlib.contextmanager
 def local_errors() -> Iterator[None]:
-    """Surrounds a block. If it raises ValueError, this rank prints one line and ends with status 1.
+    """Context manager that turns a ValueError into one printed line, and ends this rank with status 1.
 
     For code that runs before the process group exists. After that, use `collective_errors`.
     """
@@ -67,9 +67,9 @@ def local_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]:
-    """Surrounds a block that communicates. If the connection to a rank is lost, this rank ends with status 1.
+    """Context manager for code that communicates. If the connection to a rank is lost, ends this rank.
 
-    It prints a message of one line. The traceback goes to this rank's log file.
+    The exit status is 1. The rank prints a message of one line. The traceback goes to its log file.
 
     is_already_reported: Function that returns whether the watchdog is about to end all ranks. If it returns
     True, the lost connection is only a consequence, and the exception is raised again.
@@ -91,9 +91,9 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
 
 @contextlib.contextmanager
 def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
-    """Surrounds a block. If memory runs out, this rank prints one line with `advice`, and ends with status 1.
+    """Context manager that turns an out-of-memory error into one printed line, and ends this rank.
 
-    The traceback goes to this rank's log file.
+    The exit status is 1. The line contains `advice`. The traceback goes to this rank's log file.
 
     folder: Folder for a snapshot of the CUDA device's memory. If None, no snapshot is written.
     """

@@ -222,10 +222,10 @@ class FlatParameters:
 
     @contextlib.contextmanager
     def gradients_attached(self, views: dict[str, Tensor]) -> Iterator[None]:
-        """Surrounds a backward pass.
+        """Context manager for a backward pass.
 
-        Sets `grad` of the parameters that have another dtype than the gradients. After the block, their
-        `grad` is None again, because torch's compiler does not expect a `grad` of another dtype.
+        Sets `grad` of parameters with another dtype than the gradients. After the block, their `grad` is None
+        again, because torch's compiler does not expect a `grad` of another dtype.
 
         views: Result of `attach_gradients`.
         """

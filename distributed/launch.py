@@ -74,10 +74,10 @@ class Program(Generic[Config]):
 
 @contextlib.contextmanager
 def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterator[Program[Config]]:
-    """Surrounds a program that runs on all ranks. Yields its config, device and watchdog (`Program`).
+    """Context manager for a program that runs on all ranks.
 
-    Opens the process group before the block, and closes everything after the block. All ranks enter. If
-    `compose` raises ValueError, all ranks end with status 1.
+    Yields its config, device and watchdog (`Program`). Opens the process group before the block, and closes
+    everything after the block. All ranks enter. If `compose` raises ValueError, all ranks end with status 1.
 
     schema: Class of the config. compose: Function that returns the config. Only rank 0 calls it. If it
     returns None (after printing help), all ranks end with status 0.

@@ -124,7 +124,7 @@ def warning(message: str) -> None:
 
 @contextlib.contextmanager
 def warn_once(name: str) -> Iterator[None]:
-    """Surrounds a block. If it raises an exception, prints a warning instead, and the run continues.
+    """Context manager that turns an exception into a warning, so that the run continues.
 
     For work that may fail, such as uploads. The console shows only the first warning with the same `name`.
 

@@ -246,7 +246,7 @@ def leave_store(ranks: Iterable[int]) -> None:
 def process_group(
     device: torch.device, backend: str = "auto", *, timeout: timedelta = _GROUP_TIMEOUT
 ) -> Iterator[None]:
-    """Surrounds a block in which ranks communicate. Opens the process group of all ranks, later closes it.
+    """Context manager that opens the process group of all ranks, and closes it at the end.
 
     All ranks enter together. With one rank, opens none.
 

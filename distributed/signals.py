@@ -63,9 +63,9 @@ def end_torchrun() -> int:
 
 
 class Interruption:
-    """Surrounds a training.
+    """Context manager for a training. A signal such as Ctrl-C then stops all ranks after the same step.
 
-    A signal such as Ctrl-C then stops all ranks after a step, instead of ending one process.
+    Without it, the signal would end one process.
 
     is_paused: Function that returns whether this rank does something other than a training step, such as
     saving. Such work may take longer than a step, so a stop waits for it without a time limit.

@@ -58,7 +58,7 @@ class GradientSync:
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Surrounds the forward and backward pass of one micro-batch (a part of the batch).
+        """Context manager for the forward and backward pass of one micro-batch (a part of the batch).
 
         is_last: Whether it is the last micro-batch of the step. Only the last one may send messages. After
         it, no scalars may be added.
@@ -69,7 +69,10 @@ class GradientSync:
             self.flat.scalars.is_closed = True
 
     def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a backward pass, so that it adds the gradients to the flat tensor `flat.gradients`."""
+        """Context manager for a backward pass.
+
+        Makes it add the gradients to the flat tensor `flat.gradients`.
+        """
         return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:
@@ -81,7 +84,10 @@ class GradientSync:
         raise NotImplementedError
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a micro-batch that is not the last one. Prevents messages during its backward pass."""
+        """Context manager for a micro-batch that is not the last one.
+
+        Prevents messages during its backward pass.
+        """
         return contextlib.nullcontext()
 
 

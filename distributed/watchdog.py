@@ -75,11 +75,11 @@ class _Heartbeat:
 class Watchdog:
     """Ends all ranks if one of them hangs or is lost. With one rank it does nothing.
 
-    Use it as a context: `with Watchdog(...):`. A rank may be without a heartbeat or without progress for
-    init_timeout_seconds until its first step is done, and for step_timeout_seconds after that. While any rank
-    is inside a `paused` block, no rank needs to make progress, but heartbeats must continue. If a limit is
-    exceeded, every rank that still runs writes one line and the stacks of all threads to stderr and to the
-    log file, and exits with status EXIT_HANG.
+    It is a context manager around the work of a program. A rank may be without a heartbeat or without
+    progress for init_timeout_seconds until its first step is done, and for step_timeout_seconds after that.
+    While any rank is inside a `paused` block, no rank needs to make progress, but heartbeats must continue.
+    If a limit is exceeded, every rank that still runs writes one line and the stacks of all threads to stderr
+    and to the log file, and exits with status EXIT_HANG.
 
     Time in which this process was stopped (SIGSTOP) does not count. If torchrun serves the key-value store
     and only torchrun is stopped, the ranks of its node continue. If no Python thread of a process can run for
@@ -144,7 +144,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Surrounds work between training steps, such as an evaluation or a save.
+        """Context manager for work between training steps, such as an evaluation or a save.
 
         During the block, no rank needs to make progress.
         """

@@ -46,9 +46,10 @@ class Average:
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
-        """Surrounds an evaluation: during the block, the model's weights are the averages after step `step`.
+        """Context manager for an evaluation.
 
-        After the block, the model has its own weights again. All ranks enter it together.
+        Replaces the model's weights by their averages after step `step`. After the block, the model has its
+        own weights again. All ranks enter it together.
         """
         yield
 

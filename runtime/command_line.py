@@ -14,7 +14,9 @@ from runtime.writing import Patient, check_working_folder, prepare_streams
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Surrounds a program. If it raises ValueError, OSError or MemoryError, exits with one line on stderr.
+    """Context manager for a program.
+
+    Turns ValueError, OSError and MemoryError into one line on stderr, and exits.
 
     program: Name of the program, which starts the line.
     """

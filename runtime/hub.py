@@ -182,7 +182,7 @@ def _check_digest(path: Path, *, where: str) -> None:
 
 @contextlib.contextmanager
 def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
-    """Surrounds calls of huggingface_hub, and converts their errors to a ValueError of one line.
+    """Context manager for calls of huggingface_hub. Converts their errors to a ValueError of one line.
 
     Mutes the log of huggingface_hub. Its progress bars appear only on terminals.
 

@@ -77,7 +77,10 @@ def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
 
 
 def forget_wandb_step(run_folder: Path) -> None:
-    """Makes `last_wandb_step` return 0. For a run folder that continues as a new W&B run."""
+    """Forgets which step W&B received last. For a run folder that continues as a new W&B run.
+
+    `last_wandb_step` then returns 0.
+    """
     (run_folder / _WANDB_STEP_FILE).unlink(missing_ok=True)
 
 

@@ -39,7 +39,7 @@ class PointerFileError(ValueError):
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file to read bytes, and closes it after the block.
+    """Context manager that opens a file to read bytes.
 
     Raises ValueError if the file is missing, is a folder or another special file, is a pointer of Git LFS, or
     cannot be read.

@@ -21,10 +21,10 @@ _ENDING = ".unfinished"
 
 @contextlib.contextmanager
 def replace_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Opens a temporary file for writing. After the block, the file replaces `path` atomically.
+    """Context manager that opens a temporary file for writing.
 
-    If the block raises, `path` is unchanged. The content is on disk (fsync) before it replaces `path`. Raises
-    OSError.
+    At the end, the file replaces `path` atomically. If the block raises, `path` is unchanged. The content is
+    on disk (fsync) before it replaces `path`. Raises OSError.
 
     mode: "w" (text, UTF-8) or "wb" (bytes).
     """

@@ -53,7 +53,7 @@ class StepClock:
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Surrounds a wait within a training step, and measures it.
+        """Context manager for a wait within a training step. Measures the wait.
 
         On CUDA, events measure the wait "sync" on the device, so that the host does not wait.
 
@@ -148,7 +148,7 @@ def traced_steps(
     steps: Sequence[int] = (5, 7),
     details: Sequence[str] = (),
 ) -> Iterator[Callable[[], None]]:
-    """Surrounds the training steps. If enabled, profiles some of them on this rank.
+    """Context manager for the training steps. If enabled, profiles some of them on this rank.
 
     Yields a function that must be called after each step. Writes a trace for chrome://tracing or
     ui.perfetto.dev into `folder`, and prints the ten slowest operators. Work between two steps counts as part

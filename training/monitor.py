@@ -27,7 +27,7 @@ _OF_START = ("num_parameters", "gigaflops_per_step", "gradient_sync")  # keys of
 class Monitor:
     """Logs the metrics of a training, measures its speed, and ends it if a loss is not finite.
 
-    Use it as a context around the training steps. All ranks call the methods together.
+    It is a context manager around the training steps. All ranks call the methods together.
 
     is_logged: Whether metrics.jsonl already contains the metrics of step `state.step`.
     """
@@ -121,7 +121,10 @@ class Monitor:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Surrounds the wait for the next batch, and measures it. The time of a training step starts here."""
+        """Context manager for the wait for the next batch. Measures the wait.
+
+        The time of a training step starts here.
+        """
         self.clock.start()
         with self.clock.measure("data_wait"):
             yield
@@ -144,9 +147,10 @@ class Monitor:
 
     @contextlib.contextmanager
     def paused(self, activity: str = "training") -> Iterator[None]:
-        """Surrounds work other than training steps, such as a save. Stops the step clock and the watchdog.
+        """Context manager for work other than training steps, such as a save.
 
-        Before the block, ends the run if a loss or gradient norm was not finite.
+        Stops the step clock and the watchdog. Before the block, ends the run if a loss or gradient norm was
+        not finite.
 
         activity: First word of the progress bar during the block, such as "evaluating".
         """

@@ -83,7 +83,7 @@ class Strategy:
             sync.zero()
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Surrounds the forward and backward pass of a micro-batch (a part of the batch).
+        """Context manager for the forward and backward pass of a micro-batch (a part of the batch).
 
         Only the last micro-batch may send gradients. With pipeline or tensor parallelism, none does, because
         a pipeline adds to the gradients of a block several times. `reduce_gradients` then sends them.

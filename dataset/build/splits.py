@@ -329,9 +329,9 @@ def _start(plugins: list[str]) -> None:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Surrounds the start of processes.
+    """Context manager for code that starts processes. Prevents them from running the user's script again.
 
-    Prevents them from running the user's script again, as `spawn` does.
+    With the start method "spawn", a new process would import the script as its main module.
     """
     main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     try:

@@ -72,7 +72,7 @@ def write_dataset(
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder to write into. After the block, this folder replaces `folder` atomically.
+    """Context manager that yields an empty folder to write into. At the end, it replaces `folder` atomically.
 
     If the block raises an error, `folder` is not changed. Raises ValueError if another process is writing
     `folder`.
@@ -167,7 +167,7 @@ def _write_manifest(
 
 @contextlib.contextmanager
 def _scratch_folder(goal: Path) -> Iterator[Path]:
-    """Yields an empty folder next to `goal` for temporary files. Removes it after the block.
+    """Context manager that yields an empty folder next to `goal` for temporary files. Removes it at the end.
 
     A lock file keeps other processes out. If an earlier process was killed while it replaced `goal`, restores
     `goal` first.

@@ -276,7 +276,10 @@ def has_wandb_login() -> bool:
 
 @contextlib.contextmanager
 def _stderr_into(path: Path) -> Iterator[None]:
-    """Surrounds a block. Its stderr, and that of processes that it starts, goes to the end of a file."""
+    """Context manager that appends stderr of the block to a file.
+
+    Includes the stderr of processes that the block starts.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
     kept = os.dup(2)

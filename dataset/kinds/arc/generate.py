@@ -203,10 +203,10 @@ def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
-    """Rule: returns as many cells of color `of_answer` as the grid has things of color `color`.
+    """Rule: counts dots or blocks of color `color`. Returns that many cells of color `of_answer`.
 
-    size: Things to count, 1 for single cells, 2 for blocks of 2 x 2. layout: Whether the cells form a row, a
-    column or a diagonal.
+    size: 1 to count single cells, 2 to count blocks of 2 x 2. layout: Whether the returned cells form a
+    "row", a "column" or a "diagonal".
     """
     padded = np.pad(grid == color, 1)
     is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left
