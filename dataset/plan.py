@@ -174,8 +174,8 @@ class Stage:
     """A stage of the training (of the curriculum), with its own data or number of cycles.
 
     folders: Indices of the dataset folders to train on. epochs: Length of the stage. eval_interval: Epochs
-    between two evaluations. cycles: Number of cycles of the model in this stage, such as {"H_cycles": 2}. {}:
-    as in the config.
+    between two evaluations. cycles: How often the model calls its blocks in this stage, such as {"H_cycles":
+    2}. {}: as in the config.
     """
 
     folders: tuple[int, ...]
@@ -187,8 +187,8 @@ class Stage:
 class TrainPlan:
     """The order of the examples in a training: optional first stages, then the main stage.
 
-    A stage of the curriculum has its own data or number of cycles. The order of the main stage does not
-    depend on the other stages.
+    A stage of the curriculum has its own data, or another number of cycles (calls of the model's blocks). The
+    order of the main stage does not depend on the other stages.
 
     Attributes:
         total_steps: Number of training steps in the run.

@@ -209,7 +209,7 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def merge(self, *, step: int) -> None:
-        """Sets each row that ranks have changed to its mean over these ranks. All ranks call it.
+        """Sets each row that ranks have changed to the mean of its values on these ranks. All ranks call it.
 
         For local_steps > 1: ranks train separately between two calls. step: First training step after the
         last call.

@@ -93,9 +93,9 @@ def _keep_distinct(task: Task, transforms: Iterable[bytes], *, most: int) -> np.
 
 
 def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
-    """Returns a function (transform) -> bytes.
+    """Returns a function that tells whether two transforms of a task make the same puzzle.
 
-    Two results are equal if the transforms make the same puzzle.
+    The function maps a transform (11 bytes) to other bytes. They are equal if the puzzles are equal.
     """
     # Numbers of rows and columns are shifted above the colors, so that bytes.translate changes only colors.
     others = bytes(range(NUM_COLORS, 256))
