@@ -193,9 +193,9 @@ class Trained:
         return is_known if self.rate == 1 else is_known & (hashes < _limit(self.rate))
 
     def to_bytes(self) -> bytes:
-        """Returns the content of a file for `read_trained`.
+        """Returns the content of a file that stores the hashes. `read_trained` reads it.
 
-        If there are more than 100,000 hashes, it has a sample.
+        If there are more than 100,000 hashes, the file contains a sample.
         """
         sample = self
         while len(sample.hashes) > _MOST_HASHES:
@@ -206,9 +206,9 @@ class Trained:
 
 
 def read_trained(path: Path) -> Trained | None:
-    """Reads a file that `Trained.to_bytes` has made. Returns None if it is missing.
+    """Reads from a file which examples a model was trained on. `Trained.to_bytes` makes such files.
 
-    Raises ValueError if it is damaged.
+    Returns None if the file is missing. Raises ValueError if it is damaged.
     """
     try:
         content = read_bytes(path, most=_MOST_BYTES)

@@ -105,7 +105,7 @@ class Identities:
         return Match(np.where(is_other, -1, rows), is_other, len(known), num_additional)
 
     def to_bytes(self) -> bytes:
-        """Returns the content of a file for `read_identities`."""
+        """Returns the content of a file that stores these values. `read_identities` reads it."""
         lengths = [len(each) for each in self.names]
         header = json.dumps([*zip(self.folders, lengths, self.sizes, strict=True)]).encode()
         texts = {"folders": header, "names": b"".join(self.names)}
@@ -154,9 +154,10 @@ def _read_digests(path: Path, size: int) -> np.ndarray:
 
 
 def read_identities(path: Path) -> Identities | None:
-    """Reads a file that `Identities.to_bytes` has made. Returns None if it is missing.
+    """Reads from a file which puzzle each puzzle identifier stands for.
 
-    Raises ValueError if it is damaged.
+    `Identities.to_bytes` makes such files. Returns None if the file is missing. Raises ValueError if it is
+    damaged.
     """
     try:
         header, names, digests = read_arrays(path, ("folders", "names", "digests"), most=_MOST_BYTES)

@@ -46,7 +46,7 @@ class Scalars:
             self.values[self._names.index(name), self._ranks.index] += number
 
     def pop(self) -> dict[str, Tensor]:
-        """Returns {name: numbers of all ranks, [ranks]}. Resets the numbers to 0.
+        """Returns the numbers of all ranks, {name: [ranks]}, and resets them to 0.
 
         Call it after the sum over ranks.
         """

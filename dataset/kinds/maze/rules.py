@@ -134,11 +134,11 @@ def draw_mazes(
     0.5. Start and goal are random open cells.
 
     The path of nearly all random mazes is too short. At size 30 with 110 cells, as published, 1 in 50,000 is
-    long enough. So the goal is sampled from the cells that are far enough from the start, and the maze is
-    accepted with probability num_far / num_open. The accepted mazes have the same distribution as if the goal
-    were sampled from all open cells, and mazes with a short path were discarded. Above size 10, the
-    probability is min(1, num_far / num_open * size * size / 120). The distribution is then nearly the same,
-    and at size 30 this is 7 times as fast.
+    long enough. So the goal is sampled only from the num_far cells that are far enough from the start, and
+    the maze is accepted with probability num_far / num_open, for num_open open cells. The accepted mazes have
+    the same distribution as if the goal were sampled from all open cells, and mazes with a short path were
+    discarded. Above size 10, the probability is min(1, num_far / num_open * size * size / 120). The
+    distribution is then nearly the same, and at size 30 this is 7 times as fast.
 
     stream, index: Select the random numbers (`dataset.randomness`). is_perfect: Whether to generate mazes
     with exactly one path between any two cells instead (`_dig_perfect_mazes`).
