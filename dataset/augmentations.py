@@ -30,18 +30,20 @@ PAD, END, FIRST_SYMBOL = 0, 1, 2  # tokens of fields, see "fields" below
 
 
 class Augmentation(NamedTuple):
-    """A family of transforms.
+    """A family of transforms that turn a puzzle and its answer into another valid puzzle.
+
+    A transform is a row of bytes. For example, a Sudoku's transform says how rows, columns and digits are
+    exchanged.
 
     Attributes:
         num_bytes: (seq_len, vocab_size) -> number of bytes of a transform.
         is_valid: (transforms [n, num_bytes], seq_len) -> bool [n].
         apply: (tokens uint8 [n, seq_len], transforms uint8 [n, num_bytes], translations uint8 [n, 2] or None)
             -> tokens uint8 [n, seq_len].
-        has_translations: Whether each example also has a translation. It moves the grid within its field.
+        has_translations: Whether each example also has a translation: how far down and right its grid moves.
         may_turn: Whether every rotated or mirrored puzzle is valid too. LDT may then rotate and mirror it.
         may_permute: Whether every permutation of the symbols is valid too. LDT may then permute them. LDT
-        also
-            assumes that the grid has the boxes of a Sudoku (`models.ldt._turned_cells`).
+            also assumes that the grid has the boxes of a Sudoku (`models.ldt._turned_cells`).
     """
 
     num_bytes: Callable[[int, int], int]
@@ -53,11 +55,11 @@ class Augmentation(NamedTuple):
 
 
 def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
-    """Transforms a grid [rows, columns] by a symmetry of the square, numbered as in the public tools.
+    """Rotates or mirrors a grid [rows, columns]. `number` selects one of the 8 symmetries of a square.
 
-    0: unchanged. 1 to 3: rotated by 90, 180 and 270 degrees counterclockwise. 4: mirrored left to right.
-    5: mirrored top to bottom. 6: transposed. 7: transposed along the other diagonal. `DIHEDRAL_INVERSES` has
-    the number of each inverse.
+    0: unchanged. 1 to 3: rotated by 90, 180 and 270 degrees counterclockwise. 4: mirrored left to right. 5:
+    mirrored top to bottom. 6: transposed. 7: transposed along the other diagonal. `DIHEDRAL_INVERSES` has the
+    number of each inverse. The public tools use the same numbers.
     """
     swaps, rows_from_end, columns_from_end = DIHEDRAL_FLAGS[number]
     grid = grid[::-1] if rows_from_end else grid
@@ -66,7 +68,10 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
 
 
 def _look_up(tables: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Returns tables[i, indices[i, j]], faster than take_along_axis. tables: [n, k]. indices: [n, m]."""
+    """Returns the values tables[i, indices[i, j]], [n, m]. It is faster than np.take_along_axis.
+
+    tables: [n, k]. indices: [n, m].
+    """
     return tables.ravel()[indices + (np.arange(len(tables)) * tables.shape[1])[:, None]]
 
 
@@ -84,7 +89,12 @@ def _apply_to_squares(
 
 @functools.cache
 def _dihedral_cells(size: int) -> np.ndarray:
-    """Returns the original of each cell, for each number of `dihedral`: int64 [8, size * size]."""
+    """Returns where each cell of a rotated or mirrored grid comes from: int64 [8, cells].
+
+    Entry [number, i] is the index of the original cell that cell i shows, for each number of `dihedral`.
+
+    size: Rows and columns of the grid.
+    """
     cells = np.arange(size * size).reshape(size, size)
     return np.stack([dihedral(cells, number).ravel() for number in range(NUM_DIHEDRAL)])
 
@@ -98,7 +108,11 @@ def _dihedral_cells(size: int) -> np.ndarray:
 
 
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
-    """Returns views of transforms [count, 1 + 3 n]: is transposed, row order, column order, new digits."""
+    """Splits transforms of n x n Sudokus, [count, 1 + 3 n], into views of their parts.
+
+    The parts are: whether to transpose the grid [count, 1], order of the rows [count, n], order of the
+    columns [count, n], and new digits [count, n].
+    """
     size = (transforms.shape[1] - 1) // 3
     return np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
 
@@ -138,9 +152,12 @@ def _are_sudoku_transforms(transforms: np.ndarray, seq_len: int) -> np.ndarray:
 def _apply_to_fields(
     tokens: np.ndarray, transforms: np.ndarray, translations: np.ndarray | None
 ) -> np.ndarray:
-    """Transforms grids in the top left corner of their fields, then moves them.
+    """Applies transforms to grids at the top left of their fields (token arrays), then moves the grids.
 
-    If the field is not a square, only the symbols change. translations: Rows down and columns right.
+    If the field is not a square, only the symbols change.
+
+    tokens: Fields, [n, cells]. transforms: One for each field. translations: Rows down and columns right, [n,
+    2].
     """
     size = math.isqrt(tokens.shape[1])
     if size**2 == tokens.shape[1] and (translations is not None or transforms[:, 0].any()):
@@ -153,7 +170,11 @@ def _apply_to_fields(
 def _move(
     tokens: np.ndarray, numbers: np.ndarray, translations: np.ndarray | None, *, size: int
 ) -> np.ndarray:
-    """Applies `dihedral` to each grid, by its number, then moves the result by its translation."""
+    """Rotates or mirrors each grid, then moves it within its field (token array). Returns tokens, [n, cells].
+
+    tokens: Fields, [n, cells], with the grids at the top left. numbers: Symmetry of each grid (`dihedral`),
+    [n]. translations: Rows down and columns right, [n, 2]. size: Rows and columns of a field.
+    """
     num = len(tokens)
     is_cell = tokens.reshape(num, size, size) >= FIRST_SYMBOL
     height, width = is_cell[:, :, 0].sum(axis=1), is_cell[:, 0, :].sum(axis=1)
@@ -186,7 +207,14 @@ def _move(
 def _line(
     positions: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
 ) -> np.ndarray:
-    """Returns the term of each row (or column) in the index of its original, or `outside` without one."""
+    """Finds which row of the original grid each row of the result shows. Works for columns too.
+
+    Returns the index of that row times `step`, or `outside` if the original has no such row. The caller adds
+    the values for row and column to get the index of a cell.
+
+    positions: Row in the rotated or mirrored grid. length: Number of its rows. from_end: Whether to count
+    from the end.
+    """
     is_inside = (positions >= 0) & (positions < length)
     return np.where(is_inside, np.where(from_end, length - 1 - positions, positions) * step, outside)
 
@@ -224,7 +252,10 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 
 
 def find_augmentation(name: str | None) -> Augmentation | None:
-    """Returns the family of a name, or None. If a kind has the name, imports it, as it may add the family."""
+    """Returns the family of transforms with this name (a value of `AUGMENTATIONS`), or None.
+
+    If a kind of puzzle has this name, imports it first, because it may add the family.
+    """
     if name is not None and name not in AUGMENTATIONS and name in _names_of_kinds():
         importlib.import_module(f"dataset.kinds.{name}")
     return AUGMENTATIONS.get(name)

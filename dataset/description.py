@@ -24,9 +24,10 @@ _CHUNK_PUZZLES = 1 << 14
 
 @dataclasses.dataclass(frozen=True)
 class DatasetInfo:
-    """The description of a dataset or of a mixture.
+    """What must be known about a dataset to read and draw its puzzles. Checkpoints contain a copy.
 
-    builder: Name of the builder, from the manifest. None if it is missing, or if a mixture has several.
+    builder: Name of the builder, such as "sudoku", from the manifest. None if it is missing, or if several
+    datasets with different builders are mixed.
     """
 
     metadata: Metadata
@@ -38,14 +39,20 @@ class DatasetInfo:
 
     @property
     def style(self) -> Style:
-        """Returns the style of the grids. If the kind is unknown, tokens are shown as numbers."""
+        """How grids are drawn (symbols and colors).
+
+        If the kind of puzzle is unknown, tokens are shown as numbers.
+        """
         if self.vocabulary is not None:
             return self.vocabulary.style
         return self.kind.style if self.kind else Style()
 
     @functools.cached_property
     def vocabulary(self) -> "Vocabulary | None":
-        """Returns the symbols that the metadata define. None if the kind of puzzle defines them."""
+        """The symbols that the dataset defines for its tokens.
+
+        None if the kind of puzzle, such as Sudoku, defines them.
+        """
         return Vocabulary.of(self.metadata)
 
     def to_json(self) -> dict[str, Any]:
@@ -53,7 +60,10 @@ class DatasetInfo:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], *, where: str) -> "DatasetInfo":
-        """Converts the result of `to_json` back. ValueError, starting with `where`, for invalid values."""
+        """Converts a result of `to_json` back.
+
+        Raises ValueError for invalid values. where: Name of the source. The message starts with it.
+        """
         try:
             info = pydantic.TypeAdapter(cls).validate_python(values)
         except pydantic.ValidationError as error:
@@ -65,15 +75,19 @@ class DatasetInfo:
 
 
 def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
-    """Returns the description of one folder or a mixture. metadata: The metadata of all folders together."""
+    """Returns the description of a dataset of one or more folders.
+
+    metadata: Metadata of all folders together.
+    """
     builders = {builder and builder["name"] for builder in map(read_builder, folders)}
     return DatasetInfo(metadata, builders.pop() if len(builders) == 1 else None)
 
 
 def with_candidates(data: Dataset) -> Dataset:
-    """Returns the dataset with metadata that a search needs: `candidates`, `may_turn` and `may_permute`.
+    """Adds to the metadata what a search over cells (LDT) needs. Returns the changed dataset.
 
-    Reads all original training puzzles. `candidates` lists the labels that occur with each input token.
+    Sets `candidates`, `may_turn` and `may_permute` of the training split. `candidates` lists which labels
+    occur with which input token. To find them, reads all training puzzles, but not their augmented copies.
     """
     metadata, found = data.metadata, set()
     for each in data.splits["train"].sets.values():
@@ -92,7 +106,10 @@ def with_candidates(data: Dataset) -> Dataset:
 
 
 def read_names(folder: Path) -> list[str]:
-    """Reads the names of the puzzle identifiers, in order. Returns [] if identifiers.json is missing."""
+    """Reads the name of the puzzle behind each puzzle identifier (0, 1, ...) of a dataset folder.
+
+    Returns [] if the folder has no identifiers.json.
+    """
     try:
         names = read_json(folder / IDENTIFIERS, most=_MOST_NAME_BYTES)
     except MissingFileError:
@@ -101,7 +118,10 @@ def read_names(folder: Path) -> list[str]:
 
 
 def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
-    """Reads the names of all puzzle identifiers. ValueError unless each identifier has a name."""
+    """Reads the name of the puzzle behind each puzzle identifier (0, 1, ...) of a dataset folder.
+
+    Raises ValueError if an identifier has no name.
+    """
     names, num = read_names(folder), metadata.num_puzzle_identifiers
     if len(names) != num:
         path = folder / IDENTIFIERS
@@ -120,8 +140,8 @@ def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
 def characters(text: str) -> list[str]:
     """Splits a text into characters as readers see them, in the normal form NFC.
 
-    Combining marks, variation selectors, and zero-width joiners with the next character belong to the
-    character before them. Example: an emoji with U+FE0F is one character.
+    A combining mark, a variation selector, or a zero-width joiner with the character after it stays with the
+    character before it. Example: an emoji with U+FE0F is one character.
     """
     found: list[str] = []
     for point in unicodedata.normalize("NFC", text):
@@ -134,7 +154,10 @@ def characters(text: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The symbols that tokens 2, 3, ... stand for, and the size of the field in which grids lie."""
+    """The symbols of a dataset, and the size of its field (the token array in which a grid lies).
+
+    symbols: Texts of the tokens 2, 3, ... num_rows, num_columns: Size of the field.
+    """
 
     symbols: tuple[str, ...]
     num_rows: int
@@ -142,21 +165,25 @@ class Vocabulary:
 
     @staticmethod
     def of(metadata: Metadata) -> "Vocabulary | None":
-        """Returns the vocabulary in a dataset's metadata. None if the metadata have no symbols."""
+        """Returns the symbols and the grid size that a dataset's metadata define.
+
+        None if they define no symbols.
+        """
         if metadata.symbols is None:
             return None
         return Vocabulary(metadata.symbols, metadata.seq_len // metadata.num_columns, metadata.num_columns)
 
     @property
     def parts_by_spaces(self) -> bool:
-        """Returns whether spaces separate the cells of a row."""
+        """Whether spaces separate the symbols of a row in a text. True if a symbol has several characters."""
         return any(len(characters(symbol)) > 1 for symbol in self.symbols)
 
     def parse(self, text: str) -> list[list[str]]:
-        """Parses a text into a grid. Each line is a row.
+        """Converts a text to a grid: a list of rows of symbols. Each line is a row.
 
-        If every symbol is one character, and none is a space, spaces may also separate rows. ValueError for
-        an unknown symbol, rows of unequal length, or a grid that is larger than the field.
+        If every symbol is one character, and none is a space, spaces may also separate rows. Raises
+        ValueError for an unknown symbol, rows of unequal length, or a grid that is larger than the dataset
+        allows.
         """
         lines = text.strip("\r\n").splitlines()
         if not self.parts_by_spaces and " " not in self.symbols:
@@ -166,12 +193,15 @@ class Vocabulary:
         return grid
 
     def read_puzzle(self, text: str) -> "FieldPuzzle":
-        """Reads a puzzle from a text. ValueError if the text is not a grid of these symbols."""
+        """Reads a puzzle from a text. Raises ValueError if the text is not a grid of these symbols."""
         tokens = self.tokens_of(self.parse(text))
         return FieldPuzzle(tokens, FIRST_SYMBOL + len(self.symbols), vocabulary=self)
 
     def tokens_of(self, grid: Grid) -> np.ndarray:
-        """Writes a grid into the field: tokens, uint8 [seq_len]. ValueError if the grid does not fit."""
+        """Converts a grid of symbols to tokens, uint8 [seq_len]. The grid lies at the top left of this array.
+
+        Raises ValueError if the grid does not fit, or has an unknown symbol.
+        """
         rows, columns = size_of(grid, "the grid")
         if rows > self.num_rows or columns > self.num_columns:
             most = f"the dataset has at most {self.num_rows}x{self.num_columns}"
@@ -183,10 +213,10 @@ class Vocabulary:
         return lay_out(cells, num_rows=self.num_rows, num_columns=self.num_columns)
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the indices of the cells of a field that contain its grid: int64 [rows, columns].
+        """Finds the grid in a token array, [seq_len].
 
-        The grid starts at the top left. The symbols at the start of the first row and of the first column
-        determine its width and height. tokens: The field, [seq_len].
+        Returns the indices of its cells: int64 [rows, columns]. The grid starts at the top left. Its first
+        row and first column end at the first token that is not a symbol.
         """
         field = to_grid(np.asarray(tokens), num_columns=self.num_columns)
         lines = (field[:, 0] >= FIRST_SYMBOL, field[0] >= FIRST_SYMBOL)
@@ -194,7 +224,7 @@ class Vocabulary:
         return np.arange(field.size).reshape(field.shape)[:num_rows, :num_columns]
 
     def list_symbols(self, most: int = 40) -> str:
-        """Returns the first `most` symbols as one text, for messages."""
+        """Returns the symbols as one text for messages. Only the first `most` are listed."""
         names = ["space" if symbol == " " else symbol for symbol in self.symbols]
         more = [f"and {len(names) - most} more"] if len(names) > most else []
         return " ".join(names[:most] + more)
@@ -213,17 +243,24 @@ class Vocabulary:
 
 @dataclasses.dataclass(frozen=True)
 class FieldPuzzle(Puzzle):
-    """A puzzle with the symbols of its dataset. vocabulary: Symbols and the size of the field."""
+    """A puzzle in the symbols that its dataset defines.
+
+    vocabulary: The symbols, and the size of the field (the token array in which a grid lies).
+    """
 
     vocabulary: Vocabulary | None = None
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the indices of the cells of an answer that contain its grid: int64 [rows, columns]."""
+        """Finds the grid in an answer, [seq_len]. Returns the indices of its cells: int64 [rows, columns]."""
         return self.vocabulary.cells_of(tokens)
 
 
 def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
-    """Returns the numbers of rows and columns. ValueError, with `name`, for an empty or ragged grid."""
+    """Returns (number of rows, number of columns) of a grid.
+
+    Raises ValueError if it is empty, or if its rows differ in length. name: Name of the grid, for the
+    message.
+    """
     lengths = [len(row) for row in rows]
     if not lengths or not lengths[0]:
         raise ValueError(f"{name} is empty")
@@ -234,7 +271,10 @@ def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
 
 
 def lay_out(grid: np.ndarray, *, num_rows: int, num_columns: int) -> np.ndarray:
-    """Writes a grid of symbols, counted from 0, into the top left of a field: tokens, uint8 [cells]."""
+    """Writes a grid at the top left of a field (token array) with marks at its ends. Returns uint8 [cells].
+
+    grid: Symbols as numbers from 0, [rows, columns]. num_rows, num_columns: Size of the field.
+    """
     rows, columns = grid.shape
     tokens = np.full((num_rows, num_columns), PAD, np.uint8)
     tokens[: rows + 1, :columns] = END

@@ -26,10 +26,12 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = None) -> np.ndarray:
-    """Returns the indices of the cells to draw: int64 [rows, columns].
+    """Returns which cells of a token array are drawn, as indices: int64 [rows, columns].
 
-    tokens: The grid, [seq_len]. frame: Another grid, such as the label, [seq_len]. If given, its size decides
-    which cells are drawn.
+    If grids are smaller than the array, as in ARC, only the grid is drawn.
+
+    tokens: The array, [seq_len]. frame: Another array, such as the label, [seq_len]. If given, the size of
+    its grid decides which cells are drawn.
     """
     cells = to_grid(np.arange(len(tokens)), num_columns=style.num_columns)
     if style.first_of_field is None:
@@ -39,22 +41,27 @@ def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = Non
 
 
 def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
-    """Returns the symbol of each token: an array of texts in the shape of `tokens`."""
+    """Returns the text of each token, as an array in the shape of `tokens`."""
     texts = [style.symbol(token) for token in tokens.ravel().tolist()]
     return np.array(texts, np.str_).reshape(tokens.shape)
 
 
 def regions_of(style: Style, num_cells: int) -> list[int] | None:
-    """Returns the number of each cell's region, row by row. None if the grid has no regions."""
+    """Returns the number of the region (such as the box of a Sudoku) of each cell, row by row.
+
+    Returns None if the grid has no regions.
+    """
     regions = style.regions.get(num_cells)
     return None if regions is None else list(regions)
 
 
 def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.ndarray | None:
-    """Returns the number of the region of each of the `cells` to draw in a terminal: int64 [rows, columns].
+    """Returns the number of the region of each drawn cell, int64 [rows, columns], or None.
 
-    cells: Indices of the cells to draw, [rows, columns]. None if there are no regions, or if all regions are
-    rectangles. A reader sees rectangles, such as the boxes of a Sudoku, without lines.
+    None means that no lines between regions are needed: there are no regions, or all are rectangles, such as
+    the boxes of a Sudoku.
+
+    cells: Indices of the drawn cells, [rows, columns]. num_cells: Number of cells of the whole grid.
     """
     numbers = np.array(regions_of(style, num_cells) or [0] * num_cells)
     grid = to_grid(numbers, num_columns=style.num_columns)
@@ -63,7 +70,10 @@ def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.nda
 
 
 def page_style(style: Style, metadata: Metadata) -> dict[str, Any]:
-    """Returns the values that grid.js needs to draw grids, for JSON. A blank token has the symbol ""."""
+    """Returns the values that grid.js needs to draw grids on a page, as JSON values.
+
+    In them, an empty cell has the symbol "".
+    """
     tokens = range(metadata.vocab_size)
     is_blank = [style.is_blank(token) or token == metadata.pad_id for token in tokens]
     return {
@@ -88,10 +98,12 @@ def draw(
     is_new: np.ndarray | None = None,
     is_wrong: np.ndarray | None = None,
 ) -> list[str]:
-    """Draws tokens [seq_len] as a grid for a terminal. Returns the title, then one line a row.
+    """Draws a grid for a terminal. Returns lines of text: the title, then one line for each row.
 
-    If `style.marks_new`, new cells are green. An x follows each wrong cell. frame: Another grid that decides
-    which cells are drawn (`cells_of`). is_new, is_wrong: bool [seq_len].
+    If `style.marks_new`, new cells are green. An x follows each wrong cell.
+
+    tokens: The grid, [seq_len]. color: Whether to use ANSI codes. frame: Another grid, such as the label. Its
+    size decides which cells are drawn. is_new, is_wrong: bool [seq_len].
     """
     cells = cells_of(style, tokens, frame=frame)
 
@@ -118,11 +130,13 @@ def draw_cells(
     marks: np.ndarray | None = None,
     regions: np.ndarray | None = None,
 ) -> list[str]:
-    """Draws texts [rows, columns] in columns of equal width. Returns the title, then one line a row.
+    """Draws texts [rows, columns] for a terminal, in columns of equal width.
 
-    styles: ANSI codes of each cell. gap: Text between cells. marks: Text behind each cell, with the ANSI
-    codes of the cell. regions: Number of each cell's region, [rows, columns]. If given, lines between regions
-    are drawn, and the gap between cells is one character.
+    Returns the title and a line a row.
+
+    styles: ANSI codes of each cell. gap: Text between cells. marks: Text behind each cell, in the same color.
+    regions: Number of each cell's region, [rows, columns]. If given, lines between regions are drawn, and the
+    gap between cells is one character.
     """
     width = max(map(len, texts.flat), default=0)
     marks = np.full(texts.shape, "") if marks is None else marks
@@ -140,9 +154,10 @@ def draw_cells(
 
 
 def _with_lines(drawn: list[list[str]], regions: np.ndarray, *, width: int) -> list[str]:
-    """Returns a line of text for each row, and one between two rows, with the borders of regions.
+    """Adds lines between regions to a drawn grid. Returns the lines of text.
 
-    drawn: Cells of each row, as `draw_cells` draws them. width: Number of characters of a cell.
+    drawn: Texts of the cells of each row. regions: Number of each cell's region, [rows, columns]. width:
+    Number of characters of a cell.
     """
     walls = np.pad(regions[:, 1:] != regions[:, :-1], [(0, 0), (0, 1)])  # right of each cell
     floors = np.pad(regions[1:] != regions[:-1], [(0, 1), (0, 1)])  # below each cell
@@ -158,12 +173,12 @@ def _with_lines(drawn: list[list[str]], regions: np.ndarray, *, width: int) -> l
 
 
 def without_codes(text: str) -> str:
-    """Returns a text without its ANSI codes, to measure its width in a terminal."""
+    """Returns a text without ANSI codes. Its length is then the width in a terminal."""
     return _ANSI.sub("", text)
 
 
 def side_by_side(drawings: Sequence[list[str]]) -> str:
-    """Puts drawings, each a list of lines, side by side in one text."""
+    """Returns a text that shows several drawings next to each other. Each drawing is a list of lines."""
     widths = [max(len(without_codes(line)) for line in lines) + 3 for lines in drawings]
     rows = []
     for lines in itertools.zip_longest(*drawings, fillvalue=""):
@@ -188,7 +203,11 @@ _COLOR = re.compile(r"--([\w-]+): light-dark\((#\w+), (#\w+)\);")
 
 
 class Paint(NamedTuple):
-    """The look of a cell on a page: color and opacity of its background, its text, the text's CSS class."""
+    """How a cell looks in an SVG.
+
+    ground: Color of the background. opacity: Opacity of the background. text: Text in the cell. kind: CSS
+    class of the text.
+    """
 
     ground: str = ""
     opacity: float = 0
@@ -197,7 +216,11 @@ class Paint(NamedTuple):
 
 
 def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
-    """Returns the look of a cell. is_clue: Whether the puzzle gives the cell. doubt: From 0 (sure) to 1."""
+    """Returns how a cell with this token looks in an SVG.
+
+    is_clue: Whether the puzzle gives the cell. doubt: How unsure the model is about the cell, from 0 (sure)
+    to 1.
+    """
     if token in style.colors:
         return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))
     ground = ("var(--clue)", 1) if is_clue else ("var(--ring)", round(TINT * doubt, 3))
@@ -207,7 +230,11 @@ def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -
 
 @dataclasses.dataclass(frozen=True)
 class SvgGrid:
-    """A grid in an SVG: its size in cells, its top left corner, and the side of a cell in SVG units."""
+    """Draws the parts of a grid in an SVG.
+
+    rows, columns: Size in cells. left, top: Position of the top left corner. size: Side of a cell. Positions
+    and sizes are in SVG units.
+    """
 
     rows: int
     columns: int
@@ -217,12 +244,12 @@ class SvgGrid:
 
     @property
     def frame(self) -> str:
-        """Returns the SVG attributes of a rectangle around all cells."""
+        """The SVG attributes (x, y, width, height) of a rectangle around all cells."""
         width, height = self.columns * self.size, self.rows * self.size
         return f'x="{self.left:.4g}" y="{self.top:.4g}" width="{width:.4g}" height="{height:.4g}"'
 
     def corner(self, row: int, column: int) -> tuple[float, float]:
-        """Returns x and y of a cell's top left corner."""
+        """Returns (x, y) of the top left corner of a cell."""
         return self.left + column * self.size, self.top + row * self.size
 
     def ground(self, row: int, column: int, paint: Paint) -> str:
@@ -244,7 +271,7 @@ class SvgGrid:
         )
 
     def lines(self, regions: Sequence[int] | None) -> Iterator[str]:
-        """Yields the SVG of the frame and of the lines between cells. Lines between regions are heavier.
+        """Yields SVG elements: the lines between cells, then the frame. Lines between regions are thicker.
 
         regions: The number of each cell's region, row by row. If None, the grid is one region.
         """
@@ -267,21 +294,25 @@ class SvgGrid:
 
 
 def _runs(values: np.ndarray) -> Iterator[tuple[int, int, bool]]:
-    """Yields (first, end, value) of each run of equal values. values: bool [n]."""
+    """Splits values into runs of equal values. Yields (first index, end index, value) of each run.
+
+    values: bool [n].
+    """
     ends = [*(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
     for first, end in itertools.pairwise([0, *ends]):
         yield first, end, bool(values[first])
 
 
 def light_colors() -> dict[str, str]:
-    """Returns {"var(--<name>)": #rrggbb} of the colors of theme.css on a light system."""
+    """Returns the colors of theme.css for light mode, as {"var(--<name>)": "#rrggbb"}."""
     return {f"var(--{name})": color for name, color, _ in _COLOR.findall(THEME.read_text())}
 
 
 def svg_file(content: str, *, width: float, height: float, title: str, style: str = "") -> str:
-    """Returns an SVG file: the content on a background of `width` x `height` with round corners.
+    """Returns the text of an SVG file with `content` on a background with round corners.
 
-    style: CSS. It and the content may use the color variables of theme.css, such as var(--ink).
+    width, height: Size of the background. style: CSS. It and the content may use the color variables of
+    theme.css, such as var(--ink).
     """
     colors = _COLOR.findall(THEME.read_text())
     light = "".join(f"--{name}:{color};" for name, color, _ in colors)

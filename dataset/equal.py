@@ -36,16 +36,23 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 
 
 def hash_examples(data: PuzzleSet | ConcatenatedSet, split: str, folders: Sequence[Path]) -> np.ndarray:
-    """Returns the hashes of the examples of originals: uint64 [n], in the order of `original_rows`.
+    """Returns a hash of each example: uint64 [n], in the order of `original_rows`.
 
-    folders: Dataset folders of `data`, in the order of `ConcatenatedSet.folder_of_group`.
+    Augmented copies are left out. Two examples with the same hash are the same puzzle, also in different
+    datasets.
+
+    split: "train" or "test". folders: Dataset folders of `data`, in the order of
+    `ConcatenatedSet.folder_of_group`.
     """
     found = [hashes for number, part in data.parts for hashes in _hash_part(part, split, folders[number])]
     return np.concatenate(found)
 
 
 def _hash_part(data: PuzzleSet, split: str, folder: Path) -> Iterator[np.ndarray]:
-    """Yields the hashes of the examples of one dataset folder, in chunks."""
+    """Yields the hashes of the examples of one dataset folder, uint64, in chunks.
+
+    Augmented copies are left out.
+    """
     metadata = load_metadata(folder, split)
     kind = read_info([folder], metadata).kind
     family = find_augmentation(kind.augmentation) if kind else None
@@ -69,7 +76,10 @@ def _hash_name(name: str) -> int:
 
 
 def _hash_rows(tokens: np.ndarray) -> np.ndarray:
-    """Hashes each row of an array [n, length] of bytes or little-endian numbers: uint64 [n]."""
+    """Returns a hash of each row of an array [n, length]: uint64 [n].
+
+    tokens: uint8 or little-endian integers.
+    """
     row_bytes = np.ascontiguousarray(tokens).view(np.uint8)
     num, length = row_bytes.shape
     padded = np.zeros((num, -(-length // 8) * 8), np.uint8)
@@ -81,7 +91,7 @@ def _hash_rows(tokens: np.ndarray) -> np.ndarray:
 
 
 def _mix(hashes: np.ndarray) -> np.ndarray:
-    """Maps uint64 [n] to well-mixed uint64 [n], one to one (splitmix64)."""
+    """Scrambles the bits of each hash, uint64 [n]. Different hashes stay different (splitmix64)."""
     hashes = hashes + np.uint64(0x9E3779B97F4A7C15)
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         hashes ^= hashes >> np.uint64(shift)
@@ -90,7 +100,10 @@ def _mix(hashes: np.ndarray) -> np.ndarray:
 
 
 def _cut_out(tokens: np.ndarray) -> np.ndarray:
-    """Cuts the grids out of square fields [n, cells]: uint8 [n, 900], each at the top left, without ends."""
+    """Moves ARC grids to the top left of 30 x 30 arrays, and removes padding and end marks.
+
+    Returns uint8 [n, 900]. tokens: Fields, [n, cells], with a grid at any position.
+    """
     size = math.isqrt(tokens.shape[1])
     fields = tokens.reshape(-1, size, size)
     is_cell = fields >= FIRST_SYMBOL
@@ -103,9 +116,10 @@ def _cut_out(tokens: np.ndarray) -> np.ndarray:
 
 
 def hash_training(data: Dataset, held_out: Mapping[str, np.ndarray]) -> dict[int, np.ndarray]:
-    """Returns {index of the dataset folder: hashes of its training examples, uint64 [n]}.
+    """Returns {index of the dataset folder: hashes of the examples that a run trains on, uint64 [n]}.
 
-    held_out: {training set: mask of the groups that are not trained on, bool [num_groups]}.
+    held_out: {training set: mask of the groups that are not trained on, bool [num_groups]}. A group is a
+    puzzle with its augmented copies.
     """
     found: dict[int, list[np.ndarray]] = {number: [] for number in range(len(data.folders))}
     for name, each in data.splits["train"].sets.items():
@@ -120,11 +134,12 @@ def hash_training(data: Dataset, held_out: Mapping[str, np.ndarray]) -> dict[int
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The examples that a model was trained on.
+    """The examples that a model was trained on, as hashes. Checkpoints contain them.
 
     Attributes:
         hashes: Hashes, uint64 [n], ascending and distinct.
-        rate: A power of 2, at most 1. Of all examples, `hashes` contains those below rate x 2^64.
+        rate: Fraction of all examples that `hashes` contains, a power of 2. If it is less than 1, these are
+            the examples with a hash below rate x 2^64.
         is_complete: Whether nothing else was trained on. False if the model started from a checkpoint with
             unknown training examples.
     """
@@ -135,18 +150,25 @@ class Trained:
 
     @staticmethod
     def of(hashes: Sequence[np.ndarray], *, is_complete: bool = True) -> "Trained":
-        """Returns the distinct examples of several arrays of hashes."""
+        """Returns a `Trained` with the examples of all arrays. Repeated hashes count once."""
         found = np.sort(np.concatenate([np.zeros(1, np.uint64), *hashes]))  # UNKNOWN is always the first
         return Trained(found[1:][found[1:] != found[:-1]], is_complete=is_complete)
 
     def sample(self, rate: float) -> "Trained":
-        """Returns the sample with a rate of at most `rate`."""
+        """Returns a `Trained` with only a fraction of the hashes: all below rate x 2^64.
+
+        If it already has so few, returns it unchanged.
+        """
         if rate >= self.rate:
             return self
         return dataclasses.replace(self, hashes=self.hashes[self.hashes < _limit(rate)], rate=rate)
 
     def join(self, other: "Trained | None") -> "Trained":
-        """Returns the examples of both. The rate is the smaller one, unless `other` adds nothing."""
+        """Returns a `Trained` with the examples of `self` and `other`.
+
+        If one of them has only a sample of its examples, so has the result. Exception: if `other` adds
+        nothing, returns `self`.
+        """
         if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
             return self
         own, others = self.sample(other.rate), other.sample(self.rate)
@@ -155,17 +177,26 @@ class Trained:
         return dataclasses.replace(joined, rate=own.rate)
 
     def contains(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns whether each of the hashes is one of the examples: bool [n]."""
+        """Returns for each hash whether it is one of the training examples: bool [n].
+
+        If `rate` is less than 1, False may be wrong (see `covers`).
+        """
         found = np.append(self.hashes, np.uint64(UNKNOWN))
         return (found[self.hashes.searchsorted(hashes)] == hashes) & (hashes != UNKNOWN)
 
     def covers(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns whether `contains` is certain for each of the hashes: bool [n]. All, except of a sample."""
+        """Returns for each hash whether the answer of `contains` is certain: bool [n].
+
+        It is uncertain for examples that are not in the sample, and for examples with an unknown hash.
+        """
         is_known = hashes != UNKNOWN
         return is_known if self.rate == 1 else is_known & (hashes < _limit(self.rate))
 
     def to_bytes(self) -> bytes:
-        """Returns the content of a file that `read_trained` reads. It has at most 100,000 hashes."""
+        """Returns the content of a file that stores the hashes. `read_trained` reads it.
+
+        If there are more than 100,000 hashes, the file contains a sample.
+        """
         sample = self
         while len(sample.hashes) > _MOST_HASHES:
             sample = sample.sample(sample.rate / 2)
@@ -175,7 +206,10 @@ class Trained:
 
 
 def read_trained(path: Path) -> Trained | None:
-    """Reads and checks a file of `Trained.to_bytes`. None if it is missing. ValueError if it is damaged."""
+    """Reads from a file which examples a model was trained on. `Trained.to_bytes` makes such files.
+
+    Returns None if the file is missing. Raises ValueError if it is damaged.
+    """
     try:
         content = read_bytes(path, most=_MOST_BYTES)
         tensors = safetensors.numpy.load(content)

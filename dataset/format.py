@@ -44,13 +44,17 @@ _SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
 
 def is_printable(symbol: str) -> bool:
-    """Returns whether all characters of a symbol are printable, except joiners in it."""
+    """Returns whether all characters of a symbol are printable. Zero-width joiners are allowed."""
     return symbol.replace(JOINER, "").isprintable()
 
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """The properties of a split, as in its `dataset.json`."""
+    """The properties of a split (training or test), as in its file dataset.json.
+
+    A puzzle identifier is the number of a puzzle embedding. A group is a puzzle with its augmented copies. A
+    set is a named part of the split, with its own metrics.
+    """
 
     pad_id: _Number
     ignore_label_id: Annotated[int, Field(ge=IGNORE_LABEL_ID, le=_MOST)] | None
@@ -73,7 +77,7 @@ class Metadata:
     may_permute: bool | None = None
 
     def mistakes(self) -> Iterator[str]:
-        """Yields a message for each contradiction between the fields."""
+        """Yields an error message for each contradiction between the fields."""
         symbols, num_columns = self.symbols, self.num_columns
         for id_field, size_field in _SIZE_OF_ID.items():
             number, size = getattr(self, id_field), getattr(self, size_field)
@@ -109,9 +113,12 @@ _OF_ONE_SPLIT = ("total_groups", "mean_puzzle_examples", "sets", "total_puzzles"
 
 
 def columns_of(metadata: Metadata, *, needed_by: str) -> int:
-    """Returns the number of columns of a dataset's grids: `num_columns` or, without it, the side of a square.
+    """Returns the number of columns of a dataset's grids.
 
-    ValueError if seq_len is not a square either. needed_by: Config key that needs a grid, for the message.
+    It is `num_columns` if the metadata set it. Otherwise the grid is a square. Raises ValueError if seq_len
+    is not a square.
+
+    needed_by: Config key that needs a grid, for the message.
     """
     if metadata.num_columns is not None:
         return metadata.num_columns
@@ -131,16 +138,20 @@ class Split:
 
 
 def usual_metadata(*, vocab_size: int, seq_len: int, num_puzzle_identifiers: int, **others: Any) -> Metadata:
-    """Returns the metadata of a split with one set, "all", as our builders write it.
+    """Returns metadata with the values that our builders use.
 
-    Token 0 is padding. It is not scored. Identifier 0 is the blank one. others: Fields of `Metadata`.
+    There is one set "all". Token 0 is padding, which is not scored. Puzzle identifier 0 is for puzzles
+    without an embedding. others: Further fields of `Metadata`.
     """
     usual = {"total_groups": 1, "mean_puzzle_examples": 1.0, "sets": ("all",), **others}
     return Metadata(0, 0, 0, vocab_size, seq_len, num_puzzle_identifiers, **usual)
 
 
 def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, **others: Any) -> Split:
-    """Returns a split with one set, "all", and the `usual_metadata`. others: Fields of `Metadata`."""
+    """Returns a split that contains only these puzzles, as the set "all", with its metadata.
+
+    others: Further fields of `Metadata`.
+    """
     num_puzzles = len(puzzles.puzzle_identifiers)
     metadata = usual_metadata(
         vocab_size=vocab_size,
@@ -156,7 +167,11 @@ def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, 
 
 
 class Origin(NamedTuple):
-    """The origin of a test set of a mixture: folder, name in the folder, first identifier in the mixture."""
+    """Where a test set comes from, if several dataset folders are mixed.
+
+    folder: Dataset folder. set_name: Name of the set in the folder. first_identifier: Start of the folder's
+    range of puzzle identifiers (numbers of embeddings) in the mixture.
+    """
 
     folder: Path
     set_name: str
@@ -165,24 +180,37 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """The splits of one dataset folder or a mixture. origins: {test set: origin}, {} for one folder."""
+    """The splits of one dataset folder, or of several folders that are mixed.
+
+    origins: {test set: where it comes from}. {} for one folder.
+    """
 
     folders: tuple[Path, ...]
     splits: dict[str, Split]
     origins: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def origin(self, set_name: str) -> Origin:
-        """Returns the folder of a test set, its name in that folder, and its first identifier here."""
+        """Returns where a test set comes from: its folder, its name there, and the folder's first identifier.
+
+        An identifier is the number of a puzzle embedding. In a mixture of folders, each folder has its own
+        range.
+        """
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
-        """Returns the name of the test set `set_name` of a folder in this dataset."""
+        """Returns the name that a test set of `folder` has in this dataset.
+
+        set_name: Its name in the folder. In a mixture of folders, names are <folder>.<set>.
+        """
         names = (name for name, origin in self.origins.items() if origin[:2] == (folder, set_name))
         return next(names, set_name)
 
     @property
     def metadata(self) -> Metadata:
-        """Returns the metadata of the first split. Tokens and identifiers are equal in all splits."""
+        """Metadata of the first split.
+
+        The values about tokens and puzzle identifiers are equal in all splits.
+        """
         return next(iter(self.splits.values())).metadata
 
 
@@ -191,10 +219,12 @@ def array_path(folder: Path, split: str, set_name: str, field: str) -> Path:
 
 
 def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everything: bool) -> Dataset:
-    """Opens and checks the splits of a folder. They must agree on tokens and identifiers.
+    """Opens the splits of a dataset folder and checks them.
 
-    read_everything: Whether to read and check every token too. ValueError, one line, with file, error and
+    The splits must agree on tokens and puzzle identifiers. Raises ValueError, one line with file, error and
     fix.
+
+    read_everything: Whether to read and check every token too.
     """
     opened = {split: open_split(folder, split) for split in splits}
     first = opened[splits[0]].metadata
@@ -210,13 +240,19 @@ def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everyth
 
 
 def open_split(folder: Path, split: str) -> Split:
-    """Memory-maps one split and checks everything except the tokens, which `check_tokens` reads."""
+    """Opens one split (memory-mapped) and checks everything except the tokens. `check_tokens` checks those.
+
+    Raises ValueError if the split is not valid.
+    """
     metadata = load_metadata(folder, split)
     return Split(metadata, {name: _open_set(folder, split, name, metadata) for name in metadata.sets})
 
 
 def read_builder(folder: Path) -> dict[str, Any] | None:
-    """Reads the builder's `name` and `arguments` from the manifest. None if they are missing."""
+    """Returns {"name": ..., "arguments": ...} of the builder of a dataset, from its manifest.
+
+    Returns None if the manifest does not have them.
+    """
     try:
         builder = read_json(folder / MANIFEST)["builder"]
         return {"name": str(builder["name"]), "arguments": dict(builder["arguments"])}
@@ -225,7 +261,10 @@ def read_builder(folder: Path) -> dict[str, Any] | None:
 
 
 def splits_with_several_solutions(folder: Path) -> list[str]:
-    """Returns the splits in which the builder found puzzles with several solutions, from the manifest."""
+    """Returns the splits in which the builder found puzzles with several solutions, such as ["train"].
+
+    Reads the manifest.
+    """
     try:
         found = read_json(folder / MANIFEST)["several_solutions"]
         return [split for split in SPLITS if split in found]
@@ -234,7 +273,10 @@ def splits_with_several_solutions(folder: Path) -> list[str]:
 
 
 def load_metadata(folder: Path, split: str) -> Metadata:
-    """Reads `<folder>/<split>/dataset.json`. ValueError if it is missing, malformed or incomplete."""
+    """Reads the file <folder>/<split>/dataset.json.
+
+    Raises ValueError if it is missing or not valid.
+    """
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "does not exist"
         raise ValueError(f"data folder {folder} {problem}. Build it (docs/data.md), or set data_path.")
@@ -324,10 +366,11 @@ def _open_array(path: Path) -> np.ndarray:
 
 
 def check_tokens(folder: Path, split: str, data: Split) -> None:
-    """Reads every token and transform of a split once (about 1 GB/s) and checks its range.
+    """Reads all tokens of a split, and all transforms of its augmentation (about 1 GB/s).
 
-    Inputs must be in [0, vocab_size). Labels must be in the same range, or `ignore_label_id`. A training
-    split must have a label. ValueError, with the file and, for a token, the row and the token.
+    Checks their values. Inputs must be in [0, vocab_size). Labels must be in the same range, or
+    `ignore_label_id`. A training split must have a label. Raises ValueError with the file, the row and the
+    token.
     """
     vocab_size, ignored = data.metadata.vocab_size, data.metadata.ignore_label_id
     has_labels = split != "train"

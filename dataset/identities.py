@@ -23,12 +23,13 @@ _ONLY_BLANK = json.dumps([BLANK]).encode()
 
 
 class Match(NamedTuple):
-    """The rows of a model's puzzle table that belong to the identifiers of a dataset.
+    """Which rows of a model's puzzle table (its puzzle embeddings) belong to the puzzles of a dataset.
 
-    rows            int64 [identifiers of the dataset]. -1 if the model has no row for an identifier
-    is_other        bool, the same length. True if the model has a row of this name for another task
-    num_rows        number of rows of the model
-    num_additional  number of the model's rows that the dataset has no identifier for
+    Attributes:
+        rows: Row of each puzzle identifier, int64 [identifiers]. -1 if the model has no row for it.
+        is_other: bool [identifiers]. True if the model has a row with this name, but for another task.
+        num_rows: Number of rows of the model.
+        num_additional: Number of the model's rows that belong to no identifier of the dataset.
     """
 
     rows: np.ndarray
@@ -39,9 +40,10 @@ class Match(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Identities:
-    """The identities of the puzzle identifiers of one or more dataset folders.
+    """Says which puzzle each puzzle identifier (0, 1, ...) of one or more dataset folders stands for.
 
-    The names are not parsed until they are compared, because a million names take a second.
+    A puzzle is identified by its name and, if known, by a digest of its task. The names are not parsed until
+    they are compared, because a million names take a second.
 
     Attributes:
         folders: Names of the folders.
@@ -56,15 +58,20 @@ class Identities:
     digests: np.ndarray
 
     def equals(self, other: "Identities") -> bool:
-        """Returns whether the same numbers are the same puzzles. The name of a single folder is ignored."""
+        """Returns whether every puzzle identifier stands for the same puzzle in both.
+
+        If both have only one folder, its name is ignored.
+        """
         same_folders = self.folders == other.folders or len(self.folders) == len(other.folders) == 1
         same_names = (self.names, self.sizes) == (other.names, other.sizes)
         return same_folders and same_names and np.array_equal(self.digests, other.digests)
 
     def keys(self, *, with_folders: bool) -> list[str] | None:
-        """Returns the name of each identifier. None if a folder does not name each identifier.
+        """Returns the name of the puzzle behind each puzzle identifier, in order.
 
-        with_folders: Whether each name starts with that of its folder.
+        Returns None if a folder does not name each of its identifiers.
+
+        with_folders: Whether each name starts with the name of its folder, as in "arc/0a938d79".
         """
         keys = []
         for folder, text, size in zip(self.folders, self.names, self.sizes, strict=True):
@@ -79,9 +86,12 @@ class Identities:
         return keys
 
     def match(self, data: "Identities") -> Match | None:
-        """Finds the rows of a model with these identities for the identifiers of `data`.
+        """Finds the model's row (puzzle embedding) for each puzzle identifier of a dataset.
 
-        None if one side does not name each identifier. If both have one folder, its name is ignored.
+        `self` describes the rows of the model. Returns None if one side does not name each identifier. If
+        both have one folder, its name is ignored.
+
+        data: Identities of the dataset.
         """
         with_folders = len(self.folders) > 1 or len(data.folders) > 1
         known, wanted = (each.keys(with_folders=with_folders) for each in (self, data))
@@ -95,7 +105,7 @@ class Identities:
         return Match(np.where(is_other, -1, rows), is_other, len(known), num_additional)
 
     def to_bytes(self) -> bytes:
-        """Returns the content of a file that `read_identities` reads."""
+        """Returns the content of a file that stores these values. `read_identities` reads it."""
         lengths = [len(each) for each in self.names]
         header = json.dumps([*zip(self.folders, lengths, self.sizes, strict=True)]).encode()
         texts = {"folders": header, "names": b"".join(self.names)}
@@ -110,9 +120,10 @@ class Identities:
 
 
 def identities_of(data: Dataset) -> Identities | None:
-    """Returns the identities of a dataset. None if a folder has several identifiers and does not name them.
+    """Returns what identifies the puzzle behind each puzzle identifier of a dataset: names and digests.
 
-    ValueError if digests.npy does not match the dataset.
+    Returns None if a folder has several identifiers and does not name them. Raises ValueError if digests.npy
+    does not match the dataset.
     """
     split = next(iter(data.splits))
     sizes = tuple(load_metadata(folder, split).num_puzzle_identifiers for folder in data.folders)
@@ -143,7 +154,11 @@ def _read_digests(path: Path, size: int) -> np.ndarray:
 
 
 def read_identities(path: Path) -> Identities | None:
-    """Reads and checks a file of `to_bytes`. None if it is missing. ValueError if it is damaged."""
+    """Reads from a file which puzzle each puzzle identifier stands for.
+
+    `Identities.to_bytes` makes such files. Returns None if the file is missing. Raises ValueError if it is
+    damaged.
+    """
     try:
         header, names, digests = read_arrays(path, ("folders", "names", "digests"), most=_MOST_BYTES)
         entries = parse_json(header.tobytes(), where="folders")

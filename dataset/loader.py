@@ -20,12 +20,17 @@ _END_SECONDS = 5.0  # maximum wait for a read in progress
 
 
 class Batch(NamedTuple):
-    """This rank's slice of a global batch. In a carry: the examples in the slots.
+    """The examples of this rank in one step: its part of the global batch.
 
-    inputs              int32 [batch, seq_len] labels              int32 [batch, seq_len]: IGNORE_LABEL_ID if
-    a cell is not scored puzzle_identifiers  int32 [batch] rows                int64 [batch]: index of the
-    example in its set (in `evaluation.test_time`: number of the
-                        attempt). -1 for padding
+    It is also a part of the model's state between steps (the carry): the examples that the model still works
+    on.
+
+    Attributes:
+        inputs: int32 [batch, seq_len].
+        labels: int32 [batch, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
+        puzzle_identifiers: int32 [batch], number of each example's puzzle embedding.
+        rows: int64 [batch], index of each example in its set. -1 for padding. In `evaluation.test_time`, the
+            number of the attempt instead.
     """
 
     inputs: torch.Tensor
@@ -35,29 +40,34 @@ class Batch(NamedTuple):
 
     @property
     def is_real(self) -> torch.Tensor:
-        """Returns a mask of the rows that are not padding: bool [batch]."""
+        """A mask of the examples that are not padding: bool [batch]."""
         return self.rows >= 0
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
     def select(self, slots: slice | torch.Tensor) -> "Batch":
-        """Returns some of the rows. slots: A slice, int64 [n] or bool [batch]."""
+        """Returns a batch of only some examples.
+
+        slots: Positions of these examples, as a slice, int64 [n] or bool [batch].
+        """
         return Batch(*(tensor[slots] for tensor in self))
 
     @staticmethod
     def join(parts: "list[Batch]") -> "Batch":
-        """Concatenates batches."""
+        """Concatenates several batches to one."""
         return Batch(*map(torch.cat, zip(*parts, strict=True)))
 
 
 class PuzzleDataset(IterableDataset):
-    """The examples of one rank. Yields (set name, Batch) for every global batch after `first_step`.
+    """The examples of one rank. Yields (set name, Batch) for every global batch after step `first_step`.
 
-    With local = ceil(global_batch_size / world_size), rank r gets rows r * local to (r + 1) * local - 1 of
-    each global batch. In an evaluation, a slice with fewer rows is padded to `local` rows: inputs pad_id,
-    labels IGNORE_LABEL_ID, identifier blank_identifier_id, row -1. Only one thread at a time may iterate,
-    because the generators of the plan have state.
+    With local = ceil(global_batch_size / world_size), rank r gets examples r * local to (r + 1) * local - 1
+    of each global batch. In an evaluation, a batch with fewer examples is padded to `local` examples: inputs
+    pad_id, labels IGNORE_LABEL_ID, identifier blank_identifier_id, row -1. Only one thread at a time may
+    iterate, because the generators of the plan have state.
+
+    split: "train" or "test". plan: Order of the examples.
     """
 
     def __init__(
@@ -83,7 +93,10 @@ class PuzzleDataset(IterableDataset):
             yield batch.set_name, load_batch(*own, rows, puzzles, size=size)
 
     def distinct_identifiers(self) -> np.ndarray:
-        """Returns all identifiers that this rank will read, and that of padding: int64 [n], ascending."""
+        """Returns all puzzle identifiers that this rank will read: int64 [n], ascending.
+
+        A puzzle identifier is the number of a puzzle embedding. Includes the identifier of padding.
+        """
         data = self.data.splits[self.split]
         found = [np.array([data.metadata.blank_identifier_id])]
         for batch in self.plan.batches(self.first_step):
@@ -99,7 +112,10 @@ def load_batch(
     *,
     size: int,
 ) -> Batch:
-    """Reads the examples `rows` (int64 [n]) of the puzzles `puzzles` (int64 [n]), padded to `size` rows."""
+    """Reads some examples of a set as a batch, padded to `size` examples.
+
+    rows: Indices of the examples, int64 [n]. puzzles: Index of the puzzle of each example, int64 [n].
+    """
     inputs, labels = puzzle_set.read(rows, puzzles)
     columns = (
         (inputs, np.int32, metadata.pad_id),
@@ -117,11 +133,11 @@ def load_batch(
 
 @contextlib.contextmanager
 def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[Iterator[tuple[str, Batch]]]:
-    """Yields an iterator over the batches of `dataset`. For a CUDA device, batches are in pinned memory.
+    """Context manager that yields an iterator of (set name, Batch). A thread reads up to 8 batches ahead.
 
-    A thread reads up to 8 batches ahead. If the thread fails, the iterator yields the batches that it has
-    read, then raises its error. The end of the block stops the thread, and waits at most 5 s for a read in
-    progress.
+    For a CUDA device, the batches are in pinned memory. If the thread fails, the iterator yields the batches
+    that it has read, then raises the error of the thread. At the end of the block, the thread stops. This
+    waits at most 5 s.
     """
     batches: queue.SimpleQueue[tuple[str, Batch] | BaseException | None] = queue.SimpleQueue()
     room, is_over = threading.Semaphore(_BATCHES_AHEAD), threading.Event()
@@ -161,9 +177,10 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
 def choose_rows(
     puzzle_set: PuzzleSet | ConcatenatedSet, count: int, puzzles: np.ndarray | None = None
 ) -> np.ndarray:
-    """Returns the rows of up to `count` examples of originals, at equal distances: int64, ascending.
+    """Selects up to `count` examples of a set, at equal distances. Leaves out augmented copies of puzzles.
 
-    puzzles: Indices of the puzzles to choose from, with variants, int64 [n]. If None, all originals.
+    Returns the indices of the examples, int64, ascending. puzzles: Indices of the puzzles to choose from,
+    int64 [n]. If all of them are augmented copies, they are not left out. If None, all puzzles.
     """
     if puzzles is None:
         rows = original_rows(puzzle_set)
@@ -174,19 +191,23 @@ def choose_rows(
 
 
 def original_rows(puzzle_set: PuzzleSet | ConcatenatedSet) -> np.ndarray:
-    """Returns the rows of the examples of originals, the first puzzles of the groups: int64 [n]."""
+    """Returns the indices of all examples of a set that are not augmented copies: int64 [n]."""
     return rows_of(puzzle_set.puzzle_indices, np.asarray(puzzle_set.group_indices[:-1], np.int64))
 
 
 def read_rows(data: Dataset, set_name: str, rows: np.ndarray) -> Batch:
-    """Reads the examples `rows`, int64 [n], of a test set as one batch on the CPU."""
+    """Reads some examples of a test set as one batch on the CPU. rows: Their indices, int64 [n]."""
     split = data.splits["test"]
     puzzles = np.asarray(split.sets[set_name].puzzle_indices).searchsorted(rows, side="right") - 1
     return load_batch(split.sets[set_name], split.metadata, rows, puzzles, size=len(rows))
 
 
 def names_of(data: Dataset, set_names: Sequence[str], identifiers: np.ndarray) -> list[str]:
-    """Returns the names of puzzle identifiers, "" for the blank one. set_names: Set of each identifier."""
+    """Returns the name of the puzzle behind each puzzle identifier, or "" if it has no name.
+
+    A puzzle identifier is the number of a puzzle embedding. set_names: For each identifier, the test set that
+    it is used in.
+    """
     known = {folder: read_names(folder) for folder in data.folders}
     names = []
     for set_name, identifier in zip(set_names, identifiers.tolist(), strict=True):

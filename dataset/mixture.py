@@ -35,10 +35,11 @@ _SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id", "symbols", "num
 def open_datasets(
     folders: Sequence[Path], *, splits: tuple[str, ...] = SPLITS, read_everything: bool
 ) -> Dataset:
-    """Opens and checks one or more folders. They must agree on their tokens.
+    """Opens one or more dataset folders as one dataset, and checks them. They must have the same tokens.
 
-    read_everything: Whether to read and check every token too. ValueError, one line, with the file and the
-    fix.
+    Raises ValueError, one line, with the file and the fix.
+
+    read_everything: Whether to read and check every token too.
     """
     opened = [open_dataset(folder, splits=splits, read_everything=read_everything) for folder in folders]
     if len(opened) == 1:
@@ -71,7 +72,7 @@ def open_datasets(
 
 
 def check_same_tokens(first: Dataset, data: Dataset) -> None:
-    """Raises ValueError if two datasets differ in their tokens. No model could then read both."""
+    """Raises ValueError if two datasets differ in their tokens, so that one model could not train on both."""
     for field in _SHARED:
         expected, own = getattr(first.metadata, field), getattr(data.metadata, field)
         if own != expected:
@@ -92,7 +93,7 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
 
 
 def fingerprint(folder: Path, splits: Sequence[str] = SPLITS) -> str:
-    """Returns a SHA-256 digest of the content of a dataset's splits, to detect changed data.
+    """Returns a hash (SHA-256) of the content of a dataset folder, to detect changed data.
 
     The manifest that our builders write contains the digest of each file. All files are read (about 1 GB/s)
     if the manifest is missing, or if a file is newer than the manifest or has another size.
@@ -125,6 +126,6 @@ def _recorded_digests(folder: Path, paths: list[Path]) -> dict[str, str] | None:
 
 
 def fingerprint_of(folders: Sequence[Path], splits: Sequence[str] = SPLITS) -> str:
-    """Returns a SHA-256 digest of splits of one folder, or of several in their order."""
+    """Returns a hash (SHA-256) of the content of one or several dataset folders. Their order matters."""
     found = [fingerprint(folder, splits) for folder in folders]
     return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

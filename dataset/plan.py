@@ -25,10 +25,11 @@ _VALIDATION_STREAM = 1 << 62  # stream of random bits that selects the groups fo
 
 @dataclasses.dataclass(frozen=True)
 class GlobalBatch:
-    """The examples of one step over all ranks.
+    """The examples of one training step, for all ranks together.
 
-    rows     int64 [n]: indices of the examples in the set
-    puzzles  int64 [n]: index in the set (not the identifier) of the puzzle of each example
+    Attributes:
+        rows: int64 [n], indices of the examples in the set.
+        puzzles: int64 [n], index in the set (not the identifier) of the puzzle of each example.
     """
 
     set_name: str
@@ -37,13 +38,14 @@ class GlobalBatch:
 
 
 class _SetPlan:
-    """The order in which a stage visits the groups of one set.
+    """The order in which a part of the training (a stage of the curriculum) reads the puzzles of one set.
 
-    A batch is filled with visits. A visit samples one puzzle of a group and takes its examples in random
-    order. The last visit is truncated, so that the batch has `global_batch_size` examples.
+    A group is a puzzle and its augmented copies. Each epoch visits every group: it samples one puzzle of the
+    group and takes its examples in random order. A batch is filled with such visits. The last visit is
+    truncated, so that the batch has `global_batch_size` examples.
 
     groups: Mask of the groups to visit, bool [num_groups]. stream: Random bits. Its index is the epoch.
-    steps_per_iteration: Number of steps in each iteration of the stage.
+    steps_per_iteration: Number of training steps in each iteration (the steps between two evaluations).
     """
 
     def __init__(
@@ -75,7 +77,10 @@ class _SetPlan:
         return len(self.group_sizes)
 
     def _count_steps(self, num_iterations: int) -> list[int]:
-        """Returns the number of steps in each iteration. If puzzles differ in size, samples every epoch."""
+        """Returns the number of training steps in each iteration (the steps between two evaluations).
+
+        If puzzles have different numbers of examples, samples every epoch to count.
+        """
         if self.same_size is not None:
             visits_per_batch = -(-self.global_batch_size // self.same_size)
             return [self.eval_interval * self.num_groups // visits_per_batch] * num_iterations
@@ -91,15 +96,18 @@ class _SetPlan:
         return range(iteration * self.eval_interval, (iteration + 1) * self.eval_interval)
 
     def _visit_sizes(self, epoch: int) -> np.ndarray:
-        """Returns the number of examples of each visit of an epoch: [num_groups]."""
+        """Returns how many examples each visited puzzle of an epoch has: [num_groups]."""
         if self.same_size is not None:
             return np.full(self.num_groups, self.same_size)
         return self.puzzle_sizes[self._draw_puzzles(epoch)]
 
     def _batch_ends(self, visit_sizes: np.ndarray, open_examples: int) -> tuple[list[int], int]:
-        """Returns where the batches of an epoch end, and the number of examples in its unfinished batch.
+        """Computes where the batches of an epoch end.
 
-        An end is a number of examples from the start of the epoch. open_examples: Number of examples in the
+        Returns (ends, number of examples in the unfinished batch). An end is a number of examples from the
+        start of the epoch.
+
+        visit_sizes: Number of examples of each visited puzzle. open_examples: Number of examples in the
         unfinished batch of the previous epoch.
         """
         visit_ends = visit_sizes.cumsum(dtype=np.int64)
@@ -113,14 +121,20 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_puzzles(self, epoch: int) -> np.ndarray:
-        """Samples one puzzle of each group, in a random order of the groups: int64 [num_groups]."""
+        """Samples one puzzle of each group (puzzle with its augmented copies): int64 [num_groups].
+
+        The groups are in random order.
+        """
         self.stream.seek(epoch)
         groups = random_orders(self.stream.read(self.num_groups))
         fractions = (self.stream.read(len(groups)) >> np.uint64(11)) * 2.0**-53  # uniform in [0, 1)
         return self.first_puzzle[groups] + (fractions * self.group_sizes[groups]).astype(np.int64)
 
     def _visits(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Samples an epoch: (row of each example, its puzzle, number of examples of each visit)."""
+        """Samples an epoch.
+
+        Returns (row of each example, puzzle of each example, examples of each visited puzzle).
+        """
         visited = self._draw_puzzles(epoch)
         sizes = self.puzzle_sizes[visited].astype(np.int64)
         puzzles = visited.repeat(sizes)
@@ -131,7 +145,10 @@ class _SetPlan:
         return self.first_example[puzzles] + inside, puzzles, sizes
 
     def batches(self, iteration: int, *, skip: int) -> Iterator[GlobalBatch]:
-        """Yields the batches of an iteration, without the first `skip`."""
+        """Yields the batches of one iteration, without the first `skip` batches.
+
+        An iteration is the steps between two evaluations. Iterations count from 0.
+        """
         batch = open_examples = 0  # index of the unfinished batch, and number of its examples
         pieces = []
         for epoch in self._epochs(iteration):
@@ -154,7 +171,12 @@ class _SetPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of a run. folders: Indices of the dataset folders to visit. cycles: {"H_cycles": ...}."""
+    """A stage of the training (of the curriculum), with its own data or number of cycles.
+
+    folders: Indices of the dataset folders to train on. epochs: Length of the stage. eval_interval: Epochs
+    between two evaluations. cycles: How often the model calls its blocks in this stage, such as {"H_cycles":
+    2}. {}: as in the config.
+    """
 
     folders: tuple[int, ...]
     epochs: int
@@ -163,12 +185,14 @@ class Stage:
 
 
 class TrainPlan:
-    """The order of a training run: optional stages with other data or cycles, then the main stage.
+    """The order of the examples in a training: optional first stages, then the main stage.
 
-    The order of the main stage does not depend on the other stages.
+    A stage of the curriculum has its own data, or another number of cycles (calls of the model's blocks). The
+    order of the main stage does not depend on the other stages.
 
-    total_steps     number of training steps in the run
-    iteration_ends  steps (counted from 1) after which an evaluation is due. The last is `total_steps`
+    Attributes:
+        total_steps: Number of training steps in the run.
+        iteration_ends: Steps (from 1) after which an evaluation is due. The last is `total_steps`.
     """
 
     def __init__(
@@ -183,15 +207,16 @@ class TrainPlan:
         train_steps: int | None = None,
         eval_steps: int | None = None,
     ):
-        """Plans all stages. The last of `stages` is the main stage.
+        """Plans all stages of the curriculum. The last of `stages` is the main stage.
 
-        parts: Parts of the main stage, as pairs (fraction of its steps, stage). They follow each other from
-            its
-        first step, and use its data with other cycles. held_out: {set: mask of the groups that no stage
-        visits, bool [num_groups]}. train_steps: Number of steps of the main stage. If given, the main stage
-        is one iteration of as many epochs as needed. eval_steps: With `train_steps`, the steps between
-        evaluations in the main stage. If None, there is one evaluation, at its end. ValueError if an
-        iteration does not fill one batch.
+        Raises ValueError if the steps between two evaluations do not fill one batch.
+
+        sets: {name: training set}. parts: Parts of the main stage, as pairs (fraction of its steps, stage).
+        They follow each other from its first step, and use its data with other cycles. held_out: {set: mask
+        of the groups (puzzles with their augmented copies) that are not trained on, bool [num_groups]}.
+        train_steps: Number of steps of the main stage. If given, the main stage has as many epochs as needed.
+        eval_steps: With `train_steps`, the steps between evaluations in the main stage. If None, there is one
+        evaluation, at its end.
         """
         self._sets, self._seed, self._held_out = sets, seed, held_out or {}
         self.global_batch_size = global_batch_size
@@ -231,7 +256,10 @@ class TrainPlan:
         self._stages = [*stages[:-1], *(stage for _, stage in parts), self.main]
 
     def _plan_sets(self, stage: Stage, stream: int) -> list[_SetPlan]:
-        """Returns a plan for each set that a stage visits. stream: Stream of set 0. Set k has stream + k."""
+        """Returns the order of examples for each set that a stage of the curriculum trains on.
+
+        stream: Number that selects the random bits of the first set. Set k uses stream + k.
+        """
         plans = []
         for number, (name, data) in enumerate(self._sets.items()):
             groups = np.isin(data.folder_of_group, stage.folders)
@@ -243,11 +271,14 @@ class TrainPlan:
         return plans
 
     def stage_of(self, step: int) -> Stage:
-        """Returns the stage of training step `step`, counted from 1."""
+        """Returns the stage of the curriculum that training step `step` (from 1) belongs to."""
         return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
     def epochs(self, step: int) -> float:
-        """Returns the number of epochs in the first `step` training steps, over all stages."""
+        """Returns how many epochs the first `step` training steps are, over all stages of the curriculum.
+
+        It may be a fraction.
+        """
         epochs = 0.0
         for plans, _, steps_of_sets in self._iterations:
             steps = sum(steps_of_sets)
@@ -256,12 +287,15 @@ class TrainPlan:
         return epochs
 
     def num_steps(self, last: int) -> list[tuple[Stage, int]]:
-        """Returns (stage, how many of the first `last` training steps it has) for each stage."""
+        """Divides the first `last` training steps by stage of the curriculum.
+
+        Returns (stage, number of steps) for each stage.
+        """
         ends = [min(last, each) for each in (0, *self._last_steps)]
         return [(stage, b - a) for stage, (a, b) in zip(self._stages, itertools.pairwise(ends), strict=True)]
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
-        """Yields the global batches of the steps after `first_step`, to the end of the run."""
+        """Yields the global batches of all training steps after `first_step`, to the end of the run."""
         left = self.total_steps - first_step
         for plans, iteration, steps_of_sets in self._iterations:
             for plan, steps in zip(plans, steps_of_sets, strict=True):
@@ -272,11 +306,11 @@ class TrainPlan:
 
 
 def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: float) -> np.ndarray:
-    """Returns a mask of the groups of a training set that are held out for validation: bool [num_groups].
+    """Selects puzzles of a training set for validation. Returns a mask of groups: bool [num_groups].
 
+    A group is a puzzle with all its augmented copies, so no copy of a validation puzzle is trained on.
     Selects `fraction` of the groups of each dataset folder, rounded down. A larger fraction selects the same
-    groups and more. A group contains all variants of a puzzle, so no variant of a validation puzzle is
-    trained on. The selection depends only on the seed and on the number of groups of each folder.
+    groups and more. The selection depends only on the seed and on the number of groups of each folder.
     """
     held_out = np.zeros(len(data.folder_of_group), bool)
     for folder in np.unique(data.folder_of_group):
@@ -289,8 +323,8 @@ def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: f
 class EvaluationPlan:
     """The order of an evaluation: every example of every set once. The last batch of a set may be short.
 
-    only_first_batches: Whether to evaluate only one batch of each set. puzzles: {set: indices of the puzzles
-    to evaluate, int64, ascending}. If None, all puzzles are evaluated.
+    A set is a named part of a split. only_first_batches: Whether to evaluate only one batch of each set.
+    puzzles: {set: indices of the puzzles to evaluate, int64, ascending}. If None, all puzzles are evaluated.
     """
 
     def __init__(

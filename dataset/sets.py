@@ -18,7 +18,11 @@ _CHUNK_ROWS = 1 << 14
 
 
 def fields_of(augmentation: str | None) -> tuple[str, ...]:
-    """Returns the names of a set's arrays. Without augmentation, they are those of the public tools."""
+    """Returns the names of the arrays of a set of puzzles, such as "inputs" and "labels".
+
+    augmentation: Name of the augmentation. Its transforms are an array too. None if augmented copies are
+    stored directly, as in the public tools.
+    """
     if augmentation is None:
         return FIELDS
     moves = find_augmentation(augmentation).has_translations
@@ -27,16 +31,20 @@ def fields_of(augmentation: str | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class PuzzleSet:
-    """A set of puzzles. If it was read from a folder, the arrays are memory-mapped.
+    """A set of puzzles as arrays. If it was read from a folder, the arrays are memory-mapped.
 
-    inputs, labels      any integer dtype [num_examples, seq_len]. With augmentation: uint8 [num_originals,
-                        seq_len], only the examples of the original of each group, in the order of the groups
-    puzzle_identifiers  [num_puzzles]
-    puzzle_indices      [num_puzzles + 1]: puzzle p has the examples range(*puzzle_indices[p : p + 2])
-    group_indices       [num_groups + 1]: group g has the puzzles range(*group_indices[g : g + 2])
-    augmentation        name of a family of transforms. None if all variants are written out
-    transforms          uint8 [num_puzzles, bytes]: transform from the original of the group to each puzzle
-    translations        uint8 [num_examples, 2]: rows down and columns right by which an ARC grid is moved
+    A puzzle has one or more examples (input and label). A group is an original puzzle and its variants
+    (augmented copies).
+
+    Attributes:
+        inputs, labels: Any integer dtype [num_examples, seq_len]. With augmentation: uint8 [num_originals,
+            seq_len], only the examples of the original of each group, in the order of the groups.
+        puzzle_identifiers: [num_puzzles], number of each puzzle's embedding.
+        puzzle_indices: [num_puzzles + 1]. Puzzle p has the examples range(*puzzle_indices[p : p + 2]).
+        group_indices: [num_groups + 1]. Group g has the puzzles range(*group_indices[g : g + 2]).
+        augmentation: Name of a family of transforms. None if all variants are written out.
+        transforms: uint8 [num_puzzles, bytes], transform from the original of the group to each puzzle.
+        translations: uint8 [num_examples, 2], rows down and columns right by which an ARC grid is moved.
     """
 
     inputs: np.ndarray
@@ -54,19 +62,24 @@ class PuzzleSet:
 
     @property
     def folder_of_group(self) -> np.ndarray:
-        """Returns the index of each group's dataset folder: int64 [num_groups], zeros for a single folder."""
+        """The index of the dataset folder of each group (puzzle with its augmented copies).
+
+        int64 [num_groups]. Here all are 0. A `ConcatenatedSet` has several folders.
+        """
         return np.zeros(len(self.group_indices) - 1, np.int64)
 
     @property
     def parts(self) -> "list[tuple[int, PuzzleSet]]":
-        """Returns (index of the dataset folder, its set) for each folder: here only one."""
+        """The sets that this set consists of, as (index of the dataset folder, set). Here only this set.
+
+        A `ConcatenatedSet` has several parts.
+        """
         return [(0, self)]
 
     def originals(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yields (inputs, labels, puzzles) of the examples of originals, in chunks, in their order.
+        """Yields the examples of all puzzles without augmented copies, in chunks: (inputs, labels, puzzles).
 
-        An original is the first puzzle of a group. inputs, labels: [n, seq_len]. puzzles: Index of the puzzle
-        of each example, int64 [n].
+        inputs, labels: [n, seq_len]. puzzles: Index of the puzzle of each example, int64 [n].
         """
         firsts = np.asarray(self.group_indices[:-1], np.int64)
         for part in np.array_split(firsts, -(-len(firsts) // _CHUNK_ROWS)):
@@ -77,7 +90,12 @@ class PuzzleSet:
             yield self.inputs[rows], self.labels[rows], puzzles
 
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads inputs and labels, [n, seq_len]. rows, puzzles: Indices of the examples, int64 [n]."""
+        """Reads some examples. Returns inputs and labels, [n, seq_len] each.
+
+        If the set does not contain the augmented copies of puzzles, it computes them here.
+
+        rows: Indices of the examples, int64 [n]. puzzles: Index of the puzzle of each example, int64 [n].
+        """
         if self.augmentation is None:
             return self.inputs[rows], self.labels[rows]
         originals = self._first_original[puzzles] + rows - self.puzzle_indices[puzzles]
@@ -89,20 +107,23 @@ class PuzzleSet:
 
     @functools.cached_property
     def _first_original(self) -> np.ndarray:
-        """Returns the index in `inputs` of the first example of each puzzle's original: int64."""
+        """For each puzzle, the index in `inputs` of its first example before augmentation.
+
+        int64 [num_puzzles].
+        """
         first_puzzles = self.group_indices[:-1]
         sizes = self.puzzle_indices[first_puzzles + 1] - self.puzzle_indices[first_puzzles]
         ends = sizes.cumsum(dtype=np.int64)
         return (ends - sizes).repeat(np.diff(self.group_indices))
 
     def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields arguments (rows, puzzles) of `read` for all examples, in order."""
+        """Yields (rows, puzzles), the arguments of `read`, until all examples are covered, in order."""
         for first in range(0, self.num_examples, _CHUNK_ROWS):
             rows = np.arange(first, min(first + _CHUNK_ROWS, self.num_examples))
             yield rows, self.puzzle_indices.searchsorted(rows, side="right") - 1
 
     def materialize(self) -> "PuzzleSet":
-        """Returns the same set with every variant written out."""
+        """Returns the same set, but with all augmented copies of puzzles as arrays."""
         if self.augmentation is None:
             return self
         inputs, labels = (np.empty((self.num_examples, self.inputs.shape[1]), np.uint8) for _ in range(2))
@@ -112,9 +133,10 @@ class PuzzleSet:
 
 
 class ConcatenatedSet:
-    """A concatenation of puzzle sets. The arrays and `parts` are as in `PuzzleSet`.
+    """Several puzzle sets, one after the other, as one set. The arrays are as in `PuzzleSet`.
 
-    folder_of_group: Index of the dataset folder of each group, int64 [num_groups].
+    parts: (index of the dataset folder, set) of each set. folder_of_group: For each group (puzzle with its
+    augmented copies), the index of its dataset folder, int64 [num_groups].
     """
 
     def __init__(
@@ -135,7 +157,10 @@ class ConcatenatedSet:
         return int(self._first_rows[-1])
 
     def read(self, rows: np.ndarray, puzzles: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Reads inputs and labels, int32 [n, seq_len]. rows, puzzles: Indices of the examples, int64 [n]."""
+        """Reads some examples. Returns inputs and labels, int32 [n, seq_len] each.
+
+        rows: Indices of the examples, int64 [n]. puzzles: Index of the puzzle of each example, int64 [n].
+        """
         part_of_row = self._first_rows.searchsorted(rows, side="right") - 1
         read = np.empty((2, len(rows), self.parts[0][1].inputs.shape[1]), np.int32)
         for number in np.unique(part_of_row):
@@ -146,7 +171,10 @@ class ConcatenatedSet:
 
 
 def rows_of(puzzle_indices: np.ndarray, puzzles: np.ndarray) -> np.ndarray:
-    """Returns the rows of all examples of puzzles, puzzle after puzzle: int64. puzzles: Indices, [n]."""
+    """Returns the indices of all examples of some puzzles, puzzle after puzzle: int64.
+
+    puzzle_indices: Array of the set (see `PuzzleSet`). puzzles: Indices of the puzzles, [n].
+    """
     indices = np.asarray(puzzle_indices, np.int64)
     sizes = indices[puzzles + 1] - indices[puzzles]
     begins = sizes.cumsum() - sizes

@@ -31,7 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def show(options: argparse.Namespace) -> None:
-    """Prints the examples that the options select, and a model's answers. ValueError if they do not exist."""
+    """Prints the examples that the options select and, if saved outputs are given, a model's answers to them.
+
+    Raises ValueError if they do not exist.
+    """
     data = open_split(options.data, options.split)
     where = f"{options.data} ({options.split} split)"
     if options.set not in data.sets:
@@ -106,7 +109,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], str]:
-    """Reads the saved outputs of an evaluation: ({name: [rows, seq_len]}, a line with the accuracy)."""
+    """Reads the outputs that an evaluation has saved. Returns ({name: array [rows, seq_len]}, text).
+
+    The text is a line with the accuracy. folder: Folder of the evaluation.
+    """
     try:
         saved = read_arrays(folder / f"{set_name}__outputs.npz", _NEEDED)
         arrays = dict(zip(_NEEDED, saved, strict=True))
@@ -123,7 +129,10 @@ def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], s
 
 
 def _describe(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str]) -> str:
-    """Returns two lines about an example: its puzzle, identifier and group. All numbers count from 0."""
+    """Returns two lines of text that say where an example is in the dataset. All numbers count from 0.
+
+    row: Index of the example. puzzle: Index of its puzzle. names: Name of each puzzle identifier.
+    """
     group = int(puzzle_set.group_indices.searchsorted(puzzle, side="right")) - 1
     identifier = int(puzzle_set.puzzle_identifiers[puzzle])
     name = names[identifier] if identifier < len(names) else "without a name"

@@ -33,12 +33,12 @@ class Backstop:
         os.set_blocking(self._helper.stdin.fileno(), False)
 
     def renew(self, seconds: float) -> None:
-        """Allows this process to run for `seconds` until the next call."""
+        """Restarts the countdown: this process is killed if `renew` is not called again within `seconds`."""
         with contextlib.suppress(OSError):  # the helper has ended, or is stopped and its pipe is full
             self._helper.stdin.write(f"{seconds}\n".encode())
 
     def close(self) -> None:
-        """Ends the helper."""
+        """Ends the helper process. This process is not watched after that."""
         self._helper.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a forked child may still hold the pipe
             self._helper.wait(timeout=4 * _TICK_SECONDS)
@@ -46,14 +46,21 @@ class Backstop:
 
 
 def is_stopped(process: int) -> bool:
-    """Returns whether a process is stopped by a signal or a debugger. Returns False without /proc."""
+    """Returns whether the process with this number (PID) is stopped by a signal or a debugger.
+
+    Returns False on systems without /proc.
+    """
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     return False
 
 
 def _watch(process: int) -> None:
-    """Watches the parent process until it ends or closes the pipe. Kills it if it does not renew in time."""
+    """Kills the process with the number `process` if its messages stop. Runs in the helper process.
+
+    Each line on stdin is a number: the seconds until the next line must arrive. Returns when the process ends
+    or closes the pipe.
+    """
     limit, waited, last = float("inf"), 0.0, time.monotonic()
     while os.getppid() == process:
         is_readable = select.select([0], [], [], _TICK_SECONDS)[0]

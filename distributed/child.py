@@ -32,13 +32,14 @@ def start_child(
     folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a command, with stdout and stderr in `output`.
+    """Starts a command as a child process, and returns the process.
 
-    A signal of the terminal, such as Ctrl-C, does not reach the child. On Linux, the child receives
-    `stop_signal` when this process dies.
+    The command's stdout and stderr go to `output`. Ctrl-C in the terminal does not reach the child. On Linux,
+    the child receives `stop_signal` when this process dies.
 
-    cores: CPU cores of the child (Linux only). If None, those of this process. folder: Working directory of
-    the child.
+    output: An open file, or subprocess.PIPE. cores: CPU cores of the child (Linux only). If None, those of
+    this process. folder: Working directory of the child. environment: Variables to add to those of this
+    process.
     """
     if sys.platform == "linux":
         cores = ",".join(map(str, cores or os.sched_getaffinity(0)))
@@ -54,9 +55,14 @@ def start_child(
     )
 
 
-def why_it_failed(said: str, status: int) -> str:
-    """Returns the first error in a program's output. Without one, returns exit status and last line."""
-    lines = [line.strip() for line in said.splitlines() if line.strip("=- ")]
+def why_it_failed(output: str, status: int) -> str:
+    """Returns the first error message in a program's output.
+
+    If the output has no error message, returns the exit status and the last line.
+
+    output: The output (stdout and stderr). status: The exit status.
+    """
+    lines = [line.strip() for line in output.splitlines() if line.strip("=- ")]
     errors = [found[1] for found in map(_ERROR.match, lines) if found]
     return errors[0] if errors else f"ended with status {status}: {(lines or ['no output'])[-1]}"
 
@@ -64,10 +70,11 @@ def why_it_failed(said: str, status: int) -> str:
 def run_child(program: str, words: Sequence[str], *, processes: int = 1) -> None:
     """Runs a program such as pretrain.py to its end, and prints the program's output on stdout.
 
-    If this function is interrupted by an exception, such as Ctrl-C, it asks the program to save and stop,
-    waits for its end, and raises the exception again. Raises ValueError if the program fails.
+    If an exception such as Ctrl-C interrupts this function, it asks the program to save and stop, waits for
+    its end, and raises the exception again. Raises ValueError if the program fails.
 
-    processes: Number of processes. If more than 1, torchrun starts them.
+    program: File name in this repository. words: Command-line arguments of the program. processes: Number of
+    processes. If more than 1, torchrun starts them.
     """
     if processes < 1:
         raise ValueError(f"processes={processes} is less than 1. Set processes to 1 or more.")

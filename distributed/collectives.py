@@ -23,7 +23,9 @@ def has_group() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """A group of ranks that includes this rank, with collectives among its members.
+    """A group of ranks that includes this rank.
+
+    Its methods are collectives: all ranks of the group call them.
 
     Attributes:
         index: Rank of this process within the group.
@@ -37,14 +39,17 @@ class Ranks:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether collectives communicate: there are several ranks, and torch.distributed is initialized."""
+        """Whether the methods communicate: there are several ranks, and torch.distributed is initialized."""
         return self.size > 1 and has_group()
 
     def barrier(self) -> None:
         self.all_reduce_sum_(torch.zeros(1))
 
     def broadcast_(self, tensors: list[Tensor], *, source: int = 0) -> None:
-        """Overwrites the tensors with those of rank `source` of the group, in one message per dtype."""
+        """Overwrites the tensors on all ranks with those of rank `source` of the group. All ranks call it.
+
+        Sends one message for each dtype.
+        """
         if not self.is_distributed:
             return
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
@@ -60,13 +65,20 @@ class Ranks:
         return tensor
 
     def reduce_sum_(self, tensor: Tensor) -> Tensor:
-        """Sums the tensor in place on rank 0 of the group. On other ranks, its values become undefined."""
+        """Sums a tensor over ranks. On rank 0 of the group, the sum overwrites the tensor.
+
+        Returns the tensor. On other ranks, the values of the tensor become undefined. All ranks call it.
+        """
         if self.is_distributed:
             dist.reduce(tensor, group_dst=0, group=self.group)
         return tensor
 
     def all_gather_counts(self, *counts: int, device: torch.device) -> list[list[int]]:
-        """Returns, for each of `counts`, the list of its values on all ranks."""
+        """Gathers some integers from all ranks. All ranks call it.
+
+        Returns one list for each of `counts`: its values on all ranks. Example: rank 0 calls it with (2, 5)
+        and rank 1 with (3, 7). The result is [[2, 3], [5, 7]].
+        """
         if not self.is_distributed:
             return [[count] for count in counts]
         own = torch.tensor(counts, device=device)
@@ -75,7 +87,9 @@ class Ranks:
         return torch.stack(parts, dim=1).tolist()
 
     def all_gather_rows(self, rows: Tensor, counts: list[int] | None = None) -> Tensor:
-        """Returns the rows [n_r, ...] of all ranks r, concatenated. n_r may differ, and may be 0.
+        """Returns the rows of all ranks, concatenated. All ranks call it. Rank r passes `rows` [n_r, ...].
+
+        The number n_r may differ from rank to rank, and may be 0.
 
         counts: List of all n_r, if every rank already knows it. If None, an extra message gathers it.
         """
@@ -94,11 +108,13 @@ class Ranks:
     def all_gather_numbered_rows(
         self, numbers: Tensor, rows: Tensor, counts: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Returns the integers `numbers` [n_r] and the `rows` [n_r, k] of all ranks r, both concatenated.
+        """Gathers rows, each with an integer, from all ranks.
 
-        Sends one message. Each number must fit into the bits of one element of `rows`.
+        Returns (numbers, rows) of all ranks, concatenated. All ranks call it. Numbers and rows are sent in
+        one message. Each number must therefore fit into the bits of one element of `rows`.
 
-        counts: List of all n_r.
+        numbers: Integers [n_r] on rank r. rows: [n_r, k] on rank r. counts: List of all n_r. Every rank must
+        know it.
         """
         if not self.is_distributed:
             return numbers, rows
@@ -108,9 +124,12 @@ class Ranks:
         return gathered[:, 0].to(numbers.dtype), gathered[:, 1:].view(rows.dtype)
 
     def all_to_all_rows(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
-        """Sends the first sent[0] of the rows [n, ...] to rank 0, the next sent[1] rows to rank 1, and so on.
+        """Sends some rows to each rank. Returns the rows that this rank received. All ranks call it.
 
-        Returns the received rows in the order of their source ranks: received[r] rows from rank r.
+        The first sent[0] rows go to rank 0, the next sent[1] rows to rank 1, and so on. The received rows are
+        in the order of the ranks that sent them.
+
+        rows: [n, ...]. sent: Number of rows for each rank. received: Number of rows from each rank.
         """
         if not self.is_distributed:
             return rows
@@ -119,9 +138,9 @@ class Ranks:
         return arrived
 
     def gather(self, tensor: Tensor, *, goal: int) -> list[Tensor] | None:
-        """Returns the list of all ranks' tensors on rank `goal`, and None on other ranks.
+        """Gathers a tensor from every rank. All ranks call it, with tensors of equal shapes.
 
-        All tensors must have equal shapes.
+        Returns the list of tensors on rank `goal`, and None on other ranks.
         """
         if not self.is_distributed:
             return [tensor]
@@ -130,10 +149,12 @@ class Ranks:
         return gathered
 
     def scatter(self, tensors: list[Tensor] | None, *, like: Tensor, source: int) -> Tensor:
-        """Sends tensor r of `tensors` on rank `source` to rank r. Returns the tensor for this rank.
+        """Sends tensor r of `tensors` on rank `source` to rank r. Returns the tensor that this rank received.
 
-        tensors: On rank `source`, one tensor for each rank. On other ranks, None. like: Tensor with the shape
-        of the result.
+        All ranks call it.
+
+        tensors: On rank `source`, one tensor for each rank. On other ranks, None. like: A tensor with the
+        shape and dtype of the result.
         """
         if not self.is_distributed:
             return tensors[0]
@@ -142,12 +163,12 @@ class Ranks:
         return own
 
     def all_gather_ranges_(self, whole: Tensor, ranges: Sequence[slice]) -> None:
-        """Overwrites each range of `whole`, [n], with the values of the rank that the range belongs to.
+        """Completes a tensor [n] on all ranks: rank r sends its values of ranges[r] to all other ranks.
 
-        Sends one message if the ranges are consecutive and of equal length. The last range may be shorter if
-        `whole` has room behind it. Otherwise, sends one message for each range.
+        All ranks call it. Sends one message if the ranges are consecutive and of equal length. The last range
+        may be shorter if `whole` has room behind it. Otherwise, sends one message for each range.
 
-        ranges: One range for each rank, disjoint.
+        whole: The tensor to complete, in place. ranges: One range for each rank, disjoint.
         """
         if not self.is_distributed:
             return
@@ -174,13 +195,15 @@ ALONE = Ranks()
 
 
 class AllToAllPlan:
-    """The exchange of table rows between the ranks that read rows and the ranks that own them.
+    """Exchanges rows of a table that is divided among ranks.
 
-    Row `identifier` of the table is row `identifier // size` on its owner, rank `identifier % size`. All
-    ranks build a plan together, and call its methods together. On CUDA, building a plan waits for the device.
+    `fetch` reads rows, `send` writes to their owners. Row i of the table is row i // size on rank i % size,
+    its owner. All ranks build a plan together, and call its methods together. On CUDA, building a plan waits
+    for the device.
 
-    identifiers: int64 [n], the rows that this rank reads. own_rows: int64 [m], row numbers on this rank of
-    the rows that the ranks read. The rows that rank 0 reads come first.
+    identifiers: int64 [n], the numbers of the table rows that this rank needs. own_rows: int64 [m], the rows
+    that other ranks (or this one) need from this rank, as row numbers on this rank. The rows for rank 0 come
+    first.
     """
 
     def __init__(self, identifiers: Tensor, ranks: Ranks):
@@ -194,7 +217,9 @@ class AllToAllPlan:
         self.own_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
 
     def fetch(self, own: Tensor) -> Tensor:
-        """Returns the rows of `identifiers`, [n, ...], from their owners.
+        """Returns the table rows `identifiers` [n, ...], in this order. Their owners send them.
+
+        All ranks call it.
 
         own: All table rows that this rank owns.
         """
@@ -203,7 +228,11 @@ class AllToAllPlan:
         return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
 
     def send(self, rows: Tensor) -> Tensor:
-        """Sends `rows` [n, ...] to the owners of `identifiers`. Returns the rows received for `own_rows`."""
+        """Sends row i of `rows` [n, ...] to the rank that owns row identifiers[i] of the table.
+
+        All ranks call it. Returns the rows that this rank received as an owner. They belong to the rows
+        `own_rows` of its table.
+        """
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
 
@@ -217,7 +246,9 @@ def barrier() -> None:
 
 
 def gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any] | None:
-    """Returns on rank 0 of the group the list of all ranks' values (pickled), and None on other ranks.
+    """Gathers a Python object from every rank. Returns the list of objects on rank 0 of the group.
+
+    Returns None on other ranks. All ranks call it. The objects are pickled.
 
     ranks: Group that takes part. If None, all ranks.
     """
@@ -230,7 +261,7 @@ def gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any] | None:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Returns rank 0's value on every rank."""
+    """Returns rank 0's value on every rank. All ranks call it. The values of other ranks are ignored."""
     if not has_group():
         return value
     values = [value]
@@ -239,11 +270,11 @@ def broadcast_object(value: Any) -> Any:
 
 
 class RankSums:
-    """Running sums of named scalars on this rank. `reduce` adds them over ranks when they are logged.
+    """Running sums of named numbers (for example, metrics) on this rank. `reduce` adds them over ranks.
 
-    Adding never waits for the device. Sums are float64 (float32 on mps).
+    Sums stay on the device, and adding never waits for it. They are float64 (float32 on mps).
 
-    names: Names of the scalars to sum. ranks: Ranks that divide the batch. steps: Number of calls of `add` so
+    names: Names of the numbers to sum. ranks: Ranks that divide the batch. steps: Number of calls of `add` so
     far.
     """
 
@@ -255,7 +286,7 @@ class RankSums:
         self.steps = 0
 
     def add(self, scalars: dict[str, Tensor]) -> None:
-        """Adds the scalars of a step. Every rank must pass the same names.
+        """Adds the numbers of one step, as scalar tensors by name. Every rank must pass the same names.
 
         Scalars that are not in `names` are ignored. Example: an evaluation ignores scalars of training.
         """
@@ -265,9 +296,10 @@ class RankSums:
         self.steps += 1
 
     def reduce(self) -> dict[str, float]:
-        """Returns the sums over all ranks on rank 0 of the group. On other ranks, the values are undefined.
+        """Returns {name: sum over all ranks} on rank 0 of the group.
 
-        All ranks call it. It does not reset the sums. Names that were never added are left out.
+        On other ranks, the values are undefined. All ranks call it. It does not reset the sums. Names that
+        were never added are left out.
         """
         return self._by_name(self.ranks.reduce_sum_(self._sums.clone()))
 
@@ -277,11 +309,14 @@ class RankSums:
         self.steps = 0
 
     def own(self) -> dict[str, float]:
-        """Returns the sums of this rank only."""
+        """Returns {name: sum of this rank only}. Names that were never added are left out."""
         return self._by_name(self._sums)
 
     def fill_(self, sums: dict[str, float], *, steps: int) -> None:
-        """Restores the sums of this rank in a resumed run. sums: Sum of each name added in `steps` steps."""
+        """Restores the sums of this rank when a run is resumed.
+
+        sums: {name: sum}, as `own` returned it. steps: Number of calls of `add` that these sums contain.
+        """
         self.steps, self._present = steps, sums.keys() & set(self._names)
         values = [sums.get(name, 0.0) for name in self._names]
         self._sums.copy_(torch.tensor(values, dtype=self._sums.dtype))
@@ -292,7 +327,7 @@ class RankSums:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns the sum of the elements' bits, read as integers: int64 scalar, modulo 2^64.
+    """Reads the bits of each element as an integer, and returns their sum: int64 scalar, modulo 2^64.
 
     If a single bit of the tensor changes, the sum changes.
     """
@@ -304,13 +339,14 @@ Key = tuple[str, tuple]  # (name of a tensor, which part of the tensor)
 
 
 def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], int] | None:
-    """Compares, by checksum, tensors that should be equal on all ranks that hold them. All ranks call it.
+    """Checks that tensors are equal on all ranks that hold them. Compares checksums. All ranks call it.
 
     Returns the same result on all ranks. If all tensors are equal, returns None. Otherwise, returns (name of
-    the first tensor that differs, ranks that differ, reference rank). The reference is the first rank with
-    that key.
+    the first tensor that differs, ranks where it differs, reference rank). The reference is the first rank
+    that has the tensor.
 
-    tensors: A rank may lack keys that other ranks have.
+    tensors: {(name, part): tensor}. If two ranks have the same key, their tensors are compared. A rank may
+    lack keys that other ranks have.
     """
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
     gathered = gather_objects(dict(zip(tensors, sums, strict=True)))

@@ -21,10 +21,10 @@ EXIT_FAILURE = 1
 
 @contextlib.contextmanager
 def collective_errors() -> Iterator[None]:
-    """Ends all ranks with status 1 if the block failed on any rank. Otherwise all ranks continue.
+    """Context manager for a block that all ranks run. If it fails on any rank, all ranks end with status 1.
 
-    All ranks enter. The block itself must not communicate. Rank 0 prints the message of the lowest failing
-    rank in one line. If the exception is not a ValueError (a bug), the failing rank also prints a traceback.
+    The block itself must not communicate. Rank 0 prints one line: the message of the first rank that failed.
+    If the exception is not a ValueError (a bug), the failing rank also prints a traceback.
     """
     failure = None
     try:
@@ -42,7 +42,10 @@ def collective_errors() -> Iterator[None]:
 
 
 def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
-    """Ends all ranks with status 1. Rank 0 prints the message, about `failed_rank`. All ranks call it."""
+    """Ends all ranks with status 1. All ranks call it. Rank 0 prints the message.
+
+    failed_rank: Rank that the message is about. The message names it, unless it is rank 0.
+    """
     log.error(message, failed_rank=failed_rank, on_console=is_main())
     # Wait until the message is printed: torchrun ends all ranks as soon as one exits.
     all_gather_objects(None)
@@ -51,7 +54,10 @@ def abort_all(message: str, *, failed_rank: int = 0) -> NoReturn:
 
 @contextlib.contextmanager
 def local_errors() -> Iterator[None]:
-    """Ends this rank with one line for a ValueError. Use it before the process group exists."""
+    """Context manager that turns a ValueError into one printed line, and ends this rank with status 1.
+
+    For code that runs before the process group exists. After that, use `collective_errors`.
+    """
     try:
         yield
     except ValueError as error:
@@ -61,12 +67,12 @@ def local_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]:
-    """Turns a lost connection to another rank into a one-line message, and ends this rank with status 1.
+    """Context manager for code that communicates. If the connection to a rank is lost, ends this rank.
 
-    The traceback goes to this rank's log file.
+    The exit status is 1. The rank prints a message of one line. The traceback goes to its log file.
 
     is_already_reported: Function that returns whether the watchdog is about to end all ranks. If it returns
-    True, the exception is only a consequence, and is raised again.
+    True, the lost connection is only a consequence, and the exception is raised again.
     """
     try:
         yield
@@ -85,11 +91,11 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
 
 @contextlib.contextmanager
 def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
-    """Turns an out-of-memory error into a one-line message with advice, and ends this rank with status 1.
+    """Context manager that turns an out-of-memory error into one printed line, and ends this rank.
 
-    The traceback goes to this rank's log file.
+    The exit status is 1. The line contains `advice`. The traceback goes to this rank's log file.
 
-    folder: Folder for a snapshot of a CUDA device's memory.
+    folder: Folder for a snapshot of the CUDA device's memory. If None, no snapshot is written.
     """
     try:
         yield
@@ -103,7 +109,12 @@ def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
 
 
 def _lack_of_memory(error: BaseException) -> str | None:
-    """Returns a phrase with the requested size if the error is a lack of memory, otherwise None."""
+    """If the error means that memory ran out, returns a phrase with the requested size.
+
+    Otherwise returns None.
+
+    Example: "out of memory (tried to allocate 2.00 GiB)".
+    """
     text = str(error)
     is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if not is_known and getattr(error, "errno", None) != errno.ENOMEM and "can't allocate memory" not in text:
@@ -113,7 +124,10 @@ def _lack_of_memory(error: BaseException) -> str | None:
 
 
 def _write_snapshot(folder: Path | None) -> str:
-    """Writes a snapshot of a CUDA device's memory into a folder. Returns a phrase with its path, or ""."""
+    """Writes a snapshot of the CUDA device's memory into a folder. Returns a phrase with its path.
+
+    Returns "" if nothing was written: there is no folder, no CUDA device, or the write failed.
+    """
     if folder is None or not torch.cuda.is_initialized():
         return ""
     path = folder / f"memory_{rank()}.pickle"
@@ -125,7 +139,10 @@ def _write_snapshot(folder: Path | None) -> str:
 
 
 def restart_advice() -> str:
-    """Returns what to do if processes of other ranks have ended. The text has no full stop at its end."""
+    """Returns advice for a user who has lost a rank.
+
+    Example: "With --max-restarts, torchrun restarts all ranks". The text has no full stop at its end.
+    """
     advice = "With --max-restarts, torchrun restarts all ranks"
     if is_elastic():
         return f"{advice} on the remaining nodes"
@@ -138,7 +155,10 @@ def restart_advice() -> str:
 
 
 def lost_connection(error: BaseException) -> str | None:
-    """Returns the reason if gloo, NCCL or the store lost the connection to a rank, otherwise None."""
+    """If the error means that the connection to a rank was lost, returns the reason. Otherwise returns None.
+
+    Recognizes errors of gloo, NCCL and the key-value store.
+    """
     text = str(error)
     if "gloo/transport" in text:  # "[file:line] reason. Typical causes."
         text = text.partition("] ")[2].partition(". ")[0]

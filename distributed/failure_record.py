@@ -10,7 +10,7 @@ from runtime.writing import write_json
 
 
 class FailureRecord:
-    """A file from which rank 0 learns whether and when the previous launch of the run failed.
+    """A file that says whether and when the previous launch of the run failed. Only rank 0 uses it.
 
     The file exists while steps run. A normal end removes the file. After an error or a kill, the file
     remains, with the time of the last heartbeat. If the file cannot be written, the run continues.
@@ -25,7 +25,12 @@ class FailureRecord:
             self._failure = float(record["time"]), int(record["step"])
 
     def record_recovery(self, step: int) -> None:
-        """Prints, after a launch's first step, how long ago an earlier launch failed. Removes the file."""
+        """If the previous launch of the run failed, prints how long ago, and removes the file.
+
+        Call it after the first training step of a launch.
+
+        step: Number of training steps done. The message also says how many steps were computed twice.
+        """
         if self._failure is None:
             return
         (failed_at, step_then), self._failure = self._failure, None
@@ -37,12 +42,20 @@ class FailureRecord:
         )
 
     def pop_recovery(self) -> dict[str, float]:
-        """Returns {"recovery_seconds": time since the failure} once, after a recovery; otherwise {}."""
+        """After a recovery, returns {"recovery_seconds": time} once.
+
+        The time is from the failure to the end of the first step after the restart. Returns {} in every later
+        call, and if no earlier launch failed.
+        """
         seconds, self._recovery_seconds = self._recovery_seconds, None
         return {} if seconds is None else {"recovery_seconds": seconds}
 
     def write(self, step: int, *, silent_seconds: float) -> None:
-        """Writes the file atomically. silent_seconds: Age of the oldest of all ranks' latest heartbeats."""
+        """Writes the file atomically: the step, and the time at which all ranks last ran.
+
+        step: Number of training steps done. silent_seconds: Seconds since the last heartbeat of the most
+        silent rank.
+        """
         with contextlib.suppress(OSError):
             write_json(self._path, {"time": time.time() - silent_seconds, "step": step}, indent=None)
 

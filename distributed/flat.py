@@ -25,40 +25,50 @@ _FIRST_BUCKET_BYTES = 2**20  # a small bucket, so that the first message is sent
 
 
 class Scalars:
-    """Named numbers of each rank, [names, ranks], that are sent to all ranks together with the gradients.
+    """Named numbers of each rank, such as the loss, that are sent to all ranks together with the gradients.
 
-    Each rank adds only to its own column. The sum over ranks therefore contains the numbers of every rank.
+    The numbers are a tensor [names, ranks]. Each rank writes only to its own column, so the sum over ranks
+    contains the numbers of every rank.
 
-    is_closed: If True, it is too late to add, because the message may already be sent.
+    is_closed: If True, `add` is no longer allowed, because the message may already be sent.
     """
 
     def __init__(self, names: Sequence[str], values: Tensor, ranks: Ranks):
         self._names, self.values, self._ranks, self.is_closed = tuple(names), values, ranks, False
 
     def add(self, **numbers: float | Tensor) -> None:
-        """Adds to the numbers of this rank. With sync_dtype=bfloat16, only 8 significant bits are sent."""
+        """Adds to the numbers of this rank.
+
+        With sync_dtype=bfloat16, only 8 significant bits of them are sent.
+        """
         assert not self.is_closed, f"{', '.join(numbers)}: too late, the scalars may already be sent"
         for name, number in numbers.items():
             self.values[self._names.index(name), self._ranks.index] += number
 
     def pop(self) -> dict[str, Tensor]:
-        """Returns {name: numbers of all ranks, [ranks]} after the sum over ranks. Resets the numbers to 0."""
+        """Returns the numbers of all ranks, {name: [ranks]}, and resets them to 0.
+
+        Call it after the sum over ranks.
+        """
         values = self.values.clone()
         self.values.zero_()
         return dict(zip(self._names, values, strict=True))
 
 
 class ShardBuffers:
-    """Memory for some ranges of a flat buffer. Example: the moments of the weights that this rank updates.
+    """Memory for only some ranges of a flat buffer (a tensor with the values of all parameters).
 
-    ranges: Rising and disjoint ranges. buffers: One tensor for each range, [length of the range].
+    Example: the moments of the weights that this rank updates.
+
+    ranges: Ranges of the flat buffer, rising and disjoint. buffers: One tensor for each range, [length of the
+    range].
     """
 
     def __init__(self, ranges: Sequence[slice], buffers: Sequence[Tensor]):
         self.ranges, self.buffers = tuple(ranges), tuple(buffers)
 
     def at(self, part: slice) -> Tensor:
-        """Returns the memory of the range `part`. It must lie within one of the ranges."""
+        """Returns the memory of `part`, a range of the flat buffer that lies within one of `ranges`."""
         for each, buffer in zip(self.ranges, self.buffers, strict=True):
             if each.start <= part.start and part.stop <= each.stop:
                 return buffer[part.start - each.start : part.stop - each.start]
@@ -66,14 +76,17 @@ class ShardBuffers:
 
 
 class FlatParameters:
-    """Flat buffers of some parameters. They fix the order of the parameters, and own weights and gradients.
+    """Moves the values of many parameters into one flat tensor, and their gradients into another one.
+
+    A parameter has the same range in every flat tensor: weights, gradients, moments and averages. One message
+    or kernel can therefore process many parameters at once.
 
     Parameters are in reverse order of registration, because a backward pass completes gradients in about this
     order. Parameters without weight decay come last, and start at a multiple of 1024 elements. Every
     parameter starts at a multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
 
-    With ZeRO-1 (arXiv 1910.02054), the ranks of the sharding group split the update. Each rank
-    updates its shard of the buffer, then an all-gather distributes the new weights. In mixed precision (arXiv
+    With ZeRO-1 (arXiv 1910.02054), the ranks of the sharding group split the update. Each rank updates its
+    shard of the buffer, then an all-gather distributes the new weights. In mixed precision (arXiv
     1710.03740), the forward pass reads the parameters of `sharded` in `compute_dtype`. Of these parameters, a
     rank has float32 master weights only for its shard. All other parameters stay float32, and every rank
     updates all of them. Without mixed precision, all parameters are sharded.
@@ -164,7 +177,10 @@ class FlatParameters:
         self.owned = self._take_over()
 
     def _take_over(self) -> Tensors:
-        """Moves the parameters into the buffers. Returns {name: tensor or shard that this rank updates}."""
+        """Moves the values of the parameters into the flat buffers, and makes the parameters views of them.
+
+        Returns what this rank updates: {name: full tensor or shard}.
+        """
         for name, parameter in self.parameters.items():
             value, start = parameter.detach(), self._ranges[name].start
             for each, master in zip(self.master_weights.ranges, self.master_weights.buffers, strict=True):
@@ -196,7 +212,8 @@ class FlatParameters:
     def attach_gradients(self) -> dict[str, Tensor]:
         """Sets every parameter's `grad` to a view of `gradients`, and returns these views by name.
 
-        A parameter of another dtype than the gradients has a `grad` only within `gradients_attached`.
+        Exception: in mixed precision, a parameter may have another dtype than the gradients. Its `grad` is
+        set only within `gradients_attached`.
         """
         views = self.views(self.gradients)
         for name in views.keys() - self._cast:
@@ -205,10 +222,10 @@ class FlatParameters:
 
     @contextlib.contextmanager
     def gradients_attached(self, views: dict[str, Tensor]) -> Iterator[None]:
-        """During the block (a backward pass), sets `grad` of parameters of another dtype than the gradients.
+        """Context manager for a backward pass.
 
-        Outside of the block they have no `grad`, because torch's compiler does not expect a `grad` of another
-        dtype.
+        Sets `grad` of parameters with another dtype than the gradients. After the block, their `grad` is None
+        again, because torch's compiler does not expect a `grad` of another dtype.
 
         views: Result of `attach_gradients`.
         """
@@ -221,17 +238,23 @@ class FlatParameters:
             self.parameters[name].grad = None
 
     def check_gradients(self, views: dict[str, Tensor]) -> None:
-        """Asserts that every parameter still has the `grad` that was attached."""
+        """Asserts that no code has replaced or removed the `grad` of a parameter.
+
+        views: Result of `attach_gradients`.
+        """
         for name, view in views.items():
             assert self.parameters[name].grad is (None if name in self._cast else view)
 
     @property
     def _cast(self) -> set[str]:
-        """Names of the parameters of another dtype than the gradients."""
+        """Names of the parameters that have another dtype than the gradients (mixed precision)."""
         return self._sharded if self.is_mixed else set()
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Returns {name: view of `buffer` in the parameter's shape}. Returns {} for an empty buffer."""
+        """Returns {name: view of `buffer` in the parameter's shape}. Returns {} for an empty buffer.
+
+        buffer: Tensor [size] with the values of all parameters, such as their gradients.
+        """
         return {
             name: buffer[own.start :][: parameter.numel()].view(parameter.shape)
             for (name, parameter), own in zip(self.parameters.items(), self._ranges.values(), strict=True)
@@ -243,10 +266,10 @@ class FlatParameters:
     ) -> Tensors:
         """Returns {name: tensor or shard} of the parameters, or of `names`, as views of `shard_buffers`.
 
-        For a sharded parameter, the result has only the elements in the range `shard`, which may be none. For
-        any other parameter, it is the full tensor.
+        A parameter that ranks divide among themselves gives a shard: its elements in the range `shard`,
+        perhaps none. Any other parameter gives its full tensor.
 
-        shard_buffers: Memory for the ranges `around(shard)`.
+        shard_buffers: Memory for the ranges `around(shard)`. shard: Range of the flat buffer.
         """
         shards: Tensors = {}
         # All ranks must agree on which tensors are sharded. A rank cannot tell from its own shard: the
@@ -267,7 +290,11 @@ class FlatParameters:
         return shards
 
     def _part(self, name: str, shard: slice) -> slice:
-        """Returns a parameter's range, without the gap after it. If sharded, only the part within `shard`."""
+        """Returns the range of a parameter in the flat buffer (the tensor with the values of all parameters).
+
+        If ranks divide the parameter among themselves, returns only the part within `shard`. The unused
+        elements behind the parameter are not included.
+        """
         begin = self._ranges[name].start
         end = begin + self.parameters[name].numel()
         if name not in self._sharded:
@@ -275,9 +302,11 @@ class FlatParameters:
         return slice(*(min(max(each, begin), end) for each in (shard.start, shard.stop)))
 
     def around(self, shard: slice) -> list[slice]:
-        """Returns as few rising ranges as possible that contain `shard` and all unsharded parameters.
+        """Returns the ranges of the flat buffer that a rank needs to update the weights in `shard`.
 
-        The ranges start and end at multiples of 1024, because kernels round by the position within a range.
+        Besides `shard`, these contain the parameters that every rank updates. The ranges are rising, and as
+        few as possible. They start and end at multiples of 1024, because kernels round by the position within
+        a range.
         """
         rest, unit = self.ranges(self.parameters.keys() - self._sharded), _SHARD_ALIGNMENT
         rest = [
@@ -292,19 +321,20 @@ class FlatParameters:
         return merged
 
     def zeros(self, ranges: Sequence[slice]) -> ShardBuffers:
-        """Returns buffers of zeros for these ranges, in the dtype of the gradients."""
+        """Returns memory for some ranges of the flat buffer, all zero, in the dtype of the gradients."""
         return ShardBuffers(ranges, [self.message.new_zeros(each.stop - each.start) for each in ranges])
 
     def kept_of(self, names: Collection[str]) -> list[slice]:
-        """Returns the ranges of the elements of these parameters that this rank updates."""
+        """Returns the ranges of the flat buffer that hold the given parameters and that this rank updates."""
         pairs = itertools.product(self.ranges(names), self._kept)
         common = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
         return [each for each in common if each.start < each.stop]
 
     def gather_(self) -> None:
-        """Copies the updated master weights into `weights`, and all-gathers the shards. All ranks call it.
+        """Distributes the updated weights to all ranks, for the next forward pass.
 
-        Call it after every update, before the next forward pass.
+        All ranks call it after an update. Copies the float32 weights that this rank has updated into
+        `weights` (in mixed precision, this casts them), then sends them to the other ranks.
         """
         if self.is_mixed and self.shard.start < self.shard.stop:
             self.weights[self.shard] = self.master_weights.at(self.shard)
@@ -316,20 +346,22 @@ class FlatParameters:
             self.shard_group.all_gather_ranges_(self._padded, self._shards)
 
     def average_shards(self) -> list[slice]:
-        """Returns, for each rank, the range of weights that it averages.
+        """Divides the work of averaging the weights (EMA) among ranks.
 
-        The ranges are disjoint, and each lies in the shard that its rank updates.
+        Returns one range of the weights for each rank. The ranges are disjoint. A rank averages only weights
+        that it also updates.
         """
         shards = self._shards if self.is_mixed else [slice(0, self.size)]
         number = self.ranks.size // len(shards)
         return [_cut_evenly(shard, number)[copy] for copy in range(number) for shard in shards]
 
     def all_gather_views(self, shard_buffers: ShardBuffers, shards: Sequence[slice]) -> dict[str, Tensor]:
-        """Returns {name: full tensor} of values that ranks hold as shards. All ranks call it.
+        """Gathers values that ranks hold as shards. Returns {name: full tensor}. All ranks call it.
 
-        The result can replace the weights in the forward pass.
+        The result can replace the weights in the forward pass. Example: the averaged weights (EMA).
 
-        shard_buffers: This rank's values, in the ranges `around(shard)`. shards: Ranges of all ranks.
+        shard_buffers: This rank's values, in the ranges `around(shards[rank])`. shards: One range for each
+        rank.
         """
         whole, own = torch.zeros_like(self._padded), shards[self.ranks.index]
         if own.start < own.stop:
@@ -339,9 +371,10 @@ class FlatParameters:
         return self.views(whole) | rest
 
     def _cut(self) -> list[slice]:
-        """Returns a range for each sharer, of about equal length. No range cuts a matrix of `unsplit`.
+        """Divides the flat buffer among the ranks that share the optimizer's work (`shard_group`).
 
-        If there are such matrices, ranges start and end only at edges of such matrices.
+        Returns one range for each of these ranks. The lengths are about equal. If `unsplit` names matrices, a
+        range starts and ends only where such a matrix starts or ends.
         """
         if not self.unsplit or self.shard_group.size == 1:
             return _cut_evenly(slice(0, self.size), self.shard_group.size)
@@ -352,7 +385,10 @@ class FlatParameters:
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
-        """Returns these parameters' ranges in the buffers, with gaps. If `joins`, merges adjacent ranges."""
+        """Returns the ranges of the parameters `names` in the flat buffer.
+
+        A range includes the unused elements behind its parameter. joins: Whether to merge adjacent ranges.
+        """
         ranges: list[slice] = []
         for name, own in self._ranges.items():
             if name not in names:
@@ -364,9 +400,10 @@ class FlatParameters:
         return ranges
 
     def buckets(self, num_bytes: float) -> list[slice]:
-        """Splits `message` into ranges of about `num_bytes`. The backward pass sends them one by one.
+        """Splits `message` (gradients and scalars) into ranges of about `num_bytes`, to be sent one by one.
 
-        The first range is smaller, so that sending starts early. The last range also contains the scalars.
+        The first range is smaller, so that sending starts early in the backward pass. The last range also
+        contains the scalars.
         """
         element_bytes = self.message.element_size()
         buckets: list[slice] = []
@@ -381,9 +418,9 @@ class FlatParameters:
 
 
 def _cut_evenly(whole: slice, number: int) -> list[slice]:
-    """Splits a range into `number` ranges of equal length, a multiple of 1024.
+    """Splits a range into `number` ranges of equal length, a multiple of 1024 elements.
 
-    The last ranges may be short or empty.
+    The last ranges may be shorter or empty.
     """
     length = -(-(whole.stop - whole.start) // (_SHARD_ALIGNMENT * number)) * _SHARD_ALIGNMENT
     ends = [min(whole.start + each * length, whole.stop) for each in range(number + 1)]

@@ -62,7 +62,10 @@ Config = TypeVar("Config")  # a pydantic model with the keys of the machine
 
 @dataclasses.dataclass(frozen=True)
 class Program(Generic[Config]):
-    """Config, device and watchdog of a launched program on this rank. All ranks have the same config."""
+    """What `launch` gives to a program: its config, this rank's device, and the watchdog.
+
+    All ranks have the same config. The watchdog ends all ranks if one of them hangs.
+    """
 
     config: Config
     device: torch.device
@@ -71,12 +74,13 @@ class Program(Generic[Config]):
 
 @contextlib.contextmanager
 def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterator[Program[Config]]:
-    """Sets up a program on all ranks, and yields the `Program`. Closes everything after the block.
+    """Context manager for a program that runs on all ranks.
 
-    All ranks enter. A ValueError of `compose` ends all ranks with status 1.
+    Yields its config, device and watchdog (`Program`). Opens the process group before the block, and closes
+    everything after the block. All ranks enter. If `compose` raises ValueError, all ranks end with status 1.
 
-    compose: Function that returns the config. Only rank 0 calls it. If it returns None (after printing help),
-    all ranks end with status 0.
+    schema: Class of the config. compose: Function that returns the config. Only rank 0 calls it. If it
+    returns None (after printing help), all ranks end with status 0.
     """
     log.capture_library_warnings()
     with local_errors():
@@ -100,7 +104,10 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
 
 
 def _broadcast_config(compose: Callable[[], Any]) -> str:
-    """Calls `compose` on rank 0, and returns the config as JSON on every rank. Needs no process group."""
+    """Calls `compose` on rank 0, and returns its config as JSON on every rank. Works without a process group.
+
+    If `compose` fails or returns no config, all ranks end.
+    """
     if is_main():
         text, status, reason = None, EXIT_FAILURE, ""
         try:
@@ -133,10 +140,9 @@ def _broadcast_config(compose: Callable[[], Any]) -> str:
 def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
     """Waits until all ranks have started. Rank 0 warns about nodes that differ from its own node.
 
-    The warnings are about other code, another torch version, and hosts where the rule of
-    `distributed.number_format` chooses another number format than on rank 0. All ranks call it, before the
-    process group exists. If a rank does not start within the timeout, all other ranks end with status 1, and
-    an error names the missing rank.
+    It warns if a node has other code, another version of torch, or hardware for which `forward_dtype=auto`
+    selects another number format. All ranks call it, before the process group exists. If a rank does not
+    start within the timeout, all other ranks end with status 1, and an error names the missing rank.
 
     device: Value of the key `device`. A device that is missing on this machine is not an error here.
     """
@@ -180,14 +186,20 @@ def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
 
 
 def code_files() -> list[Path]:
-    """Returns the Python and YAML files that a run may use."""
+    """Returns the Python and YAML files of this repository that a run may use.
+
+    Files of tests and benchmarks, for example, are left out.
+    """
     folders = [path.parent for path in REPOSITORY.glob("*/__init__.py") if path.parent.name not in NOT_RUN]
     paths = [*REPOSITORY.glob("*.py"), *(path for folder in folders for path in folder.rglob("*"))]
     return [path for path in paths if path.suffix in (".py", ".yaml")]
 
 
 def _code() -> dict[str, str]:
-    """Returns {path of a code file: hash}, and one more key with torch's version, to compare nodes."""
+    """Returns {path of a code file: hash of its content}. Rank 0 compares the results of all nodes.
+
+    One more key contains torch's version.
+    """
     names = {path.relative_to(REPOSITORY).as_posix(): path for path in code_files()}
     names |= dict(plugin_files())
     hashes = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in names.items()}
@@ -195,7 +207,10 @@ def _code() -> dict[str, str]:
 
 
 def _warn_of_threads(threads: int) -> None:
-    """Warns if the processes of rank 0's node have more than twice as many threads as there are cores."""
+    """Warns if the processes of rank 0's node have more than twice as many threads as the node has cores.
+
+    threads: Number of torch's CPU threads in each process.
+    """
     count = local_world_size()
     if is_main() and threads > 1 and threads * count > 2 * num_cores():
         log.warning(
@@ -205,7 +220,10 @@ def _warn_of_threads(threads: int) -> None:
 
 
 def _warn_of_other_code(starts: list[dict]) -> None:
-    """Warns, once per host, of code that differs from rank 0's. starts: {"host", "code"} of each rank."""
+    """Warns about hosts with code that differs from the code of rank 0. Prints one warning for each host.
+
+    starts: {"host": name, "code": result of `_code`} of each rank.
+    """
     first, ranks = starts[0]["code"], defaultdict(list)
     for number, start in enumerate(starts):
         code = start["code"]
@@ -221,7 +239,10 @@ def _warn_of_other_code(starts: list[dict]) -> None:
 
 
 def _format_of(device: str) -> Choice | None:
-    """Returns the rule's number format for a value of the key `device`; None if this machine lacks it."""
+    """Returns the number format that `forward_dtype=auto` selects on this machine.
+
+    Returns None if this machine lacks the device. device: Value of the key `device`.
+    """
     name = device_type(device)
     if name == "cuda" and not torch.cuda.is_available():
         return None
@@ -229,9 +250,9 @@ def _format_of(device: str) -> Choice | None:
 
 
 def _warn_of_other_formats(starts: list[dict]) -> None:
-    """Warns, in one line, of hosts with another number format than rank 0's, by the rule for the machine.
+    """Warns about hosts where `forward_dtype=auto` would select another number format than on rank 0's host.
 
-    starts: {"host", "format"} of each rank.
+    Prints one warning for all hosts. starts: {"host": name, "format": result of `_format_of`} of each rank.
     """
     formats = [start["format"] and Choice(*start["format"]) for start in starts]
     if (first := formats[0]) is None:
@@ -249,12 +270,12 @@ def _warn_of_other_formats(starts: list[dict]) -> None:
 
 
 def _warn_of_restarts(hosts: list[str]) -> None:
-    """Warns if torchrun's options request restarts that would fail after the loss of a node.
+    """Warns about options of torchrun with which it could not restart the run after the loss of a node.
 
-    With torch 2.13, if rank 0's agent serves the workers' store, a node that returns after a loss does not
-    find the other nodes.
+    With torch 2.13, one cause is a key-value store that torchrun's agent serves on rank 0's node: a node that
+    returns does not find the other nodes.
 
-    hosts: Nodes on which the agent would serve the store.
+    hosts: Nodes on which the agent serves the store.
     """
     has_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     if is_elastic() and not has_restarts:
@@ -271,7 +292,10 @@ def _warn_of_restarts(hosts: list[str]) -> None:
 
 
 def check_folder_is_shared(folder: Path) -> None:
-    """Ends all ranks with a message unless every rank sees rank 0's run folder. All ranks call it."""
+    """Checks that every rank sees rank 0's run folder. If not, ends all ranks with a message.
+
+    All ranks call it.
+    """
     if num_nodes() == 1:
         return
     token = folder / f".start_{secrets.token_hex(8)}"  # a new name, so that no node has cached it as missing
@@ -291,10 +315,10 @@ def check_folder_is_shared(folder: Path) -> None:
 
 
 def check_same_data(fingerprint: str, *, names: Sequence[str]) -> None:
-    """Ends all ranks with a message if nodes have different datasets. All ranks call it.
+    """Checks that all nodes have the same dataset. If not, ends all ranks with a message. All ranks call it.
 
-    fingerprint: Hash of the dataset. "" if another rank of this node computed it. names: Dataset folders, for
-    the message.
+    fingerprint: Hash of the dataset on this node. "" if another rank of this node computes it. names: Dataset
+    folders, for the message.
     """
     is_same = fingerprint in ("", broadcast_object(fingerprint))
     advice = "Copy it to all nodes, or share the folder."

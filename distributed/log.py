@@ -30,7 +30,10 @@ _MAX_NAMED = 8  # ranks in one sentence
 
 
 class _Console(logging.Handler):
-    """A handler that prints records on stdout or stderr, and each warning text only once."""
+    """Prints messages: warnings and errors on stderr, others on stdout.
+
+    Prints each warning text only once.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +68,10 @@ class _Console(logging.Handler):
 
 
 class _RankFile(logging.StreamHandler):
-    """A handler that appends records to a file. If the disk is full, it prints one warning on the console."""
+    """Appends messages to the log file of this rank.
+
+    If the disk is full, prints one warning on the console.
+    """
 
     def __init__(self, path: Path):
         # Write each message unbuffered, in one call. A forked process and faulthandler can then write to the
@@ -81,14 +87,14 @@ class _RankFile(logging.StreamHandler):
 
 
 class _Printable(logging.Formatter):
-    """A formatter that escapes control characters. A terminal would execute them."""
+    """Formats messages for a file. Escapes control characters, because a terminal would execute them."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
 
 class _Forward(logging.Handler):
-    """A handler that forwards warnings of libraries to the console and the file."""
+    """Receives the warnings of libraries, and forwards them to the console and to the file."""
 
     def emit(self, record: logging.LogRecord) -> None:
         _logger.handle(record)
@@ -118,7 +124,12 @@ def warning(message: str) -> None:
 
 @contextlib.contextmanager
 def warn_once(name: str) -> Iterator[None]:
-    """Turns an exception of the block into a warning. The console shows one warning for each `name`."""
+    """Context manager that turns an exception into a warning, so that the run continues.
+
+    For work that may fail, such as uploads. The console shows only the first warning with the same `name`.
+
+    name: What failed, the first words of the warning.
+    """
     try:
         yield
     except Exception as failure:
@@ -129,16 +140,19 @@ def warn_once(name: str) -> Iterator[None]:
 def note(message: str, *, colored: str | None = None) -> None:
     """Prints a message about the progress of the work on stderr of rank 0.
 
-    colored: The same text with ANSI codes, for a terminal. All other text in it must have passed `printable`.
+    colored: The same text with ANSI color codes, for a terminal. Pass text from files or users through
+    `printable` first, because it is printed without a check.
     """
     _logger.info(message, extra={"is_note": True, "colored": colored})
 
 
 def error(message: object, *, failed_rank: int = 0, on_console: bool = True) -> None:
-    """Leaves an error as this rank's reason to end. If `on_console`, also prints it as one line on stderr.
+    """Records an error as the reason why this rank ends.
 
-    failed_rank: Rank that failed, named unless it is 0.
-    on_console: False on the other ranks if one rank prints an error that ends all of them.
+    If `on_console`, also prints it as one line on stderr.
+
+    failed_rank: Rank that failed. The line names it, unless it is rank 0. on_console: If one rank prints an
+    error that ends all ranks, pass False on the other ranks.
     """
     where = f" ({name_ranks([failed_rank])})" if failed_rank else ""
     if on_console:
@@ -157,11 +171,11 @@ def exception(raised: BaseException, *, on_console: bool = True) -> None:
 
 
 def leave_last_words(text: str) -> None:
-    """Writes why this process ends into torchrun's error file, unless the file exists.
+    """Writes the reason why this process ends into torchrun's error file, unless the file exists.
 
-    torchrun prints the file of the failure with the smallest time, and of the first process to end if the
-    times are equal. If one reason ends several ranks, each of them must therefore call this function.
-    torchrun rounds the time of a process without a file down to seconds, so this function rounds down too.
+    torchrun prints the file with the smallest time. If the times are equal, it prints the file of the process
+    that ended first. If one reason ends several ranks, each of them must therefore call this function. For a
+    process without a file, torchrun rounds the time down to seconds, so this function rounds down too.
     """
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
     if not path.exists():
@@ -174,9 +188,9 @@ def leave_last_words(text: str) -> None:
 
 
 def capture_library_warnings() -> None:
-    """Redirects warnings of all libraries loaded so far to the console and the file of this module.
+    """Prints warnings of all libraries loaded so far like our own warnings, also into the log file.
 
-    Includes loggers that do not propagate to the root logger, such as torch's.
+    Includes libraries such as torch that do not pass their messages to Python's root logger.
     """
     logging.captureWarnings(True)
     logging.getLogger().addHandler(_forward)
@@ -191,8 +205,9 @@ def capture_library_warnings() -> None:
 
 
 def open_rank_file(folder: Path) -> None:
-    """Opens `folder`/logs/rank_<r>.log for messages of this rank, and for an exception that ends the process.
+    """Opens this rank's log file, `folder`/logs/rank_<r>.log.
 
+    From then on, messages are also written there, and the traceback of an exception that ends the process.
     Every rank calls it, as soon as the folder is known. If the file cannot be written, prints only a warning.
     """
     global _file
@@ -212,7 +227,7 @@ def open_rank_file(folder: Path) -> None:
 
 
 def rank_file() -> TextIO | None:
-    """Returns the open log file of this rank, to write without logging. None if no file is open."""
+    """Returns the open log file of this rank, for direct writes. Returns None if no file is open."""
     return None if _file is None else _file.stream
 
 
@@ -222,16 +237,19 @@ def rank_folder() -> Path | None:
 
 
 def locate_ranks(position: Callable[[int], str]) -> None:
-    """Makes `name_ranks` add the position in the mesh.
+    """Makes messages name a rank together with its place in the parallel layout, such as "rank 3 (stage 1)".
 
-    position: Function that returns a text for a rank's number.
+    position: Function that returns the place of a rank as text. Example: position(3) is "stage 1".
     """
     global _position
     _position = position
 
 
 def name_ranks(numbers: Sequence[int]) -> str:
-    """Returns ranks as a text: "rank 3", or "ranks 3, 5"; in a mesh "rank 3 (stage 1, shard 1)"."""
+    """Returns a text that names ranks, such as "rank 3" or "ranks 3, 5".
+
+    After `locate_ranks`, it also says where they are in the parallel layout: "rank 3 (stage 1, shard 1)".
+    """
     chosen = numbers[:_MAX_NAMED]
     named = ", ".join(f"{number} ({_position(number)})" if _position else str(number) for number in chosen)
     more = f" and {len(numbers) - _MAX_NAMED} more" if len(numbers) > _MAX_NAMED else ""

@@ -24,9 +24,10 @@ AXES = {
 def sizes_of(
     world_size: int, *, pipeline: int = 1, shard: int | str = "auto", tensor: int = 1
 ) -> dict[str, int]:
-    """Returns {axis: number of ranks}. The axis "replicate" gets all ranks that the other axes leave.
+    """Computes the layout of all ranks in a mesh. Returns {axis: number of ranks along it}.
 
-    Raises ValueError if the sizes do not fit.
+    The axes are pipeline, replicate, shard and tensor. The axis replicate gets all ranks that the other axes
+    leave. Raises ValueError if the sizes do not divide `world_size`.
 
     shard: If -1, all ranks that the axes pipeline and tensor leave. If "auto", 1.
     """
@@ -45,7 +46,10 @@ def sizes_of(
 
 
 def position_of(number: int, sizes: dict[str, int]) -> dict[str, int]:
-    """Returns {axis: position} of rank `number` in a mesh of these sizes."""
+    """Returns the position of rank `number` along each axis of the mesh: {axis: index from 0}.
+
+    sizes: {axis: number of ranks}.
+    """
     found = {}
     for axis in reversed(sizes):
         number, found[axis] = divmod(number, sizes[axis])
@@ -53,22 +57,27 @@ def position_of(number: int, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def describe_position(number: int, sizes: dict[str, int]) -> str:
-    """Returns the position of rank `number` in a mesh as a text, such as "stage 1, shard 0"."""
+    """Returns the position of rank `number` in a mesh as a text, such as "stage 1, shard 0".
+
+    Axes of size 1 are left out. sizes: {axis: number of ranks}.
+    """
     position = position_of(number, sizes)
     return ", ".join(f"{name} {position[axis]}" for axis, name in AXES.items() if sizes[axis] > 1)
 
 
 class Mesh:
-    """Process groups of this rank along the axes of the mesh. All ranks build a mesh together.
+    """The layout of all ranks along the axes pipeline, replicate, shard and tensor, with process groups.
+
+    All ranks build a mesh together. A slot is one position of the global batch.
 
     Attributes:
         sizes: {axis: number of ranks}.
-        data: Ranks with different slots.
-        replicas: Ranks that hold the same part of the blocks, and sum its gradients.
-        shard_group: Sharding group, the ranks of `replicas` that divide the update.
+        data: Group of ranks that together have all slots, each rank different ones.
+        replicas: Group of ranks that hold the same part of the blocks, and sum the gradients of this part.
+        shard_group: Sharding group: the ranks of `replicas` that divide the optimizer's work (ZeRO-1).
         pipeline, owners: Ranks of one pipeline, as two groups (`distributed.pipeline.Ring` explains why).
-        tensor: Ranks with the same slots. They divide the weights of blocks.
-        holders: Ranks that together hold every weight of the blocks once.
+        tensor: Group of ranks that have the same slots and divide the weights of blocks.
+        holders: Group of ranks that together hold every weight of the blocks once.
     """
 
     def __init__(self, sizes: dict[str, int]):
@@ -83,14 +92,17 @@ class Mesh:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each rank holds full weights: the mesh has no pipeline or tensor parallelism."""
+        """Whether every rank holds all weights: the mesh has no pipeline or tensor parallelism."""
         return self.sizes["pipeline"] == self.sizes["tensor"] == 1
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
 
     def _along(self, axes: Collection[str]) -> Ranks:
-        """Returns the group of ranks that differ from this rank only along `axes`."""
+        """Returns this rank's group along some axes: the ranks that differ from this rank only along `axes`.
+
+        All ranks call it.
+        """
         lines: dict[tuple[int, ...], list[int]] = {}
         for number in range(world_size()):
             position = position_of(number, self.sizes)

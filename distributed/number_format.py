@@ -43,10 +43,11 @@ def choose_format(device: torch.device) -> Choice:
 def choose_evaluation_format(
     stored: NumberFormat, device: torch.device, *, given: NumberFormat | None = None
 ) -> Choice:
-    """Returns the number format in which a trained model is evaluated.
+    """Returns the number format in which a trained model is evaluated, with the reason.
 
-    If `given` is not None, returns `given`. Otherwise, returns the format of the training (`stored`), or
-    float32 on a CPU that emulates bfloat16.
+    It is the format of the training. If the device is a CPU that only emulates bfloat16, it is float32.
+
+    stored: Format of the training. given: Format that the user has set. If not None, it is returned.
     """
     if given is not None:
         return Choice(given, "forward_dtype is set")

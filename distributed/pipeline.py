@@ -21,13 +21,13 @@ from distributed.collectives import Ranks
 
 
 class Ring:
-    """Point-to-point messages among the ranks of a pipeline.
+    """Sends and receives tensors between the ranks of a pipeline.
 
-    All these ranks build a `Ring`, and call levels together.
+    All ranks of the pipeline build a `Ring` together.
 
-    stages: Ranks of the pipeline, for messages from stage to stage. owners: A second group of the same ranks,
-    for messages to and from the owner of slots. With one NCCL group, both kinds of messages between the same
-    two ranks could wait for each other.
+    stages: Group of these ranks, for messages from one stage to the next. owners: A second group of the same
+    ranks, for messages to and from the rank that owns the data. With one NCCL group, both kinds of messages
+    between the same two ranks could wait for each other.
     """
 
     def __init__(self, stages: Ranks, owners: Ranks):
@@ -35,17 +35,20 @@ class Ring:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, tensor: Tensor, goal: int, *, with_owner: bool) -> None:
-        """Starts sending to rank `goal`; `finish_sends` waits.
+        """Starts to send a tensor to rank `goal`, and does not wait. `finish_sends` waits.
 
-        with_owner: Whether to use the group `owners`.
+        with_owner: Whether one of the two ranks sends or gets its own data (group `owners`), instead of
+        passing data from stage to stage.
         """
         tensor = tensor.contiguous()
         self._sent.append((dist.isend(tensor, group_dst=goal, group=self._groups[with_owner]), tensor))
 
     def receive(self, like: Tensor, source: int, *, with_owner: bool) -> Callable[[], Tensor]:
-        """Starts receiving a tensor like `like` from `source`; returns a function that waits for it.
+        """Starts to receive a tensor from rank `source`.
 
-        with_owner: Whether to use the group `owners`.
+        Returns a function that waits for the tensor and returns it.
+
+        like: A tensor of the same shape and dtype. with_owner: The value that the sender passes to `send`.
         """
         tensor = torch.empty_like(like, memory_format=torch.contiguous_format)
         work = dist.irecv(tensor, group_src=source, group=self._groups[with_owner])
@@ -57,19 +60,20 @@ class Ring:
         return wait
 
     def finish_sends(self) -> None:
-        """Waits until all messages of this rank are sent."""
+        """Waits until all messages that this rank started to send are sent."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
 
 
 def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *, forward: bool) -> Tensor:
-    """Sends the slots of every rank through all stages and back; returns the output for this rank's slots.
+    """Sends the data of every rank through all pipeline stages and back to that rank.
 
-    All ranks of the ring call it.
+    Returns the output for this rank's data. All ranks of the ring call it.
 
-    own: Input of this rank's slots. work: `work(owner, x)` computes this stage's output for the slots of rank
-    `owner`. forward: If False, the stages run in reverse order (backward pass).
+    own: Input of this rank. work: Function that computes this stage: work(owner, x) returns the output for
+    the input x, which comes from rank `owner`. forward: If False, the stages run in reverse order (backward
+    pass).
     """
     step, owners = (1, range(ring.size)) if forward else (-1, range(ring.size)[::-1])
     first, last, result = owners[0], owners[-1], None
@@ -100,10 +104,12 @@ def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *,
 
 
 class _Call(torch.autograd.Function):
-    """The autograd function of a level's call. Each stage keeps one autograd graph for each owner.
+    """The autograd function of one call of a level (a stack of blocks). All ranks of the pipeline call it.
 
-    context: Further arguments of the blocks. The gradient of a tensor in `context` is the sum over all
-    owners.
+    Keeps one autograd graph for the data of each rank.
+
+    context: Further arguments of the blocks. If a tensor in `context` needs a gradient, its gradient is the
+    sum over the data of all ranks.
     """
 
     @staticmethod
@@ -136,8 +142,11 @@ class _Call(torch.autograd.Function):
 
 
 def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Tensor:
-    """Calls a level on this rank's slots, [slots, ...]. All ranks call it, with equal shapes.
+    """Runs a level (a stack of blocks) on this rank's data `h`, through all pipeline stages.
 
+    Returns the output. All ranks call it, with equal shapes.
+
+    run: Function that runs the blocks of this rank's stage: run(h, *context). h: Activations, [batch, ...].
     context: Further arguments of each block, equal on all ranks.
     """
     if not torch.is_grad_enabled():
@@ -147,7 +156,12 @@ def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Te
 
 
 def keep_stage(level: Any, ranks: Ranks) -> None:
-    """Removes the blocks of other stages from a level. Names of weights do not change."""
+    """Removes the blocks that belong to other pipeline stages from a level (a stack of blocks).
+
+    The remaining weights keep their names.
+
+    level: Object with `layers`, the module of the blocks. ranks: Ranks of the pipeline. Rank k has stage k.
+    """
     blocks = dict(level.layers.named_children())
     assert len(blocks) % ranks.size == 0, "the schema refuses other numbers"
     own = len(blocks) // ranks.size
@@ -156,7 +170,9 @@ def keep_stage(level: Any, ranks: Ranks) -> None:
 
 
 def pipe_levels(levels: Iterable[Any], ring: Ring) -> None:
-    """Makes calls of these levels run through the pipeline. This rank must hold only the blocks of its stage.
+    """Makes calls of these levels (stacks of blocks) run through the pipeline.
+
+    This rank must hold only the blocks of its stage (`keep_stage`).
 
     levels: Objects with `run_blocks`, such as `models.blocks.Level`.
     """

@@ -53,14 +53,14 @@ def local_world_size() -> int:
 
 
 def num_nodes() -> int:
-    """Returns the number of nodes on which torchrun has started processes."""
+    """Returns the number of nodes (machines) that run processes of this launch."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
 def is_elastic() -> bool:
-    """Returns whether torchrun may continue with other nodes (`--nnodes MIN:MAX`).
+    """Returns whether torchrun may continue with another number of nodes (`--nnodes MIN:MAX`).
 
-    Returns False without /proc.
+    Reads torchrun's command line. Returns False on systems without /proc.
     """
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{os.getppid()}/cmdline").read_text(errors="replace").replace("\0", " ")
@@ -74,9 +74,10 @@ def is_under_torchrun() -> bool:
 
 
 def read_launcher() -> None:
-    """Sets the variables of a rank if srun started several processes, and checks those of other launchers.
+    """Prepares the environment variables RANK, WORLD_SIZE and so on for mpirun or srun.
 
-    Raises ValueError if they are not set, or if several processes have the same rank.
+    If srun started several processes, sets the variables. With another launcher, checks them. Raises
+    ValueError if they are not set, or if several processes have the same rank.
     """
     launchers = (each for each in _LAUNCHERS if os.environ.get(each[1], "1") != "1")
     launcher, count_name, number_name = next(launchers, ("", "", ""))
@@ -100,7 +101,10 @@ def read_launcher() -> None:
 
 
 def _set_slurm_variables() -> None:
-    """Sets the variables of a rank in a process of srun. The first node of the job step serves the store."""
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in a process that srun started.
+
+    The first node of the job step serves the key-value store.
+    """
     nodes, job = os.environ["SLURM_STEP_NODELIST"], int(os.environ["SLURM_JOB_ID"])
     if "MASTER_ADDR" not in os.environ:
         command = ["scontrol", "show", "hostnames", nodes]
@@ -118,7 +122,10 @@ def _set_slurm_variables() -> None:
 
 
 def set_node_variables(hosts: list[str]) -> None:
-    """Sets LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE, unless set. hosts: Host name of each rank."""
+    """Sets LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_WORLD_SIZE if they are not set.
+
+    hosts: Host name of each rank. Ranks with the same host are on one node.
+    """
     if "LOCAL_WORLD_SIZE" not in os.environ:
         before = [number for number, host in enumerate(hosts) if host == hosts[rank()]]
         os.environ["LOCAL_WORLD_SIZE"] = str(len(before))
@@ -133,8 +140,8 @@ def is_main() -> bool:
 def rendezvous_store() -> dist.Store:
     """Returns the key-value store of all ranks. It also works without a process group.
 
-    torchrun's agent or rank 0 serves the store. All threads may call this function at any time. It needs
-    several ranks.
+    torchrun's agent or rank 0 serves the store. All threads may call this function at any time. With one rank
+    there is no store.
     """
     with _store_lock:  # so that only one thread starts a server
         return _rendezvous_store()
@@ -146,26 +153,31 @@ def _rendezvous_store() -> dist.Store:
 
 
 def connect_store() -> dist.Store:
-    """Returns a new connection to the store of all ranks. A connection handles one call at a time."""
+    """Returns a new connection to the key-value store of all ranks.
+
+    One connection handles one call at a time.
+    """
     rendezvous_store()  # starts the server if rank 0 serves the store
     return _open_store(is_server=False)
 
 
 def agent_serves_store() -> bool:
-    """Returns whether torchrun's agent, and not rank 0, serves the store, according to the environment."""
+    """Returns whether torchrun's agent serves the key-value store. Otherwise rank 0 serves it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def may_restart() -> bool:
-    """Returns whether torchrun may start the processes of this launch again."""
+    """Returns whether torchrun may restart the processes, for example after one has failed."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0 or is_elastic()
 
 
 def value_of_launch(key: str, value: str) -> str:
-    """Returns the value of `key` that is the same in all starts of one launch of torchrun.
+    """Stores a value under `key`, and returns it.
 
-    The first call in the launch sets it to `value`. torchrun's agent must serve the store
-    (`agent_serves_store`), because its store outlives the processes.
+    After a restart by torchrun, returns the value of the first call.
+
+    Example: all restarts of one launch use the same random name for the run. torchrun's agent must serve the
+    store (`agent_serves_store`), because only then the store outlives the processes.
     """
     key = f"{key}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
     return _open_tcp_store(is_server=False).compare_set(key, "", value).decode()
@@ -196,7 +208,10 @@ def _open_store(*, is_server: bool) -> dist.Store:
 
 
 def _wait_for_name(host: str) -> None:
-    """Waits up to 30 s until a host name resolves, as for a new pod. Then raises ValueError."""
+    """Waits up to 30 s until a host name resolves. Then raises ValueError.
+
+    Example: the name of a Kubernetes pod that has just started does not resolve yet.
+    """
     deadline = time.monotonic() + _NAME_SECONDS
     while True:
         try:
@@ -212,9 +227,10 @@ def _wait_for_name(host: str) -> None:
 
 
 def leave_store(ranks: Iterable[int]) -> None:
-    """Lets a program end before a process group exists. All of `ranks` call it, at the end.
+    """Ends the use of the key-value store, for a program that ends before a process group exists.
 
-    If rank 0 serves the store, rank 0 waits here until the others have read what they need.
+    All of `ranks` call it, as the last thing they do. If rank 0 serves the store, rank 0 waits here for the
+    other ranks, because they could not read the store after rank 0 has ended.
     """
     if world_size() == 1:
         return
@@ -230,11 +246,11 @@ def leave_store(ranks: Iterable[int]) -> None:
 def process_group(
     device: torch.device, backend: str = "auto", *, timeout: timedelta = _GROUP_TIMEOUT
 ) -> Iterator[None]:
-    """Opens the process group of all ranks during the block. With one rank, opens none.
+    """Context manager that opens the process group of all ranks, and closes it at the end.
 
-    All ranks enter together.
+    All ranks enter together. With one rank, opens none.
 
-    backend: "auto", "nccl" or "gloo" (see `choose_backend`).
+    backend: "auto", "nccl" or "gloo" (see `choose_backend`). timeout: Time limit of a collective.
     """
     if world_size() == 1:
         yield
@@ -262,7 +278,7 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> li
 
 
 def open_group(backend: str, **options: object) -> None:
-    """Calls dist.init_process_group in a way that lets `close_group` end all threads of the group.
+    """Calls dist.init_process_group, so that `close_group` can later end all threads of the group.
 
     If threads of gloo still run while Python exits, they sometimes abort the process. `close_group` ends
     them, if no reference to the group is left. The functions of torch.distributed.nn would keep one, because
@@ -276,20 +292,22 @@ def open_group(backend: str, **options: object) -> None:
 def close_group() -> None:
     """Collects garbage, then calls dist.destroy_process_group.
 
-    DistributedDataParallel is a reference cycle that holds the group. If garbage collection destroyed the
-    group, it would wait for gloo's threads while holding Python's lock. These threads may need the lock: a
-    deadlock.
+    DistributedDataParallel is a reference cycle that holds the group. If the garbage collector destroyed the
+    group later, it would wait for gloo's threads while it holds Python's lock. The threads may need the lock:
+    a deadlock.
     """
     gc.collect()
     dist.destroy_process_group()
 
 
 def choose_backend(name: str, device: torch.device) -> str:
-    """Returns the backend for dist.init_process_group. name: auto, nccl or gloo.
+    """Checks the config key `backend`, and returns the backend for dist.init_process_group.
 
-    NCCL sends tensors on CUDA devices. gloo sends everything else, also in a GPU run. Raises ValueError if
-    this torch or this device does not support the backend, or if GLOO_SOCKET_IFNAME names a missing
-    interface.
+    Example: "cpu:gloo,cuda:nccl". NCCL sends tensors on CUDA devices. gloo sends everything else, also in a
+    GPU run. Raises ValueError if this torch or this device does not support the backend, or if
+    GLOO_SOCKET_IFNAME names a missing network interface.
+
+    name: auto, nccl or gloo.
     """
     is_cuda = device.type == "cuda"
     if name == "auto":
@@ -322,7 +340,7 @@ def has_backend(name: str) -> bool:
 
 
 def choose_device(name: str) -> torch.device:
-    """Returns the device of this process. If it is CUDA, also selects it in torch.
+    """Checks the config key `device`, and returns the device of this process. Selects a CUDA device in torch.
 
     Raises ValueError if the device is missing.
 
@@ -357,17 +375,17 @@ def device_type(name: str) -> str:
 
 
 def use_deterministic_algorithms() -> None:
-    """Makes torch use deterministic algorithms. torch warns about an operator that has none."""
+    """Makes torch use deterministic algorithms. If an operator has none, torch prints a warning."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def set_cpu_threads(threads: int | str) -> int:
-    """Sets the number of torch's CPU threads in this process, and returns it.
+    """Sets the number of torch's CPU threads in this process, and returns the number.
 
-    threads: If "auto", the user's OMP_NUM_THREADS. If that is not set, the node's cores / the node's
-    processes.
+    threads: If "auto", the user's OMP_NUM_THREADS. If that is not set, the number of cores of the node
+    divided by the number of processes on the node.
     """
     if threads == "auto":
         threads = omp_threads_of_the_user() or max(1, num_cores() // local_world_size())
@@ -376,7 +394,10 @@ def set_cpu_threads(threads: int | str) -> int:
 
 
 def omp_threads_of_the_user() -> int | None:
-    """Returns the user's OMP_NUM_THREADS. Returns None if it is not set, or is the 1 that torchrun sets."""
+    """Returns the value of OMP_NUM_THREADS, if the user has set it. Otherwise returns None.
+
+    torchrun sets OMP_NUM_THREADS=1 if the user has not set it. That value is ignored.
+    """
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     if chosen == "1" and is_under_torchrun():
         try:

@@ -9,7 +9,7 @@ from distributed.number_format import instruction_set
 
 
 def describe_processor() -> str:
-    """Returns the processor's name and the instruction set that torch uses.
+    """Returns the name of this machine's CPU, and the CPU instructions that torch uses.
 
     Example: "AMD EPYC (avx512_bf16)".
     """
@@ -17,7 +17,10 @@ def describe_processor() -> str:
 
 
 def processor_name() -> str:
-    """Returns the processor's name. If the name is unknown, returns the architecture."""
+    """Returns the name of this machine's CPU, such as "AMD EPYC".
+
+    If unknown, returns the architecture (x86_64).
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:  # not on Linux

@@ -19,9 +19,9 @@ _LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left{p
 
 
 class Progress(tqdm):
-    """A tqdm progress bar on rank 0, without tqdm's thread.
+    """A tqdm progress bar on rank 0, without tqdm's background thread.
 
-    If stderr is not a terminal, progress is written as lines, also into the rank's log file.
+    If stderr is not a terminal, it writes plain lines instead, also into the rank's log file.
 
     shown: Function that returns the text after the bar. Called whenever the bar is drawn. options: Options of
     tqdm.

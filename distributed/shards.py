@@ -10,7 +10,10 @@ from distributed.collectives import Ranks
 
 
 class Span(NamedTuple):
-    """Regularly spaced pieces of a flattened tensor: `count` pieces of `length` elements, `stride` apart."""
+    """Equal pieces of a flattened tensor at equal distances, such as elements 0-3, 10-13 and 20-23.
+
+    In this example, start=0, length=4, stride=10 and count=3. If count is 1, stride does not matter.
+    """
 
     start: int
     length: int
@@ -22,13 +25,16 @@ Spans = tuple[Span, ...]
 
 
 class Shard(NamedTuple):
-    """The part of a tensor that this rank holds.
+    """The part of a tensor that this rank holds, and where the part belongs in the full tensor.
 
-    tensor: Elements of the part, in the order of `spans`. spans: Positions of these elements in the flattened
-    full tensor, disjoint and rising. () if this rank holds nothing. shape: Shape of the full tensor.
-    is_by_rank: If True, the full tensor is [ranks, ...], and row r is on rank r only. When another number of
-    ranks loads it, each rank gets the mean of the rows. is_copy: Whether an earlier rank holds the same part,
-    and saves it.
+    Attributes:
+        tensor: Elements of the part, in the order of `spans`.
+        spans: Positions of these elements in the flattened full tensor, disjoint and rising. () if this rank
+            holds nothing.
+        shape: Shape of the full tensor.
+        is_by_rank: If True, the full tensor is [ranks, ...], and row r is on rank r only. When another number
+            of ranks loads it, each rank gets the mean of the rows.
+        is_copy: Whether a lower rank holds the same part. Only the lower rank saves it.
     """
 
     tensor: Tensor
@@ -42,12 +48,20 @@ Tensors = dict[str, Tensor | Shard]  # tensors of a run's state by name; a Tenso
 
 
 def as_shard(tensor: Tensor, spans: Spans, shape: tuple[int, ...], ranks: Ranks) -> Tensor | Shard:
-    """Returns `tensor` as a shard. With a single rank, returns it as a full tensor of this shape."""
+    """Returns `tensor` as a `Shard`. If `ranks` has only one rank, returns the full tensor in shape `shape`.
+
+    spans: Positions of the elements in the flattened full tensor. shape: Shape of the full tensor.
+    """
     return Shard(tensor, spans, shape) if ranks.size > 1 else tensor.view(shape)
 
 
 def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> Tensor | Shard:
-    """Returns rows [n, ...] as a shard of a tensor [num_rows, ...]. rows: Row numbers of these rows."""
+    """Returns rows of a table as a `Shard`, the part of the full table [num_rows, ...] that this rank holds.
+
+    If `ranks` has only one rank, returns the full table.
+
+    tensor: The rows [n, ...] of this rank. rows: Their n row numbers in the full table.
+    """
     shape = (num_rows, *tensor.shape[1:])
     length = math.prod(shape[1:])
     if not rows or not length:
@@ -60,13 +74,20 @@ def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> T
 
 
 def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
-    """Returns this rank's tensor as a shard: row `ranks.index` of a tensor [ranks, ...]."""
+    """Describes a tensor that has another value on every rank as a `Shard`, to save it in a checkpoint.
+
+    The full tensor is [ranks, ...]. Row r is the value of rank r. Example: if ranks train separately
+    (local_steps > 1), every rank has its own optimizer moments.
+    """
     span = Span(ranks.index * tensor.numel(), tensor.numel())
     return Shard(tensor[None], (span,), (ranks.size, *tensor.shape), is_by_rank=True)
 
 
 def part_of_whole(whole: Tensor, shard: Shard) -> Tensor:
-    """Returns the elements of the full tensor `whole` that the shard describes, flattened: [n]."""
+    """Returns the elements of the full tensor `whole` that the shard holds, flattened: [n].
+
+    shard: Describes the positions. Its own tensor is not read.
+    """
     flat = whole.reshape(-1)
     pieces = [
         flat.as_strided((each.count, each.length), (each.stride, 1), flat.storage_offset() + each.start)
@@ -76,12 +97,18 @@ def part_of_whole(whole: Tensor, shard: Shard) -> Tensor:
 
 
 def tensor_of(kept: Tensor | Shard) -> Tensor:
-    """Returns the memory on this rank, to copy to or from: the tensor, or the elements of the shard."""
+    """Returns the tensor itself, or the elements of the shard that are on this rank.
+
+    Both can be written to.
+    """
     return kept.tensor if isinstance(kept, Shard) else kept
 
 
 def slots_of(ranks: Ranks, num_slots: int) -> range:
-    """Returns this rank's slots in a global batch. The last ranks may have fewer slots, or none."""
+    """Divides the slots (positions of the global batch) among ranks. Returns the slots of this rank.
+
+    Example: 10 slots on 4 ranks give 3, 3, 3 and 1. The last ranks may get fewer slots, or none.
+    """
     share = -(-num_slots // ranks.size)
     first, end = (min(number * share, num_slots) for number in (ranks.index, ranks.index + 1))
     return range(first, end)

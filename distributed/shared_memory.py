@@ -18,7 +18,7 @@ _ALIGNMENT = 1024  # elements: a rank's slice starts at a multiple
 
 
 class SharedTensors:
-    """The tensors of all ranks of one machine, one for each rank. Every rank can read and write all of them.
+    """One tensor for each rank of a machine, in shared memory. Every rank can read and write all of them.
 
     of_ranks: Tensors [size], in the order of `ranks`. own: Tensor of this rank.
     """
@@ -29,8 +29,9 @@ class SharedTensors:
     def all_reduce_sum_(self) -> None:
         """Overwrites the tensor of every rank with the sum of all tensors. All ranks call it.
 
-        Each rank sums a slice, in the order of ranks. The result is therefore bit-identical on all ranks and
-        in every run. A rank may write to its tensor before the call, and after the call returns.
+        Each rank sums one slice of all tensors, in the order of ranks. The result is therefore bit-identical
+        on all ranks and in every run. A rank may write to its tensor before the call, and after the call
+        returns.
         """
         self._ranks.barrier()
         share = -(-len(self.own) // (_ALIGNMENT * self._ranks.size)) * _ALIGNMENT
@@ -43,9 +44,10 @@ class SharedTensors:
         self._ranks.barrier()
 
     def all_gather_(self, own_range: slice) -> None:
-        """Copies this rank's values in `own_range` into the tensors of all other ranks. All ranks call it.
+        """Copies this rank's values in `own_range` to the same range of all other ranks' tensors.
 
-        The ranges of different ranks must be disjoint. A rank may read the new values after its call returns.
+        All ranks call it. The ranges of different ranks must be disjoint. A rank may read the new values
+        after its call returns.
         """
         for number, other in enumerate(self.of_ranks):
             if number != self._ranks.index:
@@ -54,10 +56,10 @@ class SharedTensors:
 
 
 def open_shared_tensors(size: int, dtype: torch.dtype, ranks: Ranks) -> SharedTensors | None:
-    """Creates a shared tensor of zeros, [size], for each rank. All ranks call it.
+    """Creates a tensor of zeros, [size], for each rank, in memory that all ranks share. All ranks call it.
 
-    Returns None on all ranks if there is one rank or several nodes, or if a process cannot map the memory of
-    another process (not Linux, or separate containers).
+    Returns None on all ranks if sharing is not possible. Examples: there is only one rank, there are several
+    nodes, the system is not Linux, or the processes run in separate containers.
     """
     if ranks.size == 1 or num_nodes() > 1:
         return None
@@ -73,9 +75,9 @@ def open_shared_tensors(size: int, dtype: torch.dtype, ranks: Ranks) -> SharedTe
 
 
 def _create(name: str, num_bytes: int) -> int | None:
-    """Creates anonymous memory of `num_bytes`, and returns its file descriptor.
+    """Creates anonymous shared memory of `num_bytes`, and returns its file descriptor.
 
-    Returns None if the system cannot create it.
+    Returns None if the system cannot create it. name: Label that appears in /proc.
     """
     try:
         file = os.memfd_create(name)
@@ -90,7 +92,11 @@ def _create(name: str, num_bytes: int) -> int | None:
 
 
 def _map(process: int, file: int | None, name: str, *, size: int, dtype: torch.dtype) -> Tensor | None:
-    """Maps the memory that `process` created as `file` (a descriptor) and `name`. None if this fails."""
+    """Returns shared memory that another process has created, as a tensor [size]. Returns None if this fails.
+
+    process: Number (PID) of the other process. file: File descriptor in that process. None if it could not
+    create the memory. name: Label of the memory, to check that it is the expected one.
+    """
     path = f"/proc/{process}/fd/{file}"
     try:
         # The random name detects a process with the same number in another container.

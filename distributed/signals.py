@@ -35,13 +35,16 @@ _TICK_SECONDS = 0.5
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Returns the signals that request a stop: `SIGNALS`, without SIGHUP if it is ignored (nohup)."""
+    """Returns the signals that stop a run: Ctrl-C (SIGINT), SIGTERM, SIGHUP and SIGUSR1.
+
+    If the process ignores SIGHUP (started with nohup), SIGHUP is left out.
+    """
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in SIGNALS if not (is_ignored and number == signal.SIGHUP)]
 
 
 def end_torchrun() -> int:
-    """Ends torchrun on every node after a signal stopped all ranks. Returns the exit status to use.
+    """Ends torchrun after a signal has stopped all ranks. Returns the exit status that this process must use.
 
     All ranks call it. A torchrun that did not receive the signal sees its workers succeed and waits five
     minutes for the other nodes, so it is sent SIGTERM. An elastic torchrun keeps running: exit status
@@ -60,10 +63,12 @@ def end_torchrun() -> int:
 
 
 class Interruption:
-    """A context in which signals ask the ranks to stop after a step, instead of ending the process.
+    """Context manager for a training. A signal such as Ctrl-C then stops all ranks after the same step.
+
+    Without it, the signal would end one process.
 
     is_paused: Function that returns whether this rank does something other than a training step, such as
-    saving. It may take longer than a step, so there is no time limit.
+    saving. Such work may take longer than a step, so a stop waits for it without a time limit.
     """
 
     def __init__(self, is_paused: Callable[[], bool] = lambda: False) -> None:
@@ -73,22 +78,24 @@ class Interruption:
         self._last_requests: tuple[Tensor, torch.cuda.Event] | None = None
 
     def is_requested(self) -> bool:
-        """Returns whether a signal asked this rank to stop."""
+        """Returns whether this rank has received a signal to stop. Other ranks may not know it yet."""
         return self._is_requested
 
     def is_agreed(self) -> bool:
-        """Returns whether all ranks know that one was asked to stop. Does not communicate.
+        """Returns whether all ranks know that one of them received a signal, so that they can stop together.
 
-        The result is equal on all ranks.
+        The result is equal on all ranks. It does not communicate.
         """
         return self._all_stop.is_set()
 
     def record_requests(self, requests: Tensor | None) -> None:
-        """Records the stop requests that were exchanged in a step. All ranks call it.
+        """Takes the number of ranks that received a signal, as summed over ranks in a step.
 
-        requests: Number of requests, a scalar on the device, equal on all ranks. If None, nothing was
-        exchanged in this step. On CUDA, this reads the number of the previous exchange instead, so that the
-        host does not wait.
+        All ranks call it. If the number is not 0, `is_agreed` returns True from then on. On CUDA, it reads
+        the number of the call before this one, so that the host does not wait for the GPU.
+
+        requests: The number, a scalar on the device, equal on all ranks. None if ranks summed nothing in this
+        step.
         """
         self._asked_at = time.monotonic()
         if requests is None:
@@ -105,7 +112,10 @@ class Interruption:
             self._all_stop.set()
 
     def all_reduce_request(self) -> bool:
-        """Returns whether any rank was asked to stop. All ranks call it while no steps run (evaluation)."""
+        """Returns on all ranks whether any rank received a signal to stop. All ranks call it.
+
+        For work between steps, such as an evaluation, in which no step sums the requests.
+        """
         self._asked_at = time.monotonic()
         if all_ranks().all_reduce_sum_(torch.tensor(int(self._is_requested))):
             self._all_stop.set()

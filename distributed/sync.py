@@ -33,9 +33,13 @@ _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 
 
 class GradientSync:
-    """Base class of the methods to sum `flat.gradients` and `flat.scalars` over ranks.
+    """Base class for the methods of summing gradients over ranks.
 
-    model: Module to call in the forward pass. name: Name of the method, for logs and records.
+    They also sum `flat.scalars`, such as the loss. The docstring of this module shows how a training step
+    uses it.
+
+    model: Module to call in the forward pass. flat: Flat buffers of weights and gradients. name: Name of the
+    method, for logs and records.
     """
 
     name: ClassVar[str]
@@ -45,40 +49,58 @@ class GradientSync:
         self.model, self.flat = model, flat
 
     def zero(self) -> None:
-        """Zeroes the gradients before the first backward pass of a step. Scalars may be added after it."""
+        """Zeroes the gradients. Call it before the first backward pass of a step.
+
+        After this call, the step may add scalars (`flat.scalars.add`).
+        """
         self.flat.gradients.zero_()
         self.flat.scalars.is_closed = False
 
     @contextlib.contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
-        """Surrounds forward and backward pass of a micro-batch. After the last, no scalars may be added."""
+        """Context manager for the forward and backward pass of one micro-batch (a part of the batch).
+
+        is_last: Whether it is the last micro-batch of the step. Only the last one may send messages. After
+        it, no scalars may be added.
+        """
         with contextlib.nullcontext() if is_last else self._no_sync():
             yield
         if is_last:
             self.flat.scalars.is_closed = True
 
     def attached(self) -> contextlib.AbstractContextManager[None]:
-        """Surrounds a backward pass, and makes it add to `flat.gradients`."""
+        """Context manager for a backward pass.
+
+        Makes it add the gradients to the flat tensor `flat.gradients`.
+        """
         return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:
-        """Completes the sum of gradients over ranks. Returns {name: scalars of all ranks, [ranks]}.
+        """Completes the sum of gradients over ranks.
 
-        All ranks call it, after the last backward pass.
+        Returns {name of a scalar: its value on each rank, [ranks]}. All ranks call it, after the last
+        backward pass.
         """
         raise NotImplementedError
 
     def _no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Prevents messages in the forward and backward passes before the last micro-batch."""
+        """Context manager for a micro-batch that is not the last one.
+
+        Prevents messages during its backward pass.
+        """
         return contextlib.nullcontext()
 
 
 @dataclasses.dataclass
 class _Bucket:
-    """A range of the gradients that one message sums over ranks.
+    """A part of the gradients that one message sums over ranks.
 
-    send_buffer: Memory that is sent: `gradients`, or a copy in another dtype. missing: Number of parameters
-    whose gradient this backward pass has not completed yet.
+    Attributes:
+        gradients: Range of the flat tensor of all gradients.
+        send_buffer: Memory that is sent: `gradients`, or a copy in another dtype.
+        num_parameters: Number of parameters with gradients in this range.
+        missing: Number of them whose gradient this backward pass has not completed yet.
+        work: The running message, or None.
     """
 
     gradients: Tensor
@@ -89,11 +111,12 @@ class _Bucket:
 
 
 class FlatSync(GradientSync):
-    """All-reduces buckets of gradients while the backward pass is still running.
+    """Sums gradients by messages (all-reduce) of one bucket each, while the backward pass is still running.
 
-    Every `p.grad` is a view of `flat.gradients`, so that nothing is copied. The message of bucket k starts
-    when its gradients are complete and buckets 0 to k - 1 have started. All ranks therefore issue the same
-    collectives in the same order. If a rank does not use a parameter, its gradient there is zero.
+    Every `p.grad` is a view of `flat.gradients`, so nothing is copied. The message of bucket k starts when
+    its gradients are complete and buckets 0 to k - 1 have started. All ranks therefore issue the same
+    collectives in the same order. If a rank does not use a parameter, the parameter's gradient on that rank
+    is zero.
     """
 
     name = "flat"
@@ -162,7 +185,7 @@ class FlatSync(GradientSync):
 
 
 class SharedMemorySync(GradientSync):
-    """Sums gradients in shared memory, for the CPUs of one machine.
+    """Sums gradients in memory that all processes of one machine share. For CPUs.
 
     The sum starts after the backward pass, when the CPUs are free.
     """
@@ -180,7 +203,7 @@ class SharedMemorySync(GradientSync):
 
 
 class DDPSync(GradientSync):
-    """Sums gradients by torch's DistributedDataParallel (DDP). `finish` copies them to `flat.gradients`.
+    """Sums gradients by torch's DistributedDataParallel (DDP). `finish` copies the sums to `flat.gradients`.
 
     Every rank must use every parameter. Needs a process group.
     """
@@ -222,7 +245,7 @@ class DDPSync(GradientSync):
 
 
 def _sum_bucket(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Sums a bucket over ranks. DDP's default is the mean."""
+    """Communication hook of DDP: sums a bucket over ranks. Without a hook, DDP computes the mean."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -235,10 +258,12 @@ def build_gradient_sync(
     bucket_size_mb: float | str = "auto",
     sync_dtype: str = "float32",
 ) -> GradientSync:
-    """Builds the sync for the config keys `sync`, `bucket_size_mb` and `sync_dtype`. All ranks call it.
+    """Returns the method of summing gradients that the config selects. All ranks call it.
 
-    If `flat` is in shared memory, builds `SharedMemorySync`. Otherwise "ddp" builds `DDPSync` if there is a
-    process group, and all other values build `FlatSync`.
+    If `flat` is in shared memory, it is `SharedMemorySync`. Otherwise "ddp" gives `DDPSync` if there is a
+    process group, and all other values give `FlatSync`.
+
+    sync, bucket_size_mb, sync_dtype: Values of the config keys of the same names.
     """
     if flat.messages_of_ranks is not None:
         assert (sync, sync_dtype) == ("auto", "float32")

@@ -42,7 +42,9 @@ class _Sum(torch.autograd.Function):
 
 
 class Cut(NamedTuple):
-    """A rank's part of a weight: [:, begin:end] of the full weight, viewed as [outer, middle, rest].
+    """The part of a weight that one rank holds, if ranks divide the weight (tensor parallelism).
+
+    The full weight is viewed as [outer, middle, rest]. The part is [:, begin:end] of this view.
 
     shape: Shape of the full weight in the model.
     """
@@ -54,22 +56,28 @@ class Cut(NamedTuple):
     shape: tuple[int, ...]
 
     def take(self, whole: Tensor) -> Tensor:
-        """Returns a copy of this part of the full weight, with as many axes as the weight."""
+        """Returns a copy of this rank's part of the full weight `whole`, with as many axes as the weight."""
         shape, axis = list(self.shape), int(self.outer == self.shape[0])
         shape[axis] = shape[axis] * (self.end - self.begin) // self.middle
         return whole.reshape(self.outer, self.middle, -1)[:, self.begin : self.end].reshape(shape).clone()
 
     def of(self, index: int, size: int) -> "Cut":
-        """Returns the part of the same weight that rank `index` of `size` ranks holds."""
+        """Returns the `Cut` of the same weight for rank `index` of `size` ranks."""
         begin, end = (number * self.middle // size for number in (index, index + 1))
         return self._replace(begin=begin, end=end)
 
     def join(self, parts: list[Tensor]) -> Tensor:
-        """Returns the full weight. parts: Parts of all ranks, in order."""
+        """Concatenates the parts of all ranks, and returns the full weight.
+
+        parts: One part for each rank, in order of ranks.
+        """
         return torch.cat([each.reshape(self.outer, -1) for each in parts], dim=1).view(self.shape)
 
     def spans(self, part: slice) -> Spans:
-        """Returns the positions in the flattened full weight of a range of the flattened part."""
+        """Finds where elements of this rank's part lie in the full weight. Returns their positions as spans.
+
+        Both the part and the full weight are flattened. part: Range of elements of the part.
+        """
         rest = math.prod(self.shape) // (self.outer * self.middle)
         length, stride, start = (self.end - self.begin) * rest, self.middle * rest, self.begin * rest
         spans, first = [], part.start
@@ -83,10 +91,10 @@ class Cut(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How ranks divide a layer's weights, so that its output is the sum over ranks.
+    """Describes how tensor parallelism divides a layer, so that the layer's output is the sum over ranks.
 
-    weights: {name: (outer, middle)}. Ranks divide the middle axis of the weight, viewed as [outer, middle,
-    rest]. reads_share: Whether each rank reads only a part of the input features.
+    weights: {name: (outer, middle)}. The weight is viewed as [outer, middle, rest], and ranks divide the
+    middle axis. reads_share: Whether each rank reads only its part of the input features.
     """
 
     weights: dict[str, tuple[int, int]]
@@ -96,9 +104,12 @@ class Plan(NamedTuple):
 def cut_tensors(
     network: nn.Module, ranks: Ranks, plan_of: Callable[[nn.Module], Plan | None]
 ) -> dict[str, Cut]:
-    """Replaces the weights of every layer that has a plan by this rank's parts.
+    """Applies tensor parallelism to a network: replaces weights by the parts that this rank holds.
 
-    Returns {name of weight: cut}. The number of ranks must divide the heads and the inner features.
+    Also adds hooks that sum over ranks. Returns {name of a replaced weight: its `Cut`}. The number of ranks
+    must divide the heads and the inner features.
+
+    plan_of: Function that returns how ranks divide a layer, or None if every rank keeps the full layer.
     """
     cuts: dict[str, Cut] = {}
     for name, module in network.named_modules():

@@ -54,12 +54,15 @@ _MAX_GROUPS = 8  # groups of ranks in one line
 
 @dataclasses.dataclass(frozen=True)
 class _Heartbeat:
-    """The heartbeat of a rank.
+    """What one rank reports about itself twice a second.
 
-    time: Wall-clock time in seconds. step: Number of steps done. None before the first step is done. state:
-    Step and line of code, as text. is_paused: Whether this rank is paused. On rank 0, whether any rank is
-    paused. has_left: Whether the rank has left the watchdog's block. Missing heartbeats are then not a
-    failure.
+    Attributes:
+        time: Wall-clock time in seconds.
+        step: Number of steps done. None before the first step is done.
+        state: What the rank does, with the line of code, as text.
+        is_paused: Whether this rank need not make progress now, because it evaluates or saves. On rank 0,
+            whether this holds for any rank.
+        has_left: Whether the rank has left the watchdog's block. Missing heartbeats are then not a failure.
     """
 
     time: float
@@ -70,16 +73,17 @@ class _Heartbeat:
 
 
 class Watchdog:
-    """A watchdog for a block in which ranks wait for each other. With one rank it does nothing.
+    """Ends all ranks if one of them hangs or is lost. With one rank it does nothing.
 
-    A rank may be without a heartbeat or without progress for init_timeout_seconds until its first step is
-    done, and for step_timeout_seconds after that. While any rank is `paused`, no rank needs to make progress,
-    but heartbeats must continue. If a limit is exceeded, every rank that still runs writes one line and the
-    stacks of all threads to stderr and to the log file, and exits with status EXIT_HANG.
+    It is a context manager around the work of a program. A rank may be without a heartbeat or without
+    progress for init_timeout_seconds until its first step is done, and for step_timeout_seconds after that.
+    While any rank is inside a `paused` block, no rank needs to make progress, but heartbeats must continue.
+    If a limit is exceeded, every rank that still runs writes one line and the stacks of all threads to stderr
+    and to the log file, and exits with status EXIT_HANG.
 
-    Time in which this process was stopped (SIGSTOP) does not count. If torchrun serves the store and only
-    torchrun is stopped, the ranks of its node continue. A process in which no Python thread can run for
-    longer than the limit is killed (`distributed.backstop`).
+    Time in which this process was stopped (SIGSTOP) does not count. If torchrun serves the key-value store
+    and only torchrun is stopped, the ranks of its node continue. If no Python thread of a process can run for
+    longer than the limit, the process is killed (`distributed.backstop`).
     """
 
     def __init__(self, *, init_timeout_seconds: float, step_timeout_seconds: float):
@@ -102,11 +106,17 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def keep_record(self, path: Path) -> None:
-        """Starts a `FailureRecord` in the file `path`. Rank 0 calls it before the first step."""
+        """Keeps a file on disk that lets the next launch measure the time since a failure (`FailureRecord`).
+
+        Rank 0 calls it before the first step.
+        """
         self._record = FailureRecord(path)
 
     def step_done(self, step: int) -> None:
-        """Records progress. Call it after every training step. step: Number of steps done."""
+        """Records that this rank makes progress. Call it after every training step.
+
+        step: Number of training steps done.
+        """
         if self._record:
             self._record.record_recovery(step)
             if self._threads and self._step is None:  # write now: the process may fail before the next tick
@@ -115,13 +125,16 @@ class Watchdog:
         self._progress += 1
 
     def is_alarmed(self) -> bool:
-        """Returns whether the alarm is set, so that this rank is about to report and end."""
+        """Returns whether a hang or a lost rank was found.
+
+        This rank is then about to print a report and end.
+        """
         return bool(self._alarm or self._found)
 
     def pop_recovery(self) -> dict[str, float]:
-        """Returns {"recovery_seconds": time since the failure} once, on rank 0 after a recovery.
+        """After a recovery, returns {"recovery_seconds": time} once, on rank 0. Otherwise returns {}.
 
-        Otherwise returns {}.
+        The time is from the failure to the end of the first step after the restart.
         """
         return self._record.pop_recovery() if self._record else {}
 
@@ -131,7 +144,10 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Allows all ranks to make no progress during the block. Use it for an evaluation or a save."""
+        """Context manager for work between training steps, such as an evaluation or a save.
+
+        During the block, no rank needs to make progress.
+        """
         self._pauses += 1
         try:
             yield
@@ -208,7 +224,7 @@ class Watchdog:
             self._record.write(self._step, silent_seconds=silence)
 
     def _read_heartbeats(self, store: Store, ranks: list[int]) -> dict[int, _Heartbeat]:
-        """Returns {rank: newest heartbeat} for each of `ranks` that has written one."""
+        """Returns {rank: its newest heartbeat} for all of `ranks` that have written a heartbeat."""
         if not self._ask(store.check, [_key(number) for number in ranks]):
             ranks = [number for number in ranks if self._ask(store.check, [_key(number)])]
         texts = self._ask(store.multi_get, [_key(number) for number in ranks]) if ranks else []
@@ -244,7 +260,13 @@ class Watchdog:
             self._backstop.close()
 
     def _limit(self, step: int | None, is_paused: bool) -> tuple[float, str]:
-        """Returns the limit for a rank without heartbeat or progress, in seconds and as text."""
+        """Returns how long a rank may be without heartbeat or progress: (seconds, text for a message).
+
+        Example: (600.0, "600 s (init_timeout_seconds)").
+
+        step: Last step that the rank has done. None before its first step is done. is_paused: Whether the
+        rank evaluates or saves.
+        """
         is_starting = step is None and not is_paused
         name = "init_timeout_seconds" if is_starting else "step_timeout_seconds"
         limit = self._init_timeout if is_starting else self._step_timeout
@@ -254,7 +276,10 @@ class Watchdog:
         return any(heard.is_paused for number, (heard, _) in self._heard.copy().items() if number != rank())
 
     def _find_reason_to_end(self) -> str:
-        """Returns why all ranks must end, without the final full stop. Returns "" if all is well."""
+        """If a rank hangs or is lost, returns the reason as a text, without the final full stop.
+
+        Otherwise returns "".
+        """
         limit, limit_text = self._limit(self._step, self._pauses > 0)
         waited = 0.0 if self._waiting_since is None else self._now - self._waiting_since
         if waited > _SILENCE_TICKS * _TICK_SECONDS and agent_serves_store() and is_stopped(os.getppid()):
@@ -274,7 +299,7 @@ class Watchdog:
         return ""
 
     def _tell_of_stopped_agent(self) -> None:
-        """Warns once for each stop of torchrun, and does not count the time of the stop."""
+        """Handles a stopped torchrun (SIGSTOP). Warns once, and does not count the time of the stop."""
         if not self._agent_is_stopped and local_rank() == 0:
             log.warning(
                 f"torchrun (process {os.getppid()}) is stopped, and cannot restart this run. Training "
@@ -300,7 +325,10 @@ class Watchdog:
         end.join()
 
     def _describe_ranks(self) -> str:
-        """Returns where in the code each rank is. Silent ranks come first, then the smallest groups."""
+        """Returns a text that says where in the code every rank is.
+
+        Ranks that do not respond come first. Of the others, the smallest groups with equal text come first.
+        """
         if self._now - self._answered_at >= _SILENCE_TICKS * _TICK_SECONDS:  # no recent heartbeats
             return f"{log.name_ranks([rank()])}: {self._state()}"
         groups: dict[tuple[bool, str], list[int]] = {}
@@ -319,7 +347,10 @@ class Watchdog:
 
 
 def _write_flight_record() -> None:
-    """Writes torch's record of the last collectives, for `torchfrtrace`, into the folder of the log file."""
+    """Writes torch's record of the last collectives into the folder of the log file.
+
+    `torchfrtrace` reads it.
+    """
     folder = log.rank_folder()
     with contextlib.suppress(Exception):  # older versions of torch lack the function; the disk may be full
         if folder is not None:
@@ -331,7 +362,11 @@ def _key(number: int) -> str:
 
 
 def _location(thread: int) -> str:
-    """Returns the line of our code that a thread executes. In `distributed`, also the line that calls it."""
+    """Returns the line of our code that a thread executes, such as "training/step.py:80 (train_step)".
+
+    If the line is in `distributed`, the text also has the line that called it. thread: Identifier of the
+    thread.
+    """
     frame = sys._current_frames().get(thread)
     lines: list[str] = []
     while frame is not None:

@@ -36,13 +36,13 @@ def adam_atan2_(
     beta2: float,
     atan2_sqrt: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Updates parameter p and moments m, v in place. All are float32 tensors of one shape.
+    """Applies one AdamATan2 update to parameter p and moments m, v in place. All are float32, of one shape.
 
         p *= 1 - lr wd;  m = lerp(m, g, 1 - b1);  v = lerp(v, g^2, 1 - b2)
         p -= lr / (1 - b1^t) * atan2(m, sqrt(v / (1 - b2^t)))
 
     shrink, rate, correction: 1 - lr wd, lr / (1 - b1^t) and 1 / (1 - b2^t) for update t = 1, 2, ...
-    atan2_sqrt: One of the two functions below.
+    atan2_sqrt: Function (y, x) -> atan2(y, sqrt(x)). `short_atan2_sqrt` is for compiled code.
     """
     parameter.mul_(shrink)
     first_moment.lerp_(gradient, 1 - beta1)
@@ -51,16 +51,16 @@ def adam_atan2_(
 
 
 def atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
-    """Returns atan2(y, sqrt(x)), float32, for x >= 0."""
+    """Returns atan2(y, sqrt(x)), float32, elementwise, for x >= 0."""
     return torch.atan2(y, x.sqrt())
 
 
 def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
-    """Returns atan2(y, sqrt(x)) for x >= 0, within 2 units in the last place unless y^2 underflows.
+    """Returns atan2(y, sqrt(x)) for x >= 0, computed with a polynomial. For compiled kernels.
 
-    For compiled kernels, without a branch. On a CPU, torch.atan2 takes twice as long as all memory access of
-    an update. A short polynomial approximates the result from the tangent of half the angle, y / (sqrt(x) +
-    sqrt(x + y^2)).
+    The error is at most 2 units in the last place, unless y^2 underflows. On a CPU, torch.atan2 takes twice
+    as long as all memory access of an update, and this function has no branches. It computes the tangent of
+    half the angle, y / (sqrt(x) + sqrt(x + y^2)), then the polynomial gives the angle.
     """
     tangent = y / (x.sqrt() + (x + y * y).sqrt() + _TINY)  # 0 / 0 is 0
     tangent = tangent.clamp(-1, 1)  # it is larger if y^2 underflows
@@ -72,12 +72,14 @@ def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
 
 
 class AdamATan2(torch.optim.Optimizer):
-    """AdamATan2 with decoupled weight decay, for the part of `flat` that this rank updates.
+    """The AdamATan2 optimizer with decoupled weight decay.
 
-    Parameters that need no gradient do not change. The parameter group's `step` counts the updates.
+    Updates the part of `flat` that belongs to this rank. Parameters that need no gradient do not change. The
+    parameter group's `step` counts the updates.
 
-    names: Names of the parameters. If None, all. compiler_options: Options of torch.compile for a compiled
-    kernel. The first step then takes seconds longer. If None, the update runs op by op.
+    flat: Flat buffers of weights and gradients. names: Names of the parameters to update. If None, all.
+    compiler_options: Options of torch.compile for a compiled kernel. The first step then takes seconds
+    longer. If None, the update runs op by op.
     """
 
     def __init__(
@@ -130,7 +132,11 @@ class AdamATan2(torch.optim.Optimizer):
 
 
 def _adam_atan2_in_chunks_(*tensors: Tensor, **factors: float) -> None:
-    """Updates op by op. On a CPU it updates chunk by chunk, so that only the first op reads from memory."""
+    """Calls `adam_atan2_` without a compiled kernel.
+
+    On a CPU it calls it for one chunk after the other. A chunk fits into the cache, so only the first
+    operation on a chunk reads from memory.
+    """
     (length,) = tensors[0].shape
     size = _CHUNK if tensors[0].device.type == "cpu" else length
     for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
@@ -138,6 +144,9 @@ def _adam_atan2_in_chunks_(*tensors: Tensor, **factors: float) -> None:
 
 
 def _as_tensors(factors: dict[str, float], device: torch.device) -> dict[str, Tensor]:
-    """Returns the factors as float32 scalars on the device. With floats, a kernel would be compiled again."""
+    """Converts the factors of an update to float32 scalars on the device.
+
+    If they were Python floats, torch.compile would compile the kernel again for every new value.
+    """
     values = torch.tensor(list(factors.values()), pin_memory=device.type == "cuda")
     return dict(zip(factors, values.to(device, non_blocking=True), strict=True))

@@ -24,38 +24,57 @@ _FEW = 5  # after 5 / (1 - rate) steps, less than 0.01 of the average are the in
 
 
 class Average:
-    """An average of weights. The methods of this base class do nothing: it is for a run without EMA."""
+    """A moving average (EMA) of weights. This base class is for a run without EMA: its methods do nothing."""
 
     def reset_to_weights(self) -> None:
-        """Resets the averages to the current weights, as at step 0."""
+        """Sets the averages to the current weights, as at the start of a run."""
 
     def update(self, steps: range) -> None:
-        """Adds the current weights to the averages, once for each of `steps` (numbered from 1)."""
+        """Adds the current weights to the averages, once for each step in `steps`.
+
+        steps: Numbers of training steps, from 1. Usually only one. With local_steps > 1, the weights are
+        known only every few steps, and are then added several times.
+        """
 
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Adds the current values of these rows, int64 [n], to their averages.
+        """Adds the current values of some rows of the puzzle table to their averages.
 
-        Call it before step `step` (from 1) changes the rows.
+        Call it before training step `step` (from 1) changes the rows.
+
+        identifiers: int64 [n], the row numbers in the full table.
         """
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
-        """Replaces the weights by the averages after `step` during the block. All ranks enter it together."""
+        """Context manager for an evaluation.
+
+        Replaces the model's weights by their averages after step `step`. After the block, the model has its
+        own weights again. All ranks enter it together.
+        """
         yield
 
     def values(self, *, step: int) -> Tensors:
-        """Returns this rank's part of the averages after `step`, by the names of the weights."""
+        """Returns the part of the averages that this rank holds, as {name of the weight: tensor or shard}.
+
+        step: Number of training steps done.
+        """
         return {}
 
     def tensors(self) -> Tensors:
-        """Returns the tensors to save in a checkpoint. Loading a checkpoint overwrites them."""
+        """Returns the tensors that a checkpoint must contain, by name.
+
+        Loading a checkpoint overwrites them in place.
+        """
         return {}
 
 
 class DenseAverage(Average):
-    """Averages of flat parameters, in float32 on the device of the parameters.
+    """Moving average (EMA) of the dense weights (all weights except puzzle embeddings), in float32.
 
-    rate: EMA rate, close to 1. corrects_bias: If True, the initial weights have coefficient 0 in the average.
+    The averages are on the device of the weights. Each rank holds the averages of some of the weights.
+
+    flats: Flat buffers that contain the weights. rate: EMA rate, close to 1. corrects_bias: If True, the
+    initial weights have coefficient 0 in the average.
     """
 
     def __init__(self, *flats: FlatParameters, rate: float, corrects_bias: bool = False):
@@ -80,7 +99,7 @@ class DenseAverage(Average):
             averages.lerp_(weights, share)  # in one pass over memory
 
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields (averages, weights) of each range that this rank keeps."""
+        """Yields (averages, weights) for each range of the weights that this rank averages."""
         for flat, shard_buffers in zip(self._flats, self._averages, strict=True):
             for each, averages in zip(shard_buffers.ranges, shard_buffers.buffers, strict=True):
                 yield averages, flat.master_weights.at(each)
@@ -113,7 +132,10 @@ class DenseAverage(Average):
 def build_average(
     config: PretrainConfig, flats: Sequence[FlatParameters], *, total_steps: int | None
 ) -> Average:
-    """Builds the average for the config key `ema`. total_steps: Steps of the run, None if unknown."""
+    """Returns the moving average of the dense weights that the config key `ema` selects.
+
+    If `ema` is null, the result does nothing. total_steps: Steps of the run. None if unknown.
+    """
     if config.ema is None:
         return Average()
     if total_steps is not None:
@@ -123,7 +145,10 @@ def build_average(
 
 
 def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:
-    """Warns on rank 0 if an average over 1 / (1 - rate) steps is too long for a run of `num_steps`."""
+    """Warns if the EMA rate is so close to 1 that a run of `num_steps` is too short for the average.
+
+    Example: rate 0.999 averages over 1000 steps. Only rank 0 warns.
+    """
     if num_steps * (1 - rate) >= _FEW or not is_main():
         return
     share = f"The initial weights still make up {rate**num_steps:.0%} of the average. "

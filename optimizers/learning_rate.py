@@ -6,9 +6,10 @@ from config.schema import PretrainConfig
 
 
 def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int, min_ratio: float) -> float:
-    """Returns the learning rate of step `step` = 1, 2, ..., total_steps, for the peak `base`.
+    """Returns the learning rate of training step `step`, from 1 to `total_steps`.
 
-    The rate of the last step is base * min_ratio, unless the warm-up takes all steps of the run.
+    The rate rises linearly to `base` at step `warmup_steps`, then falls to base * min_ratio at the last step
+    (cosine).
     """
     if step < warmup_steps:
         return base * step / warmup_steps
@@ -17,7 +18,7 @@ def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int,
 
 
 def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> dict[str, float]:
-    """Returns the learning rates of step `step`, as {"lr": ..., "puzzle_emb_lr": ...}."""
+    """Returns the learning rates of training step `step` (from 1), as {"lr": ..., "puzzle_emb_lr": ...}."""
     shape = {
         "warmup_steps": config.lr_warmup_steps,
         "total_steps": total_steps,
@@ -29,9 +30,10 @@ def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> di
 
 
 def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
-    """Returns {key: peak of the learning rate}, scaled to the global batch size according to `lr_scaling`.
+    """Returns the highest value of each learning rate, as {"lr": ..., "puzzle_emb_lr": ...}.
 
-    linear: arXiv 1706.02677. sqrt: the rule for Adam-like optimizers, arXiv 2205.10287.
+    The config key `lr_scaling` scales them to the global batch size. linear: arXiv 1706.02677. sqrt: the rule
+    for Adam-like optimizers, arXiv 2205.10287.
     """
     ratio = config.global_batch_size / config.lr_reference_batch_size
     factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[config.lr_scaling]

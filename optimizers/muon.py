@@ -22,9 +22,9 @@ _EPS = 1e-7
 
 
 def orthogonalize(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
-    """Moves all singular values of a matrix to about 1, by five Newton-Schulz iterations.
+    """Returns a matrix with the same singular vectors, and all singular values moved to about 1.
 
-    Returns a new tensor [m, n] in `dtype`.
+    Runs five Newton-Schulz iterations. The result is a new tensor [m, n] in `dtype`.
 
     matrix: float32 [m, n]. dtype: Dtype of the computation and of the result.
     """
@@ -40,12 +40,14 @@ def orthogonalize(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(lr: float, matrix: Tensor) -> float:
-    """Returns the factor that gives an orthogonalized update of `matrix` the size of Adam's."""
+    """Returns the learning rate for a matrix, so that Muon's update is about as large as Adam's."""
     return lr * (0.2 * math.sqrt(max(matrix.shape)))
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for full matrices. Creates the momentum in `state` at the start, for checkpoints.
+    """The Muon optimizer for matrices that this rank holds completely.
+
+    Creates all of `state` in the constructor, because a checkpoint is loaded into these tensors.
 
     matrices: Parameters, float32 [m, n]. dtype: Dtype of the orthogonalization.
     """
@@ -58,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates all matrices that have a gradient."""
+        """Updates every matrix that has a gradient."""
         (group,) = self.param_groups
         for matrix in group["params"]:
             if matrix.grad is not None:
@@ -69,18 +71,18 @@ class Muon(torch.optim.Optimizer):
 
 
 def _accelerated(gradient: Tensor, momentum: Tensor) -> Tensor:
-    """Adds a gradient to the momentum, and returns the update direction of Nesterov's method."""
+    """Adds a gradient to the momentum in place. Returns the update direction of Nesterov's method."""
     return gradient.lerp(momentum.lerp_(gradient, 1 - _MOMENTUM), _MOMENTUM)
 
 
 class CutMuon(torch.optim.Optimizer):
-    """Muon for matrices that tensor-parallel ranks divide.
+    """The Muon optimizer for matrices that ranks divide (tensor parallelism).
 
     For each matrix, one rank gathers the parts, orthogonalizes the full matrix, and sends the parts back. The
-    ranks take turns. The momentum is elementwise, and each rank keeps it for its parts.
+    ranks take turns. Every rank keeps the momentum of its own parts.
 
-    matrices: This rank's parts by name, perhaps empty. cuts: {name: part of the matrix}. ranks: Group that
-    divides the matrices. All its ranks call `step`. dtype: Dtype of the orthogonalization.
+    matrices: {name: part that this rank holds}. May be empty. cuts: {name: which part of the matrix it is}.
+    ranks: Group that divides the matrices. All its ranks call `step`. dtype: Dtype of the orthogonalization.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class CutMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Updates all parts that have a gradient. All ranks call it."""
+        """Updates this rank's part of every matrix that has a gradient. All ranks call it."""
         (group,) = self.param_groups
         moving = [
             (name, each) for name, each in self._matrices.items() if len(each) and each.grad is not None
@@ -111,7 +113,12 @@ class CutMuon(torch.optim.Optimizer):
             matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
     def _change(self, update: Tensor, cut: Cut, *, lr: float, owner: int) -> Tensor:
-        """Returns this rank's part of the change of a matrix, computed by rank `owner` from all parts."""
+        """Computes the change of a matrix, and returns the part for this rank. All ranks call it.
+
+        Rank `owner` gathers the parts, computes, and sends the results to the other ranks.
+
+        update: This rank's part of the momentum. cut: Which part of the matrix it is. lr: Learning rate.
+        """
         parts = self._ranks.gather(update, goal=owner)
         if parts is None:
             return self._ranks.scatter(None, like=update, source=owner)

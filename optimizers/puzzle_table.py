@@ -26,21 +26,22 @@ _PIECE = 2**16  # rows in one message, at most
 
 
 def sign_sgd_rows_(table: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, weight_decay: float) -> None:
-    """Updates rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
+    """Applies sign-SGD to some rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
 
     rows: Row numbers, [n]. gradients: [n, ndim]. On CUDA, a row number may repeat. Each repeat must have the
-    same gradient, the sum for its identifier. Then the order of the writes does not matter.
+    same gradient (the sum for its row), so that the order of the writes does not matter.
     """
     moved = table[rows].mul_(1 - lr * weight_decay)
     table[rows] = moved.sub_(gradients.sign().to(table.dtype), alpha=lr)
 
 
 def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the distinct identifiers [m], rising, and the sum of gradients for each, [m, ndim].
+    """Sums the gradients of each puzzle embedding. Returns (identifiers [m], sums [m, ndim]).
 
-    Sums are float64 (float32 on mps), so that the sign of a sum does not depend on the order.
+    The returned identifiers are distinct and rising. Sums are float64 (float32 on mps), so that the sign of a
+    sum does not depend on the order.
 
-    identifiers: [n], with repeats. gradients: [n, ndim].
+    identifiers: [n], the embedding that each gradient belongs to, with repeats. gradients: [n, ndim].
     """
     wide = torch.float32 if gradients.device.type == "mps" else torch.float64
     distinct, index = torch.unique(identifiers, return_inverse=True)
@@ -49,9 +50,11 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
 
 
 def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sorted identifiers [n], with repeats, and the sum of gradients for each, [n, ndim].
+    """Sums the gradients of each puzzle embedding, but keeps repeats.
 
-    Sums are float64. No shape depends on the values, so that the host does not wait for a GPU.
+    Returns (identifiers [n], sums [n, ndim]). The returned identifiers are sorted. If one occurs twice, both
+    rows have the same sum. No shape depends on the values, so the host does not wait for a GPU. Sums are
+    float64.
     """
     rising, order = identifiers.sort(stable=True)
     index = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # index among the distinct identifiers
@@ -64,65 +67,85 @@ def _sum_rows(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_of_rank(num_rows: int, index: int, size: int) -> range:
-    """Returns the identifiers that rank `index` of `size` ranks owns: index, index + size, ...
+    """Returns the row numbers of the table that rank `index` of `size` ranks owns: index, index + size, ...
 
-    On the owner, identifier i has row number i // size.
+    The owner stores row i of the table as its row i // size.
     """
     return range(index, num_rows, size)
 
 
 class PuzzleTable:
-    """Puzzle embeddings of a run. This base class, for models without them, does nothing.
+    """The puzzle embeddings of a run and their optimizer. One embedding is one row of a table.
 
-    average: EMA of the rows.
+    This base class is for models without puzzle embeddings: its methods do nothing.
+
+    average: Moving average (EMA) of the rows.
     """
 
     average = Average()
 
     def prepare(self, identifiers: Tensor) -> None:
-        """Prepares a step that reads the rows of `identifiers`, int [n], with repeats. All ranks call it."""
+        """Makes the rows `identifiers` available on this rank for a training step.
+
+        All ranks call it before the step.
+
+        identifiers: int [n], the row numbers that the step will read, with repeats.
+        """
 
     def reduce(self, *, step: int) -> None:
-        """Sums the gradients of `step` over ranks, for `update_`. All ranks call it."""
+        """Sums the gradients of training step `step` over ranks. `update_` will use them.
+
+        All ranks call it.
+        """
 
     def keep_own(self, *, step: int) -> None:
-        """Stores this rank's gradients for `update_` (local steps only).
+        """Stores this rank's gradients for `update_`, without a sum over ranks.
 
-        step: First training step after the last merge of weights over ranks.
-        """
-
-    def update_(self, lr: float) -> None:
-        """Updates the rows that this step's slots use. Adds their old values to the average first.
-
-        Does not communicate.
-        """
-
-    def merge(self, *, step: int) -> None:
-        """Makes the tables of all ranks equal after local steps. All ranks call it.
+        For local_steps > 1: ranks train separately, and merge their weights every few steps.
 
         step: First training step after the last merge.
         """
 
+    def update_(self, lr: float) -> None:
+        """Updates the rows that this training step used.
+
+        Before that, adds their old values to the moving average. Does not communicate. lr: Learning rate.
+        """
+
+    def merge(self, *, step: int) -> None:
+        """Makes the tables of all ranks equal. All ranks call it.
+
+        For local_steps > 1: ranks train separately between two calls.
+
+        step: First training step after the last call.
+        """
+
     def fetch(self, identifiers: Tensor) -> None:
-        """Fetches the rows of `identifiers`, int [n], for an evaluation on this rank. All ranks call it."""
+        """Makes the rows `identifiers`, int [n], available on this rank for an evaluation.
+
+        All ranks call it.
+        """
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """If ranks hold different rows, overwrites them with the rows of rank 0's table. All ranks call it.
+        """If the table is divided among ranks, overwrites it with rank 0's full table. All ranks call it.
 
         weights: On rank 0, {name: full weight}, including the table. On other ranks, {}.
         """
 
     def rows(self) -> Tensors:
-        """Returns {name of the table's weight: this rank's rows}, for checkpoints."""
+        """Returns {name of the weight: the rows that this rank holds}, for checkpoints.
+
+        {} without a table.
+        """
         return {}
 
 
 class _Table(PuzzleTable):
-    """Base class of `Replicated` and `RowsByOwner`.
+    """Base class of `Replicated` (all rows on every rank) and `RowsByOwner` (each row on one rank).
 
-    A subclass implements `_identifiers_of` (identifiers of row numbers on this rank), `owned_weights` (view
-    of the rows that this rank owns) and `all_gather_owned`. The latter gathers a value [owned rows, ndim]
-    from each rank, and returns the values of all rows that this rank holds.
+    A subclass implements `_identifiers_of` (row numbers on this rank -> row numbers in the full table),
+    `owned_weights` (view of the rows that this rank owns) and `all_gather_owned`. The latter gathers a value
+    [owned rows, ndim] from each rank, and returns the values of all rows that this rank holds.
 
     embedding: Embedding of the model, with weights [rows on this rank, ndim]. num_rows: Rows of the full
     table.
@@ -142,11 +165,12 @@ class _Table(PuzzleTable):
 
 
 class Replicated(_Table):
-    """A table with all rows on every rank.
+    """A table of puzzle embeddings with all rows on every rank.
 
-    All ranks hold equal rows after each step. With local steps, they do after each `merge`.
+    The rows are equal on all ranks after each step. With local_steps > 1, ranks train separately, and the
+    rows are equal after each `merge`.
 
-    slot_counts: Number of slots of each rank.
+    slot_counts: For each rank, its number of slots. A slot is one position of the global batch.
     """
 
     def __init__(
@@ -164,7 +188,12 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def reduce(self, *, step: int) -> None:
-        """Gathers the gradients of all slots of all ranks, and sums them for each identifier."""
+        """Gathers the gradients of the whole batch from all ranks, and sums them for each row.
+
+        All ranks call it.
+
+        step: Number of the training step, from 1.
+        """
         self._step = step
         identifiers, rows = self.embedding.pop_gradients()
         assert len(rows) == self._slot_counts[self.ranks.index], "each slot reads one row"
@@ -180,7 +209,11 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def merge(self, *, step: int) -> None:
-        """Sets each row that local steps updated to the mean over the ranks that updated it."""
+        """Sets each row that ranks have changed to the mean of its values on these ranks. All ranks call it.
+
+        For local_steps > 1: ranks train separately between two calls. step: First training step after the
+        last call.
+        """
         weights, own = self.embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
         (counts,) = self.ranks.all_gather_counts(len(own), device=weights.device)
@@ -200,7 +233,13 @@ class Replicated(_Table):
         return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
     def all_gather_owned(self, own: Tensor) -> Tensor:
-        """Joins the values of all owners. Uses one broadcast for each owner, to save memory."""
+        """Returns the values of all rows of the table, [num_rows, ...]. All ranks call it.
+
+        Rank r passes the values of rows r, r + size, r + 2 size, ... Sends one broadcast for each rank,
+        because this needs little extra memory.
+
+        own: Values of this rank's rows.
+        """
         if not has_group():
             return own
         whole = own.new_empty(self.num_rows, *own.shape[1:])
@@ -214,7 +253,10 @@ class Replicated(_Table):
 
 
 class RowsByOwner(_Table):
-    """A table with each row on one rank only. Other ranks fetch rows, and send gradients back."""
+    """A table of puzzle embeddings with each row on one rank only, its owner.
+
+    Other ranks fetch the rows that they need from the owners, and send gradients back.
+    """
 
     def __init__(self, embedding: nn.Module, num_rows: int, ranks: Ranks, *, weight_decay: float):
         super().__init__(embedding, num_rows, ranks, weight_decay=weight_decay)
@@ -228,7 +270,10 @@ class RowsByOwner(_Table):
 
     @torch.no_grad()
     def reduce(self, *, step: int) -> None:
-        """Sends the gradient sum of each fetched row to its owner. The owner adds the sums of all ranks."""
+        """Sends the gradients of the rows that this rank fetched to their owners, which add them up.
+
+        All ranks call it. step: Number of the training step, from 1.
+        """
         self._step = step
         identifiers, rows = self.embedding.pop_gradients()
         distinct, sums = sum_by_identifier(identifiers, rows)
@@ -236,7 +281,10 @@ class RowsByOwner(_Table):
         self._gradients = _sum_rows(self._plan.own_rows, self._plan.send(sums))
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Fetches the rows in several messages, so that it needs little more memory than the rows."""
+        """Fetches the rows `identifiers`, int [n], for an evaluation on this rank. All ranks call it.
+
+        Uses several messages, so that it needs little more memory than the rows.
+        """
         distinct, own = torch.unique(identifiers.long()), self.embedding.weights
         rows = own.new_empty(len(distinct), own.shape[1])
         (counts,) = self.ranks.all_gather_counts(len(distinct), device=own.device)
@@ -272,12 +320,12 @@ class RowsByOwner(_Table):
 
 
 class RowAverage(Average):
-    """Exponential moving average of the rows that this rank owns, updated lazily.
+    """Moving average (EMA) of the puzzle embeddings. Each rank averages some rows of the table.
 
-    Most steps do not change a row. Over n steps without a change, the difference between average and row
-    shrinks by rate^n. This is computed in one operation, when the row is about to change or when the average
-    is read. Reading does not change the stored state, so results do not depend on when a run was saved or
-    evaluated.
+    Most training steps do not change a row. Over n steps without a change, the difference between average and
+    row shrinks by rate^n. This class computes that in one operation, when the row is about to change or when
+    the average is read. Reading does not change the stored state, so results do not depend on when a run was
+    saved or evaluated.
 
     rate: EMA rate, close to 1. corrects_bias: If True, the initial rows have coefficient 0 in the average.
     """
@@ -300,11 +348,12 @@ class RowAverage(Average):
 
     @torch.no_grad()
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Brings the averages of these rows up to date with step - 1.
+        """Updates the averages of some rows to the state after training step `step` - 1.
 
         Call it before step `step` (from 1) changes the rows. A second call for the same step changes nothing.
 
-        identifiers: int64 [n], with repeats.
+        identifiers: int64 [n], row numbers in the full table, with repeats. Rows that other ranks average are
+        ignored.
         """
         if not self._owned:
             return
@@ -332,12 +381,15 @@ class RowAverage(Average):
         return {name: self._shard(tensor) for name, tensor in kept.items()}
 
     def _shard(self, tensor: Tensor) -> Tensor | Shard:
-        """Returns values [owned rows, ...] as this rank's shard of a tensor [all rows, ...]."""
+        """Describes values of the rows that this rank averages as a shard of a tensor [all rows, ...]."""
         return shard_of_rows(tensor, self._owned, self._table.num_rows, self._ranks)
 
     @torch.no_grad()
     def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
-        """Returns the average of owned rows after `step`. No row may have changed since its stored step."""
+        """Computes the averages of some rows after training step `step`. Does not store them.
+
+        The rows must not have changed since their averages were stored. rows: Row numbers on this rank.
+        """
         since = self._steps[rows].unsqueeze(1)
         now, remaining = self._weights[rows], self._rate ** (step - since)
         if self._corrects_bias and step:
@@ -350,7 +402,11 @@ class RowAverage(Average):
 def build_table(
     config: PretrainConfig, embedding: nn.Module | None, num_rows: int, ranks: Ranks
 ) -> PuzzleTable:
-    """Builds the puzzle table. embedding: If not None, an embedding with `num_local_rows` rows."""
+    """Returns the puzzle table (embeddings and optimizer) that the config selects.
+
+    embedding: Embedding of the model. If None, the model has none, and the result does nothing. num_rows:
+    Rows of the full table. ranks: Group that trains the table.
+    """
     if embedding is None:
         return PuzzleTable()
     decay = config.puzzle_emb_weight_decay
@@ -366,7 +422,10 @@ def build_table(
 
 
 def num_local_rows(config: PretrainConfig, num_rows: int, ranks: Ranks) -> int:
-    """Returns the number of rows that the puzzle embedding of this rank must have."""
+    """Returns how many of the table's `num_rows` rows this rank must hold.
+
+    These are all rows, or only the rows that it owns if the table is divided among ranks.
+    """
     return len(rows_of_rank(num_rows, ranks.index, ranks.size)) if _is_sharded(config, ranks) else num_rows
 
 

@@ -22,9 +22,10 @@ SCALARS = ("loss", "grad_norm", "stop")
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW (arXiv 1711.05101). Creates all of `state` at the start, for checkpoints.
+    """torch's fused AdamW (arXiv 1711.05101).
 
-    Parameters without a gradient do not change.
+    Creates all of `state` in the constructor, because a checkpoint is loaded into these tensors. Parameters
+    without a gradient do not change.
     """
 
     def __init__(
@@ -40,7 +41,10 @@ class AdamW(torch.optim.AdamW):
 
 
 class ParameterGroup(NamedTuple):
-    """Names of the weights that one optimizer updates with one weight decay. flat: Their buffers."""
+    """Weights that one optimizer updates with one weight decay.
+
+    names: Names of the weights. flat: Flat buffers that contain them.
+    """
 
     names: tuple[str, ...]
     optimizer: torch.optim.Optimizer
@@ -48,14 +52,14 @@ class ParameterGroup(NamedTuple):
 
 
 class Weights:
-    """The dense weights of a run on this rank, with the optimizers.
+    """The dense weights (all except puzzle embeddings) on this rank, with their optimizers.
 
     Attributes:
         flats: Flat buffers. Without pipeline and tensor parallelism, one for all weights. Otherwise two:
             weights outside of blocks, and this rank's part of the blocks.
-        groups: One for each optimizer and weight decay.
+        groups: Optimizers with the names of their weights, one for each optimizer class and weight decay.
         owned: {name: tensor or shard that this rank updates}, with the gradient as `grad`.
-        scalars: Numbers sent with the gradients of flats[0].
+        scalars: Numbers such as the loss that are sent with the gradients of flats[0].
         remote_names: Names of weights that are only on other pipeline stages.
     Args:
         shapes: {name: shape} of all weights of the model.
@@ -79,11 +83,11 @@ class Weights:
         self.remote_names = tuple(self._absent)
 
     def clip_(self, limit: float | None) -> Tensor:
-        """Clips the norm of all gradients to `limit`. Returns the norm before clipping. All ranks call it.
+        """Scales all gradients so that their norm is at most `limit`. Returns the norm before scaling.
 
-        The norm is that of the full model, also if ranks divide the weights.
+        The norm is that of the full model, also if ranks divide the weights. All ranks call it.
 
-        limit: If None, no clipping.
+        limit: If None, gradients are not changed.
         """
         norms = [torch.linalg.vector_norm(flat.gradients) for flat in self.flats]
         norm = norms[0]
@@ -96,21 +100,29 @@ class Weights:
         return norm
 
     def update_(self, lr: float, *, step: int) -> None:
-        """Updates this rank's weights. All ranks call it: `CutMuon` communicates.
+        """Runs the optimizers on the weights that this rank updates. All ranks call it.
 
-        step: Number of the step, from 1, for bias corrections (AdamW counts steps itself).
+        Tensor parallelism with Muon (`CutMuon`) communicates. lr: Learning rate. step: Number of the training
+        step, from 1, for bias corrections (AdamW counts steps itself).
         """
         for group in self.groups:
             group.optimizer.param_groups[0].update(lr=lr, step=step - 1)
             group.optimizer.step()
 
     def gather_(self) -> None:
-        """Copies the updated or loaded weights to all ranks, for the next forward pass. All ranks call it."""
+        """Distributes updated or loaded weights to all ranks, for the next forward pass.
+
+        All ranks call it.
+        """
         for flat in self.flats:
             flat.gather_()
 
     def tensors(self) -> Tensors:
-        """Returns all weights of the model by name, as tensors or shards, in the dtype of the update."""
+        """Returns all weights of the model for a checkpoint, as {name: full tensor or this rank's shard}.
+
+        They are in the dtype of the optimizer (float32). A weight that this rank does not hold is an empty
+        shard.
+        """
         tensors = self.owned | self._absent
         for flat in self.flats:
             if not flat.is_mixed and not flat.is_part:
@@ -118,7 +130,9 @@ class Weights:
         return tensors
 
     def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
-        """Overwrites this rank's part of sharded weights with rank 0's full weights. All ranks call it.
+        """Distributes rank 0's full weights: every rank overwrites the parts that it holds.
+
+        All ranks call it. Weights that every rank holds completely are not changed.
 
         full_copies: On rank 0, {name: full weight}. On other ranks, {}.
         """
@@ -129,7 +143,10 @@ class Weights:
                 shard.tensor.copy_(part_of_whole(whole, shard).view_as(shard.tensor))
 
     def moments(self) -> Tensors:
-        """Returns the optimizer state of the weights that this rank updates, named <moment>.<weight>."""
+        """Returns the optimizer state of the weights that this rank updates, for a checkpoint.
+
+        The names are <moment>.<weight>, such as "first_moment.lm_head.weight".
+        """
         moments: Tensors = {}
         for group in self.groups:
             for name in group.names:
@@ -155,10 +172,13 @@ def build_flats(
     blocks: frozenset[str],
     cuts: dict[str, Cut],
 ) -> tuple[FlatParameters, ...]:
-    """Moves the weights into flat buffers. All ranks call it.
+    """Moves the weights of a network into flat buffers (one tensor for many weights). All ranks call it.
 
-    With pipeline or tensor parallelism, there are two flat buffers, the second one for blocks. Otherwise,
-    there is one.
+    Returns the buffers. With pipeline or tensor parallelism, there are two, the second one for blocks.
+    Otherwise, there is one.
+
+    blocks: Names of the weights in blocks. cuts: {name of a weight: part that this rank holds} (tensor
+    parallel).
     """
     parameters = dict(network.named_parameters())
     matrices = [name for name in blocks if parameters[name].ndim == 2]

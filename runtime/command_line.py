@@ -14,7 +14,12 @@ from runtime.writing import Patient, check_working_folder, prepare_streams
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Exits with one line on stderr if the block raises ValueError, OSError or MemoryError."""
+    """Context manager for a program.
+
+    Turns ValueError, OSError and MemoryError into one line on stderr, and exits.
+
+    program: Name of the program, which starts the line.
+    """
     prepare_streams()
     try:
         check_working_folder()
@@ -31,7 +36,10 @@ def warn(program: str, text: str) -> None:
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """A parser for the options of a module. For an error it raises ValueError, one line without the usage."""
+    """An argparse parser for `python -m MODULE`. For a wrong option it raises ValueError, without the usage.
+
+    module: Name of the module, for the help.
+    """
 
     def __init__(self, module: str, *, description: str, add_help: bool = True):
         super().__init__(
@@ -43,43 +51,53 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class _ImportPlugin(argparse.Action):
-    """Imports the plugin as soon as the option is parsed. Stores nothing in the options."""
+    """Argparse action of --plugin: imports the file as soon as the option is parsed. Stores nothing."""
 
     def __call__(self, parser: Any, namespace: Any, value: Any, option: str | None = None) -> None:
         load_plugins([value])
 
 
 def add_plugin_option(parser: argparse.ArgumentParser) -> None:
-    """Adds the option --plugin FILE, which may be repeated."""
+    """Adds the option --plugin FILE, which imports the file and may be repeated."""
     text = "Python file that adds a model or a kind of puzzle (docs/extend.md); may be repeated"
     hidden = {"default": argparse.SUPPRESS, "dest": argparse.SUPPRESS}
     parser.add_argument("--plugin", action=_ImportPlugin, metavar="FILE", help=text, **hidden)
 
 
 def import_plugins(arguments: Sequence[str]) -> None:
-    """Imports the plugins that the arguments name. Call it before a parser that needs them is built."""
+    """Imports every file that --plugin names in the arguments.
+
+    Call it before the full parser is built, because a plugin may add choices to its options.
+    """
     parser = OneLineParser("", description="", add_help=False)
     add_plugin_option(parser)
     parser.parse_known_args(arguments)
 
 
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
-    """Raises ValueError if one of the options `names` was passed. other: What the options are for."""
+    """Raises ValueError if the user passed one of the options `names`.
+
+    other: What the options are for, for the message "--x is for <other>. Remove it."
+    """
     for name in names:
         if getattr(options, name, None) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for {other}. Remove it.")
 
 
 def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options for the manifest: without output_dir, and with the values of `instead`."""
+    """Returns the options to record in a dataset's manifest, as {name: value}.
+
+    output_dir is left out. `instead` overwrites or adds values.
+    """
     return {name: value for name, value in vars(options).items() if name != "output_dir"} | dict(instead)
 
 
 def matching(pattern: str, form: str, convert: Callable[..., Any]) -> Callable[[str], Any]:
-    """Returns an argparse `type` that converts a text by a regular expression.
+    """Returns an argparse `type` that checks a text against a regular expression and converts it.
 
-    pattern: Regular expression of the whole text. form: Description of valid texts, for the message. convert:
-    Function (groups of the pattern) -> value. It returns None if the text is not valid.
+    pattern: Regular expression that the whole text must match. form: Description of valid texts, for the
+    message "must be <form>". convert: Function (groups of the pattern) -> value. It returns None if the text
+    is not valid.
     """
 
     def parse(text: str) -> Any:
@@ -92,11 +110,14 @@ def matching(pattern: str, form: str, convert: Callable[..., Any]) -> Callable[[
 
 
 def integer(*, at_least: int, at_most: int = (1 << 64) - 1) -> Callable[[str], int]:
-    """Returns an argparse `type` for integers in a range. The default maximum is the largest seed."""
+    """Returns an argparse `type` for integers from `at_least` to `at_most`.
+
+    The default maximum, 2^64 - 1, is the largest seed.
+    """
     form = f"an integer from {at_least} to {'2**64 - 1' if at_most == (1 << 64) - 1 else at_most}"
     return matching(r"(\d+)", form, lambda text: int(text) if at_least <= int(text) <= at_most else None)
 
 
 def number(text: str) -> int | float:
-    """Converts a decimal number to float, or to int if it has no decimal point."""
+    """Converts the text of a number: "3" to int 3, "0.3" to float 0.3."""
     return float(text) if "." in text else int(text)

@@ -26,7 +26,10 @@ except ValueError as _error:
 
 
 def _announce() -> None:
-    """Prints on stderr that a program of this repository starts. Other processes and ranks print nothing."""
+    """Prints "<program>: loading PyTorch" on stderr, if this process is a program of this repository.
+
+    Only rank 0 prints, and only if torch is not loaded yet.
+    """
     path = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
     is_ours = Path(__file__).parents[1] in path.resolve().parents and "tests" not in path.parts
     if is_ours and "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
@@ -44,9 +47,9 @@ if not _WAITING & os.environ.keys():
 
 
 def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Returns the number of cores that this process may use, by CPU affinity and cgroup quotas (v1 or v2).
+    """Returns how many CPU cores this process may use, by its CPU affinity and its cgroup quotas (v1 or v2).
 
-    cgroups: Mount point of the cgroups. own: File that lists the cgroups of this process.
+    cgroups: Folder where the cgroup files are mounted. own: File that lists the cgroups of this process.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -66,7 +69,10 @@ def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/se
 
 
 def _quota(group: Path) -> int | None:
-    """Returns the number of cores that a cgroup's quota allows, at least 1. None if it has no quota."""
+    """Returns how many CPU cores the quota of a cgroup allows, at least 1. Returns None if there is no quota.
+
+    group: Folder of the cgroup.
+    """
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()

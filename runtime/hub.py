@@ -21,7 +21,10 @@ _SCHEME = re.compile(r"hf:/+")  # pathlib.Path turns hf://a/b into hf:/a/b
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """A repository of the Hub. revision: Branch, tag or commit. If None, the head of the main branch."""
+    """A repository on the Hugging Face Hub, such as hf://OWNER/NAME.
+
+    repo: OWNER/NAME. revision: Branch, tag or commit. If None, the head of the main branch.
+    """
 
     kind: Literal["model", "dataset"]
     repo: str  # OWNER/NAME
@@ -33,7 +36,7 @@ class Address:
 
     @property
     def url(self) -> str:
-        """Returns the web page of the repository, on the server that the client uses (HF_ENDPOINT)."""
+        """The web page of the repository, on the server that the environment variable HF_ENDPOINT sets."""
         from huggingface_hub import constants
 
         return f"{constants.ENDPOINT}/{self._path}"
@@ -48,7 +51,10 @@ def is_address(location: str | Path) -> bool:
 
 
 def parse_address(location: str | Path, *, kind: Literal["model", "dataset"]) -> Address:
-    """Parses an address. ValueError if it is invalid or of another kind, or if the client is missing."""
+    """Parses an address such as hf://OWNER/NAME.
+
+    Raises ValueError if the address is not valid or not of this kind, or if huggingface_hub is not installed.
+    """
     import_client()
     from huggingface_hub.utils import parse_hf_uri
 
@@ -64,7 +70,10 @@ def parse_address(location: str | Path, *, kind: Literal["model", "dataset"]) ->
 
 
 def import_client() -> ModuleType:
-    """Imports huggingface_hub with telemetry disabled. ValueError if it is not installed."""
+    """Imports the package huggingface_hub with telemetry disabled, and returns it.
+
+    Raises ValueError if it is not installed.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         import huggingface_hub
@@ -76,14 +85,15 @@ def import_client() -> ModuleType:
 def download(
     address: Address, choose: Callable[[list[str]], Sequence[str]], *, by_hand: str, say: Say = print
 ) -> list[Path]:
-    """Downloads files of a repository. Returns their paths in a cache folder named after the commit.
+    """Downloads files of a repository on the Hub. Returns their paths in the local cache.
 
     Files in the cache are not downloaded again. An interrupted download continues. The digest of a new file
-    is compared with the Hub's. If the Hub cannot be reached, the cache is used.
+    is compared with the Hub's. If the Hub cannot be reached, the cache is used. Raises ValueError, one line,
+    for every failure.
 
     choose: Function (names of all files) -> names of the needed files. It raises ValueError if one is
     missing. by_hand: Advice for the user if the Hub cannot be reached and the cache does not have the files.
-    say: Function that prints a line. ValueError, one line, for every failure.
+    say: Function that prints a line.
     """
     with client_errors(address, by_hand=by_hand):
         pinned, sizes, cached = _list_files(address, say=say)
@@ -106,9 +116,12 @@ def download(
 def download_file(
     pinned: Address, name: str, *, by_hand: str, num_bytes: int | None = None, say: Say = print
 ) -> Path:
-    """Returns the path of a file in the cache. Downloads a missing file and checks its digest.
+    """Downloads one file, unless it is in the local cache, and checks its digest.
 
-    pinned: Address with a commit. by_hand: Advice for the user. ValueError, one line, for every failure.
+    Returns its path in the cache. Raises ValueError, one line, for every failure.
+
+    pinned: Address with a commit as revision. by_hand: Advice for the user if the download fails. num_bytes:
+    Size of the file, for the message. If None, it is unknown. say: Function that prints a line.
     """
     client = import_client()
     file = {"repo_id": pinned.repo, "repo_type": pinned.kind, "revision": pinned.revision, "filename": name}
@@ -123,9 +136,10 @@ def download_file(
 
 
 def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int | None], str | None]:
-    """Returns (address with its commit, {file: size}, None).
+    """Lists the files of a repository. Returns (address with its commit, {file: size in bytes}, None).
 
-    If the Hub cannot be reached, the files are those in the cache, and the last value describes them.
+    If the Hub cannot be reached, lists the files in the local cache. The sizes are then None, and the third
+    value is a text that describes the cached files.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
@@ -149,10 +163,10 @@ def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int |
 
 
 def _check_digest(path: Path, *, where: str) -> None:
-    """Compares the digest of a cached file with the Hub's. The client compares only sizes.
+    """Checks that a downloaded file has the digest that the Hub lists. huggingface_hub compares only sizes.
 
-    The link `path` points to a file that is named after the Hub's digest. If the digests differ, removes the
-    file and raises ValueError.
+    The link `path` points to a file that is named after the digest. If the digests differ, removes the file
+    and raises ValueError. where: Name of the file, for the message.
     """
     from huggingface_hub.utils.sha import git_hash, sha_fileobj
 
@@ -168,9 +182,11 @@ def _check_digest(path: Path, *, where: str) -> None:
 
 @contextlib.contextmanager
 def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
-    """Converts errors of the Hub's client in the block to a one-line ValueError, and mutes the client's log.
+    """Context manager for calls of huggingface_hub. Converts their errors to a ValueError of one line.
 
-    Progress bars appear only on terminals. by_hand: Advice for the user if the Hub cannot be reached.
+    Mutes the log of huggingface_hub. Its progress bars appear only on terminals.
+
+    address: Repository that the message names. by_hand: Advice for the user if the Hub cannot be reached.
     """
     from huggingface_hub import utils
 
@@ -192,7 +208,11 @@ def client_errors(address: Address, *, by_hand: str) -> Iterator[None]:
 
 
 def _explain(error: Exception, address: Address, *, by_hand: str) -> str | None:
-    """Returns what happened and what to do. None if the error is not one of the client."""
+    """Returns what went wrong and what to do, as the end of a sentence that starts with the address.
+
+    Example: "cannot be reached (HF_HUB_OFFLINE is set): ...". Returns None if the error does not come from
+    huggingface_hub.
+    """
     from huggingface_hub import errors
 
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):  # from an upload
@@ -216,7 +236,7 @@ def _explain(error: Exception, address: Address, *, by_hand: str) -> str | None:
 
 
 def _is_out_of_reach(error: Exception) -> bool:
-    """Returns whether the Hub cannot be reached, or its server has an internal error."""
+    """Returns whether the error means that the Hub cannot be reached, or that its server fails (HTTP 5xx)."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.HfHubHTTPError):
@@ -226,7 +246,7 @@ def _is_out_of_reach(error: Exception) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Returns the cause of a client's error in a few words."""
+    """Returns the cause of an error of huggingface_hub in a few words, such as "404 Not Found"."""
     from huggingface_hub import errors
 
     if isinstance(error, (errors.RevisionResolutionError, errors.LocalEntryNotFoundError)):

@@ -16,7 +16,10 @@ _WANDB_STEP_FILE = "wandb_step"
 
 
 class MetricsFile:
-    """The file metrics.jsonl: one JSON object a line, with `step` first. Writes are not buffered."""
+    """Writes the metrics of a run to metrics.jsonl: one JSON object a line, with `step` first.
+
+    Writes are not buffered.
+    """
 
     name = METRICS_FILE
 
@@ -24,7 +27,10 @@ class MetricsFile:
         self._file, self._is_torn = open_to_append(run_folder / METRICS_FILE), False
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes a row. Raises OSError if the disk is full. The next row then starts on a new line."""
+        """Appends one line: the step and the metrics.
+
+        Raises OSError if the disk is full. After that, the next line starts on a new line.
+        """
         row = f"{json.dumps({'step': step, **metrics})}\n".encode()
         row = b"\n" + row if self._is_torn else row
         self._is_torn = self._file.write(row) < len(row)
@@ -36,7 +42,10 @@ class MetricsFile:
 
 
 def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields (values, text) of each row of a run's log, or of the file `name`. Skips invalid lines."""
+    """Yields (JSON object, text of the line) for each line of metrics.jsonl. Skips lines that are not valid.
+
+    If the file does not exist, yields nothing. name: File name, if not metrics.jsonl.
+    """
     with contextlib.suppress(MissingFileError):
         for line in read_lines(run_folder / name, allows_zeros=True):
             with contextlib.suppress(ValueError):
@@ -47,14 +56,15 @@ def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict
 
 
 def is_step(value: Any) -> bool:
-    """Returns whether a value is a valid step."""
+    """Returns whether a value from a file is a valid step number: an int from 0 to 2^53 - 1."""
     return type(value) is int and 0 <= value < 2**53
 
 
 def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
-    """Removes the rows after `step`, because the run will log them again. Returns the other rows.
+    """Removes the lines of metrics.jsonl after `step`. Returns the JSON objects of the other lines.
 
-    W&B cannot remove rows. `last_wandb_step` returns the last step that W&B has.
+    For a run that resumes at `step` and will log the later steps again. W&B cannot remove lines, so this
+    function stores the last step that W&B has (`last_wandb_step`).
     """
     path, rows = run_folder / METRICS_FILE, list(read_rows(run_folder))
     last = max((values["step"] for values, _ in rows), default=0)
@@ -67,12 +77,18 @@ def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
 
 
 def forget_wandb_step(run_folder: Path) -> None:
-    """Makes `last_wandb_step` return 0, because the folder gets another W&B run."""
+    """Forgets which step W&B received last. For a run folder that continues as a new W&B run.
+
+    `last_wandb_step` then returns 0.
+    """
     (run_folder / _WANDB_STEP_FILE).unlink(missing_ok=True)
 
 
 def last_wandb_step(run_folder: Path) -> int:
-    """Returns the last step that W&B got before rows were removed from the log, or 0."""
+    """Returns the last step that W&B got before lines were removed from metrics.jsonl.
+
+    Returns 0 if none were.
+    """
     path = run_folder / _WANDB_STEP_FILE
     text = read_text(path).strip() if path.exists() else ""
     return int(text) if text.isdecimal() else 0  # the file is empty after a power loss

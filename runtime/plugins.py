@@ -18,10 +18,11 @@ _loaded: dict[Path, ModuleType] = {}
 
 
 def load_plugins(paths: Sequence[str]) -> None:
-    """Imports each plugin as the module plugin_<name>, unless this process has imported it before.
+    """Imports plugins as modules plugin_<name>. A plugin that this process has imported before is skipped.
 
-    paths: Python files, or folders with an __init__.py. Raises ValueError, one line, if a path is not a
-    plugin, or if its code fails.
+    Raises ValueError, one line, if a path is not a plugin, or if its code fails.
+
+    paths: Python files, or folders with an __init__.py.
     """
     for text in paths:
         path = Path(text).resolve()
@@ -54,7 +55,10 @@ def _import(text: str, path: Path) -> ModuleType:
 
 
 def _line_of(error: Exception, file: Path) -> str:
-    """Returns ", line N", the last line of the plugin's own file in a traceback, or an empty text."""
+    """Finds the line of the plugin that raised the error. Returns a text such as ", line 12".
+
+    It is the last line of `file` in the traceback. Returns "" if the traceback has no such line.
+    """
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f", line {error.lineno}"
     lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(file)]
@@ -62,23 +66,32 @@ def _line_of(error: Exception, file: Path) -> str:
 
 
 def plugin_paths() -> list[str]:
-    """Returns the paths of the imported plugins, so that another process can import them."""
+    """Returns the absolute paths of the imported plugins, so that another process can import them too."""
     return list(map(str, _loaded))
 
 
 def defined(part: str) -> list[Any]:
-    """Returns what the imported plugins define under a name, such as KIND, in the order of the imports."""
+    """Returns the values that the imported plugins define under the name `part`, such as KIND.
+
+    They are in the order of the imports.
+    """
     return [vars(module)[part] for module in _loaded.values() if part in vars(module)]
 
 
 def plugin_of(part: str, value: Any) -> ModuleType | None:
-    """Returns the plugin that defines `value` under the name `part`; None if no plugin does."""
+    """Returns the plugin (module) that defines `value` under the name `part`. Returns None if no plugin does.
+
+    part: A name such as KIND or OPTIMIZER.
+    """
     found = (module for module in _loaded.values() if vars(module).get(part) is value)
     return next(found, None)
 
 
 def plugin_files() -> Iterator[tuple[str, Path]]:
-    """Yields (name, path) of every Python file of the imported plugins. Names contain no absolute path."""
+    """Yields (name, path) of every Python file of the imported plugins, to compare them between machines.
+
+    Example of a name: "plugin_tiles/tiles.py". Names contain no absolute path.
+    """
     for path, module in _loaded.items():
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         for file in files:

@@ -30,18 +30,19 @@ _LARGEST = 2**64  # limit of integers: a Philox seed has 64 bits
 
 
 class MissingFileError(ValueError):
-    """The error for a file that does not exist."""
+    """Raised if a file does not exist."""
 
 
 class PointerFileError(ValueError):
-    """The error for a pointer of Git LFS in place of the file. Its message is complete."""
+    """Raised if a file is only a pointer of Git LFS, and its content was not downloaded."""
 
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a regular file to read bytes.
+    """Context manager that opens a file to read bytes.
 
-    ValueError for a missing file, a folder, a pointer of Git LFS, or a failed read.
+    Raises ValueError if the file is missing, is a folder or another special file, is a pointer of Git LFS, or
+    cannot be read.
     """
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer; the check below refuses it.
@@ -80,7 +81,10 @@ def sha256_of(path: Path) -> str:
 
 
 def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
-    """Reads a file, and decompresses a .gz. ValueError, one line: not readable, or over `most` bytes."""
+    """Returns the content of a file. A file that ends in .gz is decompressed.
+
+    Raises ValueError, one line, if the file cannot be read or has more than `most` bytes.
+    """
     with _open_unpacked(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -89,7 +93,11 @@ def read_bytes(path: Path, *, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
-    """Reads a UTF-8 file, and removes a byte order mark. ValueError, one line, if that fails."""
+    """Returns the content of a UTF-8 file, without a byte order mark.
+
+    A file that ends in .gz is decompressed. Raises ValueError, one line, if the file cannot be read, has more
+    than `most` bytes, or is not UTF-8.
+    """
     try:
         return read_bytes(path, most=most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -99,8 +107,10 @@ def read_text(path: Path, *, most: int = MOST_BYTES) -> str:
 def read_lines(path: Path, *, most: int = MOST_BYTES, allows_zeros: bool = False) -> Iterator[str]:
     """Yields the lines of a UTF-8 file, with line ends. Invalid bytes become U+FFFD.
 
-    allows_zeros: Whether lines may contain zero bytes, which a power loss can leave in a log. ValueError, one
-    line: not readable, a line of more than `most` characters, or a zero byte.
+    Raises ValueError, one line, if the file cannot be read, a line has more than `most` characters, or a line
+    contains a zero byte.
+
+    allows_zeros: If True, zero bytes are not an error. A power loss can leave them in a log.
     """
     with _open_unpacked(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="")
@@ -116,14 +126,20 @@ def read_lines(path: Path, *, most: int = MOST_BYTES, allows_zeros: bool = False
 
 
 def read_json(path: Path, *, most: int = MOST_BYTES) -> Any:
-    """Reads a JSON file. ValueError, one line: not readable, over `most` bytes, or not valid."""
+    """Returns the value in a JSON file.
+
+    Raises ValueError, one line, if the file cannot be read, has more than `most` bytes, or is not valid JSON.
+    """
     return parse_json(read_bytes(path, most=most), where=str(path))
 
 
 def parse_json(text: str | bytes, *, where: str) -> Any:
     """Parses JSON from a text, or from UTF-8 bytes.
 
-    ValueError, starting with `where`: invalid JSON, a repeated key, over 40 levels, an integer over 64 bits.
+    Raises ValueError if it is not valid JSON, repeats a key, has more than 40 nested levels, or contains an
+    integer of more than 64 bits.
+
+    where: Name of the source, such as the path. The message starts with it.
     """
     try:
         text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
@@ -135,9 +151,10 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
 
 
 def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYTES) -> list[np.ndarray]:
-    """Reads the named arrays of a .npz file. Refuses pickled arrays.
+    """Returns the arrays `names` of a .npz file. Refuses pickled arrays, because they can execute code.
 
-    ValueError, one line: not readable, a missing array, or over `most` bytes (checked before decompression).
+    Raises ValueError, one line, if the file cannot be read, an array is missing, or the arrays have more than
+    `most` bytes together. The size is checked before decompression.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
@@ -153,7 +170,11 @@ def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYT
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Reads a YAML mapping. ValueError, one line: not readable, aliases, repeated keys, over 40 levels."""
+    """Returns the mapping in a YAML file.
+
+    Raises ValueError, one line, if the file cannot be read or is not a valid mapping, has aliases or repeated
+    keys, or has more than 40 nested levels.
+    """
     text = read_text(path)
     try:
         value = yaml.load(text, _Loader)
@@ -167,14 +188,17 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    """Returns a text that is safe to print. Control characters except tab and newline become escapes."""
+    r"""Returns a text that is safe to print on a terminal.
+
+    Control characters except tab and newline become escapes such as \x1b.
+    """
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which also refuses aliases and repeated keys."""
+    """PyYAML's safe loader. It also refuses aliases and repeated keys."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):

@@ -21,9 +21,12 @@ _ENDING = ".unfinished"
 
 @contextlib.contextmanager
 def replace_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
-    """Opens a temporary file, "w" (UTF-8) or "wb". When the block ends, the synced file replaces `path`.
+    """Context manager that opens a temporary file for writing.
 
-    If the block raises, `path` is unchanged. Raises OSError.
+    At the end, the file replaces `path` atomically. If the block raises, `path` is unchanged. The content is
+    on disk (fsync) before it replaces `path`. Raises OSError.
+
+    mode: "w" (text, UTF-8) or "wb" (bytes).
     """
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}{_ENDING}")
     try:
@@ -45,23 +48,32 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any, *, indent: int | None = 1) -> None:
-    """Writes a value as JSON, atomically. If indent is None, it is one line. Raises OSError."""
+    """Writes a value as a JSON file, atomically. Raises OSError.
+
+    indent: Indentation in spaces. If None, the file is one line.
+    """
     separators = (",", ":") if indent is None else None
     write_text(path, json.dumps(value, indent=indent, separators=separators) + "\n")
 
 
 def to_yaml(value: Any, **options: Any) -> str:
-    """Returns a value as YAML. Keys keep their order. No aliases, because `runtime.reading` refuses them."""
+    """Returns a value as YAML text. Keys keep their order.
+
+    It has no aliases, because `runtime.reading` refuses them. options: Options of yaml.dump.
+    """
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, **options)
 
 
 def open_to_append(path: Path) -> IO[bytes]:
-    """Opens or creates a file to append bytes, without a buffer. Raises OSError for a symbolic link."""
+    """Opens a file to append bytes without a buffer. Creates it if it does not exist.
+
+    Raises OSError if the path is a symbolic link.
+    """
     return open(os.open(path, _FLAGS | os.O_APPEND | os.O_WRONLY, 0o666), "ab", buffering=0)
 
 
 def flush(path: Path) -> None:
-    """Calls fsync on a file, or on a folder, so that its entries are on disk. Raises OSError."""
+    """Calls fsync on a file or a folder, so that a power loss cannot undo earlier writes. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,15 +87,19 @@ class _Dumper(yaml.SafeDumper):
 
 
 def remove_unfinished_files(folder: Path) -> None:
-    """Removes temporary files of killed processes. No other process may be writing into the folder."""
+    """Removes the temporary files that killed processes left in a folder.
+
+    No other process may be writing into the folder.
+    """
     for path in folder.glob(f".*{_ENDING}"):
         path.unlink(missing_ok=True)
 
 
 def prepare_streams() -> None:
-    """Opens /dev/null for each standard stream that was closed before the program started.
+    """Makes stdin, stdout and stderr safe to use.
 
-    A character that stdout or stderr cannot encode is then written as an escape, instead of raising an error.
+    A stream that was closed before the program started becomes /dev/null. A character that stdout or stderr
+    cannot encode is written as an escape, instead of raising an error.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -94,7 +110,7 @@ def prepare_streams() -> None:
 
 
 def check_working_folder() -> None:
-    """Raises ValueError if the working folder was removed. Without it, torch's libraries do not load."""
+    """Raises ValueError if the working folder was removed. Without it, torch's libraries cannot be loaded."""
     try:
         os.getcwd()
     except OSError as error:
@@ -103,7 +119,10 @@ def check_working_folder() -> None:
 
 
 class Patient:
-    """Wraps a stream. After its reader has closed it (`| head`), output is discarded without an error."""
+    """Wraps an output stream, so that a closed reader causes no error. Example: `program | head`.
+
+    After the reader has closed the stream, output is discarded.
+    """
 
     def __init__(self, stream: TextIO):
         self._stream = stream

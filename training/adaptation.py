@@ -39,6 +39,7 @@ def adapt(
 
     demonstrations: One puzzle for each training step, all with the same number of examples. Identifiers are
         row indices in the puzzle table of the returned model.
+    lr: Learning rate of the embeddings.
     raw: Whether to start from the raw weights instead of the averages (EMA).
     forward_dtype: Number format of the training and of the model. If None, it is that of the checkpoint.
     """

@@ -28,7 +28,7 @@ _WARMUP = 2
 
 
 class StepClock:
-    """A clock for the wall time of this rank's steps. It is stopped while the run does anything else."""
+    """Measures how long this rank's training steps take. Stop it while the run does anything else."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -53,9 +53,11 @@ class StepClock:
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to the wait `name`, one of `WAITS`.
+        """Context manager for a wait within a training step. Measures the wait.
 
         On CUDA, events measure the wait "sync" on the device, so that the host does not wait.
+
+        name: "data_wait" (for the next batch) or "sync" (for other ranks).
         """
         if name == "sync" and self._device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -69,9 +71,10 @@ class StepClock:
         self._waits[name] += time.perf_counter() - begin_seconds
 
     def pop(self) -> dict[str, float]:
-        """Stops the clock. Returns the mean seconds of a step, and of each wait in it, since the last call.
+        """Stops the clock. Returns the mean times since the last call, in seconds a step.
 
-        compute_seconds is the time of a step without the waits. Returns {} if no step was timed.
+        The result is {"steps": number, "step_seconds": time, "data_wait_seconds": ..., "sync_seconds": ...,
+        "compute_seconds": time without the waits}. Returns {} if no step was timed.
         """
         self.stop()
         self._waits["sync"] += sum(begin.elapsed_time(end) for begin, end in self._sync_events) / 1000
@@ -89,10 +92,10 @@ class StepClock:
 
 
 def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str, float], str | None]:
-    """Gathers times and memory of all ranks. All ranks call it.
+    """Gathers the step times and the memory of all ranks. All ranks call it.
 
-    Returns (metrics, warning about a slow rank or None). The metrics are {} on ranks other than 0, and if no
-    step was timed.
+    Returns (metrics, warning). The warning names a rank that is much slower than the others, or is None. On
+    ranks other than 0, and if no step was timed, the metrics are {}.
     """
     mine, ranks = clock.pop(), all_ranks()
     if not mine:
@@ -126,7 +129,10 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Returns the peak memory of this process in bytes: of CUDA tensors, or else resident memory."""
+    """Returns the largest memory that this process has used so far, in bytes.
+
+    On CUDA, it is the memory of tensors on the device. Otherwise, it is the resident memory of the process.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -142,14 +148,15 @@ def traced_steps(
     steps: Sequence[int] = (5, 7),
     details: Sequence[str] = (),
 ) -> Iterator[Callable[[], None]]:
-    """Profiles steps of this rank, if enabled. The block contains all steps.
+    """Context manager for the training steps. If enabled, profiles some of them on this rank.
 
     Yields a function that must be called after each step. Writes a trace for chrome://tracing or
     ui.perfetto.dev into `folder`, and prints the ten slowest operators. Work between two steps counts as part
     of the later step.
 
-    first_step: Number of steps before this launch. steps: First and last step of the trace, counted from
-    there. details: "shapes" and "stacks" add the shapes of inputs and the lines of the source.
+    first_step: Number of training steps before this launch. steps: First and last step to profile, counted
+    from the start of this launch. details: "shapes" and "stacks" add the shapes of inputs and the lines of
+    the source.
     """
     if not is_enabled:
         yield lambda: None

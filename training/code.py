@@ -13,7 +13,7 @@ _CODE = ("*.py", "*.yaml", *(f":(exclude){folder}" for folder in sorted(NOT_RUN)
 
 @functools.cache
 def git_commit() -> str | None:
-    """Returns the git commit of this repository, with the suffix +changes if code that runs use has changed.
+    """Returns the git commit of this repository. If code that a run uses has changed since, adds "+changes".
 
     Without a repository or git, returns the environment variable CODE_COMMIT (set in container images), or
     None.
@@ -24,7 +24,7 @@ def git_commit() -> str | None:
 
 @functools.cache
 def code_diff() -> str:
-    """Returns the diff of uncommitted changes to code that runs use, with new files, at most 1 MiB."""
+    """Returns the uncommitted changes of code that a run uses, as a diff with new files. At most 1 MiB."""
     parts = [git("diff", "--no-ext-diff", "HEAD", "--", *_CODE)]
     for name in git("ls-files", "-z", "--others", "--exclude-standard", "--", *_CODE).split("\0"):
         if name and sum(map(len, parts)) <= _MOST_BYTES:
@@ -34,7 +34,10 @@ def code_diff() -> str:
 
 
 def git(*words: str) -> str:
-    """Runs git in this repository, and returns its output. "" without a repository, or if git cannot run."""
+    """Runs a git command in this repository, and returns its output.
+
+    Returns "" if there is no repository, or if git cannot run. words: Arguments of git.
+    """
     try:
         options = {"capture_output": True, "text": True, "errors": "replace", "timeout": 10}
         # git refuses a repository of another user, unless the command line declares it as safe.

@@ -24,9 +24,10 @@ _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
 
 
 class Console:
-    """Shows a progress bar with training metrics, and above it a line for each evaluated set.
+    """Shows the progress of a training: a bar with metrics, and above it a line for each evaluation.
 
-    In training, "solved" is the exact accuracy of slots when they halt.
+    Each test set has its own line. On the bar, "solved" is the exact accuracy of puzzles when the model stops
+    thinking about them.
 
     steps: range(number of steps done, last step of this launch).
     """
@@ -57,9 +58,10 @@ class Console:
             self._show_evaluation(step, where, dict(_shown_metrics(each, self._keep_best)), is_best=is_best)
 
     def _show_evaluation(self, step: int, where: str, words: dict[str, str], *, is_best: bool) -> None:
-        """Prints the line of an evaluated set.
+        """Prints one line with the results of a test or validation set.
 
-        words: {name: value}. is_best: Whether the first is the best.
+        where: Name of the set, or "". words: {name of a metric: its value}. is_best: Whether the first value
+        is the best so far.
         """
         elapsed = self._bar.format_interval(self._bar.format_dict["elapsed"])
         head = f"step {step:>{len(str(self._bar.total))}}  {elapsed:>6}{where}"
@@ -96,7 +98,10 @@ class Console:
 
 
 def _show_end(seconds: float) -> None:
-    """Says when the run ends. seconds: Time of the remaining steps."""
+    """Prints when the training ends. If this takes more than 48 hours, prints a warning.
+
+    seconds: Time that the remaining steps need.
+    """
     end = datetime.now() + timedelta(seconds=seconds)
     hours, minutes = divmod(round(seconds / 60), 60)
     if hours < _MANY_HOURS:
@@ -109,7 +114,10 @@ def _show_end(seconds: float) -> None:
 
 
 def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
-    """Yields (short name, value) of the metrics that the console shows for a set, `keep_best` first."""
+    """Selects the metrics of a test set to show on the console. Yields (short name, value) of each.
+
+    keep_best: Metric that selects the best checkpoint. It comes first.
+    """
     of_kind = [name for name in metrics if "/" in name and is_share(name) and "unseen/" not in name]
     of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")][:2]  # pass@1, pass@2
     names = [name for name in ("exact_accuracy", *of_kind, *WORDS) if name in metrics]

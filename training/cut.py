@@ -12,9 +12,10 @@ from models.urm import ConvSwiGLU
 
 
 def plan_of(layer: nn.Module) -> Plan | None:
-    """Returns how tensor-parallel ranks divide a layer. The sum of their outputs is the output of the layer.
+    """Returns how tensor parallelism divides a layer among ranks.
 
-    Returns None if the layer is not divided.
+    Returns None if every rank keeps the full layer. The sum of the outputs of all ranks is the output of the
+    layer.
     """
     if isinstance(layer, Attention):  # by heads
         width, inner = layer.o_proj.weight.shape
@@ -32,10 +33,11 @@ def plan_of(layer: nn.Module) -> Plan | None:
 
 
 def cut(network: Network, mesh: Mesh) -> dict[str, Cut]:
-    """Removes the blocks of other pipeline stages, and divides the weights among tensor-parallel ranks.
+    """Reduces a network to the part that this rank holds.
 
-    Returns {name of a divided weight: its cut}. The caller has initialized the complete network, so that the
-    initial weights do not depend on the mesh.
+    Removes the blocks of other pipeline stages, and divides weights among tensor-parallel ranks. Returns
+    {name of a divided weight: part that this rank holds}. The network must be initialized before, so that the
+    initial weights do not depend on the number of ranks.
     """
     if mesh.pipeline.size > 1:
         for level in levels_of(network).values():

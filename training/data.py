@@ -32,11 +32,11 @@ class RunData:
     """The data of a run, equal on all ranks.
 
     Attributes:
-        dataset: The training folders, joined.
+        dataset: All training folders as one dataset.
         plan: The examples of every training step.
         schedule: The work that is due after each step.
-        validation: {training set: indices of held-out puzzles, int64 [n]}. Contains only the first puzzle of
-            each group, which is not augmented. {} without `validation_fraction`.
+        validation: {training set: indices of held-out puzzles, int64 [n]}, without their variants. {} without
+            `validation_fraction`.
         fingerprint: Hash of the content of the datasets.
         test_fingerprint: Hash of the content of their test splits.
         tests: {folder name: dataset} of `test_data_path`.
@@ -60,7 +60,10 @@ class RunData:
     leaks: Leaks
 
     def trained_on(self, step: int) -> Trained:
-        """Returns the examples of all stages that have begun after a step. Only rank 0 may call it."""
+        """Returns the examples that may have been used in the first `step` training steps.
+
+        Only rank 0 may call it. With a curriculum, these are all examples of the stages that have begun.
+        """
         begun = {number for stage, steps in self.plan.num_steps(step) if steps for number in stage.folders}
         return Trained.of([self.hashes[number] for number in sorted(begun & self.hashes.keys())])
 
@@ -86,9 +89,11 @@ class RunData:
     def read_train_batches(
         self, *, first_step: int, ranks: Ranks, device: torch.device
     ) -> AbstractContextManager[Iterator[tuple[str, Batch]]]:
-        """Returns a context that yields an iterator over (set name, this rank's batch).
+        """Returns a context manager. It yields an iterator over (set name, batch of this rank).
 
-        The first batch is that of step `first_step` + 1.
+        The first batch is the one of step `first_step` + 1.
+
+        ranks: Group that divides the global batch.
         """
         share = {"rank": ranks.index, "world_size": ranks.size}
         dataset = PuzzleDataset(self.dataset, "train", self.plan, first_step=first_step, **share)
@@ -98,8 +103,8 @@ class RunData:
 def open_data(config: PretrainConfig) -> RunData:
     """Opens and checks the data of a run. All ranks call it. An error on one rank ends all ranks.
 
-    Rank 0 checks every token. The first rank of each node computes a fingerprint of the data, or reads it
-    from the builder's manifest. The fingerprints of all nodes must be equal.
+    Rank 0 checks every token. The first rank of each node computes a hash of the data, or reads it from the
+    builder's manifest. The hashes of all nodes must be equal.
     """
     fingerprint = test_fingerprint = ""
     hashes, leaks = {}, Leaks(config.leaks)
@@ -146,7 +151,12 @@ def open_data(config: PretrainConfig) -> RunData:
 def _add_evaluated(
     leaks: Leaks, dataset: Dataset, tests: Mapping[str, Dataset], held_out: Mapping[str, np.ndarray]
 ) -> None:
-    """Adds all sets that the run evaluates: test sets, those of `test_data_path`, and held-out puzzles."""
+    """Adds all sets that the run evaluates to `leaks`, so that it can find puzzles that are also trained on.
+
+    These are the test sets of the run, those of `test_data_path`, and held-out puzzles.
+
+    tests: {folder name: dataset} of `test_data_path`. held_out: Result of `hold_out`.
+    """
     for prefix, data in (("eval/", dataset), *((f"test/{folder}.", data) for folder, data in tests.items())):
         for name, each in data.splits["test"].sets.items():
             leaks.add(f"{prefix}{name}", each, "test", data.folders)
@@ -156,7 +166,11 @@ def _add_evaluated(
 
 
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
-    """Returns {folder name: dataset} of `test_data_path`. ValueError if the model cannot read one of them."""
+    """Opens the datasets of `test_data_path`. Returns {folder name: dataset}.
+
+    Raises ValueError if the model cannot be evaluated on one of them. trained: Dataset that the model trains
+    on.
+    """
     tests = {}
     for path in map(Path, config.test_data_path or []):
         data, name = open_datasets([path], splits=("test",), read_everything=is_main()), path.resolve().name
@@ -172,7 +186,10 @@ def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
 
 
 def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
-    """Reads the manifest of each folder, to detect later changes. b"" if it cannot be read."""
+    """Reads the manifest of each dataset folder, to detect later changes. Returns {folder: content}.
+
+    The content is b"" if the manifest cannot be read.
+    """
     found = {}
     for folder in folders:
         try:
@@ -183,10 +200,11 @@ def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
 
 
 def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
-    """Returns {training set: groups to hold out for validation, bool [num_groups]}.
+    """Selects training puzzles for validation. Returns {training set: mask of groups, bool [num_groups]}.
 
-    Returns {} without `validation_fraction`. Raises ValueError if the fraction selects no group. Also raises
-    ValueError if only held-out puzzles use some puzzle embedding, because it would not be trained.
+    A group is a puzzle with all its augmented copies. Returns {} without `validation_fraction`. Raises
+    ValueError if the fraction selects no group. Also raises ValueError if only held-out puzzles use some
+    puzzle embedding, because it would not be trained.
     """
     if not config.validation_fraction:
         return {}
@@ -222,12 +240,13 @@ _FEW_PUZZLES = 30  # with fewer held-out puzzles there is a warning
 def build_plan(
     config: PretrainConfig, data: Dataset, held_out: dict[str, np.ndarray] | None = None
 ) -> TrainPlan:
-    """Plans the examples of every step: the stages of the curriculum, then the main training.
+    """Plans which examples each training step uses. The stages of the curriculum come first.
 
-    Raises ValueError if a stage is too short for one batch.
+    A stage of the curriculum has its own data or settings. Raises ValueError if a stage is too short for one
+    batch.
 
-    data: Dataset of all `config.data_paths`.
-    held_out: Result of `hold_out`. If None, all groups are trained on.
+    data: Dataset of all `config.data_paths`. held_out: Result of `hold_out`. If None, no puzzles are held
+    out.
     """
     number = {path: position for position, path in enumerate(config.data_paths)}
     before = [stage for stage in config.curriculum if stage.share is None]

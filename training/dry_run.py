@@ -38,7 +38,7 @@ _BUCKET_MB = 25  # bucket_size_mb=auto on NCCL
 
 
 class Sent(NamedTuple):
-    """The number of messages that a process sends in a step, and their total number of bytes."""
+    """What a process sends in a training step: number of messages, and their total number of bytes."""
 
     messages: float
     bytes: float
@@ -47,8 +47,7 @@ class Sent(NamedTuple):
 class Needs:
     """Estimates the memory and messages of one process of a run, as the mean over all processes.
 
-    counter: Counter of the operations of the full model.
-    sizes: {axis of the mesh: number of ranks}.
+    counter: Counts the operations of the full model. sizes: Layout of the processes (`layout_of`).
     """
 
     def __init__(self, config: PretrainConfig, counter: StepCounter, sizes: Mapping[str, int]):
@@ -68,9 +67,9 @@ class Needs:
         self._row, self._rows = (0, 0) if table is None else (table.weights.shape[1], len(table.weights))
 
     def memory(self) -> dict[str, float]:
-        """Returns the bytes that a process keeps between steps, by kind.
+        """Returns {what: bytes} that a process keeps in memory between training steps, such as weights.
 
-        The alignment gaps of flat buffers are not counted.
+        Padding between the weights is not counted.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         in_one_flat = self._is_plain and not self._is_mixed
@@ -93,7 +92,10 @@ class Needs:
         return {part: num_bytes for part, num_bytes in memory.items() if num_bytes}
 
     def activations(self, reasoning: Reasoning) -> float:
-        """Estimates the bytes of activations that are saved for the backward pass of one micro-batch."""
+        """Estimates the bytes of activations that are saved for the backward pass of one micro-batch.
+
+        reasoning: Settings of the model's thinking, such as the number of cycles.
+        """
         of_block = _WHOLE + _SHARED.get(self._config.arch.name, _USUALLY_SHARED) / self._tensor
         if self._config.activation_checkpointing == "block":
             of_block = _INPUT
@@ -105,17 +107,24 @@ class Needs:
         return at_once * num_blocks * of_block / 2 * self._state_bytes(reasoning)
 
     def slots_that_fit(self, num_bytes: float, reasoning: Reasoning) -> int:
-        """Estimates how many slots fit into the memory of a process."""
+        """Estimates how many slots fit into `num_bytes` of memory of a process.
+
+        A slot is one position of the batch. It holds a puzzle until the model stops thinking about it.
+
+        reasoning: Settings of the model's thinking, such as the number of cycles.
+        """
         of_slots = self.activations(reasoning) + self.memory()["carry"]
         fixed = sum(self.memory().values()) - self.memory()["carry"]
         return max(0, int((num_bytes - fixed) / of_slots * self.slots))
 
     def sent(self, reasoning: Reasoning) -> dict[str, Sent]:
-        """Returns {purpose: messages that a process sends in a step}, for the process that sends most.
+        """Returns {purpose: messages} of a training step, for the process that sends the most.
 
-        Puzzle rows are an upper limit. With local steps or puzzle_emb_sharding=rows, rows of the same puzzle
-        are sent once. Buckets and calls of q_target=deferred are estimates. Messages for metrics and gradient
-        clipping are not counted.
+        Puzzle rows are an upper limit. With local_steps > 1 or puzzle_emb_sharding=rows, rows of the same
+        puzzle are sent once. Buckets and calls of q_target=deferred are estimates. Messages for metrics and
+        gradient clipping are not counted.
+
+        reasoning: Settings of the model's thinking, such as the number of cycles.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(reasoning)
@@ -157,12 +166,15 @@ class Needs:
 
 
 def _ring(num_bytes: float, ranks: int) -> float:
-    """Returns the bytes that each of n = `ranks` sends in a ring all-reduce: 2 (n - 1) / n * num_bytes."""
+    """Returns how many bytes each of `ranks` processes sends in a ring all-reduce of `num_bytes` bytes."""
     return 2 * (ranks - 1) / ranks * num_bytes
 
 
 def describe(config: PretrainConfig, world_size: int) -> str:
-    """Returns the estimate for a run on `world_size` processes as text. ValueError for a wrong layout."""
+    """Returns a text with the estimated memory, messages and operations of a run on `world_size` processes.
+
+    Raises ValueError if the run cannot be divided among so many processes.
+    """
     check_layout(config, world_size)
     model, seq_len, num_steps, missing = _build(config)
     network, sizes = model.network, layout_of(config, world_size)
@@ -196,7 +208,10 @@ def describe(config: PretrainConfig, world_size: int) -> str:
 def _describe_fit(
     config: PretrainConfig, needs: Needs, reasoning: Reasoning, world_size: int
 ) -> Iterator[str]:
-    """Yields how many slots fit into a process on a machine like this one. Nothing if it lacks the device."""
+    """Yields a line that says how many slots fit into the memory of a process on a machine like this one.
+
+    A slot is one position of the batch. Yields nothing if this machine does not have the device.
+    """
     if device_type(config.device) == "cuda":
         if not torch.cuda.is_available():
             return
@@ -210,10 +225,11 @@ def _describe_fit(
 
 
 def _build(config: PretrainConfig) -> tuple[HaltingModel, int, int | None, list[str]]:
-    """Returns (model on the meta device, seq_len, number of steps or None, missing dataset folders).
+    """Builds the model of a run on the meta device, which allocates no memory.
 
-    If a dataset is missing, usual sizes are assumed, and the number of steps is `train_steps` (None with a
-    curriculum).
+    Returns (model, seq_len, number of training steps, missing dataset folders). If a dataset is missing,
+    usual sizes are assumed, and the number of steps is `train_steps`. With a curriculum it is then None
+    (unknown).
     """
     missing = [path for path in config.data_paths if not Path(path).is_dir()]
     metadata, num_steps = usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps

@@ -28,8 +28,8 @@ def evaluate(
 ) -> dict[str, float] | None:
     """Evaluates all test and validation sets. All ranks call it.
 
-    With EMA, this evaluates the averages, and with the key `raw` also the raw weights. The number of cycles
-    is that of the architecture, also during a curriculum.
+    With EMA, this evaluates the averages, and with the key `raw` also the raw weights. A curriculum may train
+    with fewer cycles, but evaluations use the cycles of the key `arch`.
 
     Args:
         config: Config of the run.
@@ -89,7 +89,10 @@ def evaluate(
 
 
 def read_results(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, float]]]:
-    """Returns all rows of metrics.jsonl, and {set: {metric: value}} of the last evaluation."""
+    """Reads metrics.jsonl of a run folder.
+
+    Returns (all rows, {set: {metric: value}} of the last evaluation).
+    """
     rows = [row for row, _ in read_rows(folder)]
     metrics = [found for row in rows if (found := metrics_by_set(row))]
     return rows, metrics[-1] if metrics else {}

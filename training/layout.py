@@ -9,13 +9,19 @@ from distributed.process_group import is_elastic, world_size
 
 
 def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:
-    """Returns {axis of the mesh: number of ranks}. ValueError if the degrees do not divide `world_size`."""
+    """Returns the layout of the processes along the axes pipeline, replicate, shard and tensor.
+
+    The result is {axis: number of ranks}. Raises ValueError if the config keys do not divide `world_size`.
+    """
     shard, pipeline = config.data_parallel_shard_degree, config.pipeline_parallel_degree
     return sizes_of(world_size, pipeline=pipeline, shard=shard, tensor=config.tensor_parallel_degree)
 
 
 def build_mesh(config: PretrainConfig) -> Mesh:
-    """Builds the process groups of this rank. All ranks call it. Later messages name a rank's position."""
+    """Builds the process groups of this rank. All ranks call it.
+
+    With pipeline or tensor parallelism, later messages also say where a rank is: "rank 3 (stage 1)".
+    """
     mesh = Mesh(layout_of(config, world_size()))
     if not mesh.is_plain:
         log.locate_ranks(functools.partial(describe_position, sizes=mesh.sizes))
@@ -23,7 +29,10 @@ def build_mesh(config: PretrainConfig) -> Mesh:
 
 
 def check_layout(config: PretrainConfig, world_size: int) -> None:
-    """Raises ValueError if the slots of the global batch cannot be divided among `world_size` ranks."""
+    """Raises ValueError if the global batch cannot be divided evenly among `world_size` processes.
+
+    An elastic run only warns, and gives some processes a smaller part of the batch.
+    """
     sizes = layout_of(config, world_size)
     slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])
     if rest:

@@ -11,7 +11,11 @@ from models.objective import divide
 def training_metrics(
     network: Network | type[Network], sums: dict[str, float], *, steps: int, global_batch_size: int
 ) -> dict[str, float]:
-    """Returns {metric: value} from sums over all ranks and `steps` steps. Omits metrics without data."""
+    """Computes the metrics of some training steps from sums. Returns {metric: value}.
+
+    Omits metrics without data. sums: {name: sum over the global batch and these steps}. steps: Number of
+    these steps.
+    """
     objective = network.objective_class
     metrics = objective.metrics | objective.training_metrics | {"grad_norm": "updates", "loss": "slots"}
     sums = sums | {"updates": steps}
@@ -19,7 +23,7 @@ def training_metrics(
 
 
 class FiniteCheck:
-    """Ends the run before the next checkpoint if a loss or gradient norm is not finite.
+    """Ends the run before the next checkpoint if a loss or gradient norm is NaN or infinite.
 
     `add` stores its result on the device, so that the host waits for a GPU only in `check`.
     """
@@ -31,9 +35,11 @@ class FiniteCheck:
         self._set_names: dict[int, str] = {}
 
     def add(self, step: int, *, set_name: str, loss: Tensor, grad_norm: Tensor) -> None:
-        """Records whether the loss and gradient norm of a step are finite. On a CPU, also calls `check`.
+        """Records whether the loss and the gradient norm of a training step are finite.
 
-        loss, grad_norm: Scalars, equal on all ranks.
+        On a CPU, also calls `check`.
+
+        set_name: Set of the batch, for the message. loss, grad_norm: Scalars, equal on all ranks.
         """
         self._set_names[step] = set_name
         values = torch.stack((loss.detach().float(), grad_norm.float()))
@@ -44,7 +50,10 @@ class FiniteCheck:
             self.check()
 
     def check(self) -> None:
-        """Ends all ranks with a message if a step was not finite. All ranks call it after the same step."""
+        """Ends all ranks with a message if the loss or gradient norm of an earlier step was not finite.
+
+        All ranks call it after the same step.
+        """
         step = int(self._first_bad)
         if step:
             loss, grad_norm = self._values.tolist()

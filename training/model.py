@@ -23,7 +23,7 @@ from training.cut import cut
 
 @dataclasses.dataclass(frozen=True)
 class LocalModel:
-    """The part of the model that this rank holds.
+    """The part of the model that this rank holds: with pipeline or tensor parallelism, not all of it.
 
     Attributes:
         model: The model with the blocks and weights of this rank.
@@ -38,9 +38,9 @@ class LocalModel:
     compiler_options: dict[str, Any] | None
 
     def compile_(self) -> None:
-        """Compiles the blocks, if the run compiles.
+        """Compiles the blocks with torch.compile, if the run compiles.
 
-        Call it after the weights have moved into flat buffers.
+        Call it after the weights have their final memory (`distributed.flat`).
         """
         if self.compiler_options is not None:
             compile_blocks(self.model)
@@ -49,10 +49,10 @@ class LocalModel:
 def build_local_model(
     config: PretrainConfig, metadata: Metadata, mesh: Mesh, *, device: torch.device, total_steps: int
 ) -> LocalModel:
-    """Builds this rank's part of the model on the device. All ranks call it.
+    """Builds the part of the model that this rank holds, on the device. All ranks call it.
 
     Every rank initializes all blocks, in the same order, and keeps only its part. The initial weights
-    therefore do not depend on the mesh.
+    therefore do not depend on the number of ranks.
 
     metadata: Metadata of the dataset. Its num_puzzle_identifiers is the number of embeddings on this rank.
     total_steps: Number of steps of the run. compile=auto depends on it.
@@ -81,7 +81,7 @@ def build_local_model(
 
 
 def count_steps(config: PretrainConfig, metadata: Metadata) -> StepCounter:
-    """Returns a counter of the operations of the full model of a run."""
+    """Returns an object that counts the operations (FLOP) of the full model in a training step."""
     with torch.device("meta"):
         model = build_model(config.arch, metadata)
     model.requires_grad_(config.train_only == "all")

@@ -25,9 +25,11 @@ _OF_START = ("num_parameters", "gigaflops_per_step", "gradient_sync")  # keys of
 
 
 class Monitor:
-    """Monitors a run. It is a context manager around the steps. All ranks call the methods together.
+    """Logs the metrics of a training, measures its speed, and ends it if a loss is not finite.
 
-    is_logged: Whether metrics.jsonl already contains the row of `state.step`.
+    It is a context manager around the training steps. All ranks call the methods together.
+
+    is_logged: Whether metrics.jsonl already contains the metrics of step `state.step`.
     """
 
     def __init__(
@@ -98,14 +100,17 @@ class Monitor:
         self._stack.__exit__(*error)
 
     def _slots(self, state: TrainState) -> str:
-        """Returns how many slots a process has, as a text. The last ranks may have fewer."""
+        """Returns a text that says how many slots (positions of the batch) a process has.
+
+        The last ranks may have fewer.
+        """
         slots, size = len(state.carry.halted), self._config.global_batch_size
         most = "" if slots * state.ranks.size == size else "at most "
         where = "one process" if world_size() == 1 else f"each of {world_size()} processes"
         return f"{most}{slots} slots on {where}"
 
     def _tags(self) -> tuple[str, ...]:
-        """Returns the kinds of puzzles, and the architecture."""
+        """Returns the kinds of puzzles and the architecture, such as ("sudoku", "trm")."""
         kinds = [self._data.info_of(each).kind for each in self._data.dataset.folders]
         return (*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name)
 
@@ -116,13 +121,19 @@ class Monitor:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Measures the wait for the next batch, in the block. The time of a step starts here."""
+        """Context manager for the wait for the next batch. Measures the wait.
+
+        The time of a training step starts here.
+        """
         self.clock.start()
         with self.clock.measure("data_wait"):
             yield
 
     def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
-        """Records a step, without waiting for a GPU. set_name: Set of the batch, for messages."""
+        """Records that a training step is done. Does not wait for a GPU.
+
+        set_name: Set that the batch comes from, for messages.
+        """
         self._step = step
         if result.averaged_steps:
             self._finite.add(step, set_name=set_name, loss=result.loss, grad_norm=result.grad_norm)
@@ -136,10 +147,12 @@ class Monitor:
 
     @contextlib.contextmanager
     def paused(self, activity: str = "training") -> Iterator[None]:
-        """Stops the step clock and the watchdog during the block, such as a save or an evaluation.
+        """Context manager for work other than training steps, such as a save.
 
-        Before the block, it ends the run if a loss or gradient norm was not finite. activity: First word of
-        the progress bar during the block.
+        Stops the step clock and the watchdog. Before the block, ends the run if a loss or gradient norm was
+        not finite.
+
+        activity: First word of the progress bar during the block, such as "evaluating".
         """
         self.clock.stop()
         self._finite.check()
@@ -149,13 +162,17 @@ class Monitor:
         self._loggers.set_activity("training")
 
     def is_row_due(self, step: int) -> bool:
-        """Returns whether a row of this step is due, and is not logged yet. Equal on all ranks."""
+        """Returns whether the metrics of this step must be logged, and are not logged yet.
+
+        Equal on all ranks.
+        """
         return self._schedule.has_row(step) and step != self._logged_step
 
     def reduce(self, state: TrainState) -> dict[str, float]:
-        """Returns the training metrics since the last row, as {"train/<name>": value}. All ranks call it.
+        """Returns the training metrics since the last logged step, as {"train/<name>": value}.
 
-        The result is complete only on rank 0. The metric sums are not reset: `log` resets them.
+        All ranks call it. The result is complete only on rank 0. The metric sums are not reset: `log` resets
+        them.
         """
         self._finite.check()
         size = self._config.global_batch_size
@@ -170,9 +187,9 @@ class Monitor:
         return {f"train/{name}": value for name, value in row.items()}
 
     def show_puzzles(self, state: TrainState) -> None:
-        """Logs pictures of the model's answers to `wandb_log_puzzles` test puzzles.
+        """Logs pictures of the model's answers to some test puzzles.
 
-        All ranks call it, before `log` of the same step.
+        The key `wandb_log_puzzles` sets how many. All ranks call it, before `log` of the same step.
         """
         count = self._config.wandb_log_puzzles
         if not count or not broadcast_object(self._loggers.take_pictures):
@@ -183,12 +200,15 @@ class Monitor:
             self._loggers.log_puzzles(state.step, think_of_puzzles(state, self._data, count=count))
 
     def log(self, state: TrainState, row: dict[str, float]) -> None:
-        """Logs the row of a step on rank 0, with the best evaluation so far. Resets the metric sums."""
+        """Logs the metrics of a step on rank 0, and adds the best evaluation so far. Resets the metric sums.
+
+        row: {name: value}.
+        """
         self._loggers.log(state.step, row | self._checkpoints.best.record(state.step, row))
         self._logged_step = state.step
         state.metrics.reset()
 
     def _send_checkpoints(self) -> None:
-        """Shows newly completed checkpoints to the loggers."""
+        """Passes checkpoints that have become complete since the last call to the loggers."""
         for folder in self._checkpoints.pop_saved():
             self._loggers.log_checkpoint(folder)

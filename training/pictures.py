@@ -34,7 +34,7 @@ _GRID, _GAP, _TITLE = 160, 16, 34  # units of the SVG, pixels of the image
 
 
 def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> "Thoughts":
-    """Runs the model on `count` puzzles of the first test set. All ranks call it. Returns the answers."""
+    """Runs the model on `count` puzzles of the first test set, and returns its answers. All ranks call it."""
     set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
     batch = read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
     state.table.fetch(batch.puzzle_identifiers.to(state.carry.steps.device))
@@ -52,7 +52,10 @@ def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> "Though
 
 
 def shown_steps(num_steps: int) -> list[int]:
-    """Returns the thinking steps to draw, from 1: all of a few, or powers of two and the last one."""
+    """Selects the thinking steps to draw, from 1 to `num_steps`.
+
+    These are all of a few steps, or powers of two and the last step.
+    """
     if num_steps <= _GRIDS - 2:
         return list(range(1, num_steps + 1))
     powers = [2**exponent for exponent in range(num_steps.bit_length()) if 2**exponent < num_steps]
@@ -60,7 +63,10 @@ def shown_steps(num_steps: int) -> list[int]:
 
 
 class _Grid(NamedTuple):
-    """A grid to draw: its title, and for each cell its look and whether it is crossed out."""
+    """A grid to draw.
+
+    title: Text above the grid. paints: Look of each cell. is_crossed: Whether each cell is crossed out.
+    """
 
     title: str
     paints: list[list[Paint]]
@@ -69,10 +75,10 @@ class _Grid(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Thoughts:
-    """The answers of a model to a few puzzles.
+    """The answers of a model to a few puzzles, after every thinking step.
 
     Attributes:
-        style: Style of the grids.
+        style: How the grids are drawn.
         inputs: Tokens [n, seq_len].
         labels: Tokens [n, seq_len]. A cell with the label IGNORE_LABEL_ID is never marked as wrong.
         trace: Answers after each thinking step.
@@ -86,7 +92,7 @@ class Thoughts:
     names: Sequence[str]
 
     def html(self) -> str:
-        """Draws a caption and a row of grids (SVG) for each puzzle. Returns HTML."""
+        """Returns HTML with a caption and a row of grids (SVG) for each puzzle."""
         drawn = []
         for number, name in enumerate(self.names):
             grids, regions = self._grids(number)
@@ -147,7 +153,11 @@ class Thoughts:
             yield name, np.asarray(image)
 
     def _grids(self, number: int) -> tuple[list[_Grid], list[int] | None]:
-        """Returns the grids of a puzzle, and the region of each cell (`regions_of`)."""
+        """Returns the grids to draw for one puzzle, and the region of each cell.
+
+        A region is, for example, a box of a Sudoku. None if there are no regions. number: Index of the
+        puzzle.
+        """
         style, puzzle, label = self.style, self.inputs[number], self.labels[number]
         is_counted = label != IGNORE_LABEL_ID
         solution = np.where(is_counted, label, puzzle)
@@ -180,7 +190,10 @@ def _paint(style: Style, token: int, given: int, is_wrong: bool) -> Paint:
 
 
 def _in_words(label: np.ndarray, trace: Trace, number: int) -> str:
-    """Returns a phrase that says after which step the answer was right, and when the model would halt."""
+    """Returns a text about one puzzle, such as "right after step 3; would halt after step 4".
+
+    number: Index of the puzzle.
+    """
     is_right = ((trace.preds[number] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
     last = f"right after step {is_right.argmax() + 1}" if is_right.any() else "never right"
     if is_right.any() and not is_right[-1]:

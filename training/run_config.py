@@ -40,9 +40,10 @@ FORMAT_KEY = "arch.forward_dtype"
 def compose_run(
     arguments: Sequence[str] | None = None, *, processes: int | None = None
 ) -> PretrainConfig | None:
-    """Returns the checked config of a command line, with a run_name and a number format.
+    """Reads the config of a run from command-line arguments, and checks it.
 
-    Does not read the data. A number format replaces `forward_dtype=auto`.
+    Fills in run_name and number format. Does not read the data. A number format replaces
+    `forward_dtype=auto`.
 
     Args:
         arguments: Arguments of the command line. If None, those of this process.
@@ -69,9 +70,11 @@ def compose_run(
 
 
 def name_arch(words: Sequence[str]) -> list[str]:
-    """Replaces the argument arch=checkpoint by overrides for the architecture of `init_from`.
+    """Replaces the argument arch=checkpoint: sets the architecture of the checkpoint `init_from` instead.
 
     Other arguments do not change. Raises ValueError if `init_from` is not a checkpoint.
+
+    words: Command-line arguments.
     """
     if ARCH_WORD not in words:
         return list(words)
@@ -85,10 +88,10 @@ def name_arch(words: Sequence[str]) -> list[str]:
 
 
 def draw_name() -> str:
-    """Returns a random name for a run. All restarts of one launch of torchrun get the same name.
+    """Returns a random name for a run. If torchrun restarts the processes, they get the same name.
 
-    Raises ValueError if torchrun may restart this launch, but does not serve the key-value store. Rank 0 then
-    serves the store, and the name would be lost if rank 0 ended.
+    Raises ValueError if torchrun may restart the processes, but rank 0 serves the key-value store. The name
+    would be lost if rank 0 ended.
     """
     name = coolname.generate_slug(2)
     if not is_under_torchrun():
@@ -104,7 +107,12 @@ def draw_name() -> str:
 
 
 def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfig:
-    """Fills in project_name, run_name (random), checkpoint_path and wandb_group if they are null."""
+    """Returns the config with values for project_name, run_name, checkpoint_path and wandb_group.
+
+    Keys that have a value keep it. If neither run_name nor checkpoint_path is set, the run_name is random.
+
+    experiment: Name of the experiment, for wandb_group.
+    """
     run_name = config.run_name
     if run_name is None and config.checkpoint_path is not None:
         run_name = _as_name(Path(config.checkpoint_path).resolve().name)
@@ -123,14 +131,17 @@ def _as_name(folder_name: str) -> str:
 
 
 class StoredConfig(NamedTuple):
-    """The stored config of a run, unchecked, and the folder that contains it."""
+    """The config that a run has stored, not checked, and the folder that contains it."""
 
     values: dict[str, Any]
     folder: Path
 
 
 def read_stored_config(run_folder: Path) -> StoredConfig | None:
-    """Reads the config of a run, from the run folder or else from its newest checkpoint; None without one."""
+    """Reads the config that a run has stored, from its folder or else from its newest checkpoint.
+
+    Returns None if there is none.
+    """
     checkpoint = newest_checkpoint(run_folder)
     for folder in (run_folder, checkpoint):
         path = None if folder is None else folder / CONFIG_FILE
@@ -144,10 +155,12 @@ def read_stored_config(run_folder: Path) -> StoredConfig | None:
 
 
 def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
-    """Lists the changed keys that may not change on resume, as "key: old -> new, ...". "" if there are none.
+    """Compares the stored config of a run with the config to resume it. Lists changes that are not allowed.
 
-    before: The stored config of the run. It may come from an older version with fewer keys.
-    now: The config of the command line. If its number format is `auto`, any format is accepted.
+    Returns "key: old -> new, ...", or "" if there are none.
+
+    before: The stored config of the run. It may come from an older version with fewer keys. now: The config
+    of the command line. If its number format is `auto`, any format is accepted.
     """
     old, new = flatten(fill_defaults(before)), flatten(now.model_dump())
     if new[FORMAT_KEY] == "auto":
@@ -158,10 +171,12 @@ def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
 
 
 def fix_format(config: PretrainConfig) -> PretrainConfig:
-    """Returns the config with a number format in place of `forward_dtype=auto`, and logs it with its reason.
+    """Returns the config with a number format (bfloat16 or float32) in place of `forward_dtype=auto`.
 
-    Warns if the run started in bfloat16, and this machine emulates bfloat16. config: A config with
-    `checkpoint_path`.
+    Logs the format and the reason. Warns if the run started in bfloat16, but this machine only emulates
+    bfloat16.
+
+    config: A config with `checkpoint_path`.
     """
     choice = find_format(config)
     if config.arch.forward_dtype == "auto":
@@ -174,14 +189,15 @@ def fix_format(config: PretrainConfig) -> PretrainConfig:
 
 
 def with_format(config: PretrainConfig, name: str) -> PretrainConfig:
-    """Returns the config with another number format."""
+    """Returns the config with another number format. name: "bfloat16" or "float32"."""
     return config.model_copy(update={"arch": config.arch.model_copy(update={"forward_dtype": name})})
 
 
 def find_format(config: PretrainConfig) -> Choice:
-    """Returns the number format of a run. If `arch.forward_dtype` is not `auto`, it is that format.
+    """Returns the number format of a run, and the reason.
 
-    For `auto`, the first of these rules that applies:
+    If `arch.forward_dtype` is not `auto`, it is that format. For `auto`, the first of these rules that
+    applies:
 
     - If this run continues a run, the format of that run (in the run folder, or else in `resume=PATH`).
     - If the weights of `init_from` were trained in float32, float32.
@@ -197,7 +213,7 @@ def find_format(config: PretrainConfig) -> Choice:
 
 
 def _stored_in(config: PretrainConfig) -> StoredConfig | None:
-    """Returns the config of the run that `config` continues; None for a new run."""
+    """Returns the stored config of the run that `config` continues. Returns None for a new run."""
     own = None if config.checkpoint_path is None else read_stored_config(Path(config.checkpoint_path))
     if own is not None:
         return own

@@ -11,10 +11,12 @@ from training.strategy import next_sync, synced_steps
 
 
 class Schedule:
-    """The schedule of a run: learning rates and cycles of each step, and the work that is due after it.
+    """Says what is due after each training step: log row, evaluation or checkpoint.
 
-    With `local_steps`, the weights of the ranks are equal only after a merge. If a log row, evaluation or
-    checkpoint falls due between two merges, it is done after the next merge.
+    It also knows the learning rates of each step, and how many cycles (calls of its blocks) the model makes.
+
+    With `local_steps`, ranks train separately and merge their weights every few steps. If a log row,
+    evaluation or checkpoint falls due between two merges, it is done after the next merge.
 
     `total_steps` is the number of steps of the run. This launch ends after `end_step`, which is `max_steps`
     or `total_steps`, whichever comes first.
@@ -28,20 +30,24 @@ class Schedule:
         self._evaluations = {*plan.iteration_ends, self.end_step}
 
     def learning_rates(self, step: int) -> dict[str, float]:
-        """Returns the learning rates of a step, as {"lr": ..., "puzzle_emb_lr": ...}."""
+        """Returns the learning rates of training step `step`, as {"lr": ..., "puzzle_emb_lr": ...}."""
         return learning_rates(self._config, step, total_steps=self.total_steps)
 
     def epochs(self, step: int) -> float:
-        """Returns the number of epochs in the first `step` steps, over all stages."""
+        """Returns how many epochs the first `step` training steps are, over all stages of the curriculum."""
         return self._plan.epochs(step)
 
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
-        """Returns `usual` with the cycles of the curriculum stage of the step, and with its `progress`."""
+        """Returns the settings of the model's thinking (number of cycles and so on) for training step `step`.
+
+        usual: The settings without a curriculum. The stage of the curriculum may change the cycles.
+        `progress` becomes the fraction of the training that is done.
+        """
         cycles = self._plan.stage_of(step).cycles
         return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)
 
     def petaflops(self, step: int, counter: StepCounter) -> float:
-        """Returns the operations of the first `step` steps on all ranks, in 1e15 (models/flops.py)."""
+        """Returns the number of operations of the first `step` training steps on all ranks, in 1e15."""
         of_slot = 0.0
         for stage, number in self._plan.num_steps(step):
             reasoning = dataclasses.replace(counter.model.reasoning, **stage.cycles)
@@ -57,7 +63,10 @@ class Schedule:
         return is_due or self.is_evaluation(step)
 
     def is_checkpoint(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after the step. After `end_step`, it always is."""
+        """Returns whether a checkpoint is due after the step.
+
+        After the last step of the launch, it always is.
+        """
         at_evaluation = self._config.checkpoint_every_eval and self.is_evaluation(step)
         return step == self.end_step or at_evaluation or self._is_due(self._config.checkpoint_interval, step)
 
@@ -68,9 +77,10 @@ class Schedule:
         return interval is not None and any(each > 0 and each % interval == 0 for each in self._steps(step))
 
     def _steps(self, step: int) -> range:
-        """Returns the steps for which due work runs after `step`.
+        """Returns the steps whose evaluations, checkpoints and log rows are made after `step`.
 
-        With local_steps, there may be many or none.
+        Usually only `step`. With local_steps > 1, ranks train separately and merge their weights every few
+        steps. If a merge follows `step`, these are all steps since the last merge. Otherwise none.
         """
         return synced_steps(step, **self._interval)
 
@@ -85,7 +95,7 @@ class Schedule:
         return "finished" if step >= self.total_steps else "max_steps"
 
     def describe(self, step: int) -> str:
-        """Returns a phrase for messages with the run folder, the step, and the last step."""
+        """Returns a text such as "checkpoints/demo is at training step 100 of 500"."""
         config = self._config
         end = f", max_steps={config.max_steps}" if self.end_step < self.total_steps else ""
         return f"{config.checkpoint_path} is at training step {step} of {self.total_steps}{end}"

@@ -20,10 +20,11 @@ from optimizers.weights import Weights
 
 
 class StepResult(NamedTuple):
-    """The result of the steps since the last merge.
+    """What ranks have exchanged in a training step: loss, gradient norm and requests to stop.
 
-    The tensors are scalars on the device, equal on all ranks. With local steps, a step that does not
-    merge has an empty range, and None in the other fields.
+    With local steps, ranks train separately and merge their weights every few steps. A step without a merge
+    has an empty range, and None in the other fields. A merge has the values of all steps since the last
+    merge. The tensors are scalars on the device, equal on all ranks.
 
     Attributes:
         averaged_steps: Steps since the last merge, up to this one. The EMA includes them.
@@ -40,18 +41,20 @@ class StepResult(NamedTuple):
 
 
 class Strategy:
-    """Base class of `EveryStep` and `LocalSteps`. All ranks call the methods together.
+    """How ranks that divide the batch train one model. Base class of `EveryStep` and `LocalSteps`.
+
+    All ranks call the methods together.
 
     Args:
-        syncs: A gradient sync for each flat buffer of `weights.flats`.
+        syncs: Methods of summing gradients over ranks, one for each of `weights.flats`.
         weights: Dense weights of this rank.
         table: Puzzle embeddings of this rank.
-        batch_size: Number of slots by which the loss is divided: those of all ranks, or with local steps
-            those of this rank.
+        batch_size: Number by which the loss is divided: the global batch size. With local steps, this rank's
+            part of it.
 
     Attributes:
         model: Module to call in the forward pass: the model, or the DistributedDataParallel that wraps it.
-        name: Name of the gradient sync, for logs.
+        name: Name of the method of summing gradients, for logs.
     """
 
     def __init__(
@@ -62,22 +65,28 @@ class Strategy:
         self.name, self.model, self._batch_size = syncs[0].name, syncs[0].model, batch_size
 
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Returns the divisors of the loss, with "slots". Sums them over ranks, except with local steps.
+        """Returns the numbers that divide the sums in the loss: {"slots": batch size, ...}.
 
-        divisors: Result of `divisors` of the objective on this rank. If empty, nothing is sent.
+        `EveryStep` sums `divisors` over ranks. `LocalSteps` does not.
+
+        divisors: Numbers that depend on the data of this rank, such as a count of open cells. If empty,
+        nothing is sent.
         """
         return {"slots": self._batch_size, **divisors}
 
     def start_step(self) -> None:
-        """Zeroes the gradients. After this call, the step may add to `Weights.scalars`."""
+        """Zeroes the gradients at the start of a training step.
+
+        After this call, the step may add scalars such as the loss (`Weights.scalars.add`).
+        """
         for sync in self._syncs:
             sync.zero()
 
     def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for the forward and backward pass of a micro-batch.
+        """Context manager for the forward and backward pass of a micro-batch (a part of the batch).
 
-        Only the last micro-batch may send gradients. With several syncs (a mesh), none does, because a
-        pipeline adds to the gradients of a block several times. `reduce_gradients` then sends them.
+        Only the last micro-batch may send gradients. With pipeline or tensor parallelism, none does, because
+        a pipeline adds to the gradients of a block several times. `reduce_gradients` then sends them.
         """
         if len(self._syncs) == 1:
             return self._syncs[0].micro_batch(is_last=is_last)
@@ -87,40 +96,50 @@ class Strategy:
         return stack
 
     def backward(self, loss: Tensor) -> None:
-        """Runs the backward pass of a micro-batch. It adds to the flat gradients."""
+        """Runs the backward pass of a micro-batch. It adds to the gradients of this step."""
         with contextlib.ExitStack() as stack:
             for sync in self._syncs:
                 stack.enter_context(sync.attached())
             loss.backward()
 
     def reduce_gradients(self, *, step: int) -> None:
-        """Sums the gradients of weights and embeddings over ranks. With local steps, it does not sum them."""
+        """Sums the gradients of weights and puzzle embeddings over ranks. `LocalSteps` does not sum them.
+
+        step: Number of the training step, from 1.
+        """
         raise NotImplementedError
 
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
-        """Copies the updated weights into the forward pass.
+        """Copies the weights that the optimizer has updated into the forward pass.
 
-        Afterwards, all ranks that hold a weight have the same value. With local steps, this is true only
-        after a merge.
+        Afterwards, all ranks that hold a weight have the same value. With `LocalSteps`, ranks train
+        separately, and this is true only after they have merged their weights.
 
-        grad_norm: Gradient norm of this step. The result contains it, or with local steps the mean of norms.
+        grad_norm: Gradient norm of this step. The result contains it, or with `LocalSteps` a mean over steps
+        and ranks. step: Number of the training step, from 1.
         """
         raise NotImplementedError
 
     def reset_to_weights(self) -> None:
-        """Uses the current weights as the result of a merge. Call it after loading weights on all ranks."""
+        """Prepares for weights that were loaded from a checkpoint. Call it after the load, on all ranks.
+
+        `LocalSteps` stores these weights, to compute at the next merge how much they have changed.
+        """
 
     def moments(self) -> Tensors:
-        """Returns the optimizers' moments, named <moment>.<weight>, for a checkpoint."""
+        """Returns the moments of the optimizers for a checkpoint: {"<moment>.<weight>": tensor or shard}."""
         return self._weights.moments()
 
     def tensors(self) -> Tensors:
-        """Returns the state of the strategy for a checkpoint: {name of a weight: outer momentum}."""
+        """Returns tensors of the strategy that a checkpoint must contain.
+
+        With `LocalSteps`, these are {name of a weight: momentum of the merges}. Otherwise {}.
+        """
         return {}
 
 
 class EveryStep(Strategy):
-    """Sums gradients over ranks in every step. Each rank then updates all weights, or its shard."""
+    """Sums gradients over ranks in every step. Each rank then updates all weights, or its shard of them."""
 
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
         if divisors:
@@ -139,18 +158,18 @@ class EveryStep(Strategy):
 
 
 class LocalSteps(Strategy):
-    """Each rank updates its weights with its own gradients. Every `local_steps` steps, ranks merge them:
+    """Each rank trains with only its own gradients. Every `local_steps` steps, ranks merge their weights.
 
-    change = mean over ranks of (anchor - weights), where anchor = weights after the last merge
-    momentum = outer_momentum * momentum + change
-    weights = anchor - outer_lr * (change + outer_momentum * momentum)
+        change = mean over ranks of (anchor - weights), where anchor = weights after the last merge
+        momentum = outer_momentum * momentum + change
+        weights = anchor - outer_lr * (change + outer_momentum * momentum)
 
     With outer_lr=1 and outer_momentum=0, the result is the mean of the weights (LocalSGD, arXiv 1805.09767).
     DiLoCo (arXiv 2311.08105) uses 0.7 and 0.9. A merge does not change the moments of the optimizers of
     ranks.
 
-    batch_size: Number of slots of this rank.
-    total_steps: Number of steps of the run. A merge follows the last step. If None, it is unknown.
+    batch_size: Number of slots of this rank. total_steps: Number of steps of the run. A merge follows the
+    last step. If None, it is unknown. lr, momentum: outer_lr and outer_momentum.
     """
 
     def __init__(
@@ -204,7 +223,10 @@ class LocalSteps(Strategy):
 
     @property
     def _master_weights(self) -> Tensor:
-        """Returns the flat float32 master weights, [size]. Each rank updates all of them."""
+        """The float32 weights that the optimizer updates, as one tensor, [size].
+
+        Each rank updates all of them.
+        """
         (weights,) = self._sync.flat.master_weights.buffers
         return weights
 
@@ -218,7 +240,7 @@ class LocalSteps(Strategy):
 def build_strategy(
     config: PretrainConfig, model: nn.Module, weights: Weights, table: PuzzleTable, *, total_steps: int | None
 ) -> Strategy:
-    """Builds the strategy of the config. All ranks call it."""
+    """Returns `EveryStep` or `LocalSteps`, as the config key `local_steps` selects. All ranks call it."""
     options = {key: getattr(config, key) for key in ("sync", "bucket_size_mb", "sync_dtype")}
     syncs = [build_gradient_sync(model, flat, **options) for flat in weights.flats]
     if config.local_steps == 1:
@@ -231,9 +253,10 @@ def build_strategy(
 
 
 def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:
-    """Returns the steps since the last merge, if one is due after `step`. Otherwise an empty range.
+    """If ranks merge their weights after `step`, returns the steps since the last merge.
 
-    A merge is due every `local_steps` steps, and after the last step of the run.
+    Otherwise an empty range. With local_steps > 1, ranks train separately. They merge every `local_steps`
+    steps, and after the last step of the run. With local_steps = 1, every step counts as a merge.
     """
     first = (step - 1) // local_steps * local_steps + 1
     is_synced = step % local_steps == 0 or step == total_steps
@@ -241,5 +264,8 @@ def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> ran
 
 
 def next_sync(step: int, *, local_steps: int, total_steps: int) -> int:
-    """Returns the first step, at or after `step`, that ends with a merge."""
+    """Returns the first step, at or after `step`, after which ranks merge their weights.
+
+    They merge every `local_steps` steps, and after the last step of the run.
+    """
     return min(-(-step // local_steps) * local_steps, total_steps)

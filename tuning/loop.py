@@ -28,13 +28,14 @@ _BAR = "{desc}|{bar}| {n:.1f}/{total} trials [{elapsed}, {remaining} left{postfi
 def run_trials(
     study: Study, config: SearchConfig, run: PretrainConfig, *, on_end: Callable[[], None]
 ) -> bool:
-    """Runs the remaining trials, `config.parallel` at a time. Returns whether a signal stopped the search.
+    """Runs the trials of a search that have not ended, `config.parallel` at a time.
 
-    Raises ValueError if the first three trials fail. Uses asyncio, because starting processes from threads is
-    unsafe.
+    A trial is one combination of hyper-parameters. Returns whether a signal such as Ctrl-C stopped the
+    search. Raises ValueError if the first three trials fail. Uses asyncio, because starting processes from
+    threads is unsafe.
 
-    run: Config of a trial. Its searched keys have arbitrary values.
-    on_end: Called after each trial.
+    study: Stores the trials. config: Config of the search. run: Config of a training. Its searched keys have
+    arbitrary values. on_end: Called after each trial.
     """
     return asyncio.run(_run_trials(study, config, run, on_end))
 
@@ -48,9 +49,9 @@ async def _run_trials(
         asyncio.get_running_loop().add_signal_handler(number, is_asked.set)
 
     def watch(trial: Trial) -> None:
-        """Reports new evaluations.
+        """Reports new evaluations of a running trial to Optuna. Called five times a second.
 
-        Asks the trial to stop if it is pruned, or if a signal stops the search.
+        If Optuna gives up the trial (prunes it), or if a signal stops the search, asks the trial to stop.
         """
         if is_asked.is_set() and not trial.is_stopped:
             log.info(f"trial {trial.number}: saving and stopping")
@@ -61,7 +62,12 @@ async def _run_trials(
             trial.is_pruned = trial.is_stopped = True
 
     async def run_in(slot: int) -> None:
-        """Runs one trial after the other. Trials that an earlier launch left unfinished come first."""
+        """Runs one trial after the other, until none is left.
+
+        Unfinished trials of an earlier launch come first.
+
+        slot: From 0 to parallel - 1. `parallel` copies of this function run at the same time.
+        """
         nonlocal num_failed
         while not is_asked.is_set() and (waiting or study.num_left()):
             number = waiting.pop(0) if waiting else None
@@ -101,11 +107,12 @@ async def _run_trials(
 def _begin(
     study: Study, config: SearchConfig, run: PretrainConfig, *, slot: int, number: int | None
 ) -> Trial | None:
-    """Prepares a new trial, or continues the unfinished trial `number`.
+    """Prepares a trial (one combination of hyper-parameters). Returns None if it need not run.
 
-    If a complete trial has the same parameters, this function reports its value to Optuna, and returns None.
+    If a complete trial has the same hyper-parameters, its value is also the value of this trial.
 
-    slot: From 0 to parallel - 1. Trials that run at the same time have different slots.
+    run: Config of a training. slot: From 0 to parallel - 1. Trials that run at the same time have different
+    slots. number: Number of an unfinished trial to continue. If None, the trial is new.
     """
     drawn, values = study.begin(number)
     log.info(f"trial {drawn.number}: {format_values(values)}")
@@ -131,7 +138,10 @@ def _begin(
 
 
 def _conclude(study: Study, trial: Trial) -> None:
-    """Reports the result of a trial to Optuna. A trial that a signal stopped stays unfinished."""
+    """Reports the result of a trial that has ended to Optuna.
+
+    If a signal stopped the trial, it stays unfinished. The next launch of the search continues it.
+    """
     study.report(trial.drawn, trial.values())
     if trial.is_pruned:
         study.optuna.tell(trial.number, state=TrialState.PRUNED)
@@ -143,7 +153,12 @@ def _conclude(study: Study, trial: Trial) -> None:
 
 
 def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
-    """Returns the command before pretrain.py, such as torchrun. ValueError if the program does not exist."""
+    """Returns the words that start a training before "pretrain.py", such as ["python"] or torchrun's command.
+
+    Raises ValueError if the program is not installed.
+
+    slot: From 0 to parallel - 1. In the key `launch`, {slot} is replaced by it, for example to select a GPU.
+    """
     if config.launch is None:
         return [sys.executable]
     try:
@@ -157,12 +172,15 @@ def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
 
 
 def format_values(values: Mapping[str, str]) -> str:
-    """Returns parameters as text for the console: key=value, with rounded numbers."""
+    """Returns the hyper-parameters of a trial as text for the console, such as "lr=0.000123 epochs=20"."""
     return " ".join(f"{key}={short_value(value)}" for key, value in values.items())
 
 
 def short_value(value: str) -> str:
-    """Returns a value as text. A number of more than 6 characters is rounded to 3 significant digits."""
+    """Returns a value for the console.
+
+    A number of more than 6 characters is rounded to 3 significant digits.
+    """
     try:
         return value if len(value) <= 6 else f"{float(value):.3g}"
     except ValueError:

@@ -39,10 +39,10 @@ _MAX_TRIES = 16  # maximum number of combinations tried to find a valid one with
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """The search space.
+    """The searched keys of a hyper-parameter search, and their possible values.
 
     Attributes:
-        parameters: {searched key: Optuna's distribution}.
+        parameters: {searched key: Optuna's distribution of its values}.
         fixed: The other arguments of pretrain.py, equal in every trial.
     """
 
@@ -50,7 +50,10 @@ class Space:
     fixed: tuple[str, ...]
 
     def draw(self, trial: Trial) -> None:
-        """Samples each parameter with Optuna. A parameter that the trial already has keeps its value."""
+        """Samples a value for each searched key with Optuna, and stores the values in the trial.
+
+        A key that already has a value in this trial keeps it.
+        """
         for key, of in self.parameters.items():
             if isinstance(of, CategoricalDistribution):
                 trial.suggest_categorical(key, of.choices)
@@ -59,14 +62,17 @@ class Space:
                 suggest(key, of.low, of.high, step=of.step, log=of.log)
 
     def combinations(self) -> list[dict[str, Any]]:
-        """Returns all combinations of values, for sampler=grid. ValueError if a parameter is continuous."""
+        """Returns all combinations of values, as {key: value} each, for sampler=grid.
+
+        Raises ValueError if a key has infinitely many values.
+        """
         values = {key: _grid_values(key, of) for key, of in self.parameters.items()}
         return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
 
     def written(self, values: dict[str, Any]) -> dict[str, str]:
-        """Returns {key: text for a command line}.
+        """Converts values to texts for a command line: returns {key: text}.
 
-        {} if a value is missing. ValueError if one is not in the space.
+        Returns {} if a key has no value. Raises ValueError if a value is not in the space.
         """
         if self.parameters.keys() - values.keys():
             return {}
@@ -79,9 +85,10 @@ class Space:
         return {key: str(of) for key, of in self.parameters.items()}
 
     def check(self) -> PretrainConfig:
-        """Returns the config of one combination.
+        """Checks that the values and the ends of ranges are valid for a training.
 
-        Raises ValueError if a value, or an end of a range, is invalid in all combinations that were tried.
+        Returns the config of one combination. Raises ValueError if a value is invalid in all combinations
+        that were tried.
         """
         extremes = {}
         for key, of in self.parameters.items():
@@ -127,10 +134,11 @@ def _written(key: str, of: BaseDistribution, value: Any) -> str:
 
 
 def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
-    """Returns the config of search.py, the space, and the config of a trial, from the command line.
+    """Reads the command line of search.py.
 
-    The config of a trial has arbitrary values for the searched keys. Returns None after --help and --cfg job,
-    because they only print. Raises ValueError with a one-line message if the config is wrong.
+    Returns (config of the search, search space, config of a training). In the config of a training, the
+    searched keys have arbitrary values. Returns None after --help and --cfg job, because they only print.
+    Raises ValueError with a one-line message if the config is wrong.
     """
     asked = split_command_line(SearchConfig)
     if asked is None:
@@ -149,7 +157,10 @@ def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
 
 
 def read_space(argv: Sequence[str]) -> Space:
-    """Reads the space from command-line arguments. ValueError if no key has several values."""
+    """Reads the search space from command-line arguments, such as lr=1e-4,1e-3.
+
+    Raises ValueError if no key has several values.
+    """
     parameters, fixed = {}, [word for word in argv if _is_option(word)]
     overrides = _overrides_in(argv)
     for override in overrides:
@@ -204,7 +215,10 @@ def _distribution(override: Override) -> BaseDistribution:
 
 
 def _ends(sweep: RangeSweep, word: str) -> tuple[float, float, float]:
-    """Returns (lowest value, highest value, step) of a range. ValueError if it is empty."""
+    """Returns (lowest value, highest value, step) of a range in the command line.
+
+    Raises ValueError if the range is empty. word: The argument, for the message.
+    """
     start, stop, step = (Decimal(str(number)) for number in (sweep.start, sweep.stop, sweep.step))
     count = math.ceil((stop - start) / step) if step else 0  # with floats, rounding could add a value
     if count < 1:
@@ -215,9 +229,10 @@ def _ends(sweep: RangeSweep, word: str) -> tuple[float, float, float]:
 
 
 def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
-    """Returns key=value overrides as the text of a file for config/experiment. It starts with `comment`.
+    """Returns the text of a file for config/experiment that sets the given keys.
 
-    Omits options such as --config-dir.
+    overrides: Arguments key=value. Options such as --config-dir are left out. comment: First lines of the
+    file.
     """
     values, experiments, groups = OmegaConf.create(), [], {}
     for override in _overrides_in(overrides):

@@ -26,11 +26,13 @@ _CONFIG, _SEARCH = "config", "search"
 
 
 class Study:
-    """The trials of a search, stored by Optuna in the SQLite file `path`.
+    """All trials of a hyper-parameter search. Optuna stores them in a SQLite file.
 
-    Raises ValueError if the file cannot be read, or contains another search of the same name.
+    A trial is one combination of hyper-parameters, with its evaluations. Raises ValueError if the file cannot
+    be read, or contains another search of the same name.
 
-    run: Config of a trial. Its searched keys have arbitrary values.
+    path: The SQLite file. config: Config of the search. space: Searched keys and their values. run: Config of
+    a training. Its searched keys have arbitrary values.
     """
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
@@ -61,11 +63,12 @@ class Study:
         self._format_words = [f"{FORMAT_KEY}={self._forward_dtype}"] if is_open else []
 
     def _claim(self, path: Path, run: PretrainConfig, known: dict[str, Any]) -> str:
-        """Stores the settings of a new search. Returns the number format with which the search started.
+        """Stores the settings of a new search, or compares them with those in the file.
 
-        Raises ValueError if the settings differ from those in the file.
+        Returns the number format (bfloat16 or float32) with which the search started. All its trials use it.
+        Raises ValueError if the settings differ.
 
-        known: Attributes of the study in the file.
+        known: Attributes that the file has for this search.
         """
         now: dict[str, Any] = {
             "metric": self.selection.metric,
@@ -95,7 +98,7 @@ class Study:
         return forward_dtype
 
     def overrides(self, values: dict[str, str]) -> list[str]:
-        """Returns the arguments of pretrain.py for a trial. All trials use the number format of the study.
+        """Returns the arguments of pretrain.py for a trial, including the number format of the search.
 
         values: {searched key: text}.
         """
@@ -109,18 +112,21 @@ class Study:
         return sum(trial.state in states for trial in self.trials)
 
     def unfinished(self) -> list[int]:
-        """Returns the numbers of the trials that started and have not ended."""
+        """Returns the numbers of the trials that have started but not ended."""
         return [trial.number for trial in self.trials if not trial.state.is_finished()]
 
     def num_ended(self) -> int:
         return len(self.trials) - len(self.unfinished())
 
     def num_left(self) -> int:
-        """Returns the number of trials that have not started."""
+        """Returns how many trials have not started yet."""
         return max(self.num_trials - len(self.trials), 0)
 
     def begin(self, number: int | None = None) -> tuple[Trial, dict[str, str]]:
-        """Starts a trial, or continues the unfinished trial `number`. Returns (trial, parameters)."""
+        """Starts a new trial, or continues the unfinished trial `number`.
+
+        Returns (Optuna's trial, {searched key: text for a command line}).
+        """
         trial_number = len(self.trials) if number is None else number
         seed = int(np.random.SeedSequence([self._config.sampler_seed, trial_number]).generate_state(1)[0])
         self.optuna.sampler = optuna.samplers.TPESampler(
@@ -141,7 +147,10 @@ class Study:
         return trial, self.parameters(self.trials[trial.number])
 
     def report(self, trial: Trial, values: list[float]) -> bool:
-        """Stores new evaluations of a trial. Returns whether to prune it. values: All evaluations so far."""
+        """Stores new evaluations of a trial. Returns whether the trial should be given up (pruned).
+
+        values: Values of the metric at all evaluations so far.
+        """
         known = self.trials[trial.number].intermediate_values
         new = [number for number in range(1, len(values) + 1) if number not in known]
         for number in new:
@@ -149,7 +158,10 @@ class Study:
         return bool(new) and len(values) < self.num_evaluations and trial.should_prune()
 
     def best(self) -> FrozenTrial | None:
-        """Returns the best complete trial. Ties go to the earliest one. None if no trial is complete."""
+        """Returns the complete trial with the best value. Returns None if no trial is complete.
+
+        If several trials have this value, it is the earliest one.
+        """
         choose = min if self.selection.lowest_is_best else max
         return choose(self._complete(), key=lambda trial: trial.value, default=None)
 
@@ -157,12 +169,15 @@ class Study:
         return [trial for trial in self.trials if trial.state == TrialState.COMPLETE]
 
     def describe_counts(self) -> str:
-        """Returns how many trials are complete, pruned and failed, as text."""
+        """Returns a text such as "7 complete, 3 pruned, 1 failed"."""
         states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
         return ", ".join(f"{self.count(state)} {name}" for name, state in states.items())
 
     def describe_best(self) -> str:
-        """Returns the comment in best.yaml: trial and study, the command, and the measured value."""
+        """Returns the comment at the start of best.yaml.
+
+        It has the best trial, its value, and the command that trains with its hyper-parameters.
+        """
         config, selection, best = self._config, self.selection, self.best()
         finished = self.count(TrialState.COMPLETE, TrialState.PRUNED)
         seeds = f", mean of {config.seeds} seeds" if config.seeds > 1 else ""
@@ -176,13 +191,17 @@ class Study:
         )
 
     def find_complete(self, values: dict[str, str]) -> FrozenTrial | None:
-        """Returns a complete trial with these parameters. None if there is none."""
+        """Returns a complete trial with the same hyper-parameters, or None.
+
+        values: {searched key: text}.
+        """
         return next((trial for trial in self._complete() if self.parameters(trial) == values), None)
 
     def parameters(self, trial: FrozenTrial) -> dict[str, str]:
-        """Returns {key: text for a command line} of a trial. {} if a parameter is not sampled yet.
+        """Returns the hyper-parameters of a trial as {searched key: text for a command line}.
 
-        Raises ValueError if a value is not in the search space. Another program must have stored it.
+        Returns {} if a key has no value yet. Raises ValueError if a value is not in the search space. Another
+        program must have stored it.
         """
         try:
             return self.space.written(trial.params)
@@ -209,12 +228,15 @@ def _count_evaluations(run: PretrainConfig) -> int:
 
 
 def folder_of(config: SearchConfig) -> Path:
-    """Returns the folder of the trials of a search. The default is search/<study>."""
+    """Returns the folder in which a search runs its trials. The default is search/<study>."""
     return Path(config.folder) if config.folder else Path("search") / config.study
 
 
 def open_folder(config: SearchConfig) -> Path:
-    """Creates the folder of a search, and locks it until this process ends. ValueError if this fails."""
+    """Creates the folder of a search, and locks it against other processes until this process ends.
+
+    Raises ValueError if this fails.
+    """
     folder = folder_of(config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -225,7 +247,7 @@ def open_folder(config: SearchConfig) -> Path:
 
 
 def storage_of(config: SearchConfig) -> Path:
-    """Returns the path of the SQLite file. Raises ValueError if `storage` is a URL."""
+    """Returns the path of the SQLite file of a search. Raises ValueError if `storage` is a URL."""
     if config.storage and "://" in config.storage:
         raise ValueError(f"config: storage={config.storage} is a URL. Set the path of a SQLite file.")
     return Path(config.storage) if config.storage else folder_of(config) / "study.db"

@@ -27,15 +27,17 @@ _GRACE_SECONDS = 120  # a run that was asked to stop is killed after this time
 
 
 class Trial:
-    """The runs of one trial. They run one after the other, as child processes.
+    """Runs the trainings of one trial, one for each seed. A trial is one combination of hyper-parameters.
 
-    drawn: Optuna's trial.
-    commands: {run folder: command that starts or continues the run}.
-    selection: Metric that measures a run.
-    max_steps: The key max_steps of each run.
-    cores: CPU cores of the runs. If None, all cores.
+    The trainings are child processes, one after the other. If the caller sets `is_stopped`, the current
+    training saves and ends. This takes several seconds.
 
-    If the caller sets `is_stopped`, the current run saves and ends. This takes several seconds.
+    Args:
+        drawn: Optuna's trial.
+        commands: {run folder: command that starts or continues the training}.
+        selection: Metric that measures a training.
+        max_steps: The key max_steps of each training.
+        cores: CPU cores of the trainings. If None, all cores.
     """
 
     is_stopped = is_pruned = False
@@ -55,10 +57,10 @@ class Trial:
         self._logs: dict[Path, tuple[object, dict[int, float]]] = {}
 
     async def run(self, on_poll: Callable[[Trial], None]) -> None:
-        """Runs all commands until they end, or until `is_stopped`.
+        """Runs all trainings until they end, or until `is_stopped`.
 
-        If a run ends early, but has saved a newer checkpoint, this function starts it again. Otherwise it
-        raises ValueError with a one-line message.
+        If a training fails, but has saved a newer checkpoint, it is started again. Otherwise raises
+        ValueError with a one-line message.
 
         on_poll: Called five times a second.
         """
@@ -79,9 +81,9 @@ class Trial:
                     raise ValueError(f"{why_it_failed(said, status)} ({log})")
 
     async def _run_once(self, folder: Path, command: Sequence[str], on_poll: Callable[[Trial], None]) -> int:
-        """Runs a command, and returns its exit status.
+        """Runs a command, and returns its exit status. Its output goes to a file in the run folder.
 
-        If an exception is raised here, the command is stopped.
+        If an exception such as Ctrl-C interrupts this function, the command is asked to stop.
         """
         stop_signal, asked_at = _stop_signal(command), None
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,11 +109,14 @@ class Trial:
         return all(map(self._has_ended, self._commands))
 
     def values(self) -> list[float]:
-        """Returns the values of the metric at all evaluations so far, run after run."""
+        """Returns the values of the metric at all evaluations so far, one training after the other."""
         return [value for folder in self._commands for value in self._evaluations(folder).values()]
 
     def score(self) -> float:
-        """Returns the best value of the metric, averaged over runs. ValueError if a run has no value."""
+        """Returns the value of the trial: the mean over its trainings of the best value of the metric.
+
+        Raises ValueError if a training has no value.
+        """
         best = []
         for folder in self._commands:
             values = self._evaluations(folder)
@@ -121,7 +126,10 @@ class Trial:
         return math.fsum(best) / len(best)
 
     def _evaluations(self, folder: Path) -> dict[int, float]:
-        """Returns {step: value of the metric} of a run. Reads metrics.jsonl only if it has changed."""
+        """Returns {step: value of the metric} of a training. Reads metrics.jsonl only if it has changed.
+
+        folder: Run folder of the training.
+        """
         with contextlib.suppress(FileNotFoundError):
             stat = (folder / METRICS_FILE).stat()
             version = (stat.st_size, stat.st_mtime_ns)
@@ -133,7 +141,7 @@ class Trial:
 
 
 def _stop_signal(command: Sequence[str]) -> signal.Signals:
-    """Returns the signal that makes a run save and end.
+    """Returns the signal that makes a training save and end.
 
     For srun it is SIGUSR1, because SIGTERM kills srun.
     """
@@ -141,7 +149,12 @@ def _stop_signal(command: Sequence[str]) -> signal.Signals:
 
 
 def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
-    """Returns the CPU cores for the trial in `slot`, of `num_slots` parallel trials. None: all cores."""
+    """Divides the CPU cores among trials that run at the same time. Returns the cores of one trial.
+
+    Returns None if the trial may use all cores.
+
+    slot: Number of the trial among the `num_slots` parallel trials, from 0.
+    """
     if num_slots == 1 or not hasattr(os, "sched_setaffinity"):
         return None
     cores = sorted(os.sched_getaffinity(0))

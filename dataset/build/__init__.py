@@ -24,7 +24,10 @@ _OTHERS = {"reasoning_gym": "dataset.kinds.pairs.reasoning_gym"}  # builders for
 
 
 def builders() -> dict[str, str]:
-    """Returns {name of a builder: its module}, including imported plugins. Imports no builder."""
+    """Returns {name of a dataset builder: its module}, such as {"maze": "dataset.kinds.maze.build"}.
+
+    Includes builders of imported plugins. Imports no builder.
+    """
     found = dict(_OTHERS)
     for folder in (each for each in Path(dataset.kinds.__file__).parent.iterdir() if each.is_dir()):
         if (folder / "build.py").is_file():
@@ -37,9 +40,11 @@ def builders() -> dict[str, str]:
 
 
 def build_dataset(kind: str, arguments: Sequence[str]) -> None:
-    """Builds a dataset, like `python -m dataset.build KIND ARGUMENTS`.
+    """Builds a dataset, like the command `python -m dataset.build KIND ARGUMENTS`.
 
-    ValueError, one line, if the arguments or the source are invalid. Nothing is written then.
+    Raises ValueError, one line, if the arguments or the source are invalid. Nothing is written then.
+
+    kind: Name of a builder, such as "sudoku". arguments: Command-line arguments.
     """
     import_plugins(arguments)
     if kind not in (known := builders()):

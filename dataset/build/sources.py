@@ -35,7 +35,11 @@ NUM_TEST = {"type": integer(at_least=1), "metavar": "T", "help": _SO_MANY}
 
 
 def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
-    """Adds --source and --generate (one is required), and --columns. Arguments: Parts of help texts."""
+    """Adds the options --source and --generate (the user must pass one of them), and --columns.
+
+    thing: Word for a puzzle, such as "maze". columns, generated: Ends of the help texts of --source and
+    --generate.
+    """
     group = parser.add_mutually_exclusive_group(required=True)
     source = (
         "a folder with train.csv and test.csv; hf://datasets/OWNER/NAME[@REVISION], such a dataset on the "
@@ -51,11 +55,14 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
 def find_source_files(
     source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str, output_dir: Path
 ) -> list[Path]:
-    """Returns the files that --source names: a file, files of a folder, or files downloaded from the Hub.
+    """Returns the files that --source names. Downloads them if it is an address on the Hugging Face Hub.
 
-    choose: Function (names of all files) -> names of the needed files, training first. It raises ValueError
-    if some are missing. needed: Text that names these files, for messages. ValueError, one line, for every
-    error.
+    Raises ValueError, one line, for every error.
+
+    source: A file, a folder, or an address hf://datasets/OWNER/NAME. choose: Function (names of all files) ->
+    names of the needed files, training first. It raises ValueError if some are missing. needed: Text that
+    names the needed files, for messages. output_dir: Folder that will be written. It must not contain the
+    source.
     """
     if is_address(source):
         address = parse_address(source, kind="dataset")
@@ -76,7 +83,10 @@ def find_source_files(
 
 
 def check_source(source: Path, *files: Path, output_dir: Path) -> None:
-    """Raises ValueError if the source does not exist, or if one of its files is in `output_dir`."""
+    """Raises ValueError if the source does not exist, or if one of its files is in `output_dir`.
+
+    output_dir: Folder that will be replaced.
+    """
     if not source.exists():
         raise ValueError(f"--source {source} does not exist.")
     if any(path.resolve().is_relative_to(output_dir.resolve()) for path in files):
@@ -84,7 +94,7 @@ def check_source(source: Path, *files: Path, output_dir: Path) -> None:
 
 
 def _choose_and_tell(names: list[str], choose: Callable[[list[str]], Sequence[str]]) -> Sequence[str]:
-    """Chooses files with `choose`, and prints the names of other files that look like puzzles."""
+    """Returns the names that `choose` selects. Prints other names that look like files of puzzles."""
     chosen = choose([name for name in names if not name.endswith("/")])
     endings = {_ending_of(name) for name in chosen} | {".csv", ".jsonl", ".parquet"}
     others = sorted(set(names).difference(chosen))
@@ -98,7 +108,10 @@ def _ending_of(name: str) -> str:
 
 
 def choose_puzzle_files(names: list[str]) -> list[str]:
-    """Chooses the files of both splits, such as train.csv and test.csv.gz, or the only file of puzzles."""
+    """Selects the files of puzzles from a folder: one for training and one for testing, or a single file.
+
+    Example: train.csv and test.csv.gz. Raises ValueError if the names are not clear.
+    """
     seen = [name for name in names if "/" not in name and not name.startswith(".")]
     endings = {name: Path(name.removesuffix(".gz")) for name in seen}
     found = {
@@ -119,7 +132,7 @@ def choose_puzzle_files(names: list[str]) -> list[str]:
 
 
 def is_table(path: Path) -> bool:
-    """Returns whether a file is a table with columns, not a list of puzzles."""
+    """Returns whether a file is a table with columns (.csv or .tsv). Other files are lists of puzzles."""
     return _ending_of(path.name) in _TABLES
 
 
@@ -132,14 +145,15 @@ def read_columns(
     optional: Sequence[str] = (),
     is_grid: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Reads a CSV file. Yields (line numbers, {column: texts}) for chunks of rows.
+    """Reads columns of a CSV file in chunks of rows. Yields (line numbers, {column: texts}).
 
     Commas, semicolons or tabs separate columns. The first line contains the names of the columns. Other usual
     names are accepted too. If `is_grid` finds grids in the first line, the file has no names. Its columns
-    with grids are then `names`, in this order.
+    with grids are then `names`, in this order. Raises ValueError, with file and line, if the file is not
+    valid.
 
     names: Needed columns. read_others: Whether to yield all columns. given: Value of --columns, the names in
-    the file. optional: Columns that may be missing. ValueError with file and line.
+    the file. optional: Columns that may be missing. is_grid: Function (text) -> whether it is a puzzle.
     """
     optional = () if given and "," in given else optional
     content = read_lines(path)
@@ -171,10 +185,13 @@ def read_columns(
 def _find_columns(
     header: Sequence[str], names: Sequence[str], given: str | None, *, where: str
 ) -> dict[str, int]:
-    """Returns {name: position of its column in the header}. Names without a column are left out.
+    """Finds columns in the first line of a table. Returns {name: position}.
 
-    given: Names in the header, separated by commas, in the order of `names`. If one is empty or missing, the
-    usual names are searched. ValueError if the header contains a column twice.
+    Names without a column are left out. Raises ValueError if two columns have the same name.
+
+    header: Texts of the first line. names: Columns to find. given: Their names in the file, separated by
+    commas, in the same order. If one is empty or missing, the usual names are searched. where: File and line,
+    for messages.
     """
     typed = [name.strip().lower() for name in header]
     there = {name: position for position, name in enumerate(typed)}
@@ -193,13 +210,21 @@ def _find_columns(
 
 
 def expect(path: Path, lines: Sequence[int], is_valid: np.ndarray, message: str) -> None:
-    """Raises ValueError, with file and line, for the first row where `is_valid` is False: bool [n]."""
+    """Checks rows of a file. Raises ValueError, with file and line, for the first row that is not valid.
+
+    lines: Line number of each row. is_valid: Whether each row is valid, bool [n].
+    """
     if not is_valid.all():
         raise ValueError(f"{path}:{lines[int(np.argmin(is_valid))]}: {message}.")
 
 
 def _hint_of(text: str, num_cells: int, *, remark: str) -> str:
-    """Returns `remark`, or what a spreadsheet has probably done to a text of the wrong length."""
+    """Returns a hint for a text of the wrong length: what a spreadsheet has probably changed.
+
+    Otherwise `remark`.
+
+    num_cells: Number of cells that the text should have.
+    """
     if text.startswith("'"):
         return ". Remove the apostrophe at its start. A spreadsheet has added it"
     if re.fullmatch(r"\d([.,]\d+)?E\+?\d+", text):
@@ -218,11 +243,11 @@ def parse_grids(
     largest: Sequence[int],
     remark: str = "",
 ) -> list[np.ndarray]:
-    """Converts the texts of the first columns, question and answer, to tokens: uint8 [n, num_cells] each.
+    """Converts the texts of the columns question and answer to tokens. Returns uint8 [n, num_cells] for each.
 
-    check: Function (mask of good rows, message). It raises ValueError if a row is not good. token_of:
-    {character: token}. largest: Largest token of each column. With one number, only the question is
-    converted. remark: End of the message for a wrong length.
+    columns: {name: texts of n rows}, the question first. check: Function (mask of good rows, message). It
+    raises ValueError if a row is not good. token_of: {character: token}. largest: Largest token of each
+    column. With one number, only the question is converted. remark: End of the message for a wrong length.
     """
     table, grids = np.full(256, 255, np.uint8), []
     table[list(map(ord, token_of))] = list(token_of.values())

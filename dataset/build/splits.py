@@ -47,19 +47,25 @@ _SAMPLE, _SAMPLE_SECONDS = 1000, 10.0  # puzzles whose solutions are counted, an
 
 
 def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
-    """Yields bytes that identify each input, without zeros at its end. inputs: uint8 [count, cells]."""
+    """Yields bytes for each input. They are equal only for equal inputs.
+
+    inputs: uint8 [count, cells]. Zeros (padding) at the end of an input are ignored.
+    """
     for start in range(0, len(inputs), _CHUNK_ROWS):
         chunk = np.ascontiguousarray(inputs[start : start + _CHUNK_ROWS])
         yield from chunk.view(f"S{chunk.shape[1]}").ravel().tolist()
 
 
 def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
-    """Returns whether the key (`input_keys`) of each input is in `keys`: bool [count]."""
+    """Returns for each input whether its key (`input_keys`) is in `keys`: bool [count]."""
     return np.fromiter((key in keys for key in input_keys(inputs)), bool, len(inputs))
 
 
 def check_count(*numbers: int) -> None:
-    """Raises ValueError if the number of examples, the product of `numbers`, exceeds int32."""
+    """Raises ValueError if a dataset would have too many examples for int32 indices.
+
+    numbers: Their product is the number of examples. Example: puzzles, copies of each, examples of each copy.
+    """
     if math.prod(numbers) > _MOST_EXAMPLES:
         product = " x ".join(map(str, numbers))
         raise ValueError(f"{product} examples exceed the range of int32. Lower --num-aug.")
@@ -78,16 +84,18 @@ def build_puzzles(
     make_easier: Callable[[np.ndarray], np.ndarray] | None = None,
     has_several: Callable[[np.ndarray], bool] | None = None,
 ) -> None:
-    """Builds a dataset: reads or generates pairs, augments the training split, and writes the folder.
+    """Builds a dataset: reads or generates puzzles, adds variants for training, and writes the folder.
 
-    The manifest contains a digest of each source file, not its path.
+    A variant is an augmented copy of a puzzle. A pair is an input and its label, as tokens. The manifest
+    contains a digest of each source file, not its path.
 
-    thing: Word for a puzzle, for messages. read: Function (files) -> pairs of each file, as tokens. generate:
-    Function () -> (training pairs, test pairs). draw_transforms: Function (number of groups) -> transforms of
-    `augmentation`, uint8 [groups, puzzles in a group, bytes]. The first of each group is the identity.
-    make_easier: Function (training pairs) -> easier inputs [count, cells] with the same labels. They become a
-    second example of each puzzle. has_several: Function (input [cells]) -> whether the puzzle of a source has
-    several solutions.
+    options: Parsed command line of the builder. kind: Name of the kind of puzzle. thing: Word for a puzzle,
+    for messages. read: Function (files) -> pairs of each file, uint8 [n, 2, cells]. generate: Function () ->
+    (training pairs, test pairs). augmentation: Name of a family in `AUGMENTATIONS`. draw_transforms: Function
+    (number of puzzles) -> transforms of this family, uint8 [puzzles, 1 + variants, bytes]. The first of each
+    puzzle changes nothing. If None, there are no variants. make_easier: Function (training pairs) -> easier
+    inputs [count, cells] with the same labels. They become a second example of each puzzle. has_several:
+    Function (input [cells]) -> whether the puzzle has several solutions.
     """
     instead = {}
     if options.generate is None:
@@ -141,10 +149,12 @@ def build_puzzles(
 def _split_files(
     files: list[Path], read: Sequence[np.ndarray], *, thing: str, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (training pairs, test pairs) of one or two files. ValueError if a file has no pair.
+    """Divides the pairs of one or two files. Returns (training pairs, test pairs).
 
-    A random tenth of a single file becomes the test pairs. Training pairs with the input of a test pair are
-    dropped.
+    With two files, the first is for training. With one file, a random tenth becomes the test pairs, and
+    training pairs with the input of a test pair are dropped. Raises ValueError if a file has no pair.
+
+    read: Pairs of each file. thing: Word for a puzzle, for messages.
     """
     if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
         raise ValueError(f"{empty[0]} has no {thing}.")
@@ -160,9 +170,11 @@ def _split_files(
 
 
 def _without_repeats(pairs: np.ndarray, path: Path, *, kind: str) -> np.ndarray:
-    """Returns the pairs of a file without repeated pairs, in order. Prints the number of repeats.
+    """Removes repeated pairs of a file, and prints how many there were. Keeps the order.
 
-    Warns of inputs with several answers, and of answers that equal their input. It keeps these pairs.
+    Warns about inputs with several answers, and about answers that equal their input. It keeps these pairs.
+
+    kind: Name of the kind of puzzle, for messages.
     """
     seen: set[tuple[bytes, bytes]] = set()
     inputs: set[bytes] = set()
@@ -188,9 +200,9 @@ def _without_repeats(pairs: np.ndarray, path: Path, *, kind: str) -> np.ndarray:
 def _have_several_solutions(
     pairs: np.ndarray, split: str, *, kind: str, has_several: Callable[[np.ndarray], bool]
 ) -> bool:
-    """Returns whether puzzles of a split have several solutions, and warns of them.
+    """Checks random puzzles of a split. If some have several solutions, warns and returns True.
 
-    Looks at up to _SAMPLE random puzzles, for up to _SAMPLE_SECONDS.
+    Checks up to _SAMPLE puzzles, for up to _SAMPLE_SECONDS.
     """
     size = min(len(pairs), _SAMPLE)
     num_checked = num_several = 0
@@ -211,7 +223,11 @@ def _have_several_solutions(
 def _keep(
     pairs: np.ndarray, count: int | None, option: str, split: str, *, seed: int, stream: int
 ) -> np.ndarray:
-    """Returns `count` random pairs, or all if None. ValueError, with `option`, if there are fewer."""
+    """Returns `count` random pairs. If `count` is None, returns all.
+
+    Raises ValueError if there are fewer. option: Name of the option that sets `count`, for the message.
+    stream: Purpose of the random numbers (see `dataset.randomness`).
+    """
     if count is None:
         return pairs
     if count > len(pairs):
@@ -220,7 +236,10 @@ def _keep(
 
 
 def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:
-    """Returns `count` different random numbers below `total`: int64, ascending."""
+    """Samples `count` different integers from 0 to total - 1. Returns them in ascending order, int64.
+
+    stream: Purpose of the random numbers (see `dataset.randomness`).
+    """
     return np.sort(random_orders(random_bits(seed, stream=stream, index=0, count=total))[:count])
 
 
@@ -232,11 +251,13 @@ def draw_distinct(
     max_misses: int,
     refusal: str,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Generates puzzles with different inputs: (training, test), each [puzzles, parts, cells].
+    """Generates puzzles with different inputs. Returns (training, test), uint8 [puzzles, parts, cells] each.
 
-    draw: Picklable function (split, index) -> puzzles [parts, cells]. Part 0 is the input. refusal: Message
-    of the ValueError that is raised after `max_misses` calls without a new puzzle. {count} becomes the number
-    of puzzles found.
+    After 2 s, all cores work. Raises ValueError if `max_misses` calls of `draw` in a row give no new puzzle.
+
+    draw: Picklable function (split, index) -> list of puzzles [parts, cells]. Part 0 is the input, part 1
+    usually the answer. refusal: Message of the ValueError. In it, {count} becomes the number of puzzles
+    found.
     """
     seen: set[bytes] = set()
     drawn = {}
@@ -264,7 +285,10 @@ def draw_distinct(
 
 
 def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Sequence[np.ndarray]]:
-    """Yields draw(0), draw(1), ... in order. After 2 s, it starts one process for each core."""
+    """Yields draw(0), draw(1), ... in this order, forever.
+
+    After 2 s, one process for each core computes them.
+    """
     started = time.monotonic()
     index = 0
     while time.monotonic() - started < _SECONDS_ALONE:
@@ -289,7 +313,10 @@ def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Seque
 
 
 def _start(plugins: list[str]) -> None:
-    """Imports plugins, ignores SIGINT (the parent handles it), and exits as soon as the parent ends."""
+    """Prepares a process that generates puzzles: imports plugins, and ignores Ctrl-C.
+
+    The parent process handles Ctrl-C. If the parent ends, this process ends too.
+    """
     load_plugins(plugins)
 
     def watch() -> None:
@@ -302,7 +329,10 @@ def _start(plugins: list[str]) -> None:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Prevents processes that start in the block from running the caller's script again."""
+    """Context manager for code that starts processes. Prevents them from running the user's script again.
+
+    With the start method "spawn", a new process would import the script as its main module.
+    """
     main, sys.modules["__main__"] = sys.modules["__main__"], types.ModuleType("__main__")
     try:
         yield
@@ -322,18 +352,20 @@ def make_split(
     num_identifiers: int = 1,
     **others: Any,
 ) -> Split:
-    """Makes a split with one set, "all", from pairs. Token 0 is padding. It is not scored.
+    """Makes a split from pairs (input, label). All puzzles are in one set with the name "all".
+
+    Token 0 is padding. It is not scored. A group is a puzzle and its variants (augmented copies).
 
     Args:
         pairs: Inputs and labels, uint8 [groups, 2, cells] or [groups, examples, 2, cells].
         vocab_size: Number of tokens.
         augmentation: Name of the family of `transforms` in `AUGMENTATIONS`.
-        transforms: Transforms of the puzzles, uint8 [groups, puzzles in a group, bytes]. The first in each
-            group is the identity. If None, each group is one puzzle.
+        transforms: Transforms that make the puzzles of each group, uint8 [groups, puzzles in a group, bytes].
+            The first in each group changes nothing. If None, each group is one puzzle.
         held_out: Test split. A variant that equals a test puzzle with the same identifier is replaced by its
             original.
         materialize: Whether to write the variants to disk instead of their transforms.
-        identifiers: Puzzle identifier of each group, [groups]. If None, 0.
+        identifiers: Puzzle identifier (number of the embedding) of each group, [groups]. If None, 0.
         num_identifiers: Number of puzzle identifiers in the dataset.
         **others: Fields of `Metadata`.
     """
@@ -358,7 +390,10 @@ def make_split(
 
 
 def _drop_test_leaks(train: PuzzleSet, test: PuzzleSet) -> None:
-    """Replaces each variant that equals a test puzzle by its original, and prints their number."""
+    """Replaces augmented training puzzles that equal a test puzzle by the puzzles before augmentation.
+
+    Prints how many. Changes `train.transforms` in place.
+    """
     held_out = set(zip(test.puzzle_identifiers.tolist(), input_keys(test.inputs), strict=True))
     is_leak = np.zeros(len(train.puzzle_identifiers), bool)
     for rows, puzzles in train.chunks():

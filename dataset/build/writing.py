@@ -46,12 +46,12 @@ def write_dataset(
     extra_files: dict[str, Any] | None = None,
     several_solutions: Sequence[str] = (),
 ) -> None:
-    """Writes a dataset and its manifest, reads and checks all of it, then replaces the folder.
+    """Writes a dataset folder with its manifest, and checks the result before it replaces an existing folder.
 
     Args:
         folder: Folder to write. If it contains a dataset of the same builder, it is replaced.
         splits: {"train": split, "test": split}.
-        identifiers: Names of the puzzle identifiers, in order.
+        identifiers: Names of the puzzle identifiers 0, 1, ... (numbers of puzzle embeddings).
         builder: {"name": ..., "arguments": ...} for the manifest. Use JSON values that do not depend on the
             machine, so that equal arguments give equal bytes.
         digests: Digest of the task of each identifier, uint64 [identifiers]. 0 if a task is unknown. If
@@ -72,9 +72,12 @@ def write_dataset(
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yields an empty folder. It replaces `folder` when the block ends without an error.
+    """Context manager that yields an empty folder to write into. At the end, it replaces `folder` atomically.
 
-    folder: A result of `check_output_folder`. ValueError if another process is writing it.
+    If the block raises an error, `folder` is not changed. Raises ValueError if another process is writing
+    `folder`.
+
+    folder: A result of `check_output_folder`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _scratch_folder(folder) as scratch:
@@ -99,9 +102,11 @@ def check_output_folder(
 ) -> Path:
     """Checks that a folder may be replaced, and returns it with symbolic links resolved.
 
-    Call it before long work. builder: Name of the calling builder. It does not replace a dataset of another
-    builder. mark: File that every folder of `maker` contains. key: Option that names the folder, for
-    messages. ValueError if the folder has other content or cannot be replaced.
+    Call it before long work. Raises ValueError if the folder has other content or cannot be replaced.
+
+    builder: Name of the builder that writes the folder. It must not replace a dataset of another builder. If
+    None, this is not checked. mark: File that shows that `maker` made the folder. maker: Who makes such
+    folders, for messages. key: Option that names the folder, for messages.
     """
     goal, another = Path(os.path.realpath(folder)), f"Choose another {key}."
     if goal.is_symlink():
@@ -162,7 +167,11 @@ def _write_manifest(
 
 @contextlib.contextmanager
 def _scratch_folder(goal: Path) -> Iterator[Path]:
-    """Yields a locked, empty folder next to `goal`, and removes it at the end. Repairs a killed attempt."""
+    """Context manager that yields an empty folder next to `goal` for temporary files. Removes it at the end.
+
+    A lock file keeps other processes out. If an earlier process was killed while it replaced `goal`, restores
+    `goal` first.
+    """
     scratch = goal.with_name(f"{goal.name}.unfinished")
     if scratch.exists() and any(scratch.iterdir()) and not (scratch / _LOCK).exists():
         raise ValueError(
@@ -185,7 +194,7 @@ def _scratch_folder(goal: Path) -> Iterator[Path]:
 
 
 def _clear_up(scratch: Path, goal: Path) -> None:
-    """Removes the folders of an attempt. If the old folder was not replaced, moves it back first."""
+    """Removes the temporary folders `new` and `old`. If `goal` is missing, first moves `old` back to it."""
     if (scratch / "old").exists() and (scratch / "new").exists() and not goal.exists():
         (scratch / "old").rename(goal)
     for name in ("new", "old"):

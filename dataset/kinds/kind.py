@@ -32,7 +32,7 @@ Rules = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Style:
-    """The style of a kind's grids, in a terminal and on a page.
+    """How the grids of a kind of puzzle are drawn, in a terminal and on a page.
 
     Attributes:
         symbols: Text of each token. A token beyond the last one is shown as its number.
@@ -43,8 +43,8 @@ class Style:
             not a rectangle.
         gap: Text between the cells of a row. In a terminal, a row with lines between regions ignores it.
         marks_new: Whether cells of the answer that differ from the puzzle are green.
-        first_of_field: If grids lie in a field (ARC): the lowest token of a cell. The token below it marks
-            the end of a grid, and only the grid is drawn. If None, a grid fills the token array.
+        first_of_field: Lowest token of a cell, if grids are smaller than the token array (ARC). The token
+            below it marks the end of a grid, and only the grid is drawn. If None, a grid fills the array.
         num_columns: Number of columns of the token array. If None, the array is a square or, if that is not
             possible, has up to 32 columns.
     """
@@ -60,11 +60,11 @@ class Style:
 
     @property
     def has_areas(self) -> bool:
-        """Returns whether cells are drawn as areas of color, without gaps."""
+        """Whether cells are drawn as areas of color, without gaps between them."""
         return not self.gap
 
     def symbol(self, token: int) -> str:
-        """Returns the text of a cell with this token."""
+        """Returns the text that is drawn in a cell with this token."""
         return self.symbols[token] if token < len(self.symbols) else str(token)
 
     def is_blank(self, token: int) -> bool:
@@ -80,7 +80,7 @@ class Puzzle:
     Attributes:
         tokens: Input, uint8 or int32 [seq_len].
         vocab_size: Number of tokens in datasets of such puzzles.
-        rules: Check of answers by the rules. None if the kind has no rules.
+        rules: Function that checks answers by the rules. None if the kind of puzzle has no rules.
         solution: Tokens of the solution, [seq_len]. None if it is not known.
     """
 
@@ -92,40 +92,50 @@ class Puzzle:
     """Whether the rule differs between puzzles, as in ARC, so that each puzzle needs its own embedding."""
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the indices of the cells of an answer that contain its grid: int64 [rows, columns]."""
+        """Finds the grid in an answer, [seq_len]. Returns the indices of its cells: int64 [rows, columns]."""
         return to_grid(np.arange(len(tokens)))
 
     def is_solution(self, tokens: np.ndarray) -> bool:
-        """Returns whether the grid of an answer, tokens [seq_len], equals that of the solution."""
+        """Returns whether an answer, tokens [seq_len], shows the same grid as the solution."""
         cells, right = self.cells_of(tokens), self.cells_of(self.solution)
         return np.array_equal(cells, right) and bool((tokens[cells] == self.solution[right]).all())
 
     def laid_into(self, seq_len: int) -> "Puzzle":
-        """Returns the puzzle in a field of `seq_len` cells, or itself if the kind has no fields.
+        """Returns the puzzle as a model with `seq_len` tokens expects it.
 
-        ValueError if a grid is larger than the field.
+        For ARC, the grid is written into a token array of this size. Raises ValueError if it does not fit.
+        Other kinds return the puzzle unchanged.
         """
         return self
 
     @property
     def remark(self) -> str | None:
-        """Returns a remark for the user, for example that the puzzle has several solutions, or None.
+        """A remark for the user, for example that the puzzle has several solutions, or None.
 
-        ValueError if the puzzle has no solution.
+        Raises ValueError if the puzzle has no solution.
         """
         return None
 
     def find_identifier(self, training: Split) -> int | None:
-        """Returns the identifier that was trained on this puzzle's demonstrations, or None."""
+        """Finds the puzzle embedding that was trained on this puzzle's demonstrations (ARC).
+
+        Returns its puzzle identifier, or None if there is none. training: Training split of the model.
+        """
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet | None:
-        """Returns `num_views` copies of the demonstrations, to train identifier 1. None if there are none."""
+        """Returns `num_views` copies of the demonstrations (ARC), to train a new puzzle embedding.
+
+        The embedding has identifier 1. Returns None if the puzzle has no demonstrations.
+        """
         return None
 
 
 def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
-    """Reshapes [seq_len] to [rows, columns]. Default: a square, otherwise up to 32 columns."""
+    """Reshapes an array [seq_len] to [rows, columns].
+
+    num_columns: If None, the grid is a square or, if that is not possible, has up to 32 columns.
+    """
     if num_columns is not None:
         return cells.reshape(-1, num_columns)
     num_columns = math.isqrt(len(cells))
@@ -135,7 +145,10 @@ def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
 
 
 def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
-    """Returns the smallest rectangle with all cells of the mask `is_inside`, bool [rows, columns]."""
+    """Cuts a grid to the smallest rectangle that contains all marked cells.
+
+    is_inside: The marks, bool [rows, columns].
+    """
     for axis in (0, 1):
         found = np.flatnonzero(is_inside.any(axis=1 - axis))
         grid = grid.take(range(found[0], found[-1] + 1) if len(found) else [], axis=axis)
@@ -143,10 +156,12 @@ def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
 
 
 def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[Puzzle]:
-    """Reads a puzzle of any kind from its symbols.
+    """Converts a text of symbols to a puzzle, for any kind. Returns a list of one puzzle.
 
-    Spaces separate the symbols. If every symbol is one character, spaces are optional. symbols: Symbol of
-    each token. If empty, the symbol of a token is its number. ValueError for an unknown symbol.
+    Spaces separate the symbols. If every symbol is one character, spaces are optional. Raises ValueError for
+    an unknown symbol.
+
+    symbols: Symbol of each token. If empty, the symbol of a token is its number.
     """
     names = list(symbols)[:vocab_size] or [str(token) for token in range(vocab_size)]
     token_of = {name: token for token, name in enumerate(names)}
@@ -160,13 +175,14 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
 
 
 class Answers(NamedTuple):
-    """A model's answers to one batch of examples, without padding. n may be 0.
+    """A model's answers to one batch of n examples, without padding. n may be 0.
 
-    inputs              int32 [n, seq_len]
-    labels              int32 [n, seq_len]: IGNORE_LABEL_ID for cells that are not scored
-    puzzle_identifiers  int32 [n]
-    preds               uint8 or int32 [n, seq_len]: the most probable token of each cell
-    q_halt              float32 [n]: logit of the probability that the answer is right
+    Attributes:
+        inputs: int32 [n, seq_len].
+        labels: int32 [n, seq_len]. IGNORE_LABEL_ID for cells that are not scored.
+        puzzle_identifiers: int32 [n], number of each example's puzzle embedding.
+        preds: uint8 or int32 [n, seq_len], the most probable token of each cell.
+        q_halt: float32 [n], logit of the predicted probability that the answer is right.
     """
 
     inputs: np.ndarray
@@ -177,7 +193,7 @@ class Answers(NamedTuple):
 
 
 class Evaluator(Protocol):
-    """The interface of an evaluator. It computes metrics of one kind of puzzle on one dataset folder."""
+    """The interface of an evaluator: it computes the metrics of one kind of puzzle on a dataset folder."""
 
     samples_vote: bool
     """Whether `add` gets all sampled answers to an example, to let them vote, or only the selected one."""
@@ -186,31 +202,33 @@ class Evaluator(Protocol):
     """Whether only examples that `add` got count. If False, a missing answer may count as wrong."""
 
     def add(self, set_name: str, answers: Answers) -> None:
-        """Adds the answers to one batch of a set."""
+        """Adds the model's answers to one batch of the set `set_name`."""
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
-        """Checks answers by the rules of the puzzles, without labels: bool [n].
+        """Checks by the rules of the puzzle whether answers are valid, without labels: bool [n].
 
-        None if the kind has no rules. inputs, preds: Tokens, [n, seq_len].
+        Returns None if the kind of puzzle has no rules. inputs, preds: Tokens, [n, seq_len].
         """
 
     def partial(self) -> Any:
-        """Returns the result of this rank for `metrics` on rank 0. It can be pickled."""
+        """Returns what this rank has counted. It is pickled and sent to rank 0, for `metrics`."""
 
     def metrics(self, partials: Sequence[Any]) -> dict[str, dict[str, float]]:
-        """Returns {set: {"<kind>/<metric>": value}}, from the `partial` of every rank.
+        """Computes the metrics on rank 0. Returns {set: {"<kind>/<metric>": value}}.
 
-        Accuracies are fractions of `<kind>/count` examples. A set without data is left out.
+        Accuracies are fractions of `<kind>/count` examples. A set without data is left out. partials: Result
+        of `partial` of every rank.
         """
 
     def write(self, folder: Path) -> None:
-        """Writes the evaluator's files, if it has any, into the folder. Call it after `metrics`."""
+        """Writes the evaluator's files, if it has any, into the folder. Called after `metrics`, on rank 0."""
 
 
 class RowEvaluator:
-    """An evaluator that checks each labeled example separately and counts the examples that pass.
+    """An evaluator that checks the answer to each example on its own, and counts how many are right.
 
-    The check `exact` is passed if all scored cells are right. A kind adds other checks, such as `valid`.
+    An answer passes the check `exact` if all scored cells are right. A kind of puzzle adds other checks, such
+    as `valid`. Examples without labels do not count.
     """
 
     samples_vote, only_answered = False, True
@@ -222,13 +240,14 @@ class RowEvaluator:
         *,
         tasks: Sequence[str] = (),
     ):
-        """Initializes the counts with 0.
+        """Starts with no examples.
 
         Args:
-            kind: Name of the kind. Metrics are named `<kind>/<check>_accuracy`.
+            kind: Name of the kind of puzzle. Metrics are named `<kind>/<check>_accuracy`.
             check: Function (inputs, preds), tokens [n, seq_len] -> {check: whether each answer passes, bool
                 [n]}. The check `valid` means that an answer obeys the rules.
-            tasks: Names of the puzzle identifiers. If given, `write` writes the accuracies of each.
+            tasks: Name of the task behind each puzzle identifier. If given, `write` writes the accuracy of
+                each task.
         """
         self._kind, self._check, self._tasks = kind, check, tasks
         # {(set, check): number of examples of each task that pass}, of this rank and of all ranks. All
@@ -266,7 +285,10 @@ class RowEvaluator:
         return [set_name for (set_name, name), rows in self._total.items() if name == "count" and rows.any()]
 
     def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
-        """Returns {"<check>_accuracy": fraction, "count": examples} of a set, or of some of its tasks."""
+        """Returns {"<check>_accuracy": fraction of the examples, "count": number of examples} of a set.
+
+        tasks: Index of the task to count. If not given, all tasks.
+        """
         of_set = {
             name: int(rows[tasks].sum()) for (own, name), rows in self._total.items() if own == set_name
         }
@@ -274,7 +296,10 @@ class RowEvaluator:
         return {f"{name}_accuracy": number / count for name, number in of_set.items()} | {"count": count}
 
     def write(self, folder: Path) -> None:
-        """Writes `tasks.json`, {set: {task: {"exact_accuracy": ..., "count": ...}}}, for several tasks."""
+        """Writes tasks.json with the accuracy of each task, if there are several tasks.
+
+        The file is {set: {task: {"exact_accuracy": ..., "count": ...}}}.
+        """
         if len(self._tasks) < 2:
             return
         tasks = {
@@ -290,15 +315,15 @@ class RowEvaluator:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of puzzle: everything that the other code needs to know about it.
+    """A kind of puzzle, such as Sudoku: everything that the other code needs to know about it.
 
     Attributes:
         name: Name of its module, its builder, its evaluator and its metrics.
         mismatch: Function (metadata) -> reason why a dataset cannot be of this kind, or None.
         build_evaluator: Function (folder, metadata) -> evaluator. It raises ValueError if the dataset cannot
             be evaluated.
-        augmentation: Name of its family of transforms in `AUGMENTATIONS`.
-        style: Style of its grids.
+        augmentation: Name of its augmentation in `AUGMENTATIONS`. None if it has none.
+        style: How its grids are drawn.
         read_puzzles: Function (text) -> puzzles of any size. It raises ValueError, one line, for an invalid
             puzzle. If None, texts are read as the symbols of `style`.
         make_up: Function (metadata, count) -> new puzzles of the dataset's size: inputs and answers, tokens
@@ -323,35 +348,41 @@ class Kind:
     plural: str = "puzzles"
 
     def mismatch_of(self, metadata: Metadata) -> str | None:
-        """Returns the reason why a dataset cannot be of this kind, or None."""
+        """Returns the reason why a dataset with these metadata cannot be of this kind.
+
+        Returns None if it can.
+        """
         if (metadata.symbols is not None) != self.names_symbols:
             return "tokens have no symbols of their own" if self.names_symbols else "symbols are its own"
         return self.mismatch(metadata)
 
 
 def kind_names() -> list[str]:
-    """Lists the kinds in this folder, without importing them, and those of imported plugins."""
+    """Returns the names of all kinds of puzzles: those in this folder and those of imported plugins.
+
+    Imports none of them.
+    """
     here = [each.name for each in pkgutil.iter_modules(dataset.kinds.__path__) if each.name != "kind"]
     return here + [kind.name for kind in defined("KIND") if kind.name not in here]
 
 
 def find_kind(name: str) -> Kind:
-    """Returns the kind with this name, one of `kind_names`. Imports it, unless a plugin defines it."""
+    """Returns the kind of puzzle with this name, one of `kind_names`. Imports its module if needed."""
     of_plugins = {kind.name: kind for kind in defined("KIND")}
     return of_plugins.get(name) or importlib.import_module(f"dataset.kinds.{name}").KIND
 
 
 def kinds_of(metadata: Metadata) -> list[Kind]:
-    """Returns every kind that fits the metadata of a dataset."""
+    """Returns all kinds of puzzles that fit the metadata of a dataset."""
     return [kind for kind in map(find_kind, kind_names()) if kind.mismatch_of(metadata) is None]
 
 
 def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
-    """Returns the kind of a dataset, or None if its metadata do not determine the kind.
+    """Returns the kind of puzzle of a dataset. Returns None if its metadata do not determine the kind.
 
-    The kind named `builder` (in the manifest) is preferred. Without one, exactly one kind must fit the
-    metadata, or exactly one of the kinds that fit must have the augmentation of the dataset. Example: a 4x4
-    Sudoku of the public tools has the sizes of a maze too, so it has no kind.
+    If the manifest names a builder and its kind fits the metadata, it is this kind. Otherwise, exactly one
+    kind must fit the metadata, or exactly one of the kinds that fit must have the augmentation of the
+    dataset. Example: a 4x4 Sudoku of the public tools has the sizes of a maze too, so it has no kind.
     """
     if builder in kind_names() and (kind := find_kind(builder)).mismatch_of(metadata) is None:
         return kind  # without importing the other kinds

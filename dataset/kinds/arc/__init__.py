@@ -39,13 +39,19 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class ArcPuzzle(Puzzle):
-    """A test input of an ARC task. task: The task with its demonstrations."""
+    """A test input of an ARC task, to be solved.
+
+    task: The task with its demonstrations (input-output pairs that show the rule).
+    """
 
     task: Task | None = None
     has_own_rule = True
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns the indices of the cells of the answer's grid: the rectangle that `corner_grids` finds."""
+        """Finds the grid in an answer, [seq_len]. Returns the indices of its cells: int64 [rows, columns].
+
+        The grid is the rectangle of colors that `corner_grids` finds.
+        """
         (grid,) = corner_grids(tokens[None])
         return to_grid(np.arange(len(tokens)))[: grid.shape[0], : grid.shape[1]]
 
@@ -62,7 +68,11 @@ class ArcPuzzle(Puzzle):
         return dataclasses.replace(self, **laid)
 
     def find_identifier(self, training: Split) -> int | None:
-        """Returns the identifier of the original training puzzle with all demonstrations, or None."""
+        """Finds the puzzle embedding that was trained on this task. Returns its puzzle identifier, or None.
+
+        It belongs to the training puzzle that contains all demonstrations of the task. Augmented copies of
+        puzzles are not searched.
+        """
         wanted = {pair.key for pair in self.task.train}
         for puzzle_set in training.sets.values():
             for puzzle in puzzle_set.group_indices[:-1].tolist():
@@ -79,9 +89,10 @@ class ArcPuzzle(Puzzle):
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet:
-        """Returns `num_views` copies of the demonstrations, at random positions in the field.
+        """Returns the demonstrations as training puzzles, to train a new puzzle embedding (identifier 1).
 
-        The grids are not rotated, mirrored or recolored, because such variants have separate embeddings.
+        Each of `num_views` copies has the grids at other random positions in the token array. The grids are
+        not rotated, mirrored or recolored, because such variants have separate embeddings.
         """
         pairs, transforms = self.task.train, np.tile(np.array(IDENTITY, np.uint8), (num_views, 1))
         size = math.isqrt(len(self.tokens))
@@ -91,13 +102,16 @@ class ArcPuzzle(Puzzle):
 
 
 def _cut_out(tokens: np.ndarray) -> np.ndarray:
-    """Returns the colors of a grid at any position in its field: uint8 [rows, columns]."""
+    """Finds the grid in a token array, at any position.
+
+    Returns its colors (0 to 9): uint8 [rows, columns].
+    """
     field = to_grid(tokens)
     return (crop(field, field >= COLOR_0) - COLOR_0).astype(np.uint8)
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads a task from JSON, {"train": [...], "test": [...]}. Each test input is a puzzle."""
+    """Reads an ARC task from JSON, {"train": [...], "test": [...]}. Returns a puzzle for each test input."""
     task, has_output = parse_puzzle(text)
     return [
         ArcPuzzle(

@@ -111,7 +111,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    """Reads the tasks, samples their variants, and writes both splits."""
+    """Builds an ARC dataset: reads or generates tasks, augments them, and writes both splits."""
     found, evaluated = _find_tasks(options)
     tasks = drop_repeats(found, evaluated=evaluated)
     evaluated = sorted({*evaluated, *(task.subset for task in tasks if not task.has_outputs)})
@@ -153,7 +153,10 @@ def build(options: argparse.Namespace) -> None:
 
 
 def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
-    """Returns the tasks up to --max-size, and the subsets to evaluate. ValueError if a subset is empty."""
+    """Returns the tasks that the options select, and the names of the subsets to evaluate.
+
+    Tasks with a grid larger than --max-size are left out. Raises ValueError if a subset has no task.
+    """
     if options.generate is not None:
         generated = generate_tasks(options.generate, subset=_EVALUATED, seed=options.seed)
         return [task for task, _ in generated[options.skip or 0 :]], [_EVALUATED]
@@ -177,7 +180,13 @@ def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
 
 
 def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks: int) -> None:
-    """Raises ValueError for more than `allow_leaks` test pairs that are trained on, or too many examples."""
+    """Checks the tasks before long work.
+
+    Raises ValueError if more than `allow_leaks` test pairs are also training pairs, or if there are too many
+    examples.
+
+    evaluated: Subsets with tasks for the test split. num_aug: Number of augmented copies of each task.
+    """
     if leaks := find_leaks(tasks, evaluated=evaluated):
         message = f"evaluated test pairs that are also trained on: {len(leaks)}, the first: {leaks[0]}"
         if len(leaks) > allow_leaks:
@@ -188,7 +197,10 @@ def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks
 
 
 def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[str]) -> dict:
-    """Returns the options for the manifest, with a digest of each subset's tasks in place of the sources."""
+    """Returns the options to record in the manifest.
+
+    In place of the paths of the sources, they have a digest of the tasks of each subset.
+    """
     digests = {subset: hashlib.sha256() for subset in sorted({task.subset for task in tasks})}
     for task in tasks:
         for part in (task.id.encode(), *(pair.key for pair in task.pairs), str(len(task.train)).encode()):
@@ -201,7 +213,13 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
 def _lay_out_sets(
     tasks: list[Task], transforms: list[np.ndarray], *, evaluated: list[str], size: int, seed: int
 ) -> dict[str, PuzzleSet]:
-    """Returns {split: its set}. transforms: Transforms of each task. evaluated: Subsets of the test split."""
+    """Converts tasks and their variants (augmented copies) to token arrays.
+
+    Returns {"train": set, "test": set}.
+
+    transforms: For each task, the transforms that make its variants, [variants, 11]. evaluated: Subsets with
+    tasks for the test split. size: Rows and columns of a token array.
+    """
     # The identifiers of each task's puzzles; 0 is blank.
     ends = np.cumsum([len(each) for each in transforms])
     identifiers = np.split(np.arange(1, 1 + ends[-1], dtype=np.int32), ends[:-1])
@@ -217,7 +235,10 @@ def _lay_out_sets(
 
 
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
-    """Lists the names of all identifiers: <task> for an original, `variant_name` for a variant."""
+    """Returns the names of the puzzle identifiers 0, 1, ... (numbers of puzzle embeddings).
+
+    A task has its id as name, such as "0a938d79". An augmented copy of it has its `variant_name`.
+    """
     names = [BLANK]
     for task, variants in zip(tasks, transforms, strict=True):
         names.append(task.id)
@@ -226,7 +247,10 @@ def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
 
 
 def _digests(tasks: list[Task], transforms: list[np.ndarray]) -> np.ndarray:
-    """Returns the digest of the task of each identifier, uint64 [identifiers]. 0 for the blank one."""
+    """Returns a hash of the task behind each puzzle identifier, uint64 [identifiers].
+
+    It is 0 for identifier 0, which has no task.
+    """
     of_tasks = np.array([task.digest for task in tasks], np.uint64)
     return np.append(np.uint64(0), of_tasks.repeat([len(each) for each in transforms]))
 

@@ -37,7 +37,11 @@ _HALTING_ONE = 1 << 32  # a probability of 1 in fixed point
 
 
 class TestInput(NamedTuple):
-    """A test input: its set, the index of its task, and its index in the task."""
+    """Identifies a test input of an ARC task.
+
+    set_name: Set that contains it. task: Index of its task. index: Its index among the test inputs of the
+    task.
+    """
 
     __test__ = False  # tells pytest that this is not a test
 
@@ -47,10 +51,13 @@ class TestInput(NamedTuple):
 
 
 class Votes:
-    """The votes of one rank, or of all ranks.
+    """Counts the votes for answers (grids) to test inputs, on one rank or on all ranks.
 
-    votes: {test input: {grid: number of votes}}. halting: {test input: {grid: sum of the predicted
-    probabilities that the grid is right, in fixed point}}.
+    A test input occurs in several variants (rotated, mirrored or recolored). The answer to each of them is a
+    vote.
+
+    votes: {test input: {grid: number of votes}}. halting: {test input: {grid: sum of the probabilities that
+    the grid is right, as the model predicts them}}. The sums are integers (fixed point).
     """
 
     def __init__(self) -> None:
@@ -58,7 +65,11 @@ class Votes:
         self.halting: defaultdict[TestInput, Counter[bytes]] = defaultdict(Counter)
 
     def vote(self, test_input: TestInput, grid: bytes, q_halt: float) -> None:
-        """Adds one vote. q_halt: Logit of the probability that the grid is right. NaN counts as 0."""
+        """Adds one vote for an answer.
+
+        grid: The answer, as bytes. q_halt: Logit of the predicted probability that the answer is right. NaN
+        counts as probability 0.
+        """
         probability = 0.0 if math.isnan(q_halt) else (1 + math.tanh(q_halt / 2)) / 2  # the sigmoid
         self.votes[test_input][grid] += 1
         self.halting[test_input][grid] += round(probability * _HALTING_ONE)
@@ -69,16 +80,16 @@ class Votes:
             self.halting[test_input].update(other.halting[test_input])
 
     def count(self) -> Counter[str]:
-        """Returns the number of votes in each set."""
+        """Returns {name of a set: number of votes in it}."""
         totals: Counter[str] = Counter()
         for test_input, votes in self.votes.items():
             totals[test_input.set_name] += votes.total()
         return totals
 
     def ranked(self, test_inputs: Iterable[TestInput]) -> list[bytes]:
-        """Returns the different grids with votes for these test inputs, the best first.
+        """Returns the different answers that got votes for these test inputs, the best first.
 
-        The order is by votes, then by mean probability, then by bytes. The empty grid is last.
+        More votes are better, then a larger mean probability, then smaller bytes. The empty grid is last.
         """
         votes, halting = Counter(), Counter()
         for test_input in test_inputs:
@@ -88,15 +99,19 @@ class Votes:
 
 
 class ArcEvaluator:
-    """An evaluator that lets answers vote. It stores only the sums in `Votes`.
+    """Computes the metrics of ARC, such as pass@2: whether one of the two best answers is right.
 
-    Several samples of a puzzle vote like several views.
+    A test input occurs in several variants (rotated, mirrored or recolored). The answers to all of them vote.
+    Several samples of a puzzle vote in the same way. It stores only the numbers of votes.
     """
 
     samples_vote, only_answered = True, False
 
     def __init__(self, folder: Path, metadata: Metadata):
-        """Reads the tasks. ValueError if an identifier in a test set is not a variant of a task."""
+        """Reads the tasks of a dataset folder.
+
+        Raises ValueError if the name of a puzzle in a test set does not belong to one of these tasks.
+        """
         sets = open_split(folder, "test").sets
         identifiers = {name: np.unique(puzzle_set.puzzle_identifiers) for name, puzzle_set in sets.items()}
         used = np.unique(np.concatenate(list(identifiers.values())))
@@ -129,7 +144,7 @@ class ArcEvaluator:
             self._votes.vote(test_input, self._views.undo(answer, identifier), q_halt)
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> None:
-        """Returns None, because the rule of a task is not known: only its demonstrations are given."""
+        """Returns None: ARC has no known rules, so answers cannot be checked without labels."""
 
     def partial(self) -> tuple[Votes, int]:
         return self._votes, self._num_unknown
@@ -143,7 +158,7 @@ class ArcEvaluator:
         different numbers of test inputs. A task that is in no set counts in every set. An input without votes
         is not solved, or left out with `only_answered`. An input without a known output is left out.
 
-        Raises ValueError for an example with an unknown input.
+        Raises ValueError for an example with an unknown input. partials: Results of `partial` on all ranks.
         """
         if num_unknown := sum(number for _, number in partials):
             shown = f"{num_unknown} test examples match no test input of their task in {TEST_PUZZLES}"
@@ -182,10 +197,10 @@ class ArcEvaluator:
         return {**metrics, **counts, "arc/votes": num_votes}
 
     def write(self, folder: Path) -> None:
-        """Writes `submission.json`, the two best grids of each test input over all sets, in Kaggle's form.
+        """Writes submission.json for Kaggle: the two best grids of each test input, over all sets.
 
-        It is {task: [{"attempt_1": grid, "attempt_2": grid} of each test input]}. If there is one grid, it
-        fills both attempts. If there is none, they are [[0]].
+        The file is {task: [{"attempt_1": grid, "attempt_2": grid} for each test input]}. If there is only one
+        grid, it fills both attempts. If there is none, both are [[0]].
         """
         submission = {
             task.name: [self._attempts(number, task.index_of[grid]) for grid in task.inputs]
@@ -205,8 +220,9 @@ class ArcEvaluator:
 class EvaluatedTask(NamedTuple):
     """The test pairs of a task. Several pairs may have the same input.
 
-    inputs, outputs  grids of the test pairs, as bytes. An unknown output is `tasks.EMPTY`
-    index_of         {input: index of the first test pair with this input}
+    Attributes:
+        inputs, outputs: Grids of the test pairs, as bytes. An unknown output is `tasks.EMPTY`.
+        index_of: {input: index of the first test pair with this input}.
     """
 
     name: str
@@ -216,7 +232,10 @@ class EvaluatedTask(NamedTuple):
 
 
 def load_tasks(folder: Path) -> list[EvaluatedTask]:
-    """Reads the tasks of `test_puzzles.json`, sorted by name. ValueError for malformed content."""
+    """Reads the tasks of a dataset's file test_puzzles.json, sorted by name.
+
+    Raises ValueError if the file is not valid.
+    """
     path = folder / TEST_PUZZLES
     try:
         content = read_json(path)
@@ -237,7 +256,13 @@ def _evaluated_task(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -
 
 
 def _tasks_in(sets: Iterable[PuzzleSet], names: Sequence[str]) -> list[EvaluatedTask]:
-    """Returns the tasks with originals in test sets, by name. HRM's tools write no file of tasks."""
+    """Collects tasks from test sets, sorted by name.
+
+    For datasets of HRM's tools, which have no test_puzzles.json.
+
+    names: Name of each puzzle identifier. If it is only the id of a task, the puzzle is not an augmented
+    copy.
+    """
     tests = {}
     for puzzle_set in sets:
         for puzzle, identifier in enumerate(puzzle_set.puzzle_identifiers.tolist()):
@@ -256,7 +281,9 @@ def to_lists(grid: bytes) -> list[list[int]]:
 
 
 class Views:
-    """The task and the inverse transform of every puzzle identifier.
+    """Converts grids of variants (rotated, mirrored or recolored) back to grids of their task.
+
+    The name of a puzzle identifier says which variant of which task it is.
 
     tasks: Index of the task of each identifier, int32 [num_puzzle_identifiers]. -1 if no test set uses it.
     """
@@ -264,7 +291,10 @@ class Views:
     def __init__(
         self, folder: Path, names: Sequence[str], *, tasks: Sequence[EvaluatedTask], used: np.ndarray
     ):
-        """Parses the names of the identifiers `used`. ValueError if one is not a variant of a task."""
+        """Parses the names of some puzzle identifiers. Raises ValueError if a name does not belong to a task.
+
+        names: Name of each identifier. used: Identifiers to parse, those of the test sets.
+        """
         count = len(names)
         index_of = {task.name: index for index, task in enumerate(tasks)}
         self.tasks = np.full(count, -1, np.int32)
@@ -283,15 +313,18 @@ class Views:
             self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(arc.NUM_COLORS)
 
     def undo(self, grid: np.ndarray, identifier: int) -> bytes:
-        """Applies the inverse transform of an identifier to a grid of color tokens. Returns `grid_bytes`."""
+        """Undoes the rotation, mirroring and recoloring of a grid. Returns the grid of the task, as bytes.
+
+        grid: Color tokens, [rows, columns]. identifier: Puzzle identifier, which says what to undo.
+        """
         return grid_bytes(self._colors[identifier][dihedral(grid, self._dihedral[identifier])])
 
 
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
-    """Returns the largest rectangle of colors at the top left of each field, tokens [n, seq_len].
+    """Finds the grid in each token array: the largest rectangle of colors at the top left.
 
-    The rectangles are numpy views [rows, columns]. If several have the same area, returns the one with the
-    fewest rows. If there is no color, it is [0, 0].
+    The grids are numpy views [rows, columns]. If several rectangles have the same area, takes the one with
+    the fewest rows. Without a color, the grid is [0, 0]. tokens: [n, seq_len].
     """
     size = math.isqrt(tokens.shape[1])
     grids = tokens.reshape(-1, size, size)

@@ -28,11 +28,12 @@ _LAYOUTS = ("row", "column", "diagonal")
 
 
 class Family(NamedTuple):
-    """A family of rules. A rule is a tuple of parameters, such as colors.
+    """A family of rules for generated tasks, such as "mirror the grid". A rule is a tuple of parameters.
 
-    rules       all rules of the family
-    draw_input  (draw, *rule) -> random grid, uint8 [rows, columns]. The rule may leave it unchanged
-    answer      (grid, *rule) -> output
+    Attributes:
+        rules: All rules of the family.
+        draw_input: (draw, *rule) -> random grid, uint8 [rows, columns]. The rule may leave it unchanged.
+        answer: (grid, *rule) -> output grid.
     """
 
     rules: list[tuple]
@@ -40,12 +41,12 @@ class Family(NamedTuple):
     answer: Callable[..., np.ndarray]
 
     def explains(self, rule: tuple, pairs: Sequence[Pair]) -> bool:
-        """Returns whether all outputs follow from their inputs by the rule."""
+        """Returns whether `rule` gives the right output for every pair."""
         return all(np.array_equal(self.answer(pair.input, *rule), pair.output) for pair in pairs)
 
 
 class _Draw:
-    """Random choices for one task. Each task has separate random bits."""
+    """Makes the random choices for one generated task. Task `index` has its own random numbers."""
 
     def __init__(self, seed: int, index: int):
         self._bits = BitStream(seed, stream=_STREAM)
@@ -61,14 +62,17 @@ class _Draw:
         return [items[index] for index in random_orders(self._bits.read(len(items)))[:count]]
 
     def ground(self, *, least: int = SMALLEST, most: int = LARGEST) -> np.ndarray:
-        """Returns a grid of background with a random shape, `least` to `most` rows and columns."""
+        """Returns a grid of background (color 0) with a random size.
+
+        least, most: Smallest and largest number of rows and of columns.
+        """
         return np.zeros([self.between(least, most) for _ in range(2)], np.uint8)
 
 
 def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tuple]]:
-    """Generates `count` tasks with their rules. Families take turns.
+    """Generates `count` ARC-like tasks. Returns (task, rule) of each. Families of rules take turns.
 
-    No two tasks have the same rule while their family has an unused one.
+    While a family has an unused rule, no two tasks have the same rule.
     """
     generated = []
     seen: set[bytes] = set()  # inputs
@@ -86,7 +90,12 @@ def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tu
 
 
 def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> tuple[Pair, ...]:
-    """Samples pairs until the demonstrations, the first pairs, determine the tests. seen: Inputs to avoid."""
+    """Samples the input-output pairs of a task. The demonstrations come first, then the tests.
+
+    It samples again until the demonstrations determine the outputs of the tests: every rule of the family
+    that explains the demonstrations gives the same test outputs. seen: Inputs of other tasks, which it must
+    not use.
+    """
     for _ in range(_NUM_TRIES):
         pairs: dict[bytes, Pair] = {}
         while len(pairs) < NUM_DEMONSTRATIONS + NUM_TESTS:
@@ -106,7 +115,7 @@ def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> t
 
 
 def _around(grid: np.ndarray, top: int, left: int, rows: int, columns: int) -> np.ndarray:
-    """Returns the cells of a rectangle and the cells that touch it."""
+    """Returns the part of a grid that contains a rectangle and all cells that touch it."""
     return grid[max(top - 1, 0) : top + rows + 1, max(left - 1, 0) : left + columns + 1]
 
 
@@ -125,7 +134,10 @@ def _draw_outlines(draw: _Draw, outline: int, *_: Any) -> np.ndarray:
 
 
 def _fill(grid: np.ndarray, _outline: int, color: int, where: str) -> np.ndarray:
-    """Colors the background inside closed outlines, or outside (`where`). Some outlines are open."""
+    """Rule: colors the background inside closed outlines, or outside of them.
+
+    Some outlines have a gap. They enclose nothing. where: "inside" or "outside".
+    """
     # Background cells are enclosed if no path from outside the grid reaches them.
     enclosed = np.pad(grid == 0, 1, constant_values=True)
     reached = [(0, 0)]
@@ -148,7 +160,7 @@ def _draw_patches(draw: _Draw, first: int, _of_first: int, second: int, _of_seco
 
 
 def _recolour(grid: np.ndarray, first: int, of_first: int, second: int, of_second: int) -> np.ndarray:
-    """Replaces color `first` by `of_first` and, at the same time, `second` by `of_second`."""
+    """Rule: replaces color `first` by `of_first` and, at the same time, `second` by `of_second`."""
     becomes = np.arange(NUM_COLORS, dtype=np.uint8)
     becomes[[first, second]] = of_first, of_second
     return becomes[grid]
@@ -175,7 +187,7 @@ def _draw_noise(draw: _Draw, way: str) -> np.ndarray:
 
 
 def _mirror(grid: np.ndarray, way: str) -> np.ndarray:
-    """Mirrors a grid, or adds its mirror image next to it (`way`)."""
+    """Rule: mirrors a grid, or adds its mirror image next to it. way: A key of _MIRRORS."""
     return np.ascontiguousarray(_MIRRORS[way](grid))
 
 
@@ -191,7 +203,11 @@ def _draw_things(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str) -> np.ndarray:
-    """Returns one cell of color `of_answer` for each dot (size 1) or 2 x 2 block (size 2) of `color`."""
+    """Rule: counts dots or blocks of color `color`. Returns that many cells of color `of_answer`.
+
+    size: 1 to count single cells, 2 to count blocks of 2 x 2. layout: Whether the returned cells form a
+    "row", a "column" or a "diagonal".
+    """
     padded = np.pad(grid == color, 1)
     is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left
     number = np.count_nonzero(is_first & (padded[2:, 1:-1] == (size == 2)))
@@ -214,7 +230,10 @@ def _draw_dots(draw: _Draw, color: int, *_: Any) -> np.ndarray:
 
 
 def _connect(grid: np.ndarray, color: int, of_line: int, ways: str) -> np.ndarray:
-    """Draws lines of `of_line` between dots of `color` along `ways`, unless another dot is between."""
+    """Rule: connects dots of `color` by lines of color `of_line`. Lines stop at other dots.
+
+    ways: Directions of the lines, such as "rows".
+    """
     result = grid.copy()
     edged = np.pad(grid, 1, constant_values=NUM_COLORS)  # an edge that is not a color ends every walk
     for start, step in product(np.argwhere(edged == color), _STEPS[ways]):

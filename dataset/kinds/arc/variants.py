@@ -34,13 +34,21 @@ _NAME = re.compile(rf"(.+?)(?:({_SEPARATOR}|_)t([0-7])\2([0-9]{{10}}))?", re.DOT
 
 
 def variant_name(task_id: str, transform: list[int]) -> str:
-    """Returns the name of a variant. `parse_variant_name` is the inverse."""
+    """Returns the name of a variant (augmented copy) of a task, such as "0a938d79|||t3|||0214356789".
+
+    transform: 11 numbers that make the variant: the symmetry (`dihedral`), then the new color of each of the
+    10 colors.
+    """
     number, *colors = transform
     return VARIANT_SEPARATOR.join((task_id, f"t{number}", "".join(map(str, colors))))
 
 
 def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
-    """Parses a name into (task, transform), `IDENTITY` for an original. ValueError if it is malformed."""
+    """Splits the name of a variant (augmented copy) of a task into (id of the task, transform of 11 numbers).
+
+    If the name is only the id of a task, the transform is `IDENTITY`. Raises ValueError if the name is not
+    valid.
+    """
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is not a name of a variant")
@@ -54,9 +62,10 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
-    """Samples the transforms of a task's original and `num_aug` different variants: uint8 [1 + variants, 11].
+    """Samples transforms that make `num_aug` different augmented copies of a task: uint8 [1 + num_aug, 11].
 
-    Returns fewer variants if 5 * num_aug samples do not contain enough.
+    The first transform changes nothing. If 5 * num_aug samples do not give enough different copies, the
+    result is shorter.
     """
     bits, num_draws = BitStream(seed, stream=_TRANSFORMS), _DRAWS_PER_VARIANT * num_aug
     bits.seek(_index(task))
@@ -66,7 +75,10 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
 
 
 def dihedral_transforms(task: Task) -> np.ndarray:
-    """Returns the transforms, uint8 [n, 11], of the original and its different rotated or mirrored images."""
+    """Returns the transforms that rotate or mirror a task, uint8 [n, 11]. Each gives a different puzzle.
+
+    The first one changes nothing.
+    """
     transforms = (bytes((number, *IDENTITY[1:])) for number in range(NUM_DIHEDRAL))
     return _keep_distinct(task, transforms, most=NUM_DIHEDRAL)
 
@@ -81,7 +93,10 @@ def _keep_distinct(task: Task, transforms: Iterable[bytes], *, most: int) -> np.
 
 
 def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
-    """Returns a function (transform) -> bytes. They are equal if two transforms make the same puzzle."""
+    """Returns a function that tells whether two transforms of a task make the same puzzle.
+
+    The function maps a transform (11 bytes) to other bytes. They are equal if the puzzles are equal.
+    """
     # Numbers of rows and columns are shifted above the colors, so that bytes.translate changes only colors.
     others = bytes(range(NUM_COLORS, 256))
 
@@ -99,7 +114,7 @@ def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
 
 
 def _draw(stream: BitStream, count: int) -> np.ndarray:
-    """Samples `count` transforms, uint8 [count, 11], from the next bits."""
+    """Samples `count` random transforms, uint8 [count, 11], from the next random bits of the stream."""
     bits = stream.read(count * _NUMBERS_PER_TRANSFORM).reshape(count, _NUMBERS_PER_TRANSFORM)
     transforms = np.zeros((count, 1 + NUM_COLORS), np.uint8)
     transforms[:, 0] = random_below(bits[:, 0], NUM_DIHEDRAL)
@@ -108,18 +123,24 @@ def _draw(stream: BitStream, count: int) -> np.ndarray:
 
 
 def _index(task: Task) -> int:
-    """Returns the index of a task's random bits, below 2**64. It depends only on the id of the task."""
+    """Returns an integer below 2^64 that selects the random bits of a task.
+
+    It depends only on the task's id.
+    """
     return int.from_bytes(hashlib.sha256(task.id.encode()).digest()[:8], "big")
 
 
 def draw_translations(
     task: Task, transforms: np.ndarray, num_examples: int, *, size: int, seed: int
 ) -> np.ndarray:
-    """Samples how far down and right the grids of each example are moved in a field of `size` x `size`.
+    """Samples how far down and right the grids of each example are moved in their token array.
 
-    Returns uint8 [puzzles, num_examples, 2], for the first `num_examples` pairs of each of `transforms`. Both
-    grids of a pair move by the same distance, uniform over the positions with room for both. One random pair
-    is not moved.
+    Returns uint8 [variants, num_examples, 2]. A variant is an augmented copy of the task. Both grids of an
+    input-output pair move by the same distance, uniform over the positions with room for both. In each
+    variant, one random pair is not moved.
+
+    transforms: Transforms of the variants, [variants, 11]. num_examples: Only the first pairs of the task are
+    moved. size: Rows and columns of the token array.
     """
     num_puzzles = len(transforms)
     width = 1 + 2 * num_examples
@@ -135,10 +156,12 @@ def draw_translations(
 
 
 def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
-    """Returns a set with a group for each task, in a field of `size` rows and columns.
+    """Converts tasks to a set of puzzles, with grids in square token arrays. Each task becomes one group.
 
-    tasks: (pairs, transforms, translations, identifiers) of each task. The last three have an entry for each
-    puzzle.
+    A group is a task and its variants (augmented copies).
+
+    tasks: For each task (pairs, transforms, translations, identifiers). The last three have an entry for each
+    variant of the task. size: Rows and columns of a token array.
     """
     pairs, transforms, translations, identifiers = zip(*tasks, strict=True)
     num_puzzles = [len(each) for each in transforms]

@@ -29,9 +29,11 @@ def _mismatch(metadata: Metadata) -> str | None:
 
 
 def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray]:
-    """Checks answers by the rules, tokens [n, seq_len]. Returns {check: bool [n]}.
+    """Checks answers to mazes by the rules. Returns {check: whether each answer passes, bool [n]}.
 
     valid: The answer is the maze with one path on it (`is_path`). shortest: Valid, and no path is shorter.
+
+    inputs, preds: Mazes and answers, tokens [n, seq_len].
     """
     is_valid = rules.is_path(inputs, preds)
     path_cells = np.isin(preds, (rules.START, rules.PATH, rules.GOAL)).sum(axis=1)
@@ -39,10 +41,12 @@ def check_answers(inputs: np.ndarray, preds: np.ndarray) -> dict[str, np.ndarray
 
 
 def to_cells(text: str) -> str:
-    """Returns the cells of a maze, row by row. text: One line, or one line for each row.
+    """Converts the text of a maze to its cells, row by row, in one text.
 
     Lines are padded to a square. A row that is shorter than others is padded with open cells, because editors
-    remove spaces at the end of a line. The rest is padded with walls.
+    remove spaces at the end of a line. Missing rows and columns become walls.
+
+    text: All rows in one line, or one line for each row.
     """
     rows = text.splitlines()
     if sum(map(bool, rows)) < 2:
@@ -60,9 +64,10 @@ def to_cells(text: str) -> str:
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads a maze: one line for each row, or all rows in one line. Returns a list of one puzzle.
+    """Reads a maze from a text: one line for each row, or all rows in one line. Returns a list of one puzzle.
 
-    '#', '+', '-' and '|' are walls. Space and '.' are open cells. S is the start. G or E is the goal.
+    '#', '+', '-' and '|' are walls. Space and '.' are open cells. S is the start. G or E is the goal. Raises
+    ValueError if the maze is not valid.
     """
     for number, row in enumerate(text.splitlines(), 1):
         if unknown := next((cell for cell in row if TOKEN_OF.get(cell, rules.PATH) == rules.PATH), None):
@@ -82,7 +87,7 @@ def read_puzzles(text: str) -> list[Puzzle]:
 
 
 def _make_up(metadata: Metadata, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Generates mazes without loops. Each has one answer."""
+    """Generates `count` mazes without loops, so that each has only one answer. Returns (mazes, answers)."""
     size = math.isqrt(metadata.seq_len)
     mazes = np.empty((0, size**2), np.uint8)
     drawn = {"size": size, "min_path_cells": 2 * size, "is_perfect": True}

@@ -100,7 +100,10 @@ def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> np.ndarra
 
 
 def _read(files: Sequence[Path], *, given: str | None) -> list[np.ndarray]:
-    """Reads pairs from files. Warns of answers that are not the published path. given: Value of --columns."""
+    """Reads pairs (maze, answer) from CSV files. Returns tokens, uint8 [n, 2, cells], of each file.
+
+    Warns about answers that are not the published path. given: Value of --columns.
+    """
     read, num_cells, num_others, names = [], 0, 0, ("question", "answer")
     for path in files:
         parts = []

@@ -35,12 +35,12 @@ def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
 
 def marks_open_cells(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
-    """Returns whether each answer is its maze, with marks only on open cells: bool [count]."""
+    """Returns whether each answer equals its maze, except for path marks on open cells: bool [count]."""
     return ((answers == mazes) | ((mazes == OPEN) & (answers == PATH))).all(axis=1)
 
 
 def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
-    """Returns the length of a shortest path of each maze, 0 if it has no path: int64 [count]."""
+    """Returns the number of cells of a shortest path in each maze: int64 [count]. 0 if there is no path."""
     lengths = np.zeros(len(mazes), np.int64)
     goals = _to_bits((mazes == GOAL).T)[1:-1, 1:-1]
     for num_cells, reached in enumerate(_flood((mazes != WALL).T, (mazes == START).T), 1):
@@ -49,10 +49,10 @@ def shortest_path_cells(mazes: np.ndarray) -> np.ndarray:
 
 
 def published_answers(mazes: np.ndarray) -> np.ndarray:
-    """Returns the labels of mazes as published: one of many shortest paths, uint8 [count, cells].
+    """Returns the labels that the published dataset gives these mazes: uint8 [count, cells].
 
-    It is the path of a breadth-first search from the start, with neighbors in the order down, left, right,
-    up. Every maze must have a path.
+    A label is one of many shortest paths: the one that a breadth-first search from the start finds, with
+    neighbors in the order down, left, right, up. Every maze must have a path.
     """
     return np.array([_published_answer(maze) for maze in mazes.tolist()], np.uint8)
 
@@ -83,10 +83,13 @@ def _published_answer(maze: list[int]) -> list[int]:
 
 
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the cells that are first reached after 0, 1, 2, ... steps, until no maze has new cells.
+    """Searches many mazes at once, from their starts.
 
-    is_open, is_start: bool [cells, count]. Each yielded array is uint8 [size, size, count / 8]. It has one
-    bit for each cell of each maze. It is overwritten two steps later.
+    Yields the cells that are reached after 0, 1, 2, ... steps. Ends when no maze has new cells. Each yielded
+    array is uint8 [size, size, count / 8], with one bit for each cell of each maze. It is overwritten two
+    steps later.
+
+    is_open, is_start: bool [cells, count].
     """
     front, next_front = _to_bits(is_start), _to_bits(is_start)
     unseen = _to_bits(is_open)[1:-1, 1:-1]
@@ -104,7 +107,10 @@ def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _to_bits(cells: np.ndarray) -> np.ndarray:
-    """Packs bool [size * size, count] into bits, uint8 [size + 2, size + 2, count / 8]; the border is 0."""
+    """Packs mazes, bool [cells, count], into bits: uint8 [size + 2, size + 2, count / 8].
+
+    Each maze has one bit in each cell. The border is 0.
+    """
     size, count = math.isqrt(len(cells)), cells.shape[1]
     bits = np.zeros((size + 2, size + 2, -(-count // 8)), np.uint8)
     bits[1:-1, 1:-1] = np.packbits(cells, axis=1).reshape(size, size, -1)
@@ -112,24 +118,30 @@ def _to_bits(cells: np.ndarray) -> np.ndarray:
 
 
 def _is_anywhere(bits: np.ndarray) -> np.ndarray:
-    """Returns whether each maze has a bit in any cell: bool [count, rounded up to 8]."""
+    """Returns for each maze whether any of its cells has its bit set: bool [count, rounded up to 8].
+
+    bits: Result of `_flood`.
+    """
     return np.unpackbits(np.bitwise_or.reduce(bits, axis=(0, 1))).astype(bool)
 
 
 def draw_mazes(
     seed: int, *, stream: int, index: int, size: int, min_path_cells: int, is_perfect: bool = False
 ) -> np.ndarray:
-    """Generates random mazes with a shortest path of at least `min_path_cells`: uint8 [any number, cells].
+    """Generates random mazes with a shortest path of at least `min_path_cells` cells.
 
-    Each maze has a random wall probability from 0.3 to 0.5. Start and goal are random open cells. is_perfect:
-    Whether to generate mazes with one path between any two cells instead (`_dig_perfect_mazes`).
+    Returns tokens, uint8 [any number of mazes, cells]. Each maze has a random wall probability from 0.3 to
+    0.5. Start and goal are random open cells.
 
     The path of nearly all random mazes is too short. At size 30 with 110 cells, as published, 1 in 50,000 is
-    long enough. So the goal is sampled from the cells that are far enough from the start, and the maze is
-    accepted with probability num_far / num_open. The accepted mazes have the same distribution as if the goal
-    were sampled from all open cells, and mazes with a short path were discarded. Above size 10, the
-    probability is min(1, num_far / num_open * size * size / 120). The distribution is then nearly the same,
-    and at size 30 this is 7 times as fast.
+    long enough. So the goal is sampled only from the num_far cells that are far enough from the start, and
+    the maze is accepted with probability num_far / num_open, for num_open open cells. The accepted mazes have
+    the same distribution as if the goal were sampled from all open cells, and mazes with a short path were
+    discarded. Above size 10, the probability is min(1, num_far / num_open * size * size / 120). The
+    distribution is then nearly the same, and at size 30 this is 7 times as fast.
+
+    stream, index: Select the random numbers (`dataset.randomness`). is_perfect: Whether to generate mazes
+    with exactly one path between any two cells instead (`_dig_perfect_mazes`).
     """
     num_cells = size * size
     count = max(min(_BATCH_CELLS // num_cells, _BATCH_MAZES) // 8 * 8, 8)
@@ -172,8 +184,9 @@ def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
     """Digs mazes without loops by depth-first search. Returns the open cells, bool [cells, count].
 
     The highest cell is dug first. The next one is the highest cell that touches the last dug cell and no
-    other dug cell. If there is none, the search goes back to the cell that was dug before. heights: uint16
-    [cells, count].
+    other dug cell. If there is none, the search goes back to the cell that was dug before.
+
+    heights: Random height of each cell, uint16 [cells, count].
     """
     size, count = math.isqrt(len(heights)), heights.shape[1]
     times = np.zeros((size + 2, size + 2, count), np.int32)  # when each cell was dug; 0: a wall

@@ -73,7 +73,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_layout_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options for making a dataset of pairs, whatever their source."""
+    """Adds the options that all builders of pairs share, such as --test-fraction and --symmetries."""
     fraction = (
         f"fraction of each task's pairs to hold out for testing, at least one pair, selected by the seed "
         f"(default {_TEST_FRACTION}); only if the source is not divided into splits"
@@ -122,9 +122,13 @@ def check_options(options: argparse.Namespace) -> None:
 def write_pairs(
     pairs: list[Pair], options: argparse.Namespace, *, builder: str, instead: dict[str, Any]
 ) -> None:
-    """Writes a dataset of pairs: divides them into splits, converts them to tokens, samples variants.
+    """Writes a dataset of pairs (input grid, output grid).
 
-    instead: Values of options for the manifest, in place of the passed values.
+    Divides the pairs into training and test split, converts them to tokens, and samples augmented copies for
+    training.
+
+    options: Parsed command line. builder: Name of the builder. instead: {option: value to record in the
+    manifest in place of the passed value}.
     """
     pairs = _fitting(pairs, options.max_size)
     splits = _split(pairs, options.test_fraction, seed=options.seed)
@@ -165,7 +169,7 @@ def write_pairs(
 
 
 def _fitting(pairs: list[Pair], max_size: tuple[int, int] | None) -> list[Pair]:
-    """Returns the pairs without repeated and too large pairs, and prints their numbers."""
+    """Removes repeated pairs and pairs larger than `max_size` (rows, columns). Prints how many."""
     kept = list({pair[:4]: pair for pair in reversed(pairs)}.values())[::-1]
     if num_repeats := len(pairs) - len(kept):
         print(f"repeated pairs, used once: {num_repeats}")
@@ -180,13 +184,18 @@ def _fitting(pairs: list[Pair], max_size: tuple[int, int] | None) -> list[Pair]:
 
 
 def _size_of(pairs: Sequence[Pair]) -> tuple[int, int]:
-    """Returns the largest number of rows and the largest number of columns of the pairs' grids."""
+    """Returns (rows, columns) that are enough for every grid of these pairs."""
     grids = [grid for pair in pairs for grid in (pair.input, pair.output)]
     return max(map(len, grids)), max(len(grid[0]) for grid in grids)
 
 
 def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str, list[Pair]]:
-    """Divides pairs by their `split`, or holds out a random fraction. Equal inputs stay in the same split."""
+    """Divides pairs into {"train": pairs, "test": pairs}. Pairs with equal inputs stay in the same split.
+
+    If the source does not say the split of each pair, a random fraction of each task becomes the test split.
+
+    fraction: Value of --test-fraction, or None.
+    """
     if any(pair.split for pair in pairs):
         if fraction is not None:
             raise ValueError("--test-fraction: the source is already divided into splits. Remove it.")
@@ -216,7 +225,10 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
 
 
 def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
-    """Warns of suspicious pairs, with their number and the position of the first."""
+    """Warns about pairs that are probably mistakes, such as an input with several outputs.
+
+    Each warning says how many pairs, and where the first one is. program: Start of the warning.
+    """
     pairs = splits["train"] + splits["test"]
 
     def warn_of(odd: list[Pair], text: str) -> None:
@@ -233,7 +245,10 @@ def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
 
 
 def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
-    """Returns all symbols, first integers by value, and the size of a field for all grids."""
+    """Collects all symbols of the pairs, sorted, and finds a size that fits every grid.
+
+    Integers come first, by value. is_square: Whether the size must be a square, so that grids can be rotated.
+    """
     found = {cell for pair in pairs for grid in pair[:2] for row in grid for cell in row}
     if len(found) > _MAX_SYMBOLS:
         raise ValueError(f"the pairs have {len(found)} different symbols. The maximum is {_MAX_SYMBOLS}.")
@@ -255,7 +270,11 @@ def _vocabulary(pairs: list[Pair], *, is_square: bool) -> Vocabulary:
 
 
 def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.Namespace) -> np.ndarray:
-    """Samples a transform for each pair and its variants: uint8 [pairs, 1 + variants, 1 + symbols]."""
+    """Samples transforms that make augmented copies of each pair: uint8 [pairs, 1 + copies, 1 + symbols].
+
+    A transform says how to rotate or mirror the grids (`dihedral`), then the new symbol of each symbol. The
+    first one of each pair changes nothing.
+    """
     num_symbols = len(vocabulary.symbols)
     exchanges = "symbols" in options.symmetries
     num_variants = options.num_aug if exchanges else NUM_DIHEDRAL - 1
@@ -277,7 +296,10 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
 
 
 def _free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
-    """Returns the indices of the symbols that variants exchange, all except `fixed`: int64 [n]."""
+    """Returns the indices of the symbols that augmentation may exchange: all except `fixed`, int64 [n].
+
+    fixed: Value of --fixed-symbols. Raises ValueError if it names an unknown symbol.
+    """
     named = (fixed or "").split() if vocabulary.parts_by_spaces else list(fixed or "")
     if unknown := [symbol for symbol in named if symbol not in vocabulary.symbols]:
         there = f"the symbols are {vocabulary.list_symbols()}"

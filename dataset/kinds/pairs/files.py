@@ -52,7 +52,11 @@ _MOST_CELLS, _MOST_VALUES = 1 << 20, 1 << 27  # of a grid, and of a part of a pa
 
 
 class Pair(NamedTuple):
-    """An input and its output as read from a file. task, split: "" if missing. where: file and line."""
+    """An input grid and its output grid, as read from a file. A grid is a tuple of rows of symbols.
+
+    task: Name of the task, or "". split: "train", "test", or "" if the source does not say it. where: File
+    and line.
+    """
 
     input: Cells
     output: Cells
@@ -62,7 +66,10 @@ class Pair(NamedTuple):
 
 
 def choose_files(names: Sequence[str]) -> list[str]:
-    """Returns the files to read: one file of all pairs, or those of both splits, training first."""
+    """Selects the files of pairs from the names in a folder: one file of all pairs, or those of both splits.
+
+    Training files come first. Raises ValueError if the names are not clear.
+    """
     found = sorted(name for name in names if name.endswith(_ENDINGS))
     if any(name.endswith(_ENDINGS[:-2]) for name in found):  # then .json files only describe the data
         found = [name for name in found if not name.endswith(_ENDINGS[-2:])]
@@ -83,7 +90,10 @@ def choose_files(names: Sequence[str]) -> list[str]:
 
 
 def _check_pieces(names: list[str]) -> None:
-    """Raises ValueError unless the names are a single file, or all shards (such as 0-of-3) of one file."""
+    """Checks that the names are one complete file: a single name, or all shards such as train-00000-of-00002.
+
+    Raises ValueError if a shard is missing.
+    """
     first, *others = names
     if not (match := _SHARD.search(first)):
         if others:
@@ -103,9 +113,9 @@ def _list_endings() -> str:
 
 
 def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tuple[list[Pair], list[str]]:
-    """Reads all pairs of files. Returns (pairs, names of unused fields).
+    """Reads all pairs (input grid, output grid) of some files. Returns (pairs, names of unused fields).
 
-    fields: Names of the input field and the output field. ValueError with file and line.
+    Raises ValueError with file and line. fields: Names of the input field and the output field.
     """
     pairs, others, stems = [], set(), {_stem(path.name) for path in files}
     for path in files:
@@ -146,9 +156,10 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
 
 
 def _without_separators(pairs: list[Pair]) -> list[Pair]:
-    """Removes spaces if they separate symbols: in all grids with spaces, every second cell of a row is one.
+    """Removes spaces from all grids, if spaces only separate symbols. Prints how many pairs this changes.
 
-    Prints the number of these pairs. If a space is in another place, spaces are symbols.
+    Spaces only separate symbols if in all grids with spaces, every second cell of a row is a space and no
+    other cell is one. Otherwise, a space is a symbol.
     """
 
     def separated(grid: Cells) -> bool:
@@ -170,7 +181,10 @@ def _without_separators(pairs: list[Pair]) -> list[Pair]:
 
 
 def parse_pair(row: dict, *, where: str) -> Pair:
-    """Converts a JSON object to a pair. ValueError if it is invalid. where: File and line."""
+    """Converts a JSON object {"input": ..., "output": ...} to a pair. Raises ValueError if it is not valid.
+
+    where: File and line, to store in the pair.
+    """
     for field in _GRIDS:
         if row.get(field) is None:
             raise ValueError(f"no {field}")
@@ -221,10 +235,12 @@ def _shown(value: Any) -> str:
 
 
 def _parse_list(value: Any, name: str, *, is_cell: bool) -> Any:
-    """Parses a CSV cell that starts with "[" as JSON. Returns other values unchanged.
+    """Converts the text of a table cell that starts with "[" from JSON to a list.
 
-    ValueError for malformed JSON, and for a list as Python prints it, such as "[1 2]". It would be read as
-    symbols.
+    Returns other values unchanged. Raises ValueError for invalid JSON, and for a list as Python or numpy
+    prints it, such as "[1 2]". Otherwise such a list would be read as symbols.
+
+    name: "input" or "output", for messages. is_cell: Whether the value is a cell of a CSV or Excel table.
     """
     if not isinstance(value, str):
         return value
@@ -243,14 +259,14 @@ def _parse_list(value: Any, name: str, *, is_cell: bool) -> Any:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields the number of each line that is not empty, and the line's value."""
+    """Yields (line number, JSON value) for each line of a file that is not empty."""
     for line, text in enumerate(read_lines(path), 1):
         if text.strip():
             yield line, parse_json(text, where=f"{path}:{line}:")
 
 
 def _array_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields the number of each item of a JSON array, and the item."""
+    """Yields (number from 1, item) for each item of the JSON array in a file."""
     if not isinstance(items := read_json(path), list):
         raise ValueError(f"{path} is not a list of pairs")
     return enumerate(items, 1)
@@ -263,7 +279,10 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    """Yields the rows of the first sheet of an Excel file that are not empty. Formulas count as values."""
+    """Yields (row number, {column: text}) for each row of an Excel file's first sheet that is not empty.
+
+    A formula counts as its value.
+    """
     openpyxl = _import("openpyxl", path)
     try:
         with open_regular(path) as opened:
@@ -289,7 +308,11 @@ def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _text_of(value: Any, where: str) -> str:
-    """Returns a cell of Excel as text, "" if it is empty. ValueError for a value that is not as typed."""
+    """Returns the text of an Excel cell, "" if it is empty.
+
+    Raises ValueError if Excel has changed the text that was typed, for example to a date. where: File and
+    row.
+    """
     if isinstance(value, float) and value.is_integer() and abs(value) < 10**_MOST_DIGITS:
         value = int(value)
     if value is None or isinstance(value, str):

@@ -44,7 +44,10 @@ TASKS = {
 
 
 def _pairs_of(task: str, puzzle: Mapping[str, Any]) -> Iterator[dict]:
-    """Yields the pairs of a puzzle, as rows for `parse_pair`. None if the puzzle has several answers."""
+    """Converts a puzzle of reasoning-gym to pairs: yields {"input": ..., "output": ...} for `parse_pair`.
+
+    Yields nothing if the puzzle has several answers.
+    """
     info, answer = puzzle["metadata"], puzzle["answer"]
     if task == "arc_1d":
         for pair in (*info["train_examples"], info["test_example"]):
@@ -87,7 +90,7 @@ def build(options: argparse.Namespace) -> None:
 
 
 class _List(argparse.Action):
-    """An option that prints the tasks of the package and exits, like --help."""
+    """The option --list: prints the tasks of the package with their options, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         for name, summary in TASKS.items():
@@ -97,7 +100,10 @@ class _List(argparse.Action):
 
 
 def _registry() -> dict[str, tuple[type, type]]:
-    """Returns {task: (class of its puzzles, class of its config)} of the package."""
+    """Returns {task: (class of its puzzles, class of its config)} of the package reasoning-gym.
+
+    Raises ValueError if the package is not installed.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the warnings of a package that it imports
@@ -108,13 +114,16 @@ def _registry() -> dict[str, tuple[type, type]]:
 
 
 def _defaults(task: str) -> dict[str, Any]:
-    """Returns {option of a task: default}."""
+    """Returns {option: default value} of a task of reasoning-gym."""
     fields = dataclasses.fields(_registry()[task][1])
     return {field.name: field.default for field in fields if field.name not in ("seed", "size")}
 
 
 def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> list[Pair]:
-    """Generates `size` different pairs. ValueError if the options are invalid, or give too few pairs."""
+    """Generates `size` different pairs of a task of reasoning-gym.
+
+    Raises ValueError if the options are not valid, or if the task gives too few different pairs.
+    """
     defaults = _defaults(task)
     if unknown := [name for name in options if name not in defaults]:
         raise ValueError(f"--options: {task} has no {unknown[0]}, only {', '.join(defaults)}.")

@@ -44,9 +44,12 @@ def _build_evaluator(folder: Path, metadata: Metadata) -> RowEvaluator:
 
 
 def check_answers(inputs: np.ndarray, preds: np.ndarray, *, box: Box) -> dict[str, np.ndarray]:
-    """Checks answers, tokens [n, seq_len], by the rules: {"valid": bool [n]}.
+    """Checks answers to Sudokus by the rules. Returns {"valid": bool [n]}.
 
-    valid: Every row, column and box contains each digit once, and every clue of the input is unchanged.
+    An answer is valid if every row, column and box contains each digit once, and no clue of the input is
+    changed.
+
+    inputs, preds: Puzzles and answers, tokens [n, seq_len]. box: (rows, columns) of a box.
     """
     is_digit = (preds >= _DIGIT_1) & (preds < _DIGIT_1 + box[0] * box[1])
     digits = np.where(is_digit, preds - (_DIGIT_1 - 1), 0).astype(np.uint8)
@@ -74,7 +77,10 @@ class SudokuPuzzle(Puzzle):
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
-    """Reads one or more Sudokus (`texts`). ValueError for an invalid one, with its line in a list."""
+    """Reads one or more Sudokus from a text, in the formats of `dataset.kinds.sudoku.texts`.
+
+    Raises ValueError if a Sudoku is not valid. In a list of several, the message has its line.
+    """
     grids, puzzles = read_grids(text), []
     for grid in grids:
         try:
@@ -85,7 +91,10 @@ def read_puzzles(text: str) -> list[Puzzle]:
 
 
 def _puzzle(grid: GridText) -> SudokuPuzzle:
-    """Converts a text to a puzzle. ValueError if it is not a grid, or if its clues contradict each other."""
+    """Converts the cells of a text to a puzzle.
+
+    Raises ValueError if they are not a Sudoku grid, or if the clues contradict each other.
+    """
     if unknown := next((cell for cell in grid.cells if cell not in EMPTY_CELLS + SYMBOLS), None):
         raise ValueError(
             f"{unknown!r} is not a cell of a Sudoku. Use digits, and '.', '0', '_' or '-' for empty cells."

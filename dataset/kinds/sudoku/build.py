@@ -122,7 +122,10 @@ def _generate(options: argparse.Namespace, *, box: rules.Box) -> tuple[np.ndarra
 
 
 def _has_several_solutions(tokens: np.ndarray, *, box: rules.Box) -> bool:
-    """Returns whether a puzzle has several solutions. False if counting them takes too long."""
+    """Returns whether a puzzle, tokens [cells], has several solutions.
+
+    Returns False if counting takes too long.
+    """
     try:
         return rules.count_solutions((tokens - 1).tolist(), box=box) > 1
     except rules.TooHardError:
@@ -138,7 +141,13 @@ def _draw(
 
 
 def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.ndarray:
-    """Returns inputs with a random number of clues in `clues`. An input with more clues is not changed."""
+    """Returns the inputs of training pairs with clues added: uint8 [n, cells].
+
+    Each input gets a random number of clues from clues[0] to clues[1]. An input that already has more is not
+    changed.
+
+    train: Pairs (input, label), uint8 [n, 2, cells].
+    """
     numbers, inputs = range(clues[0], clues[1] + 1), train[:, 0].copy()
     for index, pair in enumerate(train - 1):
         bits = random_bits(seed, stream=_EASIER, index=index, count=1 + train.shape[2])
@@ -150,11 +159,12 @@ def _make_easier(train: np.ndarray, *, clues: tuple[int, int], seed: int) -> np.
 def _draw_transforms(
     num_groups: int, num_aug: int, *, num_examples: int, box: rules.Box, seed: int
 ) -> np.ndarray:
-    """Samples a transform for each puzzle of each group: uint8 [groups, 1 + num_aug, bytes].
+    """Samples transforms that make augmented copies of each puzzle: uint8 [puzzles, 1 + num_aug, bytes].
 
-    The first transform of a group is the identity. A variant may equal a test puzzle. With 2x2 boxes this is
-    common, because all minimal puzzles are variants of 36 puzzles. num_examples: Number of examples of each
-    puzzle.
+    The first transform of each puzzle changes nothing. A copy may equal a test puzzle. With 2x2 boxes this is
+    common, because all minimal puzzles are copies of 36 puzzles.
+
+    num_groups: Number of puzzles. num_examples: Number of examples of each puzzle, to check the total.
     """
     check_count(num_groups, 1 + num_aug, num_examples)
     width, first = rules.bits_per_symmetry(box), rules.no_symmetry(box)
@@ -167,7 +177,10 @@ def _draw_transforms(
 
 
 def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndarray:
-    """Reads, checks, solves and filters the puzzles of a file: pairs of tokens, uint8 [n, 2, cells]."""
+    """Reads the puzzles of a file. Returns pairs (input, label) of tokens, uint8 [n, 2, cells].
+
+    Checks all answers. Solves puzzles that have no answer. Leaves out puzzles below --min-difficulty.
+    """
     names, size = ["question", "answer"], box[0] * box[1]
     least, num_solved = options.min_difficulty, 0
     if least is not None:
@@ -207,7 +220,10 @@ def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndar
 def _tables(
     path: Path, names: Sequence[str], *, num_cells: int, given: str | None
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Yields (line numbers, {column: texts}) of a CSV file or a list. The column answer may be missing."""
+    """Reads a CSV file or a list of Sudokus. Yields (line numbers, {column: texts}) for chunks of puzzles.
+
+    The column answer may be missing. names: Needed columns. given: Value of --columns.
+    """
     if sources.is_table(path):
         is_grid = functools.partial(is_grid_of, num_cells=num_cells)
         tables = sources.read_columns(path, names, given=given, optional=["answer"], is_grid=is_grid)
@@ -230,7 +246,10 @@ def _tables(
 
 
 def _solve(question: list[int], *, box: rules.Box, where: str) -> list[int]:
-    """Returns the only solution. ValueError if there is none, or more than one."""
+    """Returns the only solution of a Sudoku, as digits. Raises ValueError if there is none, or more than one.
+
+    where: File and line, for the message.
+    """
     try:
         solutions = rules.find_solutions(question, box=box)
     except rules.TooHardError as error:

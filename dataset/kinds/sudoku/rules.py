@@ -35,12 +35,15 @@ _GUESSES_A_CLUE = 10
 
 
 class TooHardError(ValueError):
-    """The error if the solver needs too many guesses for a puzzle."""
+    """Raised if the solver needs too many guesses for a Sudoku."""
 
 
 @functools.cache
 def unit_cells(box: Box) -> np.ndarray:
-    """Returns the cells of each row, then each column, then each box: [3 * n, n]."""
+    """Returns the indices of the cells of each row, then each column, then each box: [3 * n, n].
+
+    n is the number of digits. box: (rows, columns) of a box.
+    """
     rows, columns = box
     size = rows * columns
     cells = np.arange(size * size)
@@ -49,7 +52,10 @@ def unit_cells(box: Box) -> np.ndarray:
 
 
 def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
-    """Returns whether every row, column and box contains each digit once. grids: [count, n * n]."""
+    """Returns for each grid whether every row, column and box contains each digit once: bool [count].
+
+    grids: Digits, [count, n * n].
+    """
     units = unit_cells(box)
     digit_bits = np.left_shift(1, grids, dtype=np.uint32)
     held = np.zeros((len(grids), len(units)), np.uint32)
@@ -62,19 +68,29 @@ def are_solved(grids: np.ndarray, *, box: Box) -> np.ndarray:
 def find_solutions(
     question: Sequence[int], *, box: Box, limit: int = 2, most_guesses: int = _MOST_GUESSES
 ) -> list[list[int]]:
-    """Returns up to `limit` solutions. TooHardError after `most_guesses` guesses."""
+    """Returns up to `limit` solutions of a Sudoku, each a list of digits.
+
+    Raises TooHardError after `most_guesses` guesses. question: Digits row by row, 0 for an empty cell.
+    """
     found = _solutions(_candidates(question, box), box, guesses=iter(range(most_guesses)))
     return [_grid(solution) for solution in itertools.islice(found, limit)]
 
 
 def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int:
-    """Counts the solutions, up to `limit`. TooHardError after too many guesses."""
+    """Returns the number of solutions of a Sudoku. Stops counting at `limit`.
+
+    Raises TooHardError after too many guesses. question: Digits row by row, 0 for an empty cell.
+    """
     return len(find_solutions(question, box=box, limit=limit))
 
 
 @functools.cache
 def _bitboards(box: Box) -> tuple[int, list[int], list[int]]:
-    """Returns bitboards of all cells, of each unit, and of each cell's peers (the others in its units)."""
+    """Returns bitboards (integers with one bit for each cell) that the solver needs.
+
+    They are: all cells, the cells of each row, column and box, and for each cell the other cells of its row,
+    column and box.
+    """
     units = unit_cells(box).tolist()
     peers = [0] * len(units[0]) ** 2
     for unit in units:
@@ -84,7 +100,13 @@ def _bitboards(box: Box) -> tuple[int, list[int], list[int]]:
 
 
 def _candidates(question: Sequence[int], box: Box) -> list[int]:
-    """Returns a bitboard for each digit: the cells that may hold it, its clues and all empty cells."""
+    """Returns, for each digit, the cells that may hold it, as a bitboard.
+
+    A bitboard is an integer with one bit for each cell. The cells are the clues with this digit, and all
+    empty cells.
+
+    question: Digits row by row, 0 for an empty cell.
+    """
     clues = [0] * (box[0] * box[1] + 1)
     for cell, digit in enumerate(question):
         clues[digit] |= 1 << cell
@@ -105,14 +127,17 @@ def _solutions(
     unplaced: int | None = None,
     guesses: Iterator[int] | None = None,
 ) -> Iterator[list[int]]:
-    """Yields every solution within `candidates`, as bitboards of the digits. Modifies `candidates`.
+    """Yields every solution that `candidates` allow. A solution is a list with the cells of each digit.
 
-    It fills in naked singles, then hidden singles. Then it guesses the digit of a cell with two candidates.
-    If there is no such cell, it guesses the cell of a digit that has two cells in a unit.
+    Cells are bitboards (integers with one bit for each cell). The solver fills in cells with one possible
+    digit (naked singles), then digits with one possible cell (hidden singles). Then it guesses the digit of a
+    cell with two possible digits. If there is no such cell, it guesses the cell of a digit that has two
+    possible cells in a row, column or box.
 
-    candidates: A bitboard for each digit. digit_orders: Order in which each cell tries digits. If given, only
-    digits of cells are guessed. unplaced: Cells with a digit that is not yet removed from their peers.
-    guesses: Each guess takes one item. TooHardError if no item is left.
+    candidates: For each digit, the cells that may hold it. It is modified. digit_orders: Order in which each
+    cell tries digits. If given, it guesses only digits of cells. unplaced: Cells with a known digit that is
+    not yet removed from their row, column and box. guesses: Iterator that limits the guesses. Each guess
+    takes one item. If no item is left, raises TooHardError.
     """
     whole, units, peers = _bitboards(box)
     unplaced = whole if unplaced is None else unplaced
@@ -170,7 +195,9 @@ def _solutions(
 def generate_puzzle(
     seed: int, *, stream: int, index: int, box: Box, clues: range | None = None
 ) -> tuple[list[int], list[int]] | None:
-    """Generates a minimal puzzle, (question, answer). Without any of its clues, it has several solutions.
+    """Generates a Sudoku with one solution. Returns (puzzle, solution) as digits, or None.
+
+    The puzzle is minimal: without any of its clues, it has several solutions.
 
     Clues of a random full grid are removed in random order. A clue stays if the puzzle without it has a
     solution with another digit in the cell. The solver decides this exactly. One pass is enough, because a
@@ -178,8 +205,8 @@ def generate_puzzle(
     clues. There, a clue also stays if a few guesses cannot decide, and no clue is removed below the minimum
     of `clues`.
 
-    clues: Range of the number of clues. If the puzzle has fewer, clues are added (`with_more_clues`). If it
-    has more, returns None.
+    stream, index: Select the random numbers (`dataset.randomness`). clues: Range of the number of clues. If
+    the puzzle has fewer, clues are added (`with_more_clues`). If it has more, returns None.
     """
     whole, _, _ = _bitboards(box)
     num_cells, size = whole.bit_length(), box[0] * box[1]
@@ -212,9 +239,11 @@ def generate_puzzle(
 def with_more_clues(
     question: Sequence[int], grid: Sequence[int], *, clues: range, bits: np.ndarray
 ) -> list[int] | None:
-    """Adds random clues of the answer `grid` to a puzzle, up to a random number in `clues`.
+    """Adds random clues to a puzzle, so that it has a random number of clues in `clues`.
 
-    Returns None if the puzzle has more clues than every number in `clues`. bits: Random uint64 [1 + cells].
+    Returns None if the puzzle already has more clues than every number in `clues`.
+
+    grid: The solution, which gives the clues. bits: Random uint64 [1 + cells].
     """
     num_clues = sum(digit > 0 for digit in question)
     fitting = [number for number in clues if number >= num_clues]
@@ -228,7 +257,12 @@ def with_more_clues(
 
 
 def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
-    """Returns random transforms, uint8 [count, 1 + 3 n]. bits: uint64 [count, `bits_per_symmetry`(box)]."""
+    """Converts random bits to random transforms of Sudokus, uint8 [count, 1 + 3 n], for n digits.
+
+    A transform exchanges rows, columns and digits so that the Sudoku stays valid.
+
+    bits: uint64 [count, bits_per_symmetry(box)].
+    """
     rows, columns = box
     count, size = len(bits), rows * columns
     ends = np.cumsum([1, columns, rows, size, size])
@@ -244,7 +278,7 @@ def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
 
 
 def no_symmetry(box: Box) -> np.ndarray:
-    """Returns the transform that leaves every grid as it is: uint8 [1 + 3 n]."""
+    """Returns the transform that leaves a Sudoku unchanged: uint8 [1 + 3 n], for n digits."""
     lines = range(box[0] * box[1])
     return np.array([0, *lines, *lines, *(line + 1 for line in lines)], np.uint8)
 
@@ -255,7 +289,11 @@ def bits_per_symmetry(box: Box) -> int:
 
 
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Returns random orders of n lines, [count, n], that keep the lines of a block together."""
+    """Returns random orders of the n rows (or columns), [count, n], that keep the rows of a box together.
+
+    blocks: Random bits for the order of the boxes, [count, boxes]. in_blocks: Random bits for the order
+    inside each box, [count, boxes, rows].
+    """
     count, num_blocks, num_lines = in_blocks.shape
     order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)
     return order.reshape(count, num_blocks * num_lines)

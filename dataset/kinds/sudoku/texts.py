@@ -26,11 +26,12 @@ _TITLE = re.compile(r"(?:grid|puzzle|sudoku|board|game|no)\W*\d*\W*", re.IGNOREC
 
 @dataclasses.dataclass(frozen=True)
 class GridText:
-    """A puzzle in a text.
+    """A Sudoku that was found in a text.
 
-    line    number of its first line, from 1
-    cells   `SYMBOLS`, or "." for empty cells, row by row
-    answer  the same for the answer, without empty cells. None if the text has no answer
+    Attributes:
+        line: Number of its first line, from 1.
+        cells: Cells row by row, as characters of `SYMBOLS`, or "." for an empty cell.
+        answer: The solution in the same form. None if the text does not have it.
     """
 
     line: int
@@ -39,7 +40,10 @@ class GridText:
 
 
 def in_symbols(*texts: str, num_cells: int) -> list[str]:
-    """Rewrites grids of one puzzle in `SYMBOLS`, with "." for empty cells. Unknown characters stay."""
+    """Rewrites the texts of grids of one puzzle with the characters of `SYMBOLS`, and "." for empty cells.
+
+    Example: the digits 0 to F of a 16x16 grid become 1 to G. Unknown characters stay.
+    """
     grids = ["".join(_split_cells(text)).upper() for text in texts]
     used = set("".join(grids))
     others, first = used - set(EMPTY_CELLS), None
@@ -53,11 +57,11 @@ def in_symbols(*texts: str, num_cells: int) -> list[str]:
 
 
 def read_grids(text: str) -> list[GridText]:
-    """Reads the puzzles of a text. ValueError for JSON, or if a line of a list has no puzzle.
+    """Finds the Sudokus in a text.
 
     A text contains one or more grids of several lines each. Or it is a list with a puzzle in every line. A
-    line may also contain other fields, such as a number. A full grid with all clues of the puzzle before it
-    is its answer.
+    line may also contain other fields, such as a number. If a full grid follows a puzzle and contains all its
+    clues, it is the puzzle's answer. Raises ValueError for JSON, or if a line of a list has no puzzle.
     """
     if "{" in text:
         raise ValueError("it is not a list of puzzles with a character for each cell")
@@ -84,9 +88,10 @@ def read_grids(text: str) -> list[GridText]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields (number, line) of lines with cells. Skips comments after # and titles such as "Grid 01".
+    """Yields (number, line) of the lines with cells. Skips comments after # and titles such as "Grid 01".
 
-    In a text with sections, it yields [Puzzle], and [State] if that has no empty cells.
+    Some programs write sections. From these, it yields the lines of [Puzzle] and, if [State] has no empty
+    cells, also the lines of [State], the solution.
     """
     section, state = "puzzle", []
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
@@ -102,7 +107,10 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _split_cells(text: str) -> Sequence[str]:
-    """Splits a text into cells: at separators between symbols or numbers, otherwise into characters."""
+    """Splits a text into cells. If separators divide it into symbols or numbers, splits there.
+
+    Otherwise, every character is a cell.
+    """
     text = re.sub(r"[]|[]", " ", text)
     separator = next((each for each in "\t;," if each in text), None)
     fields, known = [field.strip() for field in text.split(separator)], _SIZES | BOX_OF.keys()
@@ -116,7 +124,7 @@ def _split_cells(text: str) -> Sequence[str]:
 
 
 def _whole_grids(line: str) -> list[str]:
-    """Returns the fields of a line that are complete grids, or the line itself if it is one."""
+    """Returns the complete Sudoku grids in a line of text: fields of the line, or the line itself."""
     fields = [field.strip("\"'") for field in _BETWEEN.split(line)]
     joined = "".join(_split_cells(line))
     grids = [field for field in fields if _is_grid(field)]
@@ -124,7 +132,7 @@ def _whole_grids(line: str) -> list[str]:
 
 
 def is_grid_of(text: str, *, num_cells: int) -> bool:
-    """Returns whether a text is a grid of `num_cells` cells."""
+    """Returns whether a text is a Sudoku grid of `num_cells` cells."""
     cells = "".join(_split_cells(text))
     return len(cells) == num_cells and _has_symbols(cells)
 
@@ -139,7 +147,10 @@ def _has_symbols(cells: str) -> bool:
 
 
 def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Removes the frame lines of a drawing. Keeps rows in which - is an empty cell."""
+    """Removes the lines of a drawing that are only a frame, such as "---+---+---".
+
+    Keeps all lines if they form a square, because "-" may then be an empty cell.
+    """
     rows = [(number, line) for number, line in lines if not _FRAME.fullmatch(line)]
     if len(lines) in _SIZES and all(len(line) == len(lines) for _, line in lines):
         return lines
@@ -147,7 +158,10 @@ def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def _join(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Joins rows into square grids if all have the same length, otherwise all rows into one grid."""
+    """Joins rows of cells to square grids. Returns (number of the first line, cells) of each grid.
+
+    If rows differ in length, joins all to one grid. rows: (line number, cells) of each row.
+    """
     lengths = {len(cells) for _, cells in rows}
     text = "".join(cells for _, cells in rows)
     if len(lengths) == 1:
@@ -164,11 +178,11 @@ def _join(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def _answers(puzzle: str, cells: str) -> bool:
-    """Returns whether `cells` is a full grid with all clues of `puzzle`."""
+    """Returns whether `cells` is a full grid that contains all clues of `puzzle`."""
     same_size = len(cells) == len(puzzle) and "." not in cells
     return same_size and all(clue in (".", cell) for clue, cell in zip(puzzle, cells, strict=True))
 
 
 def list_sizes() -> str:
-    """Lists the numbers of cells that Sudokus have."""
+    """Returns a text with the numbers of cells that a Sudoku may have, such as "81 (9x9), ..."."""
     return ", ".join(f"{num} ({math.isqrt(num)}x{math.isqrt(num)})" for num in sorted(BOX_OF))
