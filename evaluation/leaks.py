@@ -11,7 +11,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from checkpointing.pretrained import Checkpoint
-from dataset.equal import UNKNOWN, Trained, hash_examples, hash_training, read_trained
+from dataset.equal import (
+    UNKNOWN,
+    Trained,
+    hash_examples,
+    hash_training,
+    join_repeats,
+    read_trained,
+    trained_in_folders,
+)
 from dataset.loader import original_rows
 from dataset.mixture import fingerprint_of, open_datasets
 from dataset.plan import held_out_groups
@@ -76,16 +84,18 @@ class Leaks:
         split: str,
         folders: Sequence[Path],
         *,
+        hashes: np.ndarray | None = None,
         groups: np.ndarray | None = None,
         puzzles: np.ndarray | None = None,
     ) -> None:
-        """Adds an evaluated set, only on rank 0. Reads the inputs of all originals.
+        """Adds an evaluated set, only on rank 0.
 
-        groups: Mask, bool [num_groups]. Only the originals of these groups are evaluated. If None, all
-        puzzles are evaluated. puzzles: Indices of the evaluated puzzles, with variants, int64 [n]. If None,
-        all puzzles.
+        hashes: Result of `hash_examples`. If None, this function calls it. groups: Mask, bool [num_groups].
+        Only the originals of these groups are evaluated. If None, all puzzles are evaluated. puzzles: Indices
+        of the evaluated puzzles, with variants, int64 [n]. If None, all puzzles.
         """
-        rows, hashes = original_rows(data), hash_examples(data, split, folders)
+        rows = original_rows(data)
+        hashes = hash_examples(data, split, folders) if hashes is None else hashes
         if groups is not None:
             firsts = np.asarray(data.group_indices[:-1], np.int64)
             is_evaluated = groups.repeat(np.diff(data.puzzle_indices)[firsts])
@@ -174,4 +184,8 @@ def find_trained(checkpoint: Checkpoint) -> Trained | None:
     options = {"seed": checkpoint.seed, "fraction": checkpoint.validation_fraction}
     sets = data.splits["train"].sets
     held_out = {name: held_out_groups(each, **options) for name, each in sets.items()}
-    return Trained.of([*hash_training(data, held_out).values()], is_complete=checkpoint.init_from is None)
+    hashes = hash_training(data)
+    if checkpoint.joins_repeats:
+        held_out = join_repeats(data, hashes, held_out)
+    trained = trained_in_folders(data, hashes, held_out)
+    return Trained.of([*trained.values()], is_complete=checkpoint.init_from is None)

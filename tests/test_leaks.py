@@ -15,6 +15,7 @@ from dataset.build.writing import write_dataset
 from dataset.equal import Trained, hash_examples
 from dataset.format import load_metadata, open_dataset
 from dataset.mixture import open_datasets
+from dataset.plan import held_out_groups
 from evaluation.evaluators import Evaluators
 from evaluation.intervals import wilson_interval
 from evaluation.leaks import Leaks, find_trained
@@ -68,13 +69,29 @@ def test_all_folders_stages_tests_and_held_out_puzzles_are_compared(leaky, capsy
     with pytest.raises(SystemExit):
         _found(_config(main, extra, leaks="error"))
     assert f"error: leaks=error: {said} Remove them" in capsys.readouterr().err
-    # A held-out puzzle of one folder is a training puzzle of its copy.
+    # The puzzles of a folder and of its copy are held out together.
     copy = main.with_name("copy")
     _build(copy, train=_rows_of(main)[::-1], test=_rows_of(main)[:5])
     config = _config(main, copy, validation_fraction=0.3)
-    held_out = hold_out(config, open_datasets([main, copy], read_everything=False))["all"]
-    found = _found(config)["validation/all"]
-    assert len(found) == sum(held_out[:40] ^ held_out[:39:-1]) > 0
+    held_out = hold_out(config, open_datasets([main, copy], read_everything=False))[0]["all"]
+    assert held_out[:40].tolist() == held_out[:39:-1].tolist()
+    assert _found(config)["validation/all"] == []
+    # An earlier version did not do so. A run of that version keeps its choice.
+    step = main.with_name("run") / "step_1"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text("{}")
+    config = config.model_copy(update={"checkpoint_path": str(step.parent)})
+    data = open_datasets([main, copy], read_everything=False)
+    old = held_out_groups(data.splits["train"].sets["all"], seed=config.seed, fraction=0.3)
+    capsys.readouterr()
+    chosen, joins_repeats = hold_out(config, data)
+    assert (chosen["all"].tolist(), joins_repeats) == (old.tolist(), False)
+    said = f"validation_fraction: {sum(old ^ held_out)} puzzles are on the other side than an equal puzzle"
+    assert capsys.readouterr().err.count(said) == 1
+    assert len(_found(config)["validation/all"]) == sum(old[:40] ^ old[:39:-1]) > 0
+    capsys.readouterr()
+    assert _found(_config(main, validation_fraction=0.3, resume=str(step)))["validation/all"] == []
+    assert "earlier version" not in capsys.readouterr().err  # without repeats, both choices are the same
     assert _found(_config(main, validation_fraction=0.3)) == {"eval/all": [], "validation/all": []}
 
 

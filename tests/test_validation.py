@@ -44,7 +44,7 @@ def test_no_step_sees_a_held_out_group_and_all_others_are_seen(tmp_path):
     folder = write(tmp_path / "data", train={"all": _GROUPS}, test={"all": [[1]]})
     config = _without_embeddings(folder, validation_fraction=0.4, epochs=4, eval_interval=4)
     data = open_datasets([folder], read_everything=False)
-    held_out = hold_out(config, data)["all"]
+    held_out = hold_out(config, data)[0]["all"]
     assert held_out.sum() == 3
     plan = build_plan(config, data, {"all": held_out})
     indices = data.splits["train"].sets["all"].group_indices
