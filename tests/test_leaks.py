@@ -86,7 +86,7 @@ def test_all_folders_stages_tests_and_held_out_puzzles_are_compared(leaky, capsy
     capsys.readouterr()
     chosen, joins_repeats = hold_out(config, data)
     assert (chosen["all"].tolist(), joins_repeats) == (old.tolist(), False)
-    said = f"validation_fraction: {sum(old ^ held_out)} puzzles are on the other side than an equal puzzle"
+    said = f"an earlier version started this run ({sum(old ^ held_out)} puzzles are on the wrong side)"
     assert capsys.readouterr().err.count(said) == 1
     assert len(_found(config)["validation/all"]) == sum(old[:40] ^ old[:39:-1]) > 0
     capsys.readouterr()

@@ -223,9 +223,9 @@ def hold_out(
         chosen = joined
     elif num_other := sum(int((joined[name] != chosen[name]).sum()) for name in sets):
         log.warning(
-            f"validation_fraction: {num_other} puzzles are on the other side than an equal puzzle, because "
-            "an earlier version started this run. The run keeps its validation puzzles. Start a new run to "
-            "hold out equal puzzles together."
+            "validation_fraction: held-out puzzles are equal to training puzzles, because an earlier version "
+            f"started this run ({num_other} puzzles are on the wrong side). The run keeps its choice. Start "
+            "a new run to hold out equal puzzles together."
         )
     for name, groups in chosen.items():
         each = sets[name]
