@@ -196,6 +196,17 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
     return sorted(kept.values(), key=lambda task: (task.subset, task.id))
 
 
+def drop_copies(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
+    """Returns one of all tasks with the same content in the same split, the first.
+
+    Tasks with unknown test outputs stay, because a submission needs an answer to each of them.
+    """
+    kept = {}
+    for task in tasks:
+        kept.setdefault((task.subset in evaluated, task.content) if task.has_outputs else task.id, task)
+    return [*kept.values()]
+
+
 def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
     """Returns descriptions of the test pairs of evaluated tasks that are also trained on."""
     trained = {}
@@ -212,8 +223,12 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
 
 
 def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
-    """Returns the pairs to train on: demonstration pairs, and test pairs unless `task` is evaluated."""
-    return task.train if task.subset in evaluated else task.pairs
+    """Returns the pairs to train on: demonstration pairs, and test pairs unless `task` is evaluated.
+
+    Of equal pairs, only the first is returned.
+    """
+    pairs = task.train if task.subset in evaluated else task.pairs
+    return tuple({pair.key: pair for pair in pairs}.values())
 
 
 def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> tuple[list[Task], int]:
