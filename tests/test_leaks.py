@@ -231,6 +231,14 @@ def test_a_checkpoint_knows_its_examples_by_its_file_or_by_unchanged_data(leaky,
     assert find_trained(find_checkpoint(_save(tmp_path / "other", config, fingerprint="x"))) is None
     later = config.model_copy(update={"init_from": str(new)})
     assert not find_trained(find_checkpoint(_save(tmp_path / "later", later, **described))).is_complete
+    # Without the file, held-out puzzles are those that the run's version selects.
+    _build(tmp_path / "copy", train=_rows_of(leaky[0])[::-1], test=_rows_of(leaky[0])[:5])
+    config = _config(leaky[0], tmp_path / "copy", validation_fraction=0.5)
+    described = {"fingerprint": open_data(config).fingerprint}
+    joined = _save(tmp_path / "joined", config, **described)
+    apart = _save(tmp_path / "apart", config, joins_repeats=False, **described)
+    assert len(find_trained(find_checkpoint(joined)).hashes) == 20
+    assert len(find_trained(find_checkpoint(apart)).hashes) > 20
     (new / TRAINED_FILE).write_bytes(b"")
     with pytest.raises(ValueError, match="corrupt"):
         find_checkpoint(new)
