@@ -81,6 +81,7 @@ def train(program: Program[PretrainConfig]) -> int:
         fingerprint=data.fingerprint,
         test_fingerprint=data.test_fingerprint,
         dataset_info=data.info().to_json(),
+        joins_repeats=data.joins_repeats,
         trained_on=data.trained_on,
         dataset=data.dataset,
     )

@@ -108,6 +108,7 @@ class Checkpoint:
         address: Address on the Hub, with the commit. None if the checkpoint is local.
         fingerprint: Hash of the datasets of the training. None if unknown.
         test_fingerprint: Hash of their test splits. None if unknown.
+        joins_repeats: Whether the run held out equal puzzles together. False for earlier versions.
         seed, validation_fraction, init_from: Keys of the run's config. Defaults for the public code.
     """
 
@@ -126,6 +127,7 @@ class Checkpoint:
     address: Address | None = None
     fingerprint: str | None = None
     test_fingerprint: str | None = None
+    joins_repeats: bool = False
 
     def __str__(self) -> str:
         return str(self.address or self.path)
@@ -344,6 +346,7 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
     of_data = {"seq_len": state.get("seq_len"), "dataset_info": state.get("dataset")}
     of_data["fingerprint"] = state.get("dataset_fingerprint")
     of_data["test_fingerprint"] = state.get("test_fingerprint")
+    of_data["joins_repeats"] = state.get("joins_repeats") is True
     return Checkpoint(path, step, **of_data, **_read_recorded(config, path / CONFIG_FILE))
 
 

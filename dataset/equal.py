@@ -115,21 +115,60 @@ def _cut_out(tokens: np.ndarray) -> np.ndarray:
     return grids.reshape(len(fields), -1)
 
 
-def hash_training(data: Dataset, held_out: Mapping[str, np.ndarray]) -> dict[int, np.ndarray]:
-    """Returns {index of the dataset folder: hashes of the examples that a run trains on, uint64 [n]}.
+def hash_training(data: Dataset) -> dict[str, np.ndarray]:
+    """Returns {training set: hashes of its examples without augmented copies, uint64 [n]}."""
+    sets = data.splits["train"].sets
+    return {name: hash_examples(each, "train", data.folders) for name, each in sets.items()}
 
-    held_out: {training set: mask of the groups that are not trained on, bool [num_groups]}. A group is a
-    puzzle with its augmented copies.
+
+def join_repeats(
+    data: Dataset, hashes: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Returns a copy of `held_out` in which groups with equal examples are on the same side.
+
+    There are two sides: trained on, and held out for validation. A group is a puzzle with its augmented
+    copies. Groups that share an example, directly or through other groups, all get the side of the first of
+    them. The first is searched in all training sets and dataset folders.
+
+    hashes: Result of `hash_training`. held_out: {training set: mask, bool [num_groups]}. True: held out.
+    """
+    sets = data.splits["train"].sets
+    sizes = np.concatenate([_original_sizes(each) for each in sets.values()])
+    groups = np.arange(len(sizes)).repeat(sizes)
+    hashed = np.concatenate([hashes[name] for name in sets])
+    groups, hashed = groups[hashed != UNKNOWN], hashed[hashed != UNKNOWN]
+    different, examples = np.unique(hashed, return_inverse=True)
+    firsts, before = np.arange(len(sizes)), None  # the first group that is connected to each group
+    while before is None or not np.array_equal(firsts, before):
+        before, first_of_example = firsts, np.full(len(different), len(sizes))
+        np.minimum.at(first_of_example, examples, firsts[groups])
+        firsts = firsts.copy()
+        np.minimum.at(firsts, groups, first_of_example[examples])
+        firsts = firsts[firsts]
+    sides = np.concatenate([held_out[name] for name in sets])[firsts]
+    ends = np.cumsum([len(held_out[name]) for name in sets])
+    return dict(zip(sets, np.split(sides, ends[:-1]), strict=True))
+
+
+def trained_in_folders(
+    data: Dataset, hashes: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray]
+) -> dict[int, np.ndarray]:
+    """Returns {index of the dataset folder: hashes of the examples that are trained on, uint64 [n]}.
+
+    hashes, held_out: As in `join_repeats`. If `held_out` is {}, all examples are trained on.
     """
     found: dict[int, list[np.ndarray]] = {number: [] for number in range(len(data.folders))}
     for name, each in data.splits["train"].sets.items():
-        hashes = hash_examples(each, "train", data.folders)
-        firsts = np.asarray(each.group_indices[:-1], np.int64)
-        groups = np.arange(len(firsts)).repeat(np.diff(each.puzzle_indices)[firsts])
+        groups = np.arange(len(each.folder_of_group)).repeat(_original_sizes(each))
         is_trained = ~held_out[name][groups] if name in held_out else np.ones(len(groups), bool)
         for number in np.unique(each.folder_of_group).tolist():
-            found[number].append(hashes[is_trained & (each.folder_of_group[groups] == number)])
+            found[number].append(hashes[name][is_trained & (each.folder_of_group[groups] == number)])
     return {number: np.concatenate(parts) for number, parts in found.items() if parts}
+
+
+def _original_sizes(data: PuzzleSet | ConcatenatedSet) -> np.ndarray:
+    """Returns the number of examples of the original of each group: [num_groups]."""
+    return np.diff(data.puzzle_indices)[np.asarray(data.group_indices[:-1], np.int64)]
 
 
 @dataclasses.dataclass(frozen=True)

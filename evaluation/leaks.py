@@ -11,7 +11,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from checkpointing.pretrained import Checkpoint
-from dataset.equal import UNKNOWN, Trained, hash_examples, hash_training, read_trained
+from dataset.equal import (
+    UNKNOWN,
+    Trained,
+    hash_examples,
+    hash_training,
+    join_repeats,
+    read_trained,
+    trained_in_folders,
+)
 from dataset.loader import original_rows
 from dataset.mixture import fingerprint_of, open_datasets
 from dataset.plan import held_out_groups
@@ -85,6 +93,7 @@ class Leaks:
         split: str,
         folders: Sequence[Path],
         *,
+        hashes: np.ndarray | None = None,
         groups: np.ndarray | None = None,
         puzzles: np.ndarray | None = None,
     ) -> None:
@@ -93,11 +102,13 @@ class Leaks:
         Augmented variants are not hashed.
 
         name: Name of the test set.
+        hashes: Result of `hash_examples`. If None, this function computes them.
         groups: bool [number of groups]. A group is a puzzle with its augmented variants. Only groups with
         True are evaluated. If None, all are.
         puzzles: Indices of the evaluated puzzles, int64 [n]. If None, all puzzles.
         """
-        rows, hashes = original_rows(data), hash_examples(data, split, folders)
+        rows = original_rows(data)
+        hashes = hash_examples(data, split, folders) if hashes is None else hashes
         if groups is not None:
             firsts = np.asarray(data.group_indices[:-1], np.int64)
             is_evaluated = groups.repeat(np.diff(data.puzzle_indices)[firsts])
@@ -190,4 +201,8 @@ def find_trained(checkpoint: Checkpoint) -> Trained | None:
     options = {"seed": checkpoint.seed, "fraction": checkpoint.validation_fraction}
     sets = data.splits["train"].sets
     held_out = {name: held_out_groups(each, **options) for name, each in sets.items()}
-    return Trained.of([*hash_training(data, held_out).values()], is_complete=checkpoint.init_from is None)
+    hashes = hash_training(data)
+    if checkpoint.joins_repeats:
+        held_out = join_repeats(data, hashes, held_out)
+    trained = trained_in_folders(data, hashes, held_out)
+    return Trained.of([*trained.values()], is_complete=checkpoint.init_from is None)

@@ -1,5 +1,6 @@
 """The ARC builder: what is in the folder, and that only tasks, subsets and options decide it."""
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -183,6 +184,33 @@ def test_a_task_that_is_there_twice_is_taken_once_and_evaluated(tmp_path, tasks,
     assert read_json(tmp_path / "data" / "test_puzzles.json") == make_tasks(3, seed=1)
     assert sets["test"].num_examples == plain["test"].num_examples
     assert sets["train"].num_examples == plain["train"].num_examples + 3 * 2
+
+
+def test_repeats_are_taken_once_and_an_input_with_two_answers_is_warned_of(tmp_path, capsys):
+    tasks = make_tasks(5)
+    first, second, *_ = sorted(tasks)
+    words = ["--evaluate", "all", "--num-aug", 2]
+    plain = build(tmp_path / "plain", "--source", write_folder(tmp_path / "all", tasks), *words)
+    repeated = make_tasks(5)
+    repeated[first]["train"] *= 3
+    source = write_folder(tmp_path / "more" / "all", repeated)
+    capsys.readouterr()
+    sets = build(tmp_path / "data", "--source", source, *words)
+    said = "repeated training pairs of a task, used once: 2\ntrain: 5 tasks"
+    assert capsys.readouterr().out.startswith(said)
+    for split, each in plain.items():
+        assert np.array_equal(sets[split].inputs, each.inputs)
+    other = {"input": tasks[first]["test"][0]["input"], "output": [[5]]}
+    (source / f"{first}.json").write_text(json.dumps({**tasks[first], "train": [other]}))
+    assert build(tmp_path / "data", "--source", source, *words)["train"].num_examples == 27
+    text = f"1 of 5 tasks have an input with several outputs, the first: {first}. No model can"
+    assert text in capsys.readouterr().err
+    copies = dict.fromkeys(("fff1", "fff2"), tasks[second])
+    both = ["--source", write_folder(tmp_path / "both" / "others", copies), "--source", tmp_path / "all"]
+    (tmp_path / "all" / "fff3.json").write_text(json.dumps(tasks[second]))
+    build(tmp_path / "data", *both, *words, "--allow-leaks", 9)
+    said = "repeated tasks, with the same content and used once: 1\ntrain: 7 tasks"
+    assert capsys.readouterr().out.startswith(said), "an evaluated task needs an answer"
 
 
 @pytest.mark.parametrize("part", ["train", "test"])

@@ -8,7 +8,14 @@ import pytest
 import safetensors.numpy
 
 from dataset import equal
-from dataset.equal import Trained, hash_examples, hash_training, read_trained
+from dataset.equal import (
+    Trained,
+    hash_examples,
+    hash_training,
+    join_repeats,
+    read_trained,
+    trained_in_folders,
+)
 from dataset.format import open_dataset
 from dataset.loader import original_rows
 from dataset.mixture import open_datasets
@@ -86,10 +93,23 @@ def test_held_out_groups_are_not_trained_on(tmp_path):
     folders = [write(tmp_path / "a", train=A, test=A), write(tmp_path / "b", train=B, test=A)]
     data = open_datasets(folders, read_everything=False)
     held_out = {"all": np.array([False, True, False, False, False])}
-    found = hash_training(data, held_out)
+    found = trained_in_folders(data, hash_training(data), held_out)
     alone = _hashes(folders[0])
     assert found[0].tolist() == [alone[0], *alone[4:]]
     assert [len(each) for each in found.values()] == [3, 4]  # two sets of the folder b
+
+
+def test_groups_with_equal_examples_move_to_the_side_of_the_first(tmp_path):
+    groups = {"all": [[1], [1], [2], [1, 1], [2], [1]], "more": [[1], [1]]}
+    data = open_datasets([write(tmp_path / "a", train=groups, test=A)], read_everything=False)
+    # Groups 1, 2, 4 and 6 are connected, and 5 is equal to 3. The examples without an answer are different.
+    examples = [[equal.UNKNOWN], [10], [11, 12], [20], [12, 10], [20], [11], [equal.UNKNOWN]]
+    hashes = np.array([each for group in examples for each in group], np.uint64)
+    hashes = dict(zip(groups, np.split(hashes, [8]), strict=True))
+    for first, expected in ((True, [0, 1, 1, 0, 1, 0, 1, 1]), (False, [0, 0, 0, 0, 0, 0, 0, 1])):
+        held_out = {"all": np.array([0, first, 0, 0, 1, 1], bool), "more": np.array([0, 1], bool)}
+        joined = join_repeats(data, hashes, held_out)
+        assert np.concatenate([*joined.values()]).tolist() == expected
 
 
 def _draw(count: int, *, seed: int) -> Trained:

@@ -15,6 +15,7 @@ from dataset.build.writing import write_dataset
 from dataset.equal import Trained, hash_examples
 from dataset.format import load_metadata, open_dataset
 from dataset.mixture import open_datasets
+from dataset.plan import held_out_groups
 from evaluation.evaluators import Evaluators
 from evaluation.intervals import wilson_interval
 from evaluation.leaks import Leaks, find_trained
@@ -68,13 +69,29 @@ def test_all_folders_stages_tests_and_held_out_puzzles_are_compared(leaky, capsy
     with pytest.raises(SystemExit):
         _found(_config(main, extra, leaks="error"))
     assert f"error: leaks=error: {said} Remove them" in capsys.readouterr().err
-    # A held-out puzzle of one folder is a training puzzle of its copy.
+    # The puzzles of a folder and of its copy are held out together.
     copy = main.with_name("copy")
     _build(copy, train=_rows_of(main)[::-1], test=_rows_of(main)[:5])
     config = _config(main, copy, validation_fraction=0.3)
-    held_out = hold_out(config, open_datasets([main, copy], read_everything=False))["all"]
-    found = _found(config)["validation/all"]
-    assert len(found) == sum(held_out[:40] ^ held_out[:39:-1]) > 0
+    held_out = hold_out(config, open_datasets([main, copy], read_everything=False))[0]["all"]
+    assert held_out[:40].tolist() == held_out[:39:-1].tolist()
+    assert _found(config)["validation/all"] == []
+    # An earlier version did not do so. A run of that version keeps its choice.
+    step = main.with_name("run") / "step_1"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text("{}")
+    config = config.model_copy(update={"checkpoint_path": str(step.parent)})
+    data = open_datasets([main, copy], read_everything=False)
+    old = held_out_groups(data.splits["train"].sets["all"], seed=config.seed, fraction=0.3)
+    capsys.readouterr()
+    chosen, joins_repeats = hold_out(config, data)
+    assert (chosen["all"].tolist(), joins_repeats) == (old.tolist(), False)
+    said = f"an earlier version started this run ({sum(old ^ held_out)} puzzles are on the wrong side)"
+    assert capsys.readouterr().err.count(said) == 1
+    assert len(_found(config)["validation/all"]) == sum(old[:40] ^ old[:39:-1]) > 0
+    capsys.readouterr()
+    assert _found(_config(main, validation_fraction=0.3, resume=str(step)))["validation/all"] == []
+    assert "earlier version" not in capsys.readouterr().err  # without repeats, both choices are the same
     assert _found(_config(main, validation_fraction=0.3)) == {"eval/all": [], "validation/all": []}
 
 
@@ -214,6 +231,14 @@ def test_a_checkpoint_knows_its_examples_by_its_file_or_by_unchanged_data(leaky,
     assert find_trained(find_checkpoint(_save(tmp_path / "other", config, fingerprint="x"))) is None
     later = config.model_copy(update={"init_from": str(new)})
     assert not find_trained(find_checkpoint(_save(tmp_path / "later", later, **described))).is_complete
+    # Without the file, held-out puzzles are those that the run's version selects.
+    _build(tmp_path / "copy", train=_rows_of(leaky[0])[::-1], test=_rows_of(leaky[0])[:5])
+    config = _config(leaky[0], tmp_path / "copy", validation_fraction=0.5)
+    described = {"fingerprint": open_data(config).fingerprint}
+    joined = _save(tmp_path / "joined", config, **described)
+    apart = _save(tmp_path / "apart", config, joins_repeats=False, **described)
+    assert len(find_trained(find_checkpoint(joined)).hashes) == 20
+    assert len(find_trained(find_checkpoint(apart)).hashes) > 20
     (new / TRAINED_FILE).write_bytes(b"")
     with pytest.raises(ValueError, match="corrupt"):
         find_checkpoint(new)

@@ -1,16 +1,22 @@
 """Puzzles held out of training: which they are, that no step sees them, and how they are evaluated."""
 
+import hashlib
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from checkpointing.files import MANIFEST_FILE, STATE_FILE, manifest_text
+from dataset.build.splits import make_split
+from dataset.build.writing import write_dataset
+from dataset.format import SPLITS
 from dataset.mixture import open_datasets
 from dataset.plan import EvaluationPlan, held_out_groups
 from tests.puzzle_sets import Groups, make_set, write
 from tests.ranks import complete_program
-from tests.sudoku_source import build_sets
+from tests.sudoku_source import build_sets, source_rows
 from tests.tiny import OVERRIDES, logged_rows, tiny_arch, tiny_config
 from training.data import build_plan, hold_out
 
@@ -44,7 +50,7 @@ def test_no_step_sees_a_held_out_group_and_all_others_are_seen(tmp_path):
     folder = write(tmp_path / "data", train={"all": _GROUPS}, test={"all": [[1]]})
     config = _without_embeddings(folder, validation_fraction=0.4, epochs=4, eval_interval=4)
     data = open_datasets([folder], read_everything=False)
-    held_out = hold_out(config, data)["all"]
+    held_out = hold_out(config, data)[0]["all"]
     assert held_out.sum() == 3
     plan = build_plan(config, data, {"all": held_out})
     indices = data.splits["train"].sets["all"].group_indices
@@ -86,6 +92,44 @@ def test_what_cannot_be_held_out_is_refused(tmp_path):
 
 def _run(cwd: Path, program: str, *overrides: str, world_size: int = 1):
     return complete_program(program, *overrides, folder=cwd, world_size=world_size, is_float64=True)
+
+
+def _as_of_an_earlier_version(step: Path) -> None:
+    state = json.loads((step / STATE_FILE).read_text())
+    assert state.pop("joins_repeats")
+    (step / STATE_FILE).write_text(json.dumps(state))
+    files = json.loads((step / MANIFEST_FILE).read_text())["files"]
+    content = (step / STATE_FILE).read_bytes()
+    files[STATE_FILE] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (step / MANIFEST_FILE).write_text(manifest_text(files))
+
+
+@pytest.mark.slow
+def test_repeated_puzzles_are_on_one_side_and_a_run_of_an_earlier_version_keeps_its_choice(tmp_path):
+    """20 puzzles, each four times, in a folder of an earlier version."""
+    texts = [[row[side].replace(".", "0") for side in (1, 2)] for row in source_rows(20)]
+    pairs = np.array([[[1 + int(digit) for digit in text] for text in pair] for pair in texts], np.uint8)
+    splits = {name: make_split(pairs.repeat(4, axis=0), vocab_size=6) for name in SPLITS}
+    write_dataset(tmp_path / "data", splits=splits, identifiers=["<blank>"], builder={})
+    words = (*OVERRIDES, "data_path=data", "validation_fraction=0.5", "evaluators=[]", "max_steps=2")
+    warned, logged = {}, {}
+    for ranks in (1, 2):
+        _run(tmp_path, "pretrain", *words, f"checkpoint_path={ranks}", world_size=ranks)
+        _as_of_an_earlier_version(shutil.copytree(tmp_path / str(ranks), tmp_path / f"old{ranks}") / "step_2")
+        for name in (str(ranks), f"old{ranks}"):
+            more = (f"checkpoint_path={name}", "max_steps=4")
+            warned[name] = _run(tmp_path, "pretrain", *words, *more, world_size=ranks).stderr
+            logged[name] = logged_rows(tmp_path / name)[-1]
+    for name, text in warned.items():
+        is_old = name.startswith("old")
+        assert text.count("an earlier version started this run") == is_old
+        state = json.loads((tmp_path / name / "step_4" / STATE_FILE).read_text())
+        assert state["joins_repeats"] != is_old
+        other = {"old1": "old2", "1": "2"}.get(name, name)
+        for key in ("validation/all/count", "validation/all/lm_loss", "validation/all/trained_on"):
+            assert logged[name][key] == pytest.approx(logged[other][key], rel=1e-9)
+        assert (logged[name]["validation/all/trained_on"] > 0) == is_old
+    assert logged["old1"]["validation/all/count"] == 40
 
 
 @pytest.mark.slow

@@ -93,6 +93,7 @@ class CheckpointManager:
         fingerprint: Hash of the dataset, stored in every checkpoint.
         test_fingerprint: Hash of its test splits, stored in every checkpoint.
         dataset_info: Description of the dataset as JSON values, stored in every checkpoint.
+        joins_repeats: Whether the run holds out equal puzzles together, stored in every checkpoint.
         trained_on: Function (step) -> examples of this run's data that were trained on up to the step. Called
             only on rank 0. If None, checkpoints do not contain them.
         dataset: Training data. The identities of its puzzles are stored once in the run folder, and
@@ -111,11 +112,13 @@ class CheckpointManager:
         fingerprint: str,
         test_fingerprint: str | None = None,
         dataset_info: dict[str, Any] | None = None,
+        joins_repeats: bool = True,
         trained_on: Callable[[int], Trained] | None = None,
         dataset: Dataset | None = None,
     ):
         self._run_folder, self._config, self._fingerprint = run_folder, config, fingerprint
         self._test_fingerprint, self._dataset_info = test_fingerprint, dataset_info
+        self._joins_repeats = joins_repeats
         self._of_data = trained_on
         self._dataset = dataset
         self._before: Trained | None = None  # examples of the checkpoint that this launch started from
@@ -151,6 +154,7 @@ class CheckpointManager:
             "dataset_fingerprint": self._fingerprint,
             "test_fingerprint": self._test_fingerprint,
             "dataset": self._dataset_info,
+            "joins_repeats": self._joins_repeats,
             "seq_len": state.carry.data.inputs.shape[-1],
             "total_steps": self._total_steps,
             "world_size": world_size(),
@@ -367,7 +371,7 @@ def open_checkpoints(config: PretrainConfig, **described: Any) -> CheckpointMana
     Args:
         config: Config of the run.
         **described: The arguments of `CheckpointManager` that describe the data: `fingerprint`,
-            `test_fingerprint`, `dataset_info`, `trained_on` and `dataset`.
+            `test_fingerprint`, `dataset_info`, `joins_repeats`, `trained_on` and `dataset`.
     """
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)

@@ -1,5 +1,6 @@
 """The data of a run: opens the datasets of the config, and plans the examples of every training step."""
 
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -8,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from checkpointing.files import checkpoints_in, read_state, step_of
 from config.schema import PretrainConfig, StageConfig
 from dataset.description import DatasetInfo, read_info, with_candidates
-from dataset.equal import Trained, hash_training
+from dataset.equal import Trained, hash_training, join_repeats, trained_in_folders
 from dataset.format import MANIFEST, Dataset, load_metadata
 from dataset.loader import Batch, PuzzleDataset, read_batches
 from dataset.mixture import check_same_tokens, fingerprint_of, open_datasets
@@ -37,6 +39,8 @@ class RunData:
         schedule: The work that is due after each step.
         validation: {training set: indices of held-out puzzles, int64 [n]}, without their variants. {} without
             `validation_fraction`.
+        joins_repeats: Whether equal puzzles are held out together. False if an earlier version of this code
+            started the run.
         fingerprint: Hash of the content of the datasets.
         test_fingerprint: Hash of the content of their test splits.
         tests: {folder name: dataset} of `test_data_path`.
@@ -51,6 +55,7 @@ class RunData:
     plan: TrainPlan
     schedule: Schedule
     validation: dict[str, np.ndarray]
+    joins_repeats: bool
     fingerprint: str
     test_fingerprint: str
     tests: dict[str, Dataset]
@@ -103,24 +108,28 @@ class RunData:
 def open_data(config: PretrainConfig) -> RunData:
     """Opens and checks the data of a run. All ranks call it. An error on one rank ends all ranks.
 
-    Rank 0 checks every token. The first rank of each node computes a hash of the data, or reads it from the
-    builder's manifest. The hashes of all nodes must be equal.
+    Rank 0 checks every token, and selects the puzzles for validation. The first rank of each node computes a
+    hash of the data, or reads it from the builder's manifest. The hashes of all nodes must be equal.
     """
     fingerprint = test_fingerprint = ""
-    hashes, leaks = {}, Leaks(config.leaks)
+    trained, leaks, held_out = {}, Leaks(config.leaks), None
     with collective_errors():
         folders = [Path(path) for path in config.data_paths]
         manifests = _read_manifests([*folders, *map(Path, config.test_data_path or [])])
         dataset = open_datasets(folders, read_everything=is_main())
         if config.arch.finds_candidates:
             dataset = with_candidates(dataset)
-        held_out = hold_out(config, dataset)
+        if is_main():
+            hashes = hash_training(dataset)
+            held_out = hold_out(config, dataset, hashes)
+    held_out, joins_repeats = broadcast_object(held_out)
+    with collective_errors():
         plan = build_plan(config, dataset, held_out)
         tests = open_tests(config, dataset)
         evaluators = [Evaluators(config.evaluators, each) for each in (dataset, *tests.values())]
         if is_main():
-            hashes = hash_training(dataset, held_out)
-            _add_evaluated(leaks, dataset, tests, held_out)
+            _add_evaluated(leaks, dataset, tests, held_out, hashes)
+            trained = trained_in_folders(dataset, hashes, held_out)
         if local_rank() == 0:
             fingerprint = fingerprint_of(dataset.folders)
             test_fingerprint = fingerprint_of(dataset.folders, ("test",))
@@ -130,7 +139,7 @@ def open_data(config: PretrainConfig) -> RunData:
                 f"dataset was rebuilt while it was being opened: {names}. Run the command again."
             )
     check_same_data(fingerprint, names=config.data_paths)
-    leaks.broadcast_find(Trained.of([*hashes.values()]), model="this run")
+    leaks.broadcast_find(Trained.of([*trained.values()]), model="this run")
     sets = dataset.splits["train"].sets
     validation = {name: sets[name].group_indices[:-1][groups] for name, groups in held_out.items()}
     return RunData(
@@ -138,31 +147,37 @@ def open_data(config: PretrainConfig) -> RunData:
         plan=plan,
         schedule=Schedule(config, plan),
         validation=validation,
+        joins_repeats=joins_repeats,
         fingerprint=broadcast_object(fingerprint),
         test_fingerprint=broadcast_object(test_fingerprint),
         tests=tests,
         evaluators=evaluators,
         manifests=manifests,
-        hashes=hashes,
+        hashes=trained,
         leaks=leaks,
     )
 
 
 def _add_evaluated(
-    leaks: Leaks, dataset: Dataset, tests: Mapping[str, Dataset], held_out: Mapping[str, np.ndarray]
+    leaks: Leaks,
+    dataset: Dataset,
+    tests: Mapping[str, Dataset],
+    held_out: Mapping[str, np.ndarray],
+    hashes: Mapping[str, np.ndarray],
 ) -> None:
     """Adds all sets that the run evaluates to `leaks`, so that it can find puzzles that are also trained on.
 
     These are the test sets of the run, those of `test_data_path`, and held-out puzzles.
 
-    tests: {folder name: dataset} of `test_data_path`. held_out: Result of `hold_out`.
+    tests: {folder name: dataset} of `test_data_path`. held_out: Result of `hold_out`. hashes: Result of
+    `hash_training`.
     """
     for prefix, data in (("eval/", dataset), *((f"test/{folder}.", data) for folder, data in tests.items())):
         for name, each in data.splits["test"].sets.items():
             leaks.add(f"{prefix}{name}", each, "test", data.folders)
     for name, groups in held_out.items():
-        each = dataset.splits["train"].sets[name]
-        leaks.add(f"validation/{name}", each, "train", dataset.folders, groups=groups)
+        each, chosen = dataset.splits["train"].sets[name], {"hashes": hashes[name], "groups": groups}
+        leaks.add(f"validation/{name}", each, "train", dataset.folders, **chosen)
 
 
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
@@ -199,18 +214,36 @@ def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
     return found
 
 
-def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
-    """Selects training puzzles for validation. Returns {training set: mask of groups, bool [num_groups]}.
+def hold_out(
+    config: PretrainConfig, data: Dataset, hashes: Mapping[str, np.ndarray] | None = None
+) -> tuple[dict[str, np.ndarray], bool]:
+    """Selects training puzzles for validation. No selected puzzle is equal to one that is trained on.
 
-    A group is a puzzle with all its augmented copies. Returns {} without `validation_fraction`. Raises
-    ValueError if the fraction selects no group. Also raises ValueError if only held-out puzzles use some
-    puzzle embedding, because it would not be trained.
+    A run that an earlier version of this code started keeps the selection of that version. It warns if a
+    selected puzzle is equal to one that is trained on.
+
+    Returns ({training set: mask of groups, bool [num_groups]}, whether equal puzzles stay together). A group
+    is a puzzle with all its augmented copies. The dict is {} without `validation_fraction`. Raises ValueError
+    if the fraction selects no group. Also raises ValueError if only held-out puzzles use some puzzle
+    embedding, because it would not be trained.
+
+    hashes: Result of `hash_training`. If None, this function calls it.
     """
     if not config.validation_fraction:
-        return {}
-    chosen = {}
-    for name, each in data.splits["train"].sets.items():
-        groups = held_out_groups(each, seed=config.seed, fraction=config.validation_fraction)
+        return {}, True
+    sets, options = data.splits["train"].sets, {"seed": config.seed, "fraction": config.validation_fraction}
+    chosen = {name: held_out_groups(each, **options) for name, each in sets.items()}
+    joined = join_repeats(data, hash_training(data) if hashes is None else hashes, chosen)
+    if joins_repeats := _joins_repeats(config):
+        chosen = joined
+    elif num_other := sum(int((joined[name] != chosen[name]).sum()) for name in sets):
+        log.warning(
+            "validation_fraction: held-out puzzles are equal to training puzzles, because an earlier version "
+            f"started this run ({num_other} puzzles are on the wrong side). The run keeps its choice. Start "
+            "a new run to hold out equal puzzles together."
+        )
+    for name, groups in chosen.items():
+        each = sets[name]
         is_held_out = groups.repeat(np.diff(each.group_indices))
         held_out, trained = (each.puzzle_identifiers[side] for side in (is_held_out, ~is_held_out))
         if config.arch.has_puzzle_embeddings and not np.isin(held_out, trained).all():
@@ -218,7 +251,6 @@ def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
                 f"validation_fraction: puzzles of set {name!r} have embeddings of their own, and those of "
                 "held-out puzzles would not be trained. Remove it. The test split then selects the best."
             )
-        chosen[name] = groups
     if not any(groups.any() for groups in chosen.values()):
         total = sum(map(len, chosen.values()))
         raise ValueError(
@@ -231,7 +263,20 @@ def hold_out(config: PretrainConfig, data: Dataset) -> dict[str, np.ndarray]:
             f"validation_fraction={config.validation_fraction} holds out only {num_puzzles} puzzles. The "
             "choice of the best checkpoint is mostly chance."
         )
-    return chosen
+    return chosen, joins_repeats
+
+
+def _joins_repeats(config: PretrainConfig) -> bool:
+    """Returns whether the run holds out equal puzzles together. Only rank 0 may call it.
+
+    A run that continues from a checkpoint, its own or that of `resume=PATH`, does as that checkpoint did.
+    """
+    for folder in (Path(each) for each in (config.checkpoint_path, config.resume) if each):
+        is_step = step_of(folder) is not None
+        for path in [folder] if is_step else reversed(checkpoints_in(folder)):
+            with contextlib.suppress(ValueError):  # a damaged checkpoint: `resume` takes an earlier one
+                return read_state(path).get("joins_repeats") is True
+    return True
 
 
 _FEW_PUZZLES = 30  # with fewer held-out puzzles there is a warning
@@ -245,8 +290,8 @@ def build_plan(
     A stage of the curriculum has its own data or settings. Raises ValueError if a stage is too short for one
     batch.
 
-    data: Dataset of all `config.data_paths`. held_out: Result of `hold_out`. If None, no puzzles are held
-    out.
+    data: Dataset of all `config.data_paths`. held_out: Masks that `hold_out` returns. If None, no puzzles are
+    held out.
     """
     number = {path: position for position, path in enumerate(config.data_paths)}
     before = [stage for stage in config.curriculum if stage.share is None]

@@ -237,7 +237,7 @@ def _build(config: PretrainConfig) -> tuple[HaltingModel, int, int | None, list[
         data = open_datasets([Path(path) for path in config.data_paths], read_everything=False)
         data = with_candidates(data) if config.arch.finds_candidates else data
         metadata = data.metadata
-        num_steps = Schedule(config, build_plan(config, data, hold_out(config, data))).total_steps
+        num_steps = Schedule(config, build_plan(config, data, hold_out(config, data)[0])).total_steps
     with torch.device("meta"):
         model = build_model(config.arch, metadata)
     model.requires_grad_(config.train_only == "all")

@@ -28,11 +28,7 @@ PICTURES = "puzzles"  # name of the pictures of puzzles
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-<<<<<<< HEAD
     """Facts about a run that every logger gets.
-=======
-    """The information about a run that a logger gets.
->>>>>>> 83347ef62466527e17cc58fb9305d8886878f221
 
     Attributes:
         config: Config of the run.
@@ -48,21 +44,16 @@ class LoggedRun:
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
+        """Returns the run folder."""
         return Path(self.config.checkpoint_path)
 
     @property
     def description(self) -> dict[str, Any]:
-<<<<<<< HEAD
         """Returns all keys of the config, the entries of `info`, and the git commit of the code."""
-=======
-        """All keys of the config, `info`, and the git commit of the code."""
->>>>>>> 83347ef62466527e17cc58fb9305d8886878f221
         return {**self.config.model_dump(), **self.info, "git_commit": git_commit()}
 
 
 class Logger(Protocol):
-<<<<<<< HEAD
     """Interface of a logger. It gets the metrics of a run and stores or shows them.
 
     A logger may also have these methods:
@@ -70,14 +61,6 @@ class Logger(Protocol):
     - `log_puzzles(step, thoughts)` gets pictures of puzzles (`training.pictures.Thoughts`). It is called
     before `log` of the same step.
     - `log_checkpoint(folder)` gets the folder of a complete checkpoint.
-=======
-    """The interface of a logger: a class that writes the metrics of a run to a file or a service.
-
-    A logger may also have these methods:
-
-    - `log_puzzles(step, thoughts)` gets pictures of puzzles (`training.pictures.Thoughts`), before `log`.
-    - `log_checkpoint(folder)` gets a complete checkpoint.
->>>>>>> 83347ef62466527e17cc58fb9305d8886878f221
     - `step_done()` is called after each training step.
     - `set_activity(name)` gets what the run does now, such as "evaluating".
 
@@ -90,7 +73,6 @@ class Logger(Protocol):
     def __init__(self, run: LoggedRun): ...
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-<<<<<<< HEAD
         """Logs the metrics of a training step, such as {"train/lm_loss": 0.5}.
 
         It is called at most once for each step, with increasing steps.
@@ -102,18 +84,8 @@ class Logger(Protocol):
 
 def find_loggers(config: PretrainConfig) -> list[type[Logger]]:
     """Returns the logger classes that the config key `loggers` names. W&B is left out if it is disabled.
-=======
-        """Logs the metrics of a training step. It is called at most once for each step. Steps increase."""
 
-    def close(self, *, has_failed: bool) -> None:
-        """Closes the logger at the end of the launch. has_failed: Whether an exception ended the run."""
-
-
-def find_loggers(config: PretrainConfig) -> list[type[Logger]]:
-    """Returns the logger classes that the config key `loggers` names. Imports them.
->>>>>>> 83347ef62466527e17cc58fb9305d8886878f221
-
-    W&B is left out if it is disabled. Raises ValueError for an unknown name, or if a package is missing.
+    Raises ValueError for an unknown name, or if a package is missing.
     """
     of_plugins = {each.name: each for each in defined("LOGGER")}
     known = sorted({*(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")), *of_plugins})
@@ -141,15 +113,9 @@ def _environment_disables_wandb() -> bool:
 
 
 class Loggers:
-<<<<<<< HEAD
     """All loggers of a run as one object. It passes every call to all of them.
 
     On ranks other than 0, its methods do nothing.
-=======
-    """All loggers of a run, as one object. Only rank 0 has loggers.
-
-    On other ranks, the methods do nothing.
->>>>>>> 83347ef62466527e17cc58fb9305d8886878f221
     """
 
     def __init__(self, run: LoggedRun):
@@ -167,41 +133,25 @@ class Loggers:
 
     @property
     def take_pictures(self) -> bool:
-<<<<<<< HEAD
         """Returns whether a logger can log pictures of puzzles. False on ranks other than 0."""
         return any(hasattr(each, "log_puzzles") for each in self._all)
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
         """Logs the metrics of a training step. Call it at most once for each step."""
-=======
-        """Whether a logger logs pictures of puzzles. False on ranks other than 0."""
-        return any(hasattr(each, "log_puzzles") for each in self._all)
-
-    def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Passes the metrics of a training step to all loggers. Call it at most once for each step."""
->>>>>>> 83347ef62466527e17cc58fb9305d8886878f221
         self._call("log", step, metrics)
 
     def log_puzzles(self, step: int, thoughts: "Thoughts") -> None:
-        """Passes pictures of puzzles to the loggers that log pictures.
-
-        Call it before `log` of the same step.
-        """
+        """Logs pictures of puzzles. Call it before `log` of the same step."""
         self._call("log_puzzles", step, thoughts)
 
     def log_checkpoint(self, folder: Path) -> None:
-<<<<<<< HEAD
         """Tells the loggers that a checkpoint is complete. folder: Folder of the checkpoint."""
-=======
-        """Passes the folder of a complete checkpoint to the loggers. W&B may upload it."""
->>>>>>> 83347ef62466527e17cc58fb9305d8886878f221
         self._call("log_checkpoint", folder)
 
     def step_done(self) -> None:
         self._call("step_done")
 
     def set_activity(self, name: str) -> None:
-<<<<<<< HEAD
         """Passes to the loggers what the run does now, such as "evaluating". The console shows it."""
         self._call("set_activity", name)
 
@@ -209,18 +159,6 @@ class Loggers:
         """Closes all loggers.
 
         error_type: Type of the exception that ended the run, or None.
-=======
-        """Passes the name of what the run does now, such as "evaluating".
-
-        The console shows it on the progress bar.
-        """
-        self._call("set_activity", name)
-
-    def close(self, error_type: type[BaseException] | None = None, *_: object) -> None:
-        """Closes all loggers at the end of the launch.
-
-        error_type: Type of the exception that ended the run. None if it ended normally.
->>>>>>> 83347ef62466527e17cc58fb9305d8886878f221
         """
         self._call("close", has_failed=error_type is not None)
 

@@ -14,11 +14,7 @@ from training.loggers import LoggedRun
 
 
 class CsvFile:
-<<<<<<< HEAD
     """Logger that writes metrics.csv into the run folder, with one column for each metric.
-=======
-    """Writes the metrics to the file metrics.csv in the run folder. Its first column is `step`.
->>>>>>> 83347ef62466527e17cc58fb9305d8886878f221
 
     Each launch of the run first copies the records of metrics.jsonl into the file. If a metric appears for
     the first time, the file is written again with one more column.
@@ -31,11 +27,7 @@ class CsvFile:
         self._write([values for values, _ in read_rows(run.folder)])
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-<<<<<<< HEAD
         """Adds a line to the file. Raises OSError if the disk is full. The line is then not written."""
-=======
-        """Writes a row. If the disk is full, raises OSError and leaves the file without this row."""
->>>>>>> 83347ef62466527e17cc58fb9305d8886878f221
         row = {"step": step, **metrics}
         if row.keys() <= set(self._columns):
             self._append(row)

@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-<<<<<<< HEAD
     """Logger that writes TensorBoard files into the folder `tensorboard` of the run folder.
-=======
-    """Writes the metrics to TensorBoard event files in the folder `tensorboard` of the run folder.
->>>>>>> 83347ef62466527e17cc58fb9305d8886878f221
 
     The first launch with this logger also writes the earlier records of metrics.jsonl. If the run resumes
     from a checkpoint, TensorBoard no longer shows later steps of the previous launch.

@@ -27,8 +27,10 @@ from dataset.kinds.arc.tasks import (
     VOCAB_SIZE,
     Pair,
     Task,
+    drop_copies,
     drop_repeats,
     find_leaks,
+    grid_bytes,
     read_tasks,
     training_pairs,
 )
@@ -118,6 +120,7 @@ def build(options: argparse.Namespace) -> None:
     if not evaluated:
         subsets = ", ".join(sorted({task.subset for task in tasks}))
         raise ValueError(f"no task is evaluated. Pass --evaluate with one of {subsets}.")
+    tasks = drop_copies(tasks, evaluated=evaluated)
     most = NUM_DIHEDRAL - 1 if options.dihedral else options.num_aug
     _check(tasks, evaluated, num_aug=most, allow_leaks=options.allow_leaks)
 
@@ -144,6 +147,9 @@ def build(options: argparse.Namespace) -> None:
 
     if num_repeats := len(found) - len(tasks):
         print(f"repeated tasks, with the same content and used once: {num_repeats}")
+    given = sum(len(task.train if task.subset in evaluated else task.pairs) for task in tasks)
+    if num_repeats := given - sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks):
+        print(f"repeated training pairs of a task, used once: {num_repeats}")
     num_variants = [len(each) - 1 for each in transforms]
     if not options.dihedral and (num_few := sum(number < options.num_aug for number in num_variants)):
         few = f"tasks with fewer than {options.num_aug} different variants"
@@ -193,7 +199,16 @@ def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks
             remedy = f"Remove one of the sources, or accept this with --allow-leaks {len(leaks)}."
             raise ValueError(f"{message}. {remedy}")
         warn("build arc", message)
+    doubtful = [task for task in tasks if _has_several_answers(task)]
+    if doubtful:
+        text = f"{len(doubtful)} of {len(tasks)} tasks have an input with several outputs"
+        warn("build arc", f"{text}, the first: {doubtful[0].id}. No model can get all of them right.")
     check_count(sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks), 1 + num_aug)
+
+
+def _has_several_answers(task: Task) -> bool:
+    pairs = {pair.key: grid_bytes(pair.input) for pair in task.pairs if pair.output.size}
+    return len(set(pairs.values())) < len(pairs)
 
 
 def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[str]) -> dict:

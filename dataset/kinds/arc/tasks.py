@@ -216,6 +216,19 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
     return sorted(kept.values(), key=lambda task: (task.subset, task.id))
 
 
+def drop_copies(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
+    """Returns `tasks` without training tasks that have the content of an earlier training task.
+
+    Evaluated tasks stay, because a submission needs an answer to each of them.
+
+    evaluated: Subsets with tasks for the test split.
+    """
+    different = {}
+    for task in tasks:
+        different.setdefault(task.id if task.subset in evaluated else task.content, task)
+    return [*different.values()]
+
+
 def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
     """Returns a description of each test pair that is also a training pair.
 
@@ -237,13 +250,14 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
 
 
 def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
-    """Returns the pairs of a task to train on.
+    """Returns the pairs of a task to train on. Of equal pairs, it returns only the first.
 
     These are its demonstrations and, if its subset is not evaluated, also its test pairs.
 
     evaluated: Subsets with tasks for the test split.
     """
-    return task.train if task.subset in evaluated else task.pairs
+    pairs = task.train if task.subset in evaluated else task.pairs
+    return tuple({pair.key: pair for pair in pairs}.values())
 
 
 def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> tuple[list[Task], int]:
