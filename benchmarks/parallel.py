@@ -95,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         most = max(options.processes or [2])
         if most == 1 or (options.device == "cpu" and most > num_cores()):
             parser.error(
-                f"--at-least cannot compare {most} processes with one on {num_cores()} cores. Pass --processes "
-                "from 2 to the number of cores."
+                f"--at-least cannot compare {most} processes with one on {num_cores()} cores. Pass "
+                "--processes from 2 to the number of cores."
             )
     if options.line and options.questions != ["exchange"]:
         parser.error("--line applies only to exchange. Remove it, or pass only exchange.")
@@ -295,9 +295,7 @@ def measure_scaling(options: argparse.Namespace) -> None:
     )
     for count in counts[1:] if options.at_least is not None else ():
         if (efficiency := result[f"weak_efficiency_{count}"]) < options.at_least:
-            fail(
-                f"the efficiency of {count} processes, {efficiency:.3f}, is below --at-least {options.at_least:g}"
-            )
+            fail(f"efficiency {efficiency:.3f} of {count} processes is below --at-least {options.at_least:g}")
 
 
 # ---------------------------------------------------------------------------------------------------- memory
