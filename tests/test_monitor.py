@@ -88,7 +88,7 @@ def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, m
     loggers.log(3, row | {"best/selected_by": "test"})
     loggers.log(9, row | {"best/selected_by": "test"})
     first, second = (re.sub(" +", " ", line) for line in capsys.readouterr().err.splitlines())
-    values = "valid 0.580 cells right 0.950 thinking steps 7.6"
+    values = "valid 0.580 cells right 0.950 steps until halting 7.6"
     assert re.fullmatch(rf"step 3 \d\d:\d\d solved 0\.571 \(best\) {values}", first)
     assert re.fullmatch(rf"step 9 \d\d:\d\d solved 0\.571 {values}", second)
     loggers.log(9, row | {"eval/all/trained_on": 4.0, "eval/all/unseen/exact_accuracy": 0.4})
