@@ -72,7 +72,9 @@ def test_a_line_says_when_the_run_ends(loggers, capsys, monkeypatch):
     for _ in range(3):
         loggers.step_done()
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"about 0 h 0 min of training remain, until \d{4}-.*", line)
+    assert re.fullmatch(r"about 1 min of training remain, until \d{4}-.*", line)
+    training.console._show_end(2 * 3600)
+    assert capsys.readouterr().err.startswith("about 2 h 0 min of training remain")
     training.console._show_end(100 * 86400)
     line = capsys.readouterr().err
     assert "takes about 100 more days on this machine. Training continues. Smaller experiments: " in line

@@ -99,9 +99,10 @@ class Console:
 def _show_end(seconds: float) -> None:
     """Says when the run ends. seconds: Time of the remaining steps."""
     end = datetime.now() + timedelta(seconds=seconds)
-    hours, minutes = divmod(round(seconds / 60), 60)
+    hours, minutes = divmod(max(1, round(seconds / 60)), 60)
     if hours < _MANY_HOURS:
-        log.note(f"about {hours} h {minutes} min of training remain, until {end:%Y-%m-%d %H:%M}")
+        time_left = f"{hours} h {minutes} min" if hours else f"{minutes} min"
+        log.note(f"about {time_left} of training remain, until {end:%Y-%m-%d %H:%M}")
         return
     log.warning(
         f"this run takes about {hours / 24:,.0f} more days on this machine. Training continues. Smaller "
