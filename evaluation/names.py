@@ -19,7 +19,7 @@ NAMES = {
     "count": "puzzles",
     "distinct_count": "different puzzles",
     "trained_on": "trained on",
-    "trained_on_rate": "training puzzles known",
+    "trained_on_rate": "fraction of training puzzles known",
     "unseen/count": "not trained on",
     "arc/count": "tasks",
     "arc/outputs/count": "labeled test inputs",
@@ -64,7 +64,7 @@ def written_name(metric: str) -> str:
             return text.format(written_name(metric.removeprefix(start)))
     evaluator, slash, name = metric.rpartition("/")
     if slash and name in NAMES:
-        return f"{NAMES[name]} ({printable(evaluator)})"
+        return f"{NAMES[name]}, {printable(evaluator)}"
     return printable(name.removesuffix("_accuracy"))
 
 

@@ -120,7 +120,7 @@ def test_every_metric_has_a_written_name_that_the_docs_list():
         "exact_accuracy_after_step_3": "solved after step 3",
         "any_exact_accuracy@steps=4,samples=2": "solved by any@steps=4,samples=2",
         "sudoku/valid_accuracy": "valid",
-        "sudoku/exact_accuracy": "solved (sudoku)",
+        "sudoku/exact_accuracy": "solved, sudoku",
     }.items():
         assert written_name(metric) == name
         rows = metrics_table({"all": {metric: 0.5}}, title="").splitlines()
