@@ -1,4 +1,7 @@
-"""The baseline of the papers: a transformer of the same blocks that answers in one pass."""
+"""The baseline of the papers: a transformer of the same blocks that answers in one forward pass.
+
+models/trm.py explains puzzle embedding and loss, which are the same. A slot halts after each thinking step.
+"""
 
 from torch import Tensor
 
@@ -14,7 +17,7 @@ from models.random import SlotRng
 class Transformer(TokenNetwork):
     """The baseline network: a stack of `num_layers` blocks. It has no state and only one thinking step.
 
-    H_init and L_init are not used.
+    Checkpoints contain the buffers H_init and L_init, which are not used.
     """
 
     def __init__(self, arch: TransformerConfig, metadata: Metadata):
