@@ -141,8 +141,10 @@ def run_steps(
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over the batches of this rank, from the step after `state.step`.
-    # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog in a block.
-    # - interruption: While it is open, a signal such as Ctrl-C only sets a flag. The ranks stop later.
+    # - checkpoints: Saves checkpoints in a thread. At the end of the block, it waits for the thread.
+    # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
+    # - interruption: Makes a signal, such as Ctrl-C, a request to stop. If one rank has a request,
+    #   `is_agreed()` becomes True on all ranks, after the same step.
     with (
         data.read_train_batches(first_step=state.step, ranks=state.ranks, device=program.device) as batches,
         checkpoints,

@@ -1,8 +1,9 @@
 """When a slot halts: the rules, and the model that applies them.
 
 A slot is one position of the batch, and works on one puzzle at a time. Each call of `HaltingModel` is one
-thinking step of every slot. If a slot halts, its answer counts. In training, the next training step then
-starts the slot on another puzzle (`HaltingModel.refill`).
+thinking step of every slot. If a slot halts, its answer counts in the metrics, and the slot starts on another
+puzzle (`HaltingModel.refill`). In training, it starts in the next training step. In an evaluation with
+halting=act, it starts before the next call of the model (evaluation/loop.py).
 
 Every slot halts after the largest number of steps. It may halt earlier:
 

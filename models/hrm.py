@@ -9,9 +9,11 @@ Puzzle embedding   A learned vector for each puzzle identifier. `TokenNetwork.em
                    it before the cells. Sign SGD updates the vectors of the puzzles in a step
                    (models/puzzle_embedding.py).
 Halting            In training, a slot halts if q_halt > q_continue, or after 16 steps. Exploration delays
-                   some halts. In evaluation, every slot runs 16 steps (models/halting.py).
-Loss               Cross-entropy of the cells, plus 0.5 times binary cross-entropies of q_halt and q_continue.
-                   The sum over slots is divided by the number of slots (models/objective.py).
+                   some halts. In evaluation, every slot runs 16 steps, or with halting=act it halts as in
+                   training without exploration (models/halting.py).
+Loss               Cross-entropy of the cells, plus 0.5 times the binary cross-entropies of q_halt ("the
+                   answer is right") and q_continue (the value of one more thinking step). The sum over slots
+                   is divided by the number of slots of the global batch (models/objective.py).
 """
 
 from torch import Tensor
@@ -74,8 +76,8 @@ class HRM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) returns blocks(z + x). The formulas above write it as L(z + x). With damping or noise
-        # (models/noise.py), which are off by default, it also changes the result. The names "H" and "L" give
+        # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
+        # adds damping and noise (models/noise.py), which are off by default. The names "H" and "L" only give
         # the noise of the two levels different random numbers.
         H = perturbed(self.H_level, reasoning, rng, self.rotary, name="H")
         L = perturbed(self.L_level, reasoning, rng, self.rotary, name="L")

@@ -94,8 +94,8 @@ class InfiLoop(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) returns blocks(z + x). The formulas above write it as L(z + x). With damping or noise
-        # (models/noise.py), which are off by default, it also changes the result.
+        # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
+        # adds damping and noise (models/noise.py), which are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
         log_D_H = self.gate_H.start(z_H, state["log_D_H"])

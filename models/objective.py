@@ -9,12 +9,13 @@ halting_weight   arch.loss.halting_weight, by default 0.5.
 lm_loss          Cross-entropy of the tokens, the mean over the cells with a label. By default, stablemax
                  replaces softmax (arch.loss.loss_type).
 q_halt_loss      Binary cross-entropy of q_halt. The target is 1 if all cells with a label are right, else 0.
-q_continue_loss  Binary cross-entropy of q_continue. The target is the value of one more thinking step
-                 (`Objective.continue_targets`). 0 with arch.no_ACT_continue=true, the default of all models
-                 but HRM.
+q_continue_loss  Binary cross-entropy of q_continue. The target is the value of one more thinking step,
+                 sigmoid(max(q_halt, q_continue)) after that step (`Objective.continue_targets`). Only HRM
+                 has this loss by default. With arch.no_ACT_continue=true, it is 0.
 number of slots  The size of the global batch (global_batch_size). With local_steps > 1, each rank trains by
                  itself, and the number is that of its slots. Every slot counts, also a slot whose puzzle has
-                 no label. Such a slot adds 0 to the loss and to every metric.
+                 no label. Such a slot adds 0 to the loss and to every metric sum. Only weight decay changes
+                 its puzzle embedding.
 
 With gradient accumulation, the loss of every micro-batch is divided by the same number of slots. So the
 gradients of the micro-batches add up to the gradient of the loss of the step. `forward_and_backward` in
@@ -63,16 +64,16 @@ class Objective:
     metrics: ClassVar[Metrics] = {
         # Divided by "count", the number of slots that halted and have a label.
         "count": None,
-        "accuracy": "count",
-        "exact_accuracy": "count",
+        "accuracy": "count",  # fraction of right cells
+        "exact_accuracy": "count",  # fraction of puzzles with all cells right
         "q_halt_accuracy": "count",
         "steps": "count",
         "lm_loss": "slots",
         "q_halt_loss": "slots",
         "q_continue_loss": "slots",
     }
-    # The mean over slots with a label in their first thinking step. Unlike the others, it does not depend on
-    # halting.
+    # The mean over the slots with a label that are in their first thinking step. It does not depend on when
+    # slots halt.
     training_metrics: ClassVar[Metrics] = {"exact_accuracy_after_step_1": "first_step_count"}
 
     def __init__(self, arch: ArchConfig):

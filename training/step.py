@@ -11,17 +11,19 @@ weights" are all weights except the puzzle embeddings.
 
 1. Sample the random numbers of the step. Example: which slots explore. An exploring slot does not halt before
    a random number of thinking steps.
-2. Start each slot that has halted on its puzzle of the batch, with an initial state.
+2. Start each slot that has halted on its puzzle of the batch, with an initial state. The other slots keep
+   their puzzle and their state. They skip their puzzle of the batch.
 3. Prepare the puzzle embeddings and the divisors of the loss.
 4. For each micro-batch: run the thinking step, compute the loss, and run the backward pass. The gradients of
-   the micro-batches add up.
+   the micro-batches add up. The loss and the stop request of this rank become scalars that are sent together
+   with the gradients. A rank requests a stop if it has received a signal.
 5. Store the new carry.
-6. Sum the gradients over ranks.
+6. Sum the gradients of the dense weights and of the puzzle embeddings over ranks, and the scalars.
 7. Clip the norm of the gradients of the dense weights, if `grad_clip_norm` is set. Update the dense weights
    with the optimizer. Update the puzzle embeddings of the puzzles in this step with sign SGD.
 8. Copy the updated float32 weights to the weights of the forward pass, in the dtype of the forward pass.
-9. Add the dense weights to their moving average (EMA), if `ema` is set. The EMA of the puzzle embeddings is
-   part of 7.
+9. Add the dense weights to their moving average (EMA), if `ema` is set. 7 does the same for the puzzle
+   embeddings that it changes.
 10. Add the metric sums of the step.
 
 The config keys below select modes of a step. Each entry says what the mode changes in 1 to 10.
@@ -35,14 +37,14 @@ The config keys below select modes of a step. Each entry says what the mode chan
   dense weights. 8 all-gathers the shards (distributed/flat.py).
 - local_steps > 1: Each rank trains by itself on its slots. 3 and 6 send nothing, and 7 uses the gradients of
   this rank. Every `local_steps` steps, and after the last step, 8 merges the weights, the puzzle embeddings
-  and the scalars (loss, stop request) of all ranks. 9 waits for a merge. It then counts every step since the
-  previous merge (LocalSteps in training/strategy.py).
+  and the scalars of all ranks. 9 runs only after a merge. It then counts every step since the previous merge
+  (LocalSteps in training/strategy.py).
 - pipeline_parallel_degree: Each rank has a part of the blocks. In 4, the activations of the slots pass
   through the blocks of all ranks of a pipeline, forward and backward. 6 sends all gradients
   (distributed/pipeline.py).
 - tensor_parallel_degree: Several ranks work on the same slots. Each of them has a part of every matrix in the
-  blocks. In 4, they sum activations and their gradients. 6 sends all gradients of weights
-  (distributed/tensor.py).
+  blocks. In 4, they sum activations and their gradients. 6 sends all gradients of weights. With
+  optimizer=muon, 7 gathers matrices (distributed/tensor.py).
 - puzzle_emb_sharding=rows: Each puzzle embedding is on one rank, its owner. 3 fetches embeddings from the
   owners, and 6 sends the gradients to the owners (optimizers/puzzle_table.py).
 - train_only=puzzle_embeddings: The dense weights have no gradient, and do not change.
