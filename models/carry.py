@@ -37,12 +37,13 @@ class Reasoning:
         init_noise: Standard deviation of a random initial state. 0: The initial state is fixed.
         state_noise: Standard deviation of the noise on the result of every call of a level.
         step_noise: Standard deviation of the noise on the state before every thinking step.
-        damping: Fraction of the state that a call of a level replaces. 1: All of it.
+        damping: A call of a level moves the state by this fraction of the way to the result. 1: All the way.
         progress: Fraction of the run's training steps that are done, in [0, 1]. LDT uses it in training.
-        decision_cell: Cell in which a search guesses. "uniform": any open cell. "fewest": one with the
-            fewest candidates.
-        decision_value: Value that a search guesses. "drawn": sampled. "best": the most likely one.
-        eval_conflict_threshold: A search resets a board if the probability of a contradiction is higher.
+        decision_cell: Cell in which LDT guesses. "uniform": any open cell. "fewest": one with the fewest
+            candidates.
+        decision_value: Value that LDT guesses. "drawn": sampled. "best": the most likely one.
+        eval_conflict_threshold: In evaluation, LDT calls a board contradictory if its predicted probability
+            of having lost the solution is higher.
     """
 
     max_steps: int

@@ -1,8 +1,8 @@
 """The Fixed-Point Reasoning Model (FPRM, arXiv 2606.18206): updates one state until it hardly changes.
 
 A slot halts if its state hardly changes any more (`wants_to_halt`), or after the largest number of steps. The
-Q head is trained, but it does not decide about halting. models/trm.py explains puzzle embedding and loss,
-which are the same.
+Q head is trained, but it does not decide about halting. Puzzle embedding and loss are the same as in
+models/trm.py, where they are explained.
 """
 
 from __future__ import annotations

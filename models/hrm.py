@@ -77,7 +77,7 @@ class HRM(TokenNetwork):
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
         # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
-        # adds damping and noise (models/noise.py), which are off by default. The names "H" and "L" only give
+        # adds damping and noise (models/noise.py). Both are off by default. The names "H" and "L" only give
         # the noise of the two levels different random numbers.
         H = perturbed(self.H_level, reasoning, rng, self.rotary, name="H")
         L = perturbed(self.L_level, reasoning, rng, self.rotary, name="L")

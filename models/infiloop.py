@@ -95,7 +95,7 @@ class InfiLoop(TokenNetwork):
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
         # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
-        # adds damping and noise (models/noise.py), which are off by default.
+        # adds damping and noise (models/noise.py). Both are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
         log_D_H = self.gate_H.start(z_H, state["log_D_H"])

@@ -49,7 +49,7 @@ Divisors = dict[str, "float | Tensor"]
 # divisor is None. The divisor "slots" is not in `sums`. In training, it is the number of slots, summed over
 # the steps since the last log row. In an evaluation, it is the number of puzzles with a label.
 Metrics = dict[str, "str | None"]
-# A target of q_continue: (logits, targets in [0, 1], mask of the slots to which it applies), each [batch].
+# Targets of q_continue: (logits, values in [0, 1], mask of the slots that have a target). Each is [batch].
 ContinueTarget = tuple[Tensor, Tensor, Tensor]
 
 
@@ -104,7 +104,7 @@ class Objective:
         another number, divisors[name]. It multiplies this term by divisors["slots"] / divisors[name].
 
         The weight supervision_decay^(t - 1) (arXiv 2511.08653) applies to the loss, but not to the metric
-        sums. With q_target=deferred, the loss of step t contains the q_continue loss of step t - 1, which
+        sums. With q_target=deferred, the loss of step t also contains a q_continue loss of step t - 1. It
         gets the weight of step t.
 
         Args:

@@ -1,6 +1,7 @@
 """The baseline of the papers: a transformer of the same blocks that answers in one forward pass.
 
-models/trm.py explains puzzle embedding and loss, which are the same. A slot halts after each thinking step.
+A slot halts after each thinking step. Puzzle embedding and loss are the same as in models/trm.py, where they
+are explained.
 """
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from models.random import SlotRng
 class Transformer(TokenNetwork):
     """The baseline network: a stack of `num_layers` blocks. It has no state and only one thinking step.
 
-    Checkpoints contain the buffers H_init and L_init, which are not used.
+    Checkpoints contain the buffers H_init and L_init. The network does not use them.
     """
 
     def __init__(self, arch: TransformerConfig, metadata: Metadata):

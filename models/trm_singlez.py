@@ -54,7 +54,7 @@ class TRMSingleZ(TokenNetwork):
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
         # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
-        # adds damping and noise (models/noise.py), which are off by default.
+        # adds damping and noise (models/noise.py). Both are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H = state["z_H"]
         # The first H cycle in which all calls have gradient. With gradient_cycles=0, there is no such cycle.

@@ -1,6 +1,6 @@
 """The Universal Reasoning Model (URM, arXiv 2512.14693): one state, updated repeatedly by the same blocks.
 
-models/trm.py explains puzzle embedding, halting and loss, which are the same.
+Puzzle embedding, halting and loss are the same as in models/trm.py, where they are explained.
 """
 
 import torch.nn.functional as F
@@ -81,7 +81,7 @@ class URM(TokenNetwork):
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
         # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
-        # adds damping and noise (models/noise.py), which are off by default.
+        # adds damping and noise (models/noise.py). Both are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H = state["z_H"]
         num_calls = reasoning.H_cycles * reasoning.L_cycles
