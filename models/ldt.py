@@ -126,13 +126,14 @@ class BoardObjective:
     ) -> tuple[Tensor, Sums]:
         """Returns the loss of a micro-batch, and the metric sums. Arguments: As in `Objective.losses`.
 
+        The caller divides the returned loss by divisors["slots"], and then it is:
+
             loss = sum of keep_loss / slots
                    + digit_weight * sum of digit_loss / digit_cells
                    + conflict_weight * sum of conflict_loss / slots
 
-        The sums are over slots. slots and digit_cells are `divisors`: the number of slots, and the number of
-        cells that count in digit_loss (`models.lattice.digit_cells`), both of the global batch. With
-        local_steps > 1, they are those of this rank. The caller divides the returned loss by slots.
+        The sums are over slots. slots is the number of slots of the global batch, and digit_cells is the
+        number of its cells that count in digit_loss. With local_steps > 1, both are those of this rank.
 
         For each slot, every term is the mean over the loops. Targets are those of the board before the move.
 
@@ -166,8 +167,8 @@ class BoardObjective:
         if arch.balanced_conflict:
             num_lost = torch.as_tensor(divisors["bad"], device=has_lost.device)
             weight = weight / 2 * slots / torch.where(has_lost, num_lost, slots - num_lost)  # [batch]
-        # The caller divides the result by slots. The factor slots / num_cells makes this a division by
-        # num_cells for digit_loss.
+        # The caller divides the result by slots. With the factor slots / num_cells, it divides digit_loss by
+        # num_cells.
         loss = keep_loss.sum() + arch.digit_weight * digit_loss.sum() * (slots / num_cells)
         loss = loss + (weight * conflict_loss).sum()
 
@@ -186,7 +187,7 @@ class BoardObjective:
         return loss, sums | sums_of_moves(before, output.carry, keep[:, -1].detach(), self.arch)
 
     def more_calls(self, reasoning: Reasoning) -> float:
-        return 0
+        return 0  # `losses` does not call the network
 
     def sums(self, output: StepOutput) -> Sums:
         """Returns the metric sums of final answers in an evaluation."""
@@ -376,12 +377,14 @@ class LDT(Search):
     # Halting.
 
     def wants_to_halt(self, state: State, prediction: LDTPrediction, rng: SlotRng | None = None) -> Tensor:
+        """Returns the boards that leave their slot in training, or that are solved in evaluation."""
         return leaves(state) if self.training else prediction.q_halt > 0
 
     def sample_randomness(self, **_: Any) -> dict[str, np.ndarray]:
-        return {}
+        return {}  # LDT does not explore
 
     def pick_boards(self, rng: SlotRng) -> Tensor | None:
+        """Picks one board of each slot at random: indices, int64 [batch]. None if slots hold one board."""
         if self.boards_per_slot == 1:
             return None
         return rng.integers((), below=self.boards_per_slot, use="picked board")
