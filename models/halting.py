@@ -11,7 +11,7 @@ Every slot halts after the largest number of steps. It may halt earlier:
     ------------------------  -------------------------  ----------------------------------------------------
     training                  arch.halt_max_steps        if the Q head wants to, and exploration allows it
     training, FPRM            arch.halt_max_steps        if the residual is small, and exploration allows it
-    training, SE-RRM          arch.halt_max_steps        at random, with arch.halt_exploration_prob
+    training, SE-RRM          arch.halt_max_steps        at random, with probability halt_exploration_prob
     training, LDT             arch.halt_max_steps        if the board leaves (table in models/lattice.py)
     evaluation, halting=max   arch.eval_halt_max_steps   never
     evaluation, halting=act   arch.eval_halt_max_steps   if the Q head wants to (FPRM: if the residual is
@@ -29,9 +29,9 @@ halting              A key of pretrain.py (for the evaluations in a run), evalua
 Q head               It wants to halt if q_halt > 0. This means that the answer is more likely right than
                      wrong. With arch.no_ACT_continue=false (HRM), it wants to halt if q_halt > q_continue.
 exploration          In every training step, each slot explores with probability arch.halt_exploration_prob.
-                     An exploring slot gets a minimum number of steps, uniform from 2 to the largest number.
-                     If it has made fewer steps on its puzzle, it does not halt in this training step. The
-                     next training step samples again, also for slots in the middle of a puzzle.
+                     An exploring slot samples a minimum number of steps, uniform from 2 to the largest
+                     number. If it has made fewer steps on its puzzle, it does not halt in this training step.
+                     The minimum is then forgotten: the next training step samples again for every slot.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class HaltingModel(nn.Module):
     def __init__(self, network: Network):
         super().__init__()
         self.network, arch = network, network.arch
+        # Training always halts slots by the rule, whatever the key `halting` says about evaluations.
         self.reasoning = Reasoning.of_arch(arch, max_steps=arch.halt_max_steps, halting="act")
 
     def eval_reasoning(self, halting: Literal["max", "act"]) -> Reasoning:
@@ -104,8 +105,9 @@ class HaltingModel(nn.Module):
         It has as many slots as `batch` has puzzles.
         """
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
-        state = self.network.start(batch, self.reasoning, None, steps == 0)
-        return Carry(state, steps, steps == 0, batch)
+        all_slots = torch.ones_like(steps, dtype=torch.bool)
+        state = self.network.start(batch, self.reasoning, None, all_slots)
+        return Carry(state, steps, all_slots, batch)
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, rng: SlotRng | None = None) -> Carry:
@@ -129,7 +131,7 @@ class HaltingModel(nn.Module):
         state, prediction = self.network(
             state, data.inputs, data.puzzle_identifiers, reasoning=reasoning, rng=rng
         )
-        after = Carry(state, carry.steps + 1, carry.halted, data)
+        after = carry._replace(state=state, steps=carry.steps + 1)
         with torch.no_grad():
             halted = self.halts(after, prediction, reasoning, rng)
         return StepOutput(after._replace(halted=halted), prediction)

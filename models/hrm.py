@@ -1,19 +1,26 @@
 """The Hierarchical Reasoning Model (HRM, arXiv 2506.21734): a slow and a fast level, called in turns.
 
-A slot is one position of the batch, and works on one puzzle at a time. A training step runs one thinking step
-of every slot. With the default keys (config/arch/hrm.yaml):
+The model works on a batch of puzzles. A slot is one entry of the batch, and works on one puzzle at a time. A
+training step runs one thinking step of every slot. The texts below describe the default keys
+(config/arch/hrm.yaml).
 
-A thinking step    `HRM.forward` below.
-Gradient           The last call of each level has gradient. None flows into an earlier thinking step.
+Thinking step      `HRM.forward` below: two H cycles. An H cycle calls level L twice, then level H once.
+Gradient           The last call of L and the last call of H have gradient. All earlier calls, and earlier
+                   thinking steps, have none.
 Puzzle embedding   A learned vector for each puzzle identifier. `TokenNetwork.embed` (models/network.py) puts
-                   it before the cells. Sign SGD updates the vectors of the puzzles in a step
-                   (models/puzzle_embedding.py).
-Halting            In training, a slot halts if q_halt > q_continue, or after 16 steps. Exploration delays
-                   some halts. In evaluation, every slot runs 16 steps, or with halting=act it halts as in
-                   training without exploration (models/halting.py).
-Loss               Cross-entropy of the cells, plus 0.5 times the binary cross-entropies of q_halt ("the
-                   answer is right") and q_continue (the value of one more thinking step). The sum over slots
-                   is divided by the number of slots of the global batch (models/objective.py).
+                   it before the cells. In each training step, sign SGD with weight decay updates the vectors
+                   of the puzzles in the batch (models/puzzle_embedding.py).
+Halting            Training: A slot halts after 16 steps, or earlier if q_halt > q_continue. With probability
+                   0.1, a slot explores in a training step. It then samples a minimum from 2 to 16 steps.
+                   Below the minimum, the Q values are ignored in this training step.
+                   Evaluation: With the key halting=max, every slot runs 16 steps. With halting=act, slots
+                   halt as in training, but do not explore (models/halting.py).
+Loss               Loss of a slot: the mean over its labeled cells of the stablemax cross-entropy, plus 0.5
+                   times the binary cross-entropies of q_halt and q_continue. The target of q_halt is 1 if all
+                   labeled cells are right. The target of q_continue comes from one more forward pass without
+                   gradient: sigmoid(max(q_halt, q_continue)) after that pass. The loss of a training step is
+                   the sum over all slots, divided by the number of slots of the global batch
+                   (models/objective.py).
 """
 
 from torch import Tensor
@@ -34,13 +41,14 @@ class HRM(TokenNetwork):
     One thinking step:
 
         H_cycles times:
-            L_cycles times:  z_L = L(z_L + z_H + e)
-            once:            z_H = H(z_H + z_L)
-        logits = lm_head(z_H at the cells)
+            L_cycles times:  z_L = L(z_L, z_H + e)
+            once:            z_H = H(z_H, z_L)
+        logits = lm_head(z_H), without the puzzle positions
         q_halt, q_continue = q_head(z_H at position 0)
 
-    e is the embedded puzzle. The levels L and H are stacks of `L_layers` and `H_layers` transformer blocks.
-    By default, H_cycles and L_cycles are 2, and each level has 4 blocks.
+    e is the embedded puzzle. L(z, x) and H(z, x) apply a level, a stack of `L_layers` or `H_layers`
+    transformer blocks, to the sum z + x. By default, H_cycles and L_cycles are 2, and each level has 4
+    blocks.
 
     Shapes: e, z_H, z_L and the result of every call are [batch, positions, hidden] in the forward dtype. The
     positions are those of the puzzle embedding (by default 1), then the cells (seq_len).
@@ -55,12 +63,14 @@ class HRM(TokenNetwork):
         # The state of a slot that starts: random vectors, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # All weights are sampled from one random generator, so the order of creation (heads, H, L) fixes the
-        # initial weights. The order of assignment (L, H, heads) is the order in which `forward` uses them.
+        # The order of creation (heads, H, L) fixes the initial weights, because all weights are sampled from
+        # one random generator. The order of assignment (L, H, heads) fixes the order of the parameters. It is
+        # the order in which `forward` uses them, as the docstring of `Network` requires.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         H_level = Level(build_block(arch, metadata) for _ in range(arch.H_layers))
-        self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
-        self.H_level, self.lm_head, self.q_head = H_level, lm_head, q_head
+        L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
+        self.L_level, self.H_level = L_level, H_level
+        self.lm_head, self.q_head = lm_head, q_head
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         shape = batch_size, self.num_puzzle_positions + seq_len, self.arch.hidden_size
@@ -76,18 +86,17 @@ class HRM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
-        # adds damping and noise (models/noise.py). Both are off by default. The names "H" and "L" only give
-        # the noise of the two levels different random numbers.
+        # `perturbed` adds damping and noise to a level (models/noise.py). Both are off by default. The names
+        # "H" and "L" only give the noise of the two levels different random numbers.
         H = perturbed(self.H_level, reasoning, rng, self.rotary, name="H")
         L = perturbed(self.L_level, reasoning, rng, self.rotary, name="L")
         z_H, z_L = state["z_H"], state["z_L"]
-        # The first H cycle in which all calls have gradient. With gradient_cycles=0, there is no such cycle.
+        # The first H cycle in which all calls have gradient. With gradient_cycles=0, no cycle is that late.
         first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
         for cycle in range(reasoning.H_cycles):
-            has_gradient, is_last_cycle = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
-            # All calls of L in a cycle read the same x. It is computed with gradient, so that e gets a
-            # gradient from the calls that have one.
+            has_gradient = cycle >= first_with_gradient
+            is_last_cycle = cycle == reasoning.H_cycles - 1
+            # All calls of L in a cycle read the same x. Calls without gradient treat it as a constant.
             x = z_H + e
             for call in range(reasoning.L_cycles):
                 is_last_call = is_last_cycle and call == reasoning.L_cycles - 1

@@ -6,8 +6,8 @@ open cell             It has several candidates.
 given cell            It had one candidate at the start of the board, because the puzzle or a hint gives its
                       value. A move never removes this candidate.
 sound board           Every cell has the value of the solution among its candidates.
-board that has lost   Not sound. A move has removed a right candidate, or a hint at the start was wrong.
-the solution
+lost board            Not sound: it has lost the solution. A move has removed a right candidate, or a hint at
+                      the start was wrong.
 solved board          Every cell has one candidate, right or wrong.
 contradictory board   The model says that the board has lost the solution. It may be wrong.
 

@@ -1,23 +1,27 @@
 """The Lattice Deduction Transformer (LDT, arXiv 2605.08605): removes candidates, and guesses.
 
 LDT solves a puzzle by a search. It works on a board: a set of candidate values for each cell. A slot is one
-position of the batch. The state of a slot is a board, and not a latent vector. With the default keys
-(config/arch/ldt.yaml):
+entry of the batch, and works on one puzzle at a time. Its state is a board, not a latent vector: candidates
+(`alive`), candidates at the start (`entered`), the solution (`target`), and facts about the last move
+(models/lattice.py). The texts below describe the default keys (config/arch/ldt.yaml).
 
-A thinking step    `LDT.forward` below. The network (`LDT.look`) predicts for each candidate whether it is
-                   right, for each cell its value, and whether the board has lost the solution. Then a move
-                   (`move` in models/lattice.py) removes unlikely candidates, and may guess the value of a
-                   cell.
+Thinking step      `LDT.forward` below, in this order:
+                   1. `LDT.look` reads the board. For each candidate, it predicts whether it is right (keep).
+                      For each cell, it predicts the value (digit). For the board, it predicts whether the
+                      solution is lost (conflict). The loss compares these outputs with the solution.
+                   2. `move` (models/lattice.py) removes unlikely candidates, and may guess a cell.
+                   3. The board after the move gives the logits, q_halt, and whether the slot halts.
 Gradient           All loops of `look` have gradient. The move has none, so no gradient flows into another
                    thinking step.
 Puzzle embedding   LDT has none.
-Halting            In training, a board leaves its slot if it is solved, if it is rightly called
-                   contradictory, or after 101 moves. In evaluation, a contradictory board is reset to its
-                   start, and the search guesses again. The slot halts if the board is solved. After 1000
-                   moves without an answer, the puzzle is undecided (tables in models/lattice.py and
-                   models/halting.py).
-Loss               Three terms compare the predictions for the board before the move with the solution. Two
-                   are divided by the number of slots, one by a number of cells (`BoardObjective.losses`).
+Halting            Training: A board leaves its slot if the move solved it, or after 101 moves. It also leaves
+                   if the move called it contradictory, and a right candidate is really missing.
+                   Evaluation: A contradictory board is reset to its start, and the search guesses again. The
+                   slot halts if the board is solved, even with a wrong answer. After 1000 moves without an
+                   answer, the puzzle is undecided (tables in models/lattice.py and models/halting.py).
+Loss               keep_loss and 0.1 * conflict_loss, each summed over slots and divided by the number of
+                   slots, plus 0.2 * digit_loss, summed over the cells of sound boards that are not given and
+                   divided by their number (`BoardObjective.losses`).
 
 The caller of the network is the same as for all models: training/step.py in training, and evaluation/loop.py
 in evaluation. There is no Q head. q_halt is 5 if the board is solved, else -5.
@@ -25,9 +29,9 @@ in evaluation. There is no Q head. q_halt is 5 if the board is solved, else -5.
 With arch.boards_per_slot > 1, a slot holds several boards in training. Each training step picks one of them
 at random, and the others wait.
 
-In the paper's code, a second forward pass after the update of the weights moves the boards. Here, one pass
-gives the outputs for the loss and for the move. So the boards move by the weights before the update, with
-dropout.
+Difference from the paper's code: There, the boards move by a second forward pass, after the update of the
+weights. Here, the outputs of one forward pass give the loss and the move. So the boards move by the weights
+before the update, with dropout.
 """
 
 from __future__ import annotations
@@ -68,10 +72,11 @@ class LDTPrediction(NamedTuple):
     """The `Prediction` of LDT, with the fields of `models.lattice.Outputs`.
 
     Attributes:
-        logits: Logits of the answer, from the board after the move, [batch, seq_len, vocab] in the forward
-            dtype.
+        logits: Logits of the answer, [batch, seq_len, vocab] in the forward dtype. They show the board after
+            the move.
         q_halt: 5 if the board after the move is solved, else -5, float32 [batch].
-        keep, digit, conflict: Predictions for the board before the move, after each loop.
+        q_continue: Always None.
+        keep, digit, conflict: Outputs of `LDT.look` for the board before the move, after each loop.
     """
 
     logits: Tensor
@@ -85,7 +90,7 @@ class LDTPrediction(NamedTuple):
 class BoardObjective:
     """The loss and the metrics of LDT. It has the same methods as `models.objective.Objective`."""
 
-    # {metric: the sum that divides it}. "count" is the number of puzzles with a label.
+    # Metrics of evaluation. {metric: the sum that divides it}. "count" is the number of puzzles with a label.
     metrics: ClassVar[Metrics] = {
         "count": None,
         "exact_accuracy": "count",
@@ -93,6 +98,7 @@ class BoardObjective:
         "undecided": "count",
         "steps": "count",
     }
+    # Metrics of training. A board is called contradictory here if its conflict probability is high.
     training_metrics: ClassVar[Metrics] = {
         "keep_loss": "slots",
         "digit_loss": "digit_cells",
@@ -124,9 +130,10 @@ class BoardObjective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> tuple[Tensor, Sums]:
-        """Returns the loss of a micro-batch, and the metric sums. Arguments: As in `Objective.losses`.
+        """Returns the loss of a micro-batch times divisors["slots"], and the metric sums.
 
-        The caller divides the returned loss by divisors["slots"], and then it is:
+        The arguments are those of `Objective.losses`. The caller divides the first result by
+        divisors["slots"]. The loss is:
 
             loss = sum of keep_loss / slots
                    + digit_weight * sum of digit_loss / digit_cells
@@ -140,10 +147,10 @@ class BoardObjective:
         keep_loss      Binary cross-entropy of `keep`, the mean over all cells and values. The target is 1 if
                        the value is a candidate and right, else 0. Entries with target 1 have the weight
                        keep_weight, and all others kill_weight.
-        digit_loss     Cross-entropy of `digit` against the solution, the sum over the cells that count. These
-                       are the cells of sound boards that are not given.
+        digit_loss     Cross-entropy of `digit` against the solution, the sum over the cells that count. A
+                       cell counts if its board is sound and the cell is not given.
         conflict_loss  Binary cross-entropy of `conflict`. The target is 1 if the board has lost the solution.
-                       With balanced_conflict, these boards have half of the total weight.
+                       With balanced_conflict, the boards with target 1 together weigh as much as all others.
         """
         arch, state, slots = self.arch, before.state, divisors["slots"]
         prediction = output.prediction
@@ -167,8 +174,8 @@ class BoardObjective:
         if arch.balanced_conflict:
             num_lost = torch.as_tensor(divisors["bad"], device=has_lost.device)
             weight = weight / 2 * slots / torch.where(has_lost, num_lost, slots - num_lost)  # [batch]
-        # The caller divides the result by slots. With the factor slots / num_cells, it divides digit_loss by
-        # num_cells.
+        # The caller divides the result by slots. The factor slots / num_cells replaces this divisor by
+        # num_cells for digit_loss.
         loss = keep_loss.sum() + arch.digit_weight * digit_loss.sum() * (slots / num_cells)
         loss = loss + (weight * conflict_loss).sum()
 

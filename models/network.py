@@ -35,8 +35,8 @@ class Network(nn.Module):
     A subclass defines three methods:
 
     __init__(arch, metadata)  builds the modules, and assigns them in the order in which `forward` uses them.
-                              The backward pass then completes the gradients in about the reverse order. Ranks
-                              send gradients in this reverse order.
+                              Ranks send the gradients of the parameters in the reverse of this order, during
+                              the backward pass. It completes them in about the same reverse order.
     initial_state             returns the state of a slot that starts on a puzzle
     forward                   runs one thinking step
 
@@ -69,9 +69,12 @@ class Network(nn.Module):
         return {}
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-        """Returns a new state for every slot of `data`. The caller uses only the rows of slots that start.
+        """Returns a first state for every slot of `data`.
 
-        It is `initial_state`, or with `init_noise` a random state. fresh: The slots that start, bool [batch].
+        It is `initial_state`, or with `init_noise` a random state. The caller uses only the states of the
+        slots that start on a puzzle.
+
+        fresh: Mask of the slots that start, bool [batch].
         """
         state = self.initial_state(len(data.inputs), seq_len=data.inputs.shape[1])
         return with_initial_noise(state, reasoning, rng, fresh)
@@ -151,8 +154,8 @@ class TokenNetwork(Network):
             e = sqrt(hidden_size) * [puzzle embedding, token embeddings]
 
         [ , ] concatenates along the positions: first the puzzle positions, then the cells. Token embeddings
-        are initialized with standard deviation 1 / sqrt(hidden_size), so the factor makes their entries about
-        1. Puzzle embeddings are initialized with 0.
+        are initialized with standard deviation 1 / sqrt(hidden_size). The factor makes it 1. Puzzle
+        embeddings are initialized with 0.
 
         If pos_encodings=learned, a learned vector of each position is added:
 
@@ -189,7 +192,8 @@ class TokenNetwork(Network):
         If arch.conv=instead, position 0 depends only on the cells near it. The Q head then reads the mean of
         z_H over all positions.
         """
-        q = self.q_head(z_H.mean(dim=1) if self.arch.conv == "instead" else z_H[:, 0]).float()
+        read = z_H.mean(dim=1) if self.arch.conv == "instead" else z_H[:, 0]
+        q = self.q_head(read).float()
         return q[:, 0], q[:, 1]
 
 

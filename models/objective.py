@@ -14,8 +14,7 @@ q_continue_loss  Binary cross-entropy of q_continue. The target is the value of 
                  has this loss by default. With arch.no_ACT_continue=true, it is 0.
 number of slots  The size of the global batch (global_batch_size). With local_steps > 1, each rank trains by
                  itself, and the number is that of its slots. Every slot counts, also a slot whose puzzle has
-                 no label. Such a slot adds 0 to the loss and to every metric sum. Only weight decay changes
-                 its puzzle embedding.
+                 no label. Such a slot adds 0 to the loss, to every gradient and to every metric sum.
 
 With gradient accumulation, the loss of every micro-batch is divided by the same number of slots. So the
 gradients of the micro-batches add up to the gradient of the loss of the step. `forward_and_backward` in
@@ -57,7 +56,8 @@ class Objective:
     """The loss and the metrics of a model with q_halt. In SE-RRM, q_halt does not come from a Q head.
 
     Attributes:
-        metrics: Metrics of training and evaluation. `losses` and `sums` return their sums.
+        metrics: Metrics of evaluation. `sums` returns their sums. In training, they are also logged if
+            `losses` returns their sums, as in this class.
         training_metrics: Metrics of training only. `losses` returns their sums.
     """
 
@@ -100,8 +100,9 @@ class Objective:
     ) -> tuple[Tensor, Sums]:
         """Returns the loss of a micro-batch, summed over its slots, and the metric sums.
 
-        The caller divides the loss by divisors["slots"]. A subclass may have a term that is divided by
-        another number, divisors[name]. It multiplies this term by divisors["slots"] / divisors[name].
+        The caller divides the loss by divisors["slots"]. This class has no other divisor. A subclass may
+        have a term that is divided by divisors[name] instead. It multiplies this term by
+        divisors["slots"] / divisors[name] before it adds the term.
 
         The weight supervision_decay^(t - 1) (arXiv 2511.08653) applies to the loss, but not to the metric
         sums. With q_target=deferred, the loss of step t also contains a q_continue loss of step t - 1. It

@@ -14,10 +14,10 @@ class PuzzleEmbedding(nn.Module):
     """A table with one learned row for each puzzle identifier. A call returns the rows of a batch.
 
     The table may have a million rows, and a training step uses a few hundred. So `weights` is a buffer, not a
-    parameter, and the optimizer of the dense weights does not update it. A call copies the rows of the batch.
-    In training, the backward pass stores the gradient of these rows in the copy. `optimizers.puzzle_table`
-    then sums these gradients over slots and ranks, and updates only the rows that were used. The update is
-    sign SGD with weight decay:
+    parameter, and the optimizer of the dense weights does not update it. A call copies the rows of the batch
+    into a new tensor. In training, the backward pass stores the gradient in the field `grad` of this tensor.
+    `optimizers.puzzle_table` then sums the gradients of each identifier over slots and ranks, and updates
+    only the rows that were used. The update is sign SGD with weight decay:
 
         row = (1 - puzzle_emb_lr * puzzle_emb_weight_decay) * row - puzzle_emb_lr * sign(gradient)
 
@@ -48,7 +48,7 @@ class PuzzleEmbedding(nn.Module):
         """
         rows = self._look_up(identifiers)
         if self.training and torch.is_grad_enabled():
-            rows.requires_grad_()  # a leaf, because `weights` is a buffer
+            rows.requires_grad_()  # `weights` requires no gradient, so `rows` is a leaf and gets the gradient
             self._used.append((identifiers, rows))
         return rows
 

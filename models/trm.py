@@ -1,19 +1,25 @@
 """The Tiny Recursive Model (TRM, arXiv 2510.04871): one small level updates both z_L and z_H.
 
-A slot is one position of the batch, and works on one puzzle at a time. A training step runs one thinking step
-of every slot. With the default keys (config/arch/trm.yaml):
+The model works on a batch of puzzles. A slot is one entry of the batch, and works on one puzzle at a time. A
+training step runs one thinking step of every slot. The texts below describe the default keys
+(config/arch/trm.yaml).
 
-A thinking step    `TRM.forward` below.
-Gradient           All calls of the last H cycle have gradient. None flows into an earlier thinking step.
+Thinking step      `TRM.forward` below: three H cycles. An H cycle calls the level six times for z_L, then
+                   once for z_H.
+Gradient           The calls of the last H cycle have gradient. The calls of earlier H cycles, and earlier
+                   thinking steps, have none.
 Puzzle embedding   A learned vector for each puzzle identifier. `TokenNetwork.embed` (models/network.py) puts
-                   it before the cells. Sign SGD updates the vectors of the puzzles in a step
-                   (models/puzzle_embedding.py).
-Halting            In training, a slot halts if q_halt > 0, or after 16 steps. Exploration delays some halts.
-                   In evaluation, every slot runs 16 steps, or with halting=act it halts as in training
-                   without exploration (models/halting.py).
-Loss               Cross-entropy of the cells, plus 0.5 times the binary cross-entropy of q_halt ("the answer
-                   is right"). The sum over slots is divided by the number of slots of the global batch
-                   (models/objective.py).
+                   it before the cells. In each training step, sign SGD with weight decay updates the vectors
+                   of the puzzles in the batch (models/puzzle_embedding.py).
+Halting            Training: A slot halts after 16 steps, or earlier if q_halt > 0. With probability 0.1, a
+                   slot explores in a training step. It then samples a minimum from 2 to 16 steps. Below the
+                   minimum, q_halt is ignored in this training step.
+                   Evaluation: With the key halting=max, every slot runs 16 steps. With halting=act, slots
+                   halt as in training, but do not explore (models/halting.py).
+Loss               Loss of a slot: the mean over its labeled cells of the stablemax cross-entropy, plus 0.5
+                   times the binary cross-entropy of q_halt. The target of q_halt is 1 if all labeled cells
+                   are right. The loss of a training step is the sum over all slots, divided by the number of
+                   slots of the global batch (models/objective.py).
 """
 
 from torch import Tensor
@@ -34,13 +40,14 @@ class TRM(TokenNetwork):
     One thinking step:
 
         H_cycles times:
-            L_cycles times:  z_L = L(z_L + z_H + e)
-            once:            z_H = L(z_H + z_L)
-        logits = lm_head(z_H at the cells)
+            L_cycles times:  z_L = L(z_L, z_H + e)
+            once:            z_H = L(z_H, z_L)
+        logits = lm_head(z_H), without the puzzle positions
         q_halt, q_continue = q_head(z_H at position 0)
 
-    e is the embedded puzzle. The level L is a stack of `L_layers` transformer blocks. By default, H_cycles is
-    3, L_cycles is 6, and the level has 2 blocks. q_continue is used only with no_ACT_continue=false.
+    e is the embedded puzzle. L(z, x) applies the level, a stack of `L_layers` transformer blocks, to the sum
+    z + x. By default, H_cycles is 3, L_cycles is 6, and the level has 2 blocks. By default, q_continue is
+    ignored. The loss and the halting rule use it if no_ACT_continue=false.
 
     Shapes: e, z_H, z_L and the result of every call are [batch, positions, hidden] in the forward dtype. The
     positions are those of the puzzle embedding (`arch.puzzle_emb_len`, by default 16), then the cells
@@ -56,8 +63,9 @@ class TRM(TokenNetwork):
         # The state of a slot that starts: random vectors, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # All weights are sampled from one random generator, so the order of creation (heads, level) fixes the
-        # initial weights. The order of assignment (level, heads) is the order in which `forward` uses them.
+        # The order of creation (heads, level) fixes the initial weights, because all weights are sampled from
+        # one random generator. The order of assignment (level, heads) fixes the order of the parameters. It
+        # is the order in which `forward` uses them, as the docstring of `Network` requires.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head
@@ -76,16 +84,15 @@ class TRM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
-        # adds damping and noise (models/noise.py). Both are off by default.
+        # `perturbed` adds damping and noise to the level (models/noise.py). Both are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
-        # The first H cycle in which all calls have gradient. With gradient_cycles=0, there is no such cycle.
+        # The first H cycle in which all calls have gradient. With gradient_cycles=0, no cycle is that late.
         first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
         for cycle in range(reasoning.H_cycles):
-            has_gradient, is_last_cycle = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
-            # All calls for z_L in a cycle read the same x. It is computed with gradient, so that e gets a
-            # gradient from the calls that have one.
+            has_gradient = cycle >= first_with_gradient
+            is_last_cycle = cycle == reasoning.H_cycles - 1
+            # All calls for z_L in a cycle read the same x. Calls without gradient treat it as a constant.
             x = z_H + e
             for call in range(reasoning.L_cycles):
                 is_last_call = is_last_cycle and call == reasoning.L_cycles - 1

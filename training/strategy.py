@@ -69,7 +69,7 @@ class Strategy:
 
         `EveryStep` sums `divisors` over ranks. `LocalSteps` does not.
 
-        divisors: Numbers that depend on the data of this rank, such as a count of open cells. If empty,
+        divisors: Numbers that depend on the data of this rank, such as a count of cells. If empty,
         nothing is sent.
         """
         return {"slots": self._batch_size, **divisors}
