@@ -8,7 +8,6 @@ import pytest
 from dataset import leaks, symmetry
 from dataset.augmentations import AUGMENTATIONS, dihedral
 from dataset.description import lay_out
-from dataset.format import open_split
 from dataset.kinds.sudoku import rules
 from dataset.leaks import find_leaked, main
 from dataset.symmetry import ImageSymmetry, SudokuSymmetry
@@ -144,13 +143,10 @@ def _leaked(*folders) -> list[tuple]:
 def test_the_command_counts_sudokus_of_all_folders(tmp_path, monkeypatch, capsys):
     a, b = tmp_path / "a", tmp_path / "b"
     words = ("--box", "2x2", "--num-test", 30)
-    sets = build_sets("sudoku", a, *words, "--generate", 300)
+    build_sets("sudoku", a, *words, "--generate", 300)
     build_sets("sudoku", b, *words, "--generate", 10, "--seed", 1)
-    trained = {row.tobytes() for row in sets["train"].inputs}
-    tested = [row.tobytes() for row in open_split(b, "test").sets["all"].inputs]
-    equal = sum(row in trained for row in tested)
     assert _leaked(a) == [(30, 0, 30, 30)]
-    assert _leaked(a, b) == [(30, 0, 30, 30), (30, equal, 30, 30)]
+    assert _leaked(a, b) == [(30, 0, 30, 30), (30, 0, 30, 30)]
     capsys.readouterr()
     main([str(b)])
     (alone,) = find_leaked([b])
