@@ -14,8 +14,9 @@ hash changes.
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import safetensors.numpy
@@ -44,22 +45,42 @@ def hash_examples(data: PuzzleSet | ConcatenatedSet, split: str, folders: Sequen
     split: "train" or "test". folders: Dataset folders of `data`, in the order of
     `ConcatenatedSet.folder_of_group`.
     """
-    found = [hashes for number, part in data.parts for hashes in _hash_part(part, split, folders[number])]
-    return np.concatenate(found)
+    parts = ((part, split, folders[number]) for number, part in data.parts)
+    return np.concatenate([compared.hash() for part in parts for compared in read_compared(*part)])
 
 
-def _hash_part(data: PuzzleSet, split: str, folder: Path) -> Iterator[np.ndarray]:
-    """Yields the hashes of the examples of one dataset folder, uint64, in chunks.
+class Compared(NamedTuple):
+    """A chunk of examples, reduced to what decides whether two examples are equal.
 
-    Augmented copies are left out.
+    Attributes:
+        tokens: Tokens of the inputs, [n, length]. In ARC: grids of inputs and answers, uint8 [n, 2 * 900].
+        names: Hash of the name of each task, uint64 [n]. None in ARC, where names do not matter.
+        is_known: Whether the answer is known, bool [n]. Only in ARC it may be unknown.
     """
+
+    tokens: np.ndarray
+    names: np.ndarray | None
+    is_known: np.ndarray
+
+    def hash(self, hash_tokens: Callable[[np.ndarray], np.ndarray] | None = None) -> np.ndarray:
+        """Returns a hash of each example: uint64 [n].
+
+        hash_tokens: Function that hashes each row of `tokens`. If None, `hash_rows`.
+        """
+        hashes = (hash_tokens or hash_rows)(self.tokens)
+        hashes = hashes if self.names is None else mix(hashes ^ self.names)
+        return np.where(self.is_known, hashes, np.uint64(UNKNOWN))
+
+
+def read_compared(data: PuzzleSet, split: str, folder: Path) -> Iterator[Compared]:
+    """Yields the examples of one dataset folder, without augmented copies, in chunks."""
     metadata = load_metadata(folder, split)
     kind = read_info([folder], metadata).kind
     family = find_augmentation(kind.augmentation) if kind else None
     if family is not None and family.has_translations:
         for inputs, labels, _ in data.originals():
             grids, answers = _cut_out(inputs), _cut_out(labels)
-            yield np.where(answers.any(axis=1), _hash_rows(np.hstack([grids, answers])), np.uint64(UNKNOWN))
+            yield Compared(np.hstack([grids, answers]), None, answers.any(axis=1))
         return
     names = read_names(folder) if metadata.num_puzzle_identifiers > 1 else []
     names = names if len(names) == metadata.num_puzzle_identifiers else []
@@ -67,7 +88,8 @@ def _hash_part(data: PuzzleSet, split: str, folder: Path) -> Iterator[np.ndarray
     dtype = np.uint8 if metadata.vocab_size <= 256 else np.dtype("<u4")
     for inputs, _, puzzles in data.originals():
         identifiers = data.puzzle_identifiers[puzzles] if names else np.zeros(len(puzzles), np.int64)
-        yield _mix(_hash_rows(inputs.astype(dtype, copy=False)) ^ of_name[identifiers])
+        tokens = inputs.astype(dtype, copy=False)
+        yield Compared(tokens, of_name[identifiers], np.ones(len(tokens), bool))
 
 
 def _hash_name(name: str) -> int:
@@ -75,7 +97,7 @@ def _hash_name(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "little") if named else 0
 
 
-def _hash_rows(tokens: np.ndarray) -> np.ndarray:
+def hash_rows(tokens: np.ndarray) -> np.ndarray:
     """Returns a hash of each row of an array [n, length]: uint64 [n].
 
     tokens: uint8 or little-endian integers.
@@ -86,11 +108,11 @@ def _hash_rows(tokens: np.ndarray) -> np.ndarray:
     padded[:, :length] = row_bytes
     hashes = np.full(num, length, np.uint64)
     for word in padded.view("<u8").T:
-        hashes = _mix(hashes ^ word)
+        hashes = mix(hashes ^ word)
     return hashes
 
 
-def _mix(hashes: np.ndarray) -> np.ndarray:
+def mix(hashes: np.ndarray) -> np.ndarray:
     """Scrambles the bits of each hash, uint64 [n]. Different hashes stay different (splitmix64)."""
     hashes = hashes + np.uint64(0x9E3779B97F4A7C15)
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):

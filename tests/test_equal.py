@@ -44,7 +44,7 @@ def test_the_dtype_and_other_folders_do_not_matter(tmp_path):
 
 def test_the_hash_is_that_of_checkpoints_of_earlier_versions():
     tokens = np.arange(20, dtype=np.uint8).reshape(2, 10)
-    assert equal._hash_rows(tokens).tolist() == [17992673231302329983, 15663598950839961897]
+    assert equal.hash_rows(tokens).tolist() == [17992673231302329983, 15663598950839961897]
     assert equal._hash_name("turn") == 14914494917266671731
 
 

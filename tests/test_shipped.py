@@ -41,8 +41,9 @@ def test_all_are_small_and_tested():
 def test_it_is_known_what_each_was_trained_on():
     found = {name: find_trained(find_checkpoint(name)) for name in (*SOLVED, "sudoku_extreme")}
     assert all(len(each.hashes) for each in found.values())
-    assert [name for name, each in found.items() if not each.is_complete] == ["maze_30x30"]  # its init_from
+    assert all(each.is_complete for each in found.values())
     assert len(found["demo"].hashes) == 4000
+    assert len(found["maze_30x30"].hashes) == 1000 + 20_000  # with those of its init_from
 
 
 def test_a_path_goes_before_a_name(tmp_path, monkeypatch):

@@ -284,7 +284,7 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
     if not exchanges:
         transforms[:, :, 0] = np.arange(NUM_DIHEDRAL)
         return transforms
-    free = _free_symbols(vocabulary, options.fixed_symbols)
+    free = free_symbols(vocabulary, options.fixed_symbols)
     for index, variants in enumerate(transforms[:, 1:]):
         bits = random_bits(
             options.seed, stream=_AUGMENT, index=index, count=num_variants * (1 + len(free))
@@ -295,7 +295,7 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
     return transforms
 
 
-def _free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
+def free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
     """Returns the indices of the symbols that augmentation may exchange: all except `fixed`, int64 [n].
 
     fixed: Value of --fixed-symbols. Raises ValueError if it names an unknown symbol.

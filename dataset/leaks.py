@@ -1,0 +1,122 @@
+"""Counts the test puzzles of datasets that are training puzzles, exactly and up to symmetry.
+
+python -m dataset.leaks data/demo
+python -m dataset.leaks data/easy data/hard
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dataset.description import read_info
+from dataset.equal import UNKNOWN, Compared, read_compared
+from dataset.format import Dataset, open_dataset
+from dataset.symmetry import Symmetry, find_symmetry
+from runtime.command_line import OneLineParser, add_plugin_option, one_line_errors
+
+_MOST_CANDIDATES = 16  # training puzzles with the same hash that are searched for one test puzzle
+
+
+class Leaked(NamedTuple):
+    """The test puzzles of one set that are training puzzles.
+
+    Attributes:
+        name: Folder and name of the set.
+        count: Number of test puzzles, with those whose answer is not known.
+        exact: Number of test puzzles that are equal to a training puzzle.
+        symmetric: Number of test puzzles that are equal to one up to symmetry, `exact` among them. None if
+            the symmetry of the kind is not known.
+        at_most: `symmetric` and the number of test puzzles for which the search did not end.
+    """
+
+    name: str
+    count: int
+    exact: int
+    symmetric: int | None = None
+    at_most: int | None = None
+
+    def __str__(self) -> str:
+        symmetric = "unknown" if self.symmetric is None else f"{self.symmetric:,}"
+        more = f" (at most {self.at_most:,})" if self.at_most != self.symmetric else ""
+        known = f"{self.count:,} test puzzles, {self.exact:,} are training puzzles"
+        return f"{self.name}: {known}, up to symmetry {symmetric}{more}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    with one_line_errors("leaks"):
+        parser = OneLineParser("dataset.leaks", description=__doc__.partition("\n")[0])
+        add_plugin_option(parser)
+        data = "dataset folder; with several, test puzzles of each are compared with all training puzzles"
+        parser.add_argument("data", type=Path, nargs="+", metavar="DATA", help=data)
+        for leaked in find_leaked(parser.parse_args(arguments).data):
+            print(leaked, flush=True)
+
+
+def find_leaked(folders: Sequence[Path]) -> Iterator[Leaked]:
+    """Yields the result of each test set of the folders. Reads the original puzzles of both splits.
+
+    ValueError if a folder is not a dataset, or if the folders have different kinds or symbols.
+    """
+    opened = [open_dataset(folder, read_everything=False) for folder in folders]
+    infos = [read_info(data.folders, data.metadata) for data in opened]
+    forms = [
+        (info.kind and info.kind.name, info.metadata.symbols, info.metadata.num_columns) for info in infos
+    ]
+    for folder, form in zip(folders, forms, strict=True):
+        if form != forms[0]:
+            problem = f"{folder} and {folders[0]} have different kinds of puzzles or symbols"
+            raise ValueError(f"{problem}. Run the command once for each.")
+    for folder, data, info in zip(folders, opened, infos, strict=True):
+        for name, tested in data.splits["test"].sets.items():
+            examples = [*read_compared(tested, "test", folder)]
+            yield _compare(f"{folder}, set {name}", examples, opened, find_symmetry(folder, info))
+
+
+def _compare(
+    name: str, examples: Sequence[Compared], opened: Sequence[Dataset], symmetry: Symmetry | None
+) -> Leaked:
+    tokens = np.concatenate([part.tokens for part in examples])
+    hashes = np.concatenate([part.hash() for part in examples])
+    is_known, is_exact = hashes != UNKNOWN, np.zeros(len(hashes), bool)
+    classes, candidates = np.zeros_like(hashes), {}
+    if symmetry is not None:
+        classes = np.concatenate([part.hash(symmetry.hash_rows) for part in examples])
+        candidates = {number: [] for number in classes[is_known].tolist()}
+    for part in _read_training(opened):
+        is_exact |= is_known & np.isin(hashes, part.hash())
+        if symmetry is None or part.tokens.shape[1] != tokens.shape[1]:
+            continue
+        numbers = part.hash(symmetry.hash_rows)
+        for row in np.flatnonzero(np.isin(numbers, classes[is_known])).tolist():
+            alike = candidates[int(numbers[row])]
+            if len(alike) < _MOST_CANDIDATES:
+                alike.append(part.tokens[row])
+    exact = int(is_exact.sum())
+    if symmetry is None:
+        return Leaked(name, len(hashes), exact)
+    rows = np.flatnonzero(is_known & ~is_exact).tolist()
+    found = [_search(tokens[row], candidates[int(classes[row])], symmetry) for row in rows]
+    symmetric = exact + found.count(True)
+    return Leaked(name, len(hashes), exact, symmetric, symmetric + found.count(None))
+
+
+def _read_training(opened: Sequence[Dataset]) -> Iterator[Compared]:
+    for data in opened:
+        for puzzles in data.splits["train"].sets.values():
+            yield from read_compared(puzzles, "train", data.folders[0])
+
+
+def _search(puzzle: np.ndarray, candidates: Sequence[np.ndarray], symmetry: Symmetry) -> bool | None:
+    """Returns whether a transform maps some candidate to the puzzle. None if this is not decided."""
+    is_open = len(candidates) == _MOST_CANDIDATES  # there may be more
+    for candidate in candidates:
+        if found := symmetry.maps(candidate, puzzle):
+            return True
+        is_open |= found is None
+    return None if is_open else False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Puzzles that are equal up to symmetry: a transform of the family in `augmentations` maps one to the other.
+
+A hash that no transform changes finds candidates. An exact search confirms or refutes each candidate. In ARC,
+the same transform must map the input and the answer. In pairs, only the symmetries of the builder's command
+count.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from dataset.augmentations import FIRST_SYMBOL, NUM_DIHEDRAL, find_augmentation
+from dataset.description import DatasetInfo
+from dataset.equal import hash_rows, mix
+from dataset.format import read_builder
+from dataset.kinds.pairs.build import free_symbols
+from dataset.kinds.sudoku.rules import Box
+from dataset.kinds.sudoku.texts import BOX_OF
+
+_ROUNDS = 4  # of the refinement. The 36 classes of minimal 4x4 Sudokus then have different hashes
+_MOST_STEPS = 20_000  # of the search for one pair of Sudokus: less than 1 s
+_CHUNK_ROWS = 1 << 11
+
+
+class Symmetry(Protocol):
+    """The interface of a family of transforms, for tokens as in `equal.Compared`."""
+
+    def hash_rows(self, tokens: np.ndarray) -> np.ndarray:
+        """Returns a hash of each row that no transform changes: uint64 [n]. tokens: [n, length]."""
+
+    def maps(self, first: np.ndarray, second: np.ndarray) -> bool | None:
+        """Returns whether a transform maps `first` to `second`, tokens [length]. None if not decided."""
+
+
+def find_symmetry(folder: Path, info: DatasetInfo) -> Symmetry | None:
+    """Returns the symmetry of a dataset. None if its kind is not known, or if a plugin adds its family."""
+    name, metadata = info.kind and info.kind.augmentation, info.metadata
+    if name == "sudoku" and metadata.seq_len in BOX_OF:
+        return SudokuSymmetry(BOX_OF[metadata.seq_len])
+    num_symbols = metadata.vocab_size - FIRST_SYMBOL
+    if name == "square":
+        return ImageSymmetry(name, NUM_DIHEDRAL)
+    if name == "arc":
+        return ImageSymmetry(name, NUM_DIHEDRAL, num_symbols, tuple(range(num_symbols)), num_grids=2)
+    if name == "pairs" and info.vocabulary is not None:
+        arguments = (read_builder(folder) or {}).get("arguments", {})
+        symmetries, free = str(arguments.get("symmetries")), ()
+        if "symbols" in symmetries:
+            free = tuple(free_symbols(info.vocabulary, arguments.get("fixed_symbols")).tolist())
+        return ImageSymmetry(name, NUM_DIHEDRAL if "dihedral" in symmetries else 1, num_symbols, free)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSymmetry:
+    """Rotated and mirrored images of a grid, and permutations of its symbols.
+
+    Attributes:
+        family: Name in `AUGMENTATIONS`.
+        num_images: 8, or 1 if grids are not rotated and mirrored.
+        num_symbols: Number of symbols that a transform renames.
+        free: Symbols, counted from 0, that may be exchanged.
+        num_grids: Number of grids in a row of tokens. All are transformed alike.
+    """
+
+    family: str
+    num_images: int
+    num_symbols: int = 0
+    free: tuple[int, ...] = ()
+    num_grids: int = 1
+
+    def hash_rows(self, tokens: np.ndarray) -> np.ndarray:
+        parts = np.array_split(tokens, -(-len(tokens) // _CHUNK_ROWS))
+        return np.concatenate([np.min([*map(hash_rows, self._images(part))], axis=0) for part in parts])
+
+    def maps(self, first: np.ndarray, second: np.ndarray) -> bool:
+        wanted = next(self._images(second[None]))
+        return any(np.array_equal(image, wanted) for image in self._images(first[None]))
+
+    def _images(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
+        """Yields the images of the tokens. Free symbols are renamed in the order of their first cells."""
+        grids = tokens.reshape(len(tokens) * self.num_grids, -1)
+        corner = np.zeros((len(grids), 2), np.uint8)
+        for number in range(self.num_images):
+            transform = np.array([number, *range(self.num_symbols)], np.uint8)
+            image = find_augmentation(self.family).apply(grids, np.tile(transform, (len(grids), 1)), corner)
+            yield _rename(image.reshape(tokens.shape), [FIRST_SYMBOL + each for each in self.free])
+
+
+def _rename(tokens: np.ndarray, free: Sequence[int]) -> np.ndarray:
+    """Renames the tokens `free` of each row: the one that occurs first becomes free[0], and so on."""
+    if not len(free):
+        return tokens
+    found = [tokens == token for token in free]
+    firsts = [np.where(each.any(axis=1), each.argmax(axis=1), tokens.shape[1]) for each in found]
+    ranks = np.argsort(firsts, axis=0, kind="stable").argsort(axis=0)
+    renamed = tokens.copy()
+    for is_token, rank in zip(found, ranks, strict=True):
+        np.copyto(renamed, np.array(free, tokens.dtype)[rank][:, None], where=is_token)
+    return renamed
+
+
+class _TooLongError(Exception):
+    """The error if a search takes too many steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SudokuSymmetry:
+    """Permutations of the rows, columns, bands, stacks and digits. If boxes are square, also transposition.
+
+    The hash is a color refinement. Cells, rows, columns, bands, stacks, boxes and digits have colors, numbers
+    that no transform changes. At first, the color of a cell says whether the cell is a clue. Each round mixes
+    the colors of the cells into those of the lines, boxes and digits, and the latter into those of the cells.
+    """
+
+    box: Box
+
+    def hash_rows(self, tokens: np.ndarray) -> np.ndarray:
+        rows, columns = self._color_lines(tokens)
+        return mix(mix(rows).sum(axis=1) + mix(columns).sum(axis=1))
+
+    def _color_lines(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the colors of the rows and columns of Sudokus: uint64 [n, size] each."""
+        (height, width), size = self.box, self.box[0] * self.box[1]
+        grids = tokens.reshape(-1, size, size)
+        cells = mix((grids >= FIRST_SYMBOL).astype(np.uint64))
+        digits = range(FIRST_SYMBOL, FIRST_SYMBOL + size)
+        for _ in range(_ROUNDS):
+            rows, columns = _color(cells.sum(axis=2), height), _color(cells.sum(axis=1), width)
+            columns = columns if height == width else mix(columns)  # no transposition
+            boxes = mix(cells.reshape(-1, width, height, height, width).sum(axis=(2, 4)))
+            boxes = boxes.repeat(height, axis=1).repeat(width, axis=2)
+            lines = rows[:, :, None] + columns[:, None, :]
+            of_digit = np.zeros_like(cells)
+            for digit in digits:
+                is_digit = grids == digit
+                total = np.where(is_digit, cells, np.uint64(0)).sum(axis=(1, 2))
+                np.copyto(of_digit, mix(total)[:, None, None], where=is_digit)
+            cells = mix(mix(mix(cells ^ of_digit) + lines) + boxes)
+        return rows, columns
+
+    def maps(self, first: np.ndarray, second: np.ndarray) -> bool | None:
+        size = self.box[0] * self.box[1]
+        rows, columns = (colors.tolist() for colors in self._color_lines(np.stack([first, second])))
+        grid, goal = (tokens.reshape(size, size) for tokens in (first, second))
+        turned = [(grid, rows[0], columns[0])]
+        if self.box[0] == self.box[1]:
+            turned.append((grid.T, columns[0], rows[0]))
+        steps = iter(range(_MOST_STEPS))
+        try:
+            for source, own_rows, own_columns in turned:
+                for order in _orders(own_rows, rows[1], self.box[0], lambda _order: True, steps):
+                    fits = _renames_columns(source[order], goal)
+                    if any(_orders(own_columns, columns[1], self.box[1], fits, steps)):
+                        return True
+        except _TooLongError:
+            return None
+        return False
+
+
+def _color(sums: np.ndarray, width: int) -> np.ndarray:
+    """Returns the colors of lines: uint64 [n, size]. They depend on the sums of the other lines of a band."""
+    colors = mix(sums)
+    bands = mix(colors.reshape(len(sums), -1, width).sum(axis=2))
+    return mix(colors + bands.repeat(width, axis=1))
+
+
+def _orders(
+    colors: Sequence[int],
+    goal: Sequence[int],
+    width: int,
+    fits: Callable[[list[int]], bool],
+    steps: Iterator[int],
+    order: Sequence[int] = (),
+) -> Iterator[list[int]]:
+    """Yields orders of lines that keep bands of `width` lines together and give the colors `goal`.
+
+    fits: Whether the first lines may be in this order. steps: Of all tried lines. _TooLongError at its end.
+    """
+    place = len(order)
+    if place == len(goal):
+        yield [*order]
+        return
+    bands = [line // width for line in order]
+    for line, color in enumerate(colors):
+        band = line // width
+        is_allowed = band == bands[-1] if place % width else band not in bands
+        if color != goal[place] or line in order or not is_allowed:
+            continue
+        if next(steps, None) is None:
+            raise _TooLongError
+        if fits([*order, line]):
+            yield from _orders(colors, goal, width, fits, steps, [*order, line])
+
+
+def _renames_columns(grid: np.ndarray, goal: np.ndarray) -> Callable[[list[int]], bool]:
+    """Returns whether some new digits turn columns of `grid`, in an order, into the first ones of `goal`."""
+    columns, wanted = grid.T.tolist(), goal.T.tolist()
+    fixed = {(token, token) for token in range(FIRST_SYMBOL)}
+
+    def fits(order: list[int]) -> bool:
+        moved = [columns[line] for line in order]
+        pairs = fixed.union(*(zip(*each, strict=True) for each in zip(moved, wanted, strict=False)))
+        return len(pairs) == len({old for old, _ in pairs}) == len({new for _, new in pairs})
+
+    return fits

@@ -1,0 +1,206 @@
+"""Puzzles that are equal up to symmetry, against all transforms of small puzzles."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from dataset import leaks, symmetry
+from dataset.augmentations import AUGMENTATIONS, dihedral
+from dataset.description import lay_out
+from dataset.kinds.sudoku import rules
+from dataset.leaks import find_leaked, main
+from dataset.symmetry import ImageSymmetry, SudokuSymmetry
+from tests import arc_source, pairs_source
+from tests.puzzle_sets import A, write
+from tests.refusals import refusal
+from tests.sudoku_source import build_sets
+
+_BOX_4 = (2, 2)
+
+
+def _draw_sudokus(count: int, *, box=_BOX_4, seed: int = 0) -> np.ndarray:
+    drawn = [rules.generate_puzzle(seed, stream=0, index=index, box=box)[0] for index in range(count)]
+    return np.array(drawn, np.uint8) + np.uint8(1)
+
+
+def _transform_sudokus(tokens: np.ndarray, *, box, seed: int = 0) -> np.ndarray:
+    """Returns a random transform of each Sudoku by the rules of its builder."""
+    bits = np.random.default_rng(seed).integers(
+        2**64, size=(len(tokens), rules.bits_per_symmetry(box)), dtype=np.uint64
+    )
+    return AUGMENTATIONS["sudoku"].apply(tokens, rules.draw_symmetries(bits, box=box), None)
+
+
+def _orbit_of_4x4(tokens: np.ndarray) -> set[bytes]:
+    """Returns all images of a 4x4 Sudoku."""
+    blocks = [(0, 1), (1, 0)]
+    orders = [
+        [2 * band + line for band, lines in zip(bands, each, strict=True) for line in lines]
+        for bands in blocks
+        for each in itertools.product(blocks, blocks)
+    ]
+    digits = list(itertools.permutations(range(1, 5)))
+    parts = itertools.product(range(2), orders, orders, digits)
+    transforms = np.array(
+        [[swaps, *rows, *columns, *names] for swaps, rows, columns, names in parts], np.uint8
+    )
+    images = AUGMENTATIONS["sudoku"].apply(np.tile(tokens, (len(transforms), 1)), transforms, None)
+    return {image.tobytes() for image in images}
+
+
+def _ignore_colors(monkeypatch) -> None:
+    """Lets the search alone decide: all lines have the same color."""
+    same = np.zeros((2, 9), np.uint64)
+    monkeypatch.setattr(SudokuSymmetry, "_color_lines", lambda self, _: (same[:, : self.box[1] ** 2],) * 2)
+
+
+def test_minimal_4x4_sudokus_have_36_classes(monkeypatch):
+    puzzles, family = np.unique(_draw_sudokus(1500), axis=0), SudokuSymmetry(_BOX_4)
+    hashes = family.hash_rows(puzzles)
+    numbers, firsts = np.unique(hashes, return_index=True)
+    assert len(numbers) == 36
+    orbits = [_orbit_of_4x4(puzzles[first]) for first in firsts]
+    assert sum(map(len, orbits)) == rules.NUM_MINIMAL_PUZZLES[_BOX_4]
+    for puzzle, number in zip(puzzles, np.searchsorted(numbers, hashes), strict=True):
+        assert puzzle.tobytes() in orbits[number]
+    for _ in range(2):  # with colors and without
+        for puzzle in puzzles[::400]:
+            for other, orbit in zip(puzzles[firsts], orbits, strict=True):
+                assert family.maps(other, puzzle) == (puzzle.tobytes() in orbit)
+        _ignore_colors(monkeypatch)
+
+
+@pytest.mark.parametrize("box", [(2, 3), (3, 3), (3, 4)])
+def test_a_transformed_sudoku_is_found_and_another_clue_is_not(box):
+    family, puzzles = SudokuSymmetry(box), _draw_sudokus(4, box=box)
+    for seed in range(3):
+        moved = _transform_sudokus(puzzles, box=box, seed=seed)
+        assert np.array_equal(family.hash_rows(moved), family.hash_rows(puzzles))
+        assert all(family.maps(*pair) for pair in zip(puzzles, moved, strict=True))
+    cell = np.flatnonzero(moved[0] > 1)[0]
+    for token in {1, 2, 3, 4} - {moved[0, cell]}:  # no clue, or another digit
+        other = moved[0].copy()
+        other[cell] = token
+        assert family.hash_rows(other[None]) != family.hash_rows(puzzles[:1])
+        assert family.maps(puzzles[0], other) is False
+    bands = puzzles[0].reshape(box[1], box[0], -1)[:, ::-1].copy()
+    bands[0, [0, 1]] = bands[0, [1, 0]]
+    assert family.maps(puzzles[0], bands.ravel())  # rows change places in a band
+    bands[[0, 1], 0] = bands[[1, 0], 0]
+    assert family.maps(puzzles[0], bands.ravel()) is False  # rows of two bands
+
+
+def test_a_search_ends_undecided(monkeypatch):
+    _ignore_colors(monkeypatch)
+    family, puzzles = SudokuSymmetry((3, 3)), _draw_sudokus(2, box=(3, 3))
+    monkeypatch.setattr(symmetry, "_MOST_STEPS", 1000)
+    assert family.maps(*puzzles) is None
+
+
+_FIELD = AUGMENTATIONS["pairs"]
+
+
+@pytest.mark.parametrize("num_grids", [1, 2])
+@pytest.mark.parametrize(("num_images", "free"), [(8, ()), (1, (0, 2)), (8, (0, 1, 2))])
+def test_fields_against_all_transforms(num_images, free, num_grids):
+    """Grids of up to 2x2 cells of 3 symbols in 3x3 fields. With two grids, both change alike."""
+    draw = np.random.default_rng(0)
+    names = [np.arange(3)]
+    for order in itertools.permutations(free):
+        names.append(np.arange(3))
+        names[-1][[*free]] = order
+    grids = [draw.integers(0, 3, (draw.integers(1, 3), 2)) for _ in range(40 * num_grids)]
+    rows = np.array([lay_out(grid, num_rows=3, num_columns=3) for grid in grids]).reshape(40, -1)
+    family = ImageSymmetry("pairs", num_images, 3, free, num_grids)
+    transforms = [[number, *each] for number in range(num_images) for each in names]
+    hashes = family.hash_rows(rows)
+    for row, number in zip(rows, hashes, strict=True):
+        images = {
+            _FIELD.apply(row.reshape(num_grids, -1), np.array([each] * num_grids, np.uint8), None).tobytes()
+            for each in transforms
+        }
+        is_image = np.array([other.tobytes() in images for other in rows])
+        assert np.array_equal(hashes == number, is_image)
+        assert [family.maps(row, other) for other in rows[::8]] == is_image[::8].tolist()
+
+
+def test_mazes_against_all_transforms():
+    rows = np.random.default_rng(0).integers(1, 3, (60, 9), dtype=np.uint8)
+    family = ImageSymmetry("square", 8)
+    hashes = family.hash_rows(rows)
+    for row, number in zip(rows, hashes, strict=True):
+        images = {dihedral(row.reshape(3, 3), each).tobytes() for each in range(8)}
+        is_image = [other.tobytes() in images for other in rows]
+        assert (hashes == number).tolist() == is_image
+        assert [family.maps(row, other) for other in rows[::8]] == is_image[::8]
+
+
+def _leaked(*folders) -> list[tuple]:
+    return [each[1:] for each in find_leaked(folders)]
+
+
+def test_the_command_counts_sudokus_of_all_folders(tmp_path, monkeypatch, capsys):
+    a, b = tmp_path / "a", tmp_path / "b"
+    words = ("--box", "2x2", "--num-test", 30)
+    build_sets("sudoku", a, *words, "--generate", 300)
+    build_sets("sudoku", b, *words, "--generate", 10, "--seed", 1)
+    assert _leaked(a) == [(30, 0, 30, 30)]
+    assert _leaked(a, b) == [(30, 0, 30, 30), (30, 0, 30, 30)]
+    capsys.readouterr()
+    main([str(b)])
+    (alone,) = find_leaked([b])
+    assert (
+        capsys.readouterr().out
+        == f"{b}, set all: 30 test puzzles, 0 are training puzzles, up to symmetry {alone.symmetric}\n"
+    )
+    assert alone.symmetric == alone.at_most < 30
+    monkeypatch.setattr(SudokuSymmetry, "maps", lambda *_: None)
+    main([str(a)])
+    assert "up to symmetry 0 (at most 30)\n" in capsys.readouterr().out
+    monkeypatch.setattr(SudokuSymmetry, "maps", lambda *_: False)
+    assert _leaked(b)[0][2:] == (0, 0)
+    monkeypatch.setattr(leaks, "_MOST_CANDIDATES", 1)  # others are not searched
+    assert _leaked(b)[0][2:] == (0, alone.symmetric)
+    other = tmp_path / "other"
+    build_sets("maze", other, "--size", 6, "--generate", 5, "--min-path-cells", 4)
+    assert "Run the command once for each." in refusal(main, "leaks", a, other)
+
+
+def test_pairs_have_the_symmetries_of_their_command(tmp_path):
+    def grids(*names: str, split: str) -> list[dict]:
+        return [{"input": name.replace("/", "\n"), "output": "a", "split": split} for name in names]
+
+    lines = grids("ab#/#bb", "a#a/bbb", split="train")
+    lines += grids("ba#/#aa", "#a/bb/b#", "b#a/bbb", "#b#/aaa", split="test")
+    source = pairs_source.write_json(tmp_path / "pairs.jsonl", lines)
+    for number, (words, expected) in enumerate(
+        {
+            (): 0,
+            ("--symmetries", "symbols", "--fixed-symbols", "#"): 1,
+            ("--symmetries", "dihedral"): 1,
+            ("--symmetries", "symbols"): 2,
+            ("--symmetries", "symbols,dihedral", "--fixed-symbols", "#", "--materialize"): 2,
+        }.items()
+    ):
+        pairs_source.build(tmp_path / str(number), source, *words)
+        assert _leaked(tmp_path / str(number)) == [(4, 0, expected, expected)]
+
+
+def test_arc_pairs_are_transformed_with_their_answers(tmp_path):
+    tasks = arc_source.make_tasks(4, largest=4)
+    source = arc_source.write_folder(tmp_path / "evaluation", tasks)
+    arc_source.build(tmp_path / "a", "--source", source, "--num-aug", 0)
+    assert _leaked(tmp_path / "a") == [(6, 0, 0, 0)]
+    (first, second, third, _), names = tasks.values(), np.roll(np.arange(10), 3)
+    moved = {side: names[np.rot90(first["train"][0][side])].tolist() for side in ("input", "output")}
+    second["test"][0] = moved
+    third["test"][0] = {**moved, "input": first["train"][0]["input"]}  # only the answer is changed
+    source = arc_source.write_folder(tmp_path / "b" / "evaluation", tasks)
+    arc_source.build(tmp_path / "c", "--source", source, "--num-aug", 2, "--materialize")
+    assert _leaked(tmp_path / "c") == [(6, 0, 1, 1)]
+
+
+def test_without_a_kind_only_equal_puzzles_are_counted(tmp_path, capsys):
+    main([str(write(tmp_path / "a", train=A, test=A))])
+    assert "6 test puzzles, 6 are training puzzles, up to symmetry unknown\n" in capsys.readouterr().out
