@@ -20,7 +20,6 @@ from pydantic import NonNegativeInt, PositiveInt
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpointing.best import best_checkpoint
 from checkpointing.files import (
     CONFIG_FILE,
     EMA_WEIGHTS,
@@ -31,6 +30,7 @@ from checkpointing.files import (
     TRAINED_FILE,
     WEIGHTS,
     CorruptCheckpointError,
+    best_checkpoint,
     explain_missing,
     newest_checkpoint,
     read_state,

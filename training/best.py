@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from checkpointing.best import BEST_STEP, SELECTED_BY
+from checkpointing.files import BEST_STEP, SELECTED_BY
 from config.schema import PretrainConfig
 from distributed import log
 from distributed.collectives import broadcast_object

@@ -19,15 +19,19 @@ from typing import Any
 
 import torch
 
-from checkpointing.files import STARTS_FILE, newest_checkpoint
+from checkpointing.files import IDENTITIES_FILE, STARTS_FILE, newest_checkpoint
+from config.architecture import Architecture
 from config.schema import PretrainConfig
+from dataset.format import Dataset
+from dataset.identities import identities_of
 from distributed import log
 from distributed.process_group import is_main, is_under_torchrun, local_world_size, world_size
 from distributed.processor import describe_processor
+from evaluation.known import has_rows_to_match
 from runtime.metrics_file import read_rows
 from runtime.plugins import plugin_files
 from runtime.reading import read_json, read_text, sha256_of
-from runtime.writing import open_to_append, write_json, write_text
+from runtime.writing import open_to_append, replace_file, write_json, write_text
 from training.code import code_diff, git_commit
 from training.run_config import describe_changes, read_stored_config
 
@@ -165,6 +169,23 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
             write_text(path, diff)
     with disk_errors_warn(folder / STARTS_FILE) as path, open_to_append(path) as file:
         file.write(f"{json.dumps(start)}\n".encode())
+
+
+def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, *, is_new: bool) -> None:
+    """Writes which puzzle each embedding of the model belongs to into identities.npz, once in a run.
+
+    Does nothing if the model has no embedding for each puzzle, or if the dataset does not name its puzzles.
+
+    is_new: Whether the run starts without a checkpoint. Then the file of an earlier run is removed first.
+    """
+    path = folder / IDENTITIES_FILE
+    if is_new:
+        path.unlink(missing_ok=True)
+    if path.exists() or dataset is None or not has_rows_to_match(arch, dataset):
+        return
+    if (identities := identities_of(dataset)) is not None:
+        with replace_file(path, "wb") as file:
+            file.write(identities.to_bytes())
 
 
 def find_original(folder: Path, name: str) -> Path | None:

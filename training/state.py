@@ -15,6 +15,7 @@ from torch import Tensor
 from checkpointing.tensors import load_into_
 from config.schema import PretrainConfig
 from dataset.format import Metadata
+from distributed import log
 from distributed.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference, gather_objects
 from distributed.errors import abort_all, collective_errors
 from distributed.mesh import Mesh
@@ -76,17 +77,42 @@ class TrainState:
         return {"step": self.step, "metrics": gather_objects(own, self.ranks)}
 
     def sections(self) -> dict[str, Tensors]:
-        """Returns all tensors of this rank, as {section of a checkpoint: {name: tensor or shard}}."""
-        share = {"rows": self.slots, "num_rows": self.num_slots, "ranks": self.ranks}
-        carry = {name: shard_of_rows(each, **share) for name, each in self.carry.tensors().items()}
-        rows = self._mark_copies(self.table.rows())
+        """Returns all tensors that continue this run, as {section of a checkpoint: {name: value}}.
+
+        A value is a `Tensor` if each rank holds the full tensor. Otherwise it is a `Shard`: the elements on
+        this rank, and their positions in the full tensor. Values are not copied: loading writes into them.
+        """
+        carry = {
+            name: shard_of_rows(each, self.slots, self.num_slots, self.ranks)
+            for name, each in self.carry.tensors().items()
+        }
         return {
-            "weights": self.model.network.state_dict() | self.weights.tensors() | rows,
+            # {name in the model: value} of its buffers, its puzzle embeddings, and its dense weights. Dense
+            # weights are in the dtype in which the optimizer updates them.
+            "weights": self.model.network.state_dict()
+            | self.weights.tensors()
+            | self._mark_copies(self.table.rows()),
+            # {"<moment>.<weight>": value}, such as "exp_avg.lm_head.weight". With local steps, each rank has
+            # its own moments.
             "optimizer": self.strategy.moments(),
+            # {weight: momentum of the merges} with `local_steps` and `outer_momentum`, otherwise {}.
             "outer_optimizer": self.strategy.tensors(),
+            # {"average.<weight>": EMA}. For puzzle embeddings, "table.rows" and the steps of these averages,
+            # "table.steps". {} without EMA.
             "ema_state": self._mark_copies(self.average.tensors() | self.table.average.tensors()),
+            # {"steps", "halted", "data.inputs", ..., and states of the model such as "z_H"}: a row for each
+            # slot of the global batch.
             "carry": self._mark_copies(carry),
         }
+
+    def exports(self) -> dict[str, Tensors]:
+        """Returns the averages under the names of the weights, for evaluation. {} without EMA.
+
+        Loading a run does not read this section, because "ema_state" contains the averages.
+        """
+        step = self.step
+        averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
+        return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
 
     def _mark_copies(self, tensors: Tensors) -> Tensors:
         """Marks the shards that tensor-parallel rank 0 also holds as copies, because it saves them."""
@@ -100,42 +126,40 @@ class TrainState:
         }
         return tensors | copies
 
-    def exports(self) -> dict[str, Tensors]:
-        """Returns the averages under the names of the weights, for evaluation. {} without EMA."""
-        step = self.step
-        averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
-        return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
+    def load_(self, folder: Path, numbers: dict[str, Any]) -> None:
+        """Loads a verified checkpoint that any number of ranks saved. All ranks call it.
 
-    def load_(self, folder: Path, numbers: dict[str, Any]) -> set[str]:
-        """Loads a verified checkpoint that any number of ranks saved. Returns the sections that it lacks.
-
-        This function does not communicate. The caller must call `weights.gather_` next. Raises ValueError if
-        names, shapes or dtypes differ.
+        Afterwards, the next forward pass reads the loaded weights. Ends all ranks with a message if names,
+        shapes or dtypes differ.
 
         numbers: Result of `numbers` when the checkpoint was saved.
         """
-        self.step, saved = numbers["step"], numbers["metrics"]
-        # If the number of ranks is the same, each rank loads its own sums. Later sums over ranks are then
-        # bit-identical to those of an uninterrupted run. Otherwise rank 0 of the group loads all sums.
-        takes_own = len(saved) == self.ranks.size
-        own = [sums for n, sums in enumerate(saved) if self.ranks.index == (n if takes_own else 0)]
-        sums = {name: math.fsum(each.get(name, 0.0) for each in own) for name in saved[0]}
-        self.metrics.fill_(sums, steps=saved[0]["steps_summed"])
-        missing, sections = set(), self.sections()
-        # A run at resume=PATH may have another number format. The states of the carry and the buffers with
-        # initial states are stored in that format, so cast them.
-        casts = {*sections["carry"], *dict(self.model.network.named_buffers())}
-        for name, tensors in sections.items():
-            # A run at resume=PATH may lack averages or outer momentum. The outer momentum then starts as 0,
-            # and the averages start as the weights.
-            options = {"is_optional": name in ("outer_optimizer", "ema_state"), "casts": casts}
-            if not load_into_(tensors, folder, name, remote_names=self.weights.remote_names, **options):
-                missing.add(name)
+        with collective_errors():
+            self.step, saved = numbers["step"], numbers["metrics"]
+            # If the number of ranks is the same, each rank loads its own sums. Later sums over ranks are then
+            # bit-identical to those of an uninterrupted run. Otherwise rank 0 of the group loads all sums.
+            takes_own = len(saved) == self.ranks.size
+            own = [sums for n, sums in enumerate(saved) if self.ranks.index == (n if takes_own else 0)]
+            sums = {name: math.fsum(each.get(name, 0.0) for each in own) for name in saved[0]}
+            self.metrics.fill_(sums, steps=saved[0]["steps_summed"])
+            missing, sections = set(), self.sections()
+            # A run at resume=PATH may have another number format. The states of the carry and the buffers
+            # with initial states are stored in that format, so cast them.
+            casts = {*sections["carry"], *dict(self.model.network.named_buffers())}
+            for name, tensors in sections.items():
+                # A run at resume=PATH may lack averages or outer momentum. The outer momentum then starts as
+                # 0, and the averages start as the weights.
+                options = {"is_optional": name in ("outer_optimizer", "ema_state"), "casts": casts}
+                if not load_into_(tensors, folder, name, remote_names=self.weights.remote_names, **options):
+                    missing.add(name)
+            if "ema_state" in missing:
+                self.average.reset_to_weights()
+                self.table.average.reset_to_weights()
+            self.strategy.reset_to_weights()
         if "ema_state" in missing:
-            self.average.reset_to_weights()
-            self.table.average.reset_to_weights()
-        self.strategy.reset_to_weights()
-        return missing
+            log.info(f"{folder} contains no averages (EMA). The averages start as its weights.")
+        # If the optimizer updates separate float32 weights, copy these to the weights of the forward pass.
+        self.weights.gather_()
 
     def held(self) -> dict[Key, Tensor]:
         """Returns {key: tensor} of all tensors on this rank. Tensors with equal keys are equal on all ranks.
