@@ -1,7 +1,7 @@
-"""The files of a run folder and of its checkpoints step_<N>: names, and functions to choose and verify.
+"""Finds, chooses and verifies the checkpoints of a run. A checkpoint is a folder step_<N> in a run folder.
 
-checkpointing/writer.py writes checkpoints. docs/checkpoints.md lists the files of a checkpoint. Its
-manifest.json contains the size and the SHA-256 hash of every other file, and a hash of itself. So
+checkpointing/writer.py writes checkpoints. docs/checkpoints.md lists the files of a checkpoint. Its file
+manifest.json contains the size and the SHA-256 hash of every other file, and a hash of its own entries. So
 `verify_checkpoint` detects every changed byte.
 """
 
@@ -43,27 +43,28 @@ _MOST_NAMED = 5  # runs or checkpoints in a message
 
 
 def step_of(path: Path) -> int | None:
-    """Returns N of a path named step_<N> or step_<N>.pt (URM's public code). None for other names."""
+    """Returns N if a path is named step_<N>, or step_<N>.pt as in URM's public code. Otherwise None."""
     match = re.fullmatch(r"step_(\d+)(?:\.pt)?", path.absolute().name)
     return int(match[1]) if match else None
 
 
 def checkpoints_in(run_folder: Path) -> list[Path]:
-    """Returns the folders step_<N> of a run, in the order of steps. They may be damaged."""
+    """Returns the checkpoint folders step_<N> in a run folder, in the order of steps. They may be damaged."""
     folders = [path for path in run_folder.glob("step_*") if step_of(path) is not None and path.is_dir()]
     return sorted(folders, key=step_of)
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """Returns the newest checkpoint with a manifest, without verifying it. None if there is none."""
+    """Returns the newest checkpoint of a run that has a manifest, unverified. None if there is none."""
     complete = [path for path in checkpoints_in(run_folder) if (path / MANIFEST_FILE).is_file()]
     return complete[-1] if complete else None
 
 
 def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
-    """Returns (folder of the best checkpoint of a run, split that selected it: "validation" or "test").
+    """Returns the folder of the best checkpoint of a run, and the split that selected it.
 
-    Raises ValueError if metrics.jsonl names no best checkpoint, or if its folder is missing.
+    The split is "validation" or "test". The last row of metrics.jsonl with the key best/step names the
+    checkpoint. Raises ValueError if there is no such row, or if the folder is missing.
     """
     rows = [values for values, _ in read_rows(run_folder) if is_step(values.get(BEST_STEP))]
     if not rows:
@@ -81,7 +82,10 @@ def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
 
 
 def explain_missing(path: Path) -> str:
-    """Returns a message for a checkpoint or run folder that does not exist: which ones do, newest first."""
+    """Returns an error message for a checkpoint or run folder that does not exist.
+
+    The message names checkpoints of the same run, or the newest runs in checkpoints/.
+    """
     if step_of(path) is not None and (steps := checkpoints_in(path.parent)):
         names = ", ".join(step.name for step in steps[::-1][:_MOST_NAMED])
         return f"{path} does not exist. {path.parent} has {names}."
@@ -94,9 +98,11 @@ def explain_missing(path: Path) -> str:
 
 
 def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
-    """Returns the checkpoint that the key `resume` selects, after verifying it. None for a new run.
+    """Returns the folder of the checkpoint that the config key `resume` selects. None for a new run.
 
-    - auto: The newest intact checkpoint in the run folder. Newer damaged ones are renamed.
+    Each file of the checkpoint has the hash that its manifest contains. The values of `resume` are:
+
+    - auto: The newest intact checkpoint in the run folder. Newer damaged ones are renamed to <name>.corrupt.
     - must: The same as auto. Raises ValueError if there is no checkpoint.
     - never: None. Raises ValueError if there is a checkpoint, because the run would overwrite it.
     - a path: If this run has a checkpoint, the same as auto. Otherwise the checkpoint at this path, or the
@@ -119,7 +125,12 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
 
 
 def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
-    """Returns the checkpoint for resume=`path`. newest: This run's newest intact checkpoint, if any."""
+    """Returns the checkpoint to load if the config key `resume` is a path.
+
+    path: A checkpoint, or the folder of another run. It is used only if this run has no checkpoint.
+    run_folder: Folder of this run.
+    newest: The newest intact checkpoint of this run. None if it has none.
+    """
     if newest is not None:
         if path.resolve().parent == run_folder.resolve() and path.resolve() != newest.resolve():
             raise ValueError(
@@ -145,13 +156,14 @@ def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
 
 
 def newest_intact(folders: list[Path], *, are_ours: bool) -> Path | None:
-    """Returns the newest intact checkpoint. None if `folders` is empty.
+    """Returns the newest checkpoint whose files match its manifest. None if `folders` is empty.
 
-    Warns of each newer checkpoint, because it is damaged. Raises ValueError if all are damaged, so that the
-    user decides whether to start again.
+    Warns of each damaged checkpoint that is newer. Raises ValueError if all are damaged, so that the user
+    decides whether to train again from step 0.
 
-    folders: Checkpoints of one run, newest last.
-    are_ours: Whether this run wrote them. If True, damaged checkpoints are renamed to <name>.corrupt.
+    folders: Checkpoint folders of one run, newest last.
+    are_ours: Whether the current run wrote them. If True, the newer damaged checkpoints are renamed to
+        <name>.corrupt.
     """
     damaged = []
     for folder in reversed(folders):
@@ -173,16 +185,19 @@ def newest_intact(folders: list[Path], *, are_ours: bool) -> Path | None:
 
 
 def _set_aside(folder: Path) -> Path:
-    """Renames a damaged checkpoint to <name>.corrupt, or to <name>.corrupt-2, ... Returns the new path."""
-    number, goal = 1, folder.with_name(f"{folder.name}.corrupt")
-    while goal.exists():
+    """Renames a damaged checkpoint to <name>.corrupt, or <name>.corrupt-2, ... Returns the new path."""
+    number, target = 1, folder.with_name(f"{folder.name}.corrupt")
+    while target.exists():
         number += 1
-        goal = folder.with_name(f"{folder.name}.corrupt-{number}")
-    return folder.rename(goal)
+        target = folder.with_name(f"{folder.name}.corrupt-{number}")
+    return folder.rename(target)
 
 
 def manifest_text(files: dict[str, dict[str, Any]]) -> str:
-    """Returns the text of a manifest. files: {file name: {"bytes": size, "sha256": hex digest}}."""
+    """Returns the content of manifest.json: the entries of all files, and a hash of these entries.
+
+    files: {file name: {"bytes": size, "sha256": hexadecimal hash}}.
+    """
     digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
     return json.dumps({"files": files, "sha256": digest}, indent=1, sort_keys=True) + "\n"
 
@@ -192,10 +207,10 @@ class CorruptCheckpointError(ValueError):
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Compares every file of a checkpoint with the manifest.
+    """Compares size and hash of every file of a checkpoint folder with its manifest.json.
 
-    Raises CorruptCheckpointError if a file differs. Raises ValueError if this process may not read a file, or
-    if a file is a pointer of Git LFS.
+    Raises CorruptCheckpointError if a file differs or is missing. Raises ValueError if this process may not
+    read a file, or if a file is a pointer of Git LFS (the content was not downloaded).
     """
     try:
         text = read_bytes(folder / MANIFEST_FILE)
@@ -221,9 +236,10 @@ def verify_checkpoint(folder: Path) -> None:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Reads state.json of a checkpoint. Returns {} if the file is missing.
+    """Returns the content of a checkpoint's state.json. {} if the file is missing.
 
-    Example: somebody copied only the weights. Raises ValueError if the file does not contain a JSON object.
+    It is missing, for example, if somebody copied only the weights. Raises ValueError if the file does not
+    contain a JSON object.
     """
     path = folder / STATE_FILE
     try:
@@ -240,7 +256,10 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def remove_unfinished(run_folder: Path) -> None:
-    """Removes the temporary folders and files of killed processes. No process may be writing."""
+    """Removes temporary files and checkpoint folders that killed processes have left in a run folder.
+
+    No process may be writing into the run folder.
+    """
     remove_unfinished_files(run_folder)
     for path in run_folder.glob("step_*.tmp*"):
         shutil.rmtree(path, ignore_errors=True)

@@ -33,7 +33,7 @@ from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.process_group import connect_store, is_main, rank, world_size
 from distributed.shards import Shard, Tensors, tensor_of
-from runtime.writing import flush
+from runtime.writing import flush, write_text
 
 _OTHERS_SECONDS = 600.0  # how long rank 0 waits for the other ranks, after it has written its own files
 _POLL_SECONDS = 0.05
@@ -42,14 +42,11 @@ _POLL_SECONDS = 0.05
 class CheckpointWriter:
     """Writes checkpoints in a thread, one at a time. All ranks have a writer, and call `start` together.
 
-    Args:
-        run_folder: Folder for the checkpoints.
-        keep: Number of newest checkpoints to keep, in addition to the best one. If None, all are kept.
-        best_of: Function (steps) -> the best of these steps, or None. The writer's thread calls it.
+    keep: Number of newest checkpoints to keep, in addition to the best one. If None, all are kept.
+    best_of: Function (steps) -> the best of these steps, or None. The writer's thread calls it.
 
-    Attributes:
-        failure: Why the last save failed. None if it succeeded, and on all ranks except rank 0.
-        saved: Folders of completed checkpoints. Empty except on rank 0.
+    On rank 0, `failure` is the reason why the last save failed, or None if it succeeded. `saved` contains the
+    folders of completed checkpoints.
     """
 
     def __init__(self, run_folder: Path, *, keep: int | None, best_of: Callable[[Iterable[int]], int | None]):
@@ -66,9 +63,7 @@ class CheckpointWriter:
         Waits for the previous save first. Does nothing if step_<N> exists. All ranks call it. A failure, here
         or in the thread, only causes a warning.
 
-        step: Number of the step, N.
-        sections: {section: {name: value}}. Each section becomes a file. The thread writes the shards of this
-            rank, and on rank 0 also the full tensors.
+        sections: {section: {name: full tensor or shard}}. Rank 0 writes the full tensors.
         contents: {file name: content} of files that the thread also writes. Empty except on rank 0.
         """
         self.wait()
@@ -122,8 +117,7 @@ class CheckpointWriter:
             return
         try:
             files = self._files_of_all(unfinished.name, written)
-            (unfinished / MANIFEST_FILE).write_text(manifest_text(files))
-            flush(unfinished / MANIFEST_FILE)
+            write_text(unfinished / MANIFEST_FILE, manifest_text(files))
             with contextlib.suppress(OSError):  # some file systems cannot flush a folder
                 flush(unfinished)
             unfinished.rename(target)
@@ -142,8 +136,7 @@ class CheckpointWriter:
 
         Raises RuntimeError if a rank failed, or did not report its files in time.
 
-        name: Name of the temporary folder, as key in the store of torch.distributed.
-        own: Result of `_write_own` on rank 0.
+        name: Name of the temporary folder, for keys of the store. own: Result of `_write_own` on rank 0.
         """
         of_ranks = [own]
         if world_size() > 1:

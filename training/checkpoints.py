@@ -19,17 +19,9 @@ A resume, in the next launch:
 6. training/state.py: `TrainState.load_` loads the tensors of this rank, each section with `load_into_`
    (checkpointing/tensors.py). Then it copies the loaded weights to the weights of the forward pass.
 
-A checkpoint is a folder step_<N> with these files:
-
-- <section>.safetensors for each section of `TrainState.sections` and `TrainState.exports`. If ranks hold
-  shards of a section, each rank also writes <section>_<rank>_of_<ranks>.safetensors.
-- state.json: The step, from which the position in the data follows. The metric sums of every rank since the
-  last logged row. The best evaluation so far. Fingerprint and description of the dataset, seq_len, versions.
-- config.yaml: The config of the run.
-- trained_on.safetensors: Hashes of the examples that were trained on.
-- manifest.json: Size and hash of each file.
-
-Reading a checkpoint does not unpickle or execute anything.
+A checkpoint is a folder step_<N>. It contains the files of its sections, state.json, config.yaml, hashes of
+the training examples (trained_on.safetensors), and manifest.json with size and hash of each file. Reading it
+does not unpickle or execute anything.
 """
 
 import json
@@ -63,7 +55,7 @@ from distributed.process_group import is_main, world_size
 from runtime.metrics_file import cut_back_rows
 from runtime.writing import write_text
 from training.best import BestStep
-from training.origin import load_initial_weights_, log_rate_change, trained_before
+from training.initial import load_initial_weights_, log_rate_change, trained_before
 from training.run_folder import open_run_folder, write_identities, writing_errors
 from training.state import TrainState
 
@@ -158,7 +150,9 @@ class CheckpointManager:
     def _small_files(self, state: TrainState, numbers: dict[str, Any]) -> dict[str, bytes]:
         """Returns {file name: content} of state.json, config.yaml and trained_on.safetensors.
 
-        numbers: Result of `state.numbers()`, for state.json.
+        The position in the data follows from the step, so it is not stored.
+
+        numbers: Result of `state.numbers()`.
         """
         content = {
             **numbers,
