@@ -74,8 +74,9 @@ def train(program: Program[PretrainConfig]) -> int:
     # optimizer state.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Load the checkpoint that the key `resume` selects (by default the newest one), or the weights that
-    # `init_from` names. `is_logged` is True at step 0, or if metrics.jsonl contains a row of the loaded step.
+    # Lock the run folder. Load the checkpoint that the key `resume` selects (by default the newest one), or
+    # the weights that `init_from` names. `is_logged` is True at step 0, or if metrics.jsonl contains a row of
+    # the loaded step.
     checkpoints = open_checkpoints(
         config,
         fingerprint=data.fingerprint,
@@ -150,8 +151,8 @@ def run_steps(
 
         ends_early = False
         while True:
-            # Save before evaluating, so that a failed evaluation loses no training. `save` does nothing if it
-            # was already called at this step, or if the run was resumed from this step.
+            # Save a checkpoint if one is due. training/checkpoints.py describes how it gets to the disk.
+            # Save before evaluating, so that a failed evaluation loses no training.
             if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)

@@ -82,10 +82,7 @@ def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
 
 
 def explain_missing(path: Path) -> str:
-    """Returns an error message for a checkpoint or run folder that does not exist.
-
-    The message names checkpoints of the same run, or the newest runs in checkpoints/.
-    """
+    """Returns a message for a missing checkpoint or run folder. It names similar ones that exist."""
     if step_of(path) is not None and (steps := checkpoints_in(path.parent)):
         names = ", ".join(step.name for step in steps[::-1][:_MOST_NAMED])
         return f"{path} does not exist. {path.parent} has {names}."

@@ -68,7 +68,15 @@ class CheckpointWriter:
         """
         self.wait()
         target = self._run_folder / f"step_{step}"
-        unfinished = broadcast_object(self._make_folder(target) if is_main() else None)
+        unfinished = None
+        if is_main() and not target.exists():
+            unfinished = _unfinished_folder(target)
+            try:
+                unfinished.mkdir()
+            except OSError as error:
+                self._fail(target, _describe(error))
+                unfinished = None
+        unfinished = broadcast_object(unfinished)
         if unfinished is None:
             return
         failure = ""
@@ -80,18 +88,6 @@ class CheckpointWriter:
         arguments = (unfinished, target, contents, failure)
         self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
-
-    def _make_folder(self, target: Path) -> Path | None:
-        """Creates the temporary folder. Returns None if the folder `target` exists, or if this fails."""
-        if target.exists():
-            return None
-        unfinished = _unfinished_folder(target)
-        try:
-            unfinished.mkdir()
-        except OSError as error:
-            self._fail(target, _describe(error))
-            return None
-        return unfinished
 
     def _copy_to_host(self, sections: dict[str, Tensors]) -> None:
         """Copies tensors into host buffers, pinned for CUDA tensors. Later saves reuse the buffers."""
@@ -172,10 +168,8 @@ class CheckpointWriter:
     def _fail(self, target: Path, reason: str) -> None:
         """Warns that a checkpoint could not be saved. The run continues."""
         self.failure = reason
-        log.warning(
-            f"checkpoint not saved: {target} ({reason}). Training continues. Earlier checkpoints are not "
-            "removed."
-        )
+        continues = "Training continues. Earlier checkpoints are not removed."
+        log.warning(f"checkpoint not saved: {target} ({reason}). {continues}")
 
     def wait(self, *, timeout_seconds: float | None = None, others_seconds: float | None = None) -> None:
         """Waits until the current save has ended. Ranks other than 0 wait only for their own files.

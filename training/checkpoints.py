@@ -196,7 +196,7 @@ class CheckpointManager:
                 if chosen := choose_checkpoint(folder, config):
                     content = read_state(chosen)
                 is_own = chosen is not None and chosen.parent == folder
-                self._before = trained_before(config, chosen, is_own=is_own)
+                self._before = trained_before(config, chosen, is_own=is_own)  # its training examples
                 if chosen is not None:
                     self._check(chosen, content)
         chosen, content = broadcast_object((chosen, content))
@@ -210,8 +210,9 @@ class CheckpointManager:
         elif config.init_from is not None:
             load_initial_weights_(state, config, self._dataset)
 
-        # Rank 0 removes what processes that were killed have left: temporary files, and log rows of steps
-        # after the checkpoint. This launch will log these rows again.
+        # Rank 0 removes what killed processes have left: temporary files, and the rows of metrics.jsonl after
+        # the step of the checkpoint, because this launch logs them again. The other rows contain the
+        # evaluations, from which `best` is restored.
         rows = []
         with collective_errors():
             if is_main():

@@ -35,16 +35,16 @@ from training.strategy import Strategy, build_strategy
 
 @dataclasses.dataclass
 class TrainState:
-    """The state of a run on this rank.
+    """The state of a run on this rank. A slot is one position of the global batch, and works on one puzzle.
 
     Attributes:
         model: This rank's part of the model.
-        weights: Dense weights and their optimizer.
+        weights: All weights except puzzle embeddings (dense weights), and their optimizers.
         table: Puzzle embeddings and their optimizer.
         average: Moving average (EMA) of the dense weights.
-        strategy: When and how gradients or weights are synchronized.
+        strategy: When and how ranks synchronize gradients or weights.
         carry: Puzzle and latent state of each slot of this rank, between steps.
-        slots: Slots of this rank, as a range of the global batch.
+        slots: Range of the slots of this rank.
         num_slots: Number of slots of the global batch.
         mesh: Process groups of this rank.
         metrics: Sums of metrics since the last logged row.
@@ -69,9 +69,9 @@ class TrainState:
         return self.mesh.data
 
     def numbers(self) -> dict[str, Any]:
-        """Returns the step and the metric sums of each rank, for state.json. All ranks call it.
+        """Returns the step and the metric sums of each rank, for state.json of a checkpoint.
 
-        Only rank 0 uses the result.
+        All ranks call it. The result is complete only on rank 0.
         """
         own = {**self.metrics.own(), "steps_summed": self.metrics.steps}
         return {"step": self.step, "metrics": gather_objects(own, self.ranks)}
@@ -115,7 +115,7 @@ class TrainState:
         return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
 
     def _mark_copies(self, tensors: Tensors) -> Tensors:
-        """Marks the shards that tensor-parallel rank 0 also holds as copies, because it saves them."""
+        """Sets `is_copy` of shards that tensor-parallel rank 0 also holds, because that rank saves them."""
         if self.mesh.tensor.index == 0:
             return tensors
         cut = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
@@ -155,18 +155,19 @@ class TrainState:
             if "ema_state" in missing:
                 self.average.reset_to_weights()
                 self.table.average.reset_to_weights()
-            self.strategy.reset_to_weights()
+            self.strategy.reset_to_weights()  # with local steps: these weights are the result of a merge
         if "ema_state" in missing:
             log.info(f"{folder} contains no averages (EMA). The averages start as its weights.")
-        # If the optimizer updates separate float32 weights, copy these to the weights of the forward pass.
+        # The loaded weights are those that the optimizer updates. Copy them to those of the forward pass.
         self.weights.gather_()
 
     def held(self) -> dict[Key, Tensor]:
-        """Returns {key: tensor} of all tensors on this rank. Tensors with equal keys are equal on all ranks.
+        """Returns {key: tensor} of all tensors on this rank, to compare them with other ranks.
 
-        With `local_steps`, this is true only after a merge. The weights appear twice: as the
-        optimizer updates them, and as the forward pass reads them. A key is (name, part of the tensor). The
-        part () is the full tensor.
+        If two ranks have the same key, its tensors must be equal. With `local_steps`, this is true only after
+        ranks have merged their weights. A key is (name, positions of the elements in the full tensor), or
+        (name, ()) for a full tensor. Weights appear twice: those that the optimizer updates, and those that
+        the forward pass reads.
         """
         cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
         read = self.model.network.state_dict() | self.table.rows()
@@ -188,9 +189,9 @@ class TrainState:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replaces weights and embeddings by their averages, if the run has EMA.
+        """Context in which the model has the averages (EMA) of weights and embeddings. All ranks enter it.
 
-        All ranks enter the block.
+        Without EMA, the model does not change.
         """
         with self.average.averaged(step=self.step), self.table.average.averaged(step=self.step):
             yield
@@ -198,18 +199,17 @@ class TrainState:
     def broadcast_model_(self, whole: dict[str, Tensor] | None = None) -> None:
         """Overwrites the weights of all ranks with the weights of rank 0. All ranks call it, at step 0.
 
-        Afterwards, the averages and the anchor of local steps are these weights, as at step 0.
+        The averages (EMA), and with `local_steps` the result of the last merge, also become these weights.
 
-        whole: On rank 0, {name: full weight} for each sharded weight. {} on other ranks. If None, sharded
-            weights do not change.
+        whole: On rank 0, {name: full weight} for each weight that ranks hold as shards. {} on other ranks. If
+            None, shards do not change.
         """
         assert self.step == 0
         if whole is not None:
             self.table.fill_(whole)
             self.weights.fill_(whole, all_ranks())
-        tensors = (
-            dict(self.model.network.named_buffers()) | self.sections()["weights"]
-        )  # not every buffer is in `sections`
+        # `sections` lacks buffers that are not in the state dict.
+        tensors = dict(self.model.network.named_buffers()) | self.sections()["weights"]
         all_ranks().broadcast_([each for each in tensors.values() if isinstance(each, Tensor)])
         self.weights.gather_()
         for part in (self.average, self.table.average, self.strategy):
@@ -219,7 +219,7 @@ class TrainState:
 def build_first_state(
     config: PretrainConfig, metadata: Metadata, *, device: torch.device, total_steps: int | None = None
 ) -> TrainState:
-    """Builds this rank's part of the state of step 0, from the seed. All ranks call it.
+    """Builds this rank's part of the state of step 0. The weights follow from the seed. All ranks call it.
 
     Args:
         config: Config of the run.
@@ -242,12 +242,8 @@ def build_first_state(
         average = build_average(config, flats, total_steps=total_steps)
         model.compile_()
         slots = slots_of(ranks, config.global_batch_size)
-        sums = (
-            *sum_names(network.objective.metrics),
-            "grad_norm",
-            *sum_names(network.objective.training_metrics),
-            "loss",
-        )
+        objective = network.objective
+        sums = (*sum_names(objective.metrics), "grad_norm", *sum_names(objective.training_metrics), "loss")
         return TrainState(
             model=model.model,
             weights=weights,
@@ -263,7 +259,7 @@ def build_first_state(
 
 
 def memory_advice(config: PretrainConfig, device: torch.device) -> str:
-    """Returns advice for a run that runs out of memory on `device`: keys with which it needs less memory."""
+    """Returns advice for a run that is out of memory: the config keys with which it needs less memory."""
     num_ranks, parts = all_ranks().size, config.gradient_accumulation_steps
     num_slots = -(-config.global_batch_size // (num_ranks // config.tensor_parallel_degree))
     more_parts = [number for number in range(parts + 1, num_slots + 1) if num_slots % number == 0]
