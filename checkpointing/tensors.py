@@ -1,4 +1,4 @@
-"""Saves full tensors and shards in safetensors files, and loads them on any number of ranks.
+"""Loads full tensors and shards from the files of a checkpoint, on any number of ranks.
 
 A shard (`Shard` in distributed/shards.py) is the part of a tensor that a rank holds: some elements, and their
 positions in the flattened full tensor (`spans`). A section of a checkpoint is a named set of tensors and
@@ -8,12 +8,11 @@ shards, such as "optimizer". It has these files:
 - <section>_<r>_of_<w>.safetensors contains the shards of rank r of w ranks. The metadata of the file contain
   the positions of each shard.
 
-`save_section` writes them, `load_into_` fills the tensors and shards of this rank, and `load_joined` returns
-full tensors.
+`save_section` in checkpointing/writer.py writes them. `load_into_` fills the tensors and shards of this rank,
+and `load_joined` returns full tensors.
 """
 
 import itertools
-import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -24,34 +23,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from distributed.process_group import rank, world_size
 from distributed.shards import Shard, Span, Spans, Tensors, tensor_of
 from runtime.reading import open_regular, parse_json
 
 _MOST = 2**48  # maximum number of elements of a tensor
-_SHARDS = "shards"  # key of the metadata, with JSON: {name: [spans, shape of the full tensor, is_by_rank]}
+SHARDS = "shards"  # key of the metadata, with JSON: {name: [spans, shape of the full tensor, is_by_rank]}
 
 
-def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
-    """Writes full tensors to <section>.safetensors, and shards to <section>_<rank>_of_<ranks>.safetensors.
-
-    Returns the paths. A file without content is not written. Only one rank may pass full tensors.
-    """
-    whole = {key: each for key, each in tensors.items() if isinstance(each, Tensor)}
-    shards = {key: each for key, each in tensors.items() if isinstance(each, Shard)}
-    paths = []
-    if whole:
-        paths.append(folder / f"{section}.safetensors")
-        save_file(whole, paths[-1])
-    if shards:
-        paths.append(folder / _shard_file(section, rank(), world_size()))
-        described = {key: [each.spans, each.shape, each.is_by_rank] for key, each in shards.items()}
-        own = {key: each.tensor for key, each in shards.items()}
-        save_file(own, paths[-1], metadata={_SHARDS: json.dumps(described)})
-    return paths
+def shard_file(section: str, number: int, size: int) -> str:
+    """Returns the name of the file with the shards of rank `number` of `size` ranks."""
+    return f"{section}_{number}_of_{size}.safetensors"
 
 
 def find_files(folder: Path, section: str) -> list[Path]:
@@ -65,28 +48,12 @@ def find_files(folder: Path, section: str) -> list[Path]:
     for size in sorted({int(match[2]) for match in found}):
         # The number in a file name may be wrong and huge. Checking one more file than was found is enough.
         for number in range(min(size, len(found) + 1)):
-            path = folder / _shard_file(section, number, size)
+            path = folder / shard_file(section, number, size)
             if not path.is_file():
                 raise ValueError(f"{path} is missing. Copy the files of all processes.")
             shards.append(path)
     whole = folder / f"{section}.safetensors"
     return [whole] * whole.is_file() + shards
-
-
-def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
-    """Returns {name: full tensor} of a section of a checkpoint. Joins the shards of all ranks that saved it.
-
-    Raises ValueError if files are missing, and OSError or SafetensorError if a file cannot be read.
-    """
-    values: dict[str, Tensor] = {}
-    for stored in _stored(folder, section):
-        if stored.spans is None:
-            values[stored.key] = stored.read()
-            continue
-        if stored.key not in values:
-            values[stored.key] = stored.read().new_empty(stored.shape)
-        stored.copy_into_(values[stored.key])
-    return values
 
 
 def load_into_(
@@ -131,6 +98,22 @@ def load_into_(
     for key in sorted(absent):
         raise _does_not_fit(folder, key, stored=None, own=_shape_of(targets[key]))
     return True
+
+
+def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
+    """Returns {name: full tensor} of a section of a checkpoint. Joins the shards of all ranks that saved it.
+
+    Raises ValueError if files are missing, and OSError or SafetensorError if a file cannot be read.
+    """
+    values: dict[str, Tensor] = {}
+    for stored in _stored(folder, section):
+        if stored.spans is None:
+            values[stored.key] = stored.read()
+            continue
+        if stored.key not in values:
+            values[stored.key] = stored.read().new_empty(stored.shape)
+        stored.copy_into_(values[stored.key])
+    return values
 
 
 def _does_not_fit(folder: Path, key: str, *, stored: object, own: object) -> ValueError:
@@ -213,7 +196,7 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
     for path in paths:
         with open_regular(path), safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            shards = parse_json(metadata.get(_SHARDS, "{}"), where=f"{path}: {_SHARDS}")
+            shards = parse_json(metadata.get(SHARDS, "{}"), where=f"{path}: {SHARDS}")
             for key in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
                 shape, spans, is_by_rank = tuple(file.get_slice(key).get_shape()), None, False
                 num_stored = math.prod(shape)
@@ -286,7 +269,3 @@ def _units_of(span: Span, unit: int) -> np.ndarray:
     """Returns the positions that a span covers, in groups: g means g * unit to (g + 1) * unit - 1."""
     first = (span.start + span.stride * np.arange(span.count)) // unit
     return (first[:, None] + np.arange(span.length // unit)).reshape(-1)
-
-
-def _shard_file(section: str, number: int, size: int) -> str:
-    return f"{section}_{number}_of_{size}.safetensors"

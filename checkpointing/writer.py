@@ -1,4 +1,4 @@
-"""Writes checkpoint folders step_<N>, in a thread on each rank. `CheckpointWriter` is in the order of a save.
+"""Writes checkpoint folders step_<N>, in a thread on each rank.
 
 If processes are killed at any time, step_<N> is complete or does not exist:
 
@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from checkpointing.files import MANIFEST_FILE, checkpoints_in, manifest_text, step_of
-from checkpointing.tensors import save_section
+from checkpointing.tensors import SHARDS, shard_file
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.process_group import connect_store, is_main, rank, world_size
@@ -94,7 +96,7 @@ class CheckpointWriter:
         for section, tensors in sections.items():
             copies = self._copies.setdefault(section, {})
             for name, kept in local_part(tensors).items():
-                tensor = tensor_of(kept)
+                tensor = tensor_of(kept)  # the elements on this rank
                 if name not in copies:
                     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
                     copies[name] = kept._replace(tensor=copy) if isinstance(kept, Shard) else copy
@@ -113,7 +115,7 @@ class CheckpointWriter:
             return
         try:
             files = self._files_of_all(unfinished.name, written)
-            write_text(unfinished / MANIFEST_FILE, manifest_text(files))
+            write_text(unfinished / MANIFEST_FILE, manifest_text(files))  # flushed
             with contextlib.suppress(OSError):  # some file systems cannot flush a folder
                 flush(unfinished)
             unfinished.rename(target)
@@ -203,10 +205,7 @@ def local_part(tensors: Tensors) -> Tensors:
 
 
 def _write_own(folder: Path, sections: dict[str, Tensors], contents: dict[str, bytes]) -> dict[str, Any]:
-    """Writes and flushes the files of this rank.
-
-    These are `contents`, and for each section <section>.safetensors with the full tensors, on rank 0, and
-    <section>_<rank>_of_<ranks>.safetensors with the shards.
+    """Writes and flushes the files of this rank: its sections, and on rank 0 also `contents`.
 
     Returns {"files": {file name: {"bytes": size, "sha256": hash}}, "failure": ""}, or {"failure": reason}.
     """
@@ -218,6 +217,26 @@ def _write_own(folder: Path, sections: dict[str, Tensors], contents: dict[str, b
         return {"files": {path.name: _close_file(path) for path in paths}, "failure": ""}
     except Exception as error:
         return {"failure": _describe(error)}
+
+
+def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
+    """Writes full tensors to <section>.safetensors, and shards to <section>_<rank>_of_<ranks>.safetensors.
+
+    Returns the paths. A file without content is not written. Only one rank may pass full tensors. The
+    metadata of a file of shards contain the positions of their elements (`SHARDS`).
+    """
+    whole = {key: each for key, each in tensors.items() if isinstance(each, Tensor)}
+    shards = {key: each for key, each in tensors.items() if isinstance(each, Shard)}
+    paths = []
+    if whole:
+        paths.append(folder / f"{section}.safetensors")
+        save_file(whole, paths[-1])
+    if shards:
+        paths.append(folder / shard_file(section, rank(), world_size()))
+        described = {key: [each.spans, each.shape, each.is_by_rank] for key, each in shards.items()}
+        own = {key: each.tensor for key, each in shards.items()}
+        save_file(own, paths[-1], metadata={SHARDS: json.dumps(described)})
+    return paths
 
 
 def _close_file(path: Path) -> dict[str, Any]:

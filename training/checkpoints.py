@@ -1,23 +1,21 @@
 """The checkpoints of a run: how the run saves them, and how it resumes from one.
 
-The life of a checkpoint takes these calls, in this order. The functions stand in the same order in each file.
-
-A save, after each step for which a checkpoint is due:
+The life of a checkpoint is in six files, in this order of calls. A save, after each step for which a checkpoint is due:
 
 1. pretrain.py: `run_steps` calls `CheckpointManager.save` (this file).
 2. training/state.py: `TrainState.sections` and `exports` return the tensors of this rank, and `numbers`
    the step and the metric sums. `save` adds the other contents of state.json.
 3. checkpointing/writer.py: `CheckpointWriter.start` copies the tensors to host memory. Training continues. A
-   thread on each rank writes files into a temporary folder, each section with `save_section`
-   (checkpointing/tensors.py). Rank 0 writes the manifest, and renames the folder to step_<N>.
+   thread on each rank writes the files of this rank into a temporary folder. Rank 0 writes the manifest, and
+   renames the folder to step_<N>.
 
-A resume, in the next launch:
+A resume, at the start of the next launch:
 
 4. pretrain.py: `train` calls `CheckpointManager.resume` (this file).
 5. checkpointing/files.py: `choose_checkpoint` chooses a checkpoint on rank 0, and compares its files with the
    manifest.
-6. training/state.py: `TrainState.load_` loads the tensors of this rank, each section with `load_into_`
-   (checkpointing/tensors.py). Then it copies the loaded weights to the weights of the forward pass.
+6. training/state.py: `TrainState.load_` overwrites the state of step 0. `load_into_`
+   (checkpointing/tensors.py) reads the tensors and shards of this rank from any number of files.
 
 A checkpoint is a folder step_<N>. It contains the files of its sections, state.json, config.yaml, hashes of
 the training examples (trained_on.safetensors), and manifest.json with size and hash of each file. Reading it
