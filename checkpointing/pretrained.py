@@ -79,7 +79,10 @@ class _Recorded(Strict):
 
 
 class _Shared(Strict):
-    """The keys that loading needs from a config.json that `share push` wrote. Other keys are ignored."""
+    """The keys that loading needs from config.json in a folder that `python -m share push` has uploaded.
+
+    Other keys are ignored.
+    """
 
     run: dict[str, Any]
     step: NonNegativeInt
@@ -106,11 +109,12 @@ class Checkpoint:
             unknown.
         selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test".
             None if it was not selected.
-        has_averages: Whether the checkpoint contains averaged (EMA) weights and no raw weights.
+        has_averages: Whether the weights are averages (EMA), and the raw weights are not in the checkpoint.
         address: Address on the Hugging Face Hub, with the commit. None if the checkpoint is local.
         fingerprint: Hash of the datasets of the training. None if unknown.
         test_fingerprint: Hash of their test splits. None if unknown.
-        seed, validation_fraction, init_from: Keys of the run's config. Defaults for the public code.
+        seed, validation_fraction, init_from: Keys of the run's config. For a file of a model's public code,
+            their defaults.
     """
 
     path: Path
@@ -207,7 +211,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
 
     Args:
         location: A run folder (its newest checkpoint), RUN_FOLDER/best, a step_<N> folder, a step_<N> file of
-            the public code, a folder of `share push`, the name of a model in weights/, or
+            a model's public code, a folder that `share push` wrote, the name of a model in weights/, or
             hf://OWNER/NAME[@REVISION]. A link to one of them is followed.
 
     Returns:
@@ -278,7 +282,7 @@ def _choose_files(names: list[str]) -> list[str]:
 
 
 def _newest_step(folder: Path) -> Path:
-    """Returns the newest checkpoint in a folder of this repository or of public code. ValueError if none."""
+    """Returns the newest checkpoint in a run folder, also of a model's public code. ValueError if none."""
     if newest := newest_checkpoint(folder):
         return newest
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -292,13 +296,16 @@ def _newest_step(folder: Path) -> Path:
 
 
 def _newest_published(names: list[str]) -> str:
-    """Returns the name step_<N> or step_<N>.pt with the largest N. "checkpoint" if there is none."""
+    """Returns the file name step_<N> or step_<N>.pt with the largest N. Without one, "checkpoint"."""
     steps = [name for name in names if "/" not in name and step_of(Path(name)) is not None]
     return max(steps, key=lambda name: step_of(Path(name)), default=PUBLISHED_WEIGHTS)
 
 
 def _read_shared(path: Path) -> Checkpoint:
-    """Describes a checkpoint of `share push`. path: model.safetensors, with config.json in its folder."""
+    """Describes a checkpoint that `python -m share push` wrote: `path` is model.safetensors.
+
+    config.json must be in the same folder.
+    """
     config_path = path.with_name(SHARED_CONFIG_FILE)
     try:
         values = read_json(config_path)
@@ -315,7 +322,7 @@ def _read_shared(path: Path) -> Checkpoint:
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the fields of `Checkpoint` that a run's config has. path: File of the config, for messages."""
+    """Returns {field of `Checkpoint`: value} from the config of a run. path: Its file, for messages."""
     config = fill_defaults(config)
     arch, named = config.get("arch"), config.get("plugins")
     if named and isinstance(arch, dict) and arch.get("name") not in architectures():
@@ -333,7 +340,7 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """Describes a step_<N> folder, after verifying it, or a weight file of the public code.
+    """Describes a step_<N> folder of a run, after verifying it, or a weight file of a model's public code.
 
     step: Training step N. None if unknown.
     """

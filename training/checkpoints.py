@@ -1,6 +1,8 @@
 """The checkpoints of a run: how the run saves them, and how it resumes from one.
 
-The life of a checkpoint is in six files, in this order of calls. A save, after each step for which a checkpoint is due:
+The life of a checkpoint is in six files. The order of the calls is:
+
+A save, after each step for which a checkpoint is due:
 
 1. pretrain.py: `run_steps` calls `CheckpointManager.save` (this file).
 2. training/state.py: `TrainState.sections` and `exports` return the tensors of this rank, and `numbers`

@@ -191,8 +191,8 @@ def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, 
 def find_original(folder: Path, name: str) -> Path | None:
     """Returns the run folder from which a user has copied `folder`. None if there is none.
 
-    starts.jsonl contains the paths of the folder at each launch. The original is another folder at one of
-    these paths with an equal file `name`.
+    starts.jsonl contains the path of the run folder at each launch, also those before the copy. The original
+    is another folder at one of these paths. Its file `name` has the same content.
     """
     named = {start.get("folder") for start, _ in read_rows(folder, STARTS_FILE)}
     for other in [Path(each) for each in named if isinstance(each, str) and "\0" not in each]:
