@@ -97,7 +97,7 @@ def explain_missing(path: Path) -> str:
 def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
     """Returns the folder of the checkpoint that the config key `resume` selects. None for a new run.
 
-    Each file of the checkpoint has the hash that its manifest contains. The values of `resume` are:
+    Its files are verified: size and hash of each file are those in manifest.json. The values of `resume` are:
 
     - auto: The newest intact checkpoint in the run folder. Newer damaged ones are renamed to <name>.corrupt.
     - must: The same as auto. Raises ValueError if there is no checkpoint.
