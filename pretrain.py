@@ -77,9 +77,9 @@ def train(program: Program[PretrainConfig]) -> int:
     # rank holds only its part of the weights or of the optimizer state.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Load a checkpoint: by default the newest one of this run, or the one that the key `resume` selects. If
-    # there is none, load the weights that the key `init_from` names, if it is set. `is_logged` says whether
-    # metrics.jsonl has a row for the loaded step. It is also True at step 0, which needs no row.
+    # Lock the run folder. Load the checkpoint that the key `resume` selects (by default the newest one), or
+    # the weights that `init_from` names. `is_logged` is True at step 0, or if metrics.jsonl contains a row of
+    # the loaded step.
     checkpoints = open_checkpoints(
         config,
         fingerprint=data.fingerprint,
@@ -161,8 +161,8 @@ def run_steps(
 
         ends_early = False
         while True:
-            # Save before evaluating, so that a failed evaluation loses no training. `save` does nothing for a
-            # step that is already saved, such as the step from which the run was resumed.
+            # Save a checkpoint if one is due. training/checkpoints.py describes how it gets to the disk. Save
+            # before evaluating, so that a failed evaluation loses no training.
             if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)

@@ -1,7 +1,9 @@
-"""Loads a trained model from a checkpoint of a run, of `python -m share push`, or of the public code.
+"""Finds a checkpoint, describes it (`Checkpoint`), and loads the trained model from it.
 
-A checkpoint is on this machine or on the Hugging Face Hub. Loading executes no code from it. Weights are
-safetensors files, or files of `torch.save` that are read with `weights_only=True`. Configs are YAML or JSON.
+A run of this repository, `python -m share push`, or the code that the authors of a model published ("the
+public code") wrote it. It is on this machine or on the Hugging Face Hub. Loading executes no code from it.
+Weights are safetensors files, or files of `torch.save` that are read with `weights_only=True`. Configs are
+YAML or JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from pydantic import NonNegativeInt, PositiveInt
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpointing.best import best_checkpoint
 from checkpointing.files import (
     CONFIG_FILE,
     EMA_WEIGHTS,
@@ -31,6 +32,7 @@ from checkpointing.files import (
     TRAINED_FILE,
     WEIGHTS,
     CorruptCheckpointError,
+    best_checkpoint,
     explain_missing,
     newest_checkpoint,
     read_state,
@@ -65,7 +67,7 @@ ARCH_WORD = "arch=checkpoint"  # argument that copies the architecture of `init_
 
 
 class _Recorded(Strict):
-    """The keys of a run's config that are needed to load a checkpoint. Other keys are ignored."""
+    """The keys that loading needs from the config of a run (config.yaml). Other keys are ignored."""
 
     arch: Architecture
     data_path: Paths
@@ -77,7 +79,10 @@ class _Recorded(Strict):
 
 
 class _Shared(Strict):
-    """The keys that are needed from a config.json of `share push`. Other keys are ignored."""
+    """The keys that loading needs from config.json in a folder that `python -m share push` has uploaded.
+
+    Other keys are ignored.
+    """
 
     run: dict[str, Any]
     step: NonNegativeInt
@@ -98,18 +103,19 @@ class Checkpoint:
         step: Training step. None if unknown.
         arch: Architecture of the model.
         data_paths: Dataset folders in the config of the run.
-        global_batch_size: Number of slots in training.
+        global_batch_size: Number of puzzles of a training batch.
         seq_len: Number of tokens of a puzzle in training. None if unknown.
         dataset_info: Description of the training data as JSON values (dataset/description.py). None if
             unknown.
         selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test".
             None if it was not selected.
-        has_averages: Whether the checkpoint contains only averaged (EMA) weights.
-        address: Address on the Hub, with the commit. None if the checkpoint is local.
+        has_averages: Whether the weights are averages (EMA), and the raw weights are not in the checkpoint.
+        address: Address on the Hugging Face Hub, with the commit. None if the checkpoint is local.
         fingerprint: Hash of the datasets of the training. None if unknown.
         test_fingerprint: Hash of their test splits. None if unknown.
-        joins_repeats: Whether the run held out equal puzzles together. False for earlier versions.
-        seed, validation_fraction, init_from: Keys of the run's config. Defaults for the public code.
+        joins_repeats: Whether the run held out equal puzzles together. False for runs of earlier versions.
+        seed, validation_fraction, init_from: Keys of the run's config. For a file of a model's public code,
+            their defaults.
     """
 
     path: Path
@@ -138,15 +144,15 @@ class Checkpoint:
 
     @property
     def run_folder(self) -> Path:
-        """Returns the folder for results: the parent of `path`, or checkpoints/hf/OWNER/NAME for the Hub."""
+        """Returns the folder for results: the parent of `path`, or for the Hub checkpoints/hf/OWNER/NAME."""
         is_here = self.address is None
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
     @property
     def trained_file(self) -> Path | None:
-        """Returns the path of the file with the hashes of the training examples. It may not exist.
+        """Returns the path of trained_on.safetensors (hashes of the training examples). It may not exist.
 
-        None for a checkpoint of the public code.
+        None if the public code of a model wrote the checkpoint.
         """
         if self.path.name == SHARED_WEIGHTS_FILE:
             return self.path.with_name(TRAINED_FILE)
@@ -154,19 +160,19 @@ class Checkpoint:
 
     @property
     def identities_file(self) -> Path | None:
-        """Returns the path of the file with the puzzle of each embedding. It may not exist.
+        """Returns the path of identities.npz (the puzzle of each puzzle embedding). It may not exist.
 
-        None for a checkpoint of the public code.
+        None if the public code of a model wrote the checkpoint.
         """
         is_of_run = self.path.name == SHARED_WEIGHTS_FILE or self.path.is_dir()
         return self.path.absolute().with_name(IDENTITIES_FILE) if is_of_run else None
 
     def find_data(self) -> list[Path]:
-        """Returns the dataset folders of `data_paths`.
+        """Returns the paths of the dataset folders `data_paths` on this machine. They may not exist.
 
-        The paths are relative to the folder in which the run was launched, but that folder is unknown. So
-        each path is searched in the working directory, the run folder, and three folders above the run
-        folder. If no dataset is found, the path is relative to the working directory.
+        `data_paths` are relative to the folder in which the run was launched, but that folder is unknown. So
+        each dataset is searched in the working directory, the run folder, and three folders above the run
+        folder. If it is not found, the result is its path relative to the working directory.
         """
         above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])
         choices = [[folder / name for folder in above] for name in self.data_paths]
@@ -194,6 +200,7 @@ def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
 
 
 def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
+    """Downloads a checkpoint of the Hub to this node. Returns it with the path on this node."""
     from runtime.hub import download_file
 
     by_hand = _by_hand(checkpoint.address)
@@ -206,7 +213,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
 
     Args:
         location: A run folder (its newest checkpoint), RUN_FOLDER/best, a step_<N> folder, a step_<N> file of
-            the public code, a folder of `share push`, the name of a model in weights/, or
+            a model's public code, a folder that `share push` wrote, the name of a model in weights/, or
             hf://OWNER/NAME[@REVISION]. A link to one of them is followed.
 
     Returns:
@@ -250,22 +257,23 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
 
 
 def _follow_link(path: Path) -> Path:
-    """Returns the path that a link to a checkpoint leads to, so that results go into its run.
+    """Returns the target of a symbolic link to a checkpoint, so that results go into the folder of its run.
 
-    A file in the Hub's cache stays as it is, because it is a link to a file without the step in its name. So
-    does a link with a config beside it.
+    Returns other paths unchanged. Also returns a link to a file unchanged if the name of the target contains
+    no step (a file in the cache of the Hub), or if a config is in the folder of the link.
     """
-    goal = path.resolve() if path.is_symlink() else path
+    target = path.resolve() if path.is_symlink() else path
     has_config = any(path.with_name(name).is_file() for name in PUBLISHED_CONFIGS)
-    return goal if goal.is_dir() or (step_of(goal) is not None and not has_config) else path
+    return target if target.is_dir() or (step_of(target) is not None and not has_config) else path
 
 
 def _by_hand(address: Address) -> str:
+    """Returns advice for a failed download, for an error message."""
     return f"download its files from {address.url} by hand into a folder, and pass that folder"
 
 
 def _choose_files(names: list[str]) -> list[str]:
-    """Returns the names of the config and weight files, from all file names of a repository on the Hub."""
+    """Returns the files to download among all files of a Hub repository. ValueError if there are none."""
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
@@ -276,7 +284,7 @@ def _choose_files(names: list[str]) -> list[str]:
 
 
 def _newest_step(folder: Path) -> Path:
-    """Returns the newest checkpoint in a run folder of this repository, or else of the public code."""
+    """Returns the newest checkpoint in a run folder, also of a model's public code. ValueError if none."""
     if newest := newest_checkpoint(folder):
         return newest
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -290,12 +298,16 @@ def _newest_step(folder: Path) -> Path:
 
 
 def _newest_published(names: list[str]) -> str:
+    """Returns the file name step_<N> or step_<N>.pt with the largest N. Without one, "checkpoint"."""
     steps = [name for name in names if "/" not in name and step_of(Path(name)) is not None]
     return max(steps, key=lambda name: step_of(Path(name)), default=PUBLISHED_WEIGHTS)
 
 
 def _read_shared(path: Path) -> Checkpoint:
-    """Reads a checkpoint of `share push`. path: model.safetensors, with config.json in the same folder."""
+    """Describes a checkpoint that `python -m share push` wrote: `path` is model.safetensors.
+
+    config.json must be in the same folder.
+    """
     config_path = path.with_name(SHARED_CONFIG_FILE)
     try:
         values = read_json(config_path)
@@ -312,7 +324,7 @@ def _read_shared(path: Path) -> Checkpoint:
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the fields of `Checkpoint` that come from the config of a run. path: Config, for messages."""
+    """Returns {field of `Checkpoint`: value} from the config of a run. path: Its file, for messages."""
     config = fill_defaults(config)
     arch, named = config.get("arch"), config.get("plugins")
     if named and isinstance(arch, dict) and arch.get("name") not in architectures():
@@ -330,7 +342,10 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """Reads a step_<N> folder of a run, or a file of the public code. step: N. None if unknown."""
+    """Describes a step_<N> folder of a run, after verifying it, or a weight file of a model's public code.
+
+    step: Training step N. None if unknown.
+    """
     if path.is_file():
         beside = [path.absolute().with_name(name) for name in PUBLISHED_CONFIGS]
         config_path = next(filter(Path.is_file, beside), beside[0])
@@ -366,8 +381,8 @@ def load_trained_model(
         raw: If True, load the raw weights. If False, load the averages (EMA) if the checkpoint contains them.
         forward_dtype: Number format of the model, "bfloat16" or "float32". If None, it is the format of the
             training.
-        rows: Row of the checkpoint's puzzle table for each identifier of the dataset, as in `take_rows`. If
-            None, the number of the identifier.
+        rows: Row of the checkpoint's puzzle table for each puzzle identifier of the dataset, as in
+            `take_rows`. If None, the row has the number of the identifier.
 
     Returns:
         The model in training mode.
@@ -408,19 +423,23 @@ def load_trained_model(
 
 
 def take_rows(table: Tensor, rows: np.ndarray) -> Tensor:
-    """Returns rows of a puzzle table, [n, ndim]. rows: int64 [n]. For -1, it returns the mean of all rows."""
+    """Returns rows of a table of puzzle embeddings, [n, ndim]. A row number -1 gives the mean of all rows.
+
+    table: [rows, ndim]. rows: Row numbers, int64 [n].
+    """
     taken = table[torch.from_numpy(rows).clamp(min=0)]
     taken[torch.from_numpy(rows < 0)] = table.double().mean(dim=0).to(table.dtype)
     return taken
 
 
 def _written(shape: torch.Size | None) -> str:
+    """Returns a shape as text for a message."""
     return "none" if shape is None else str(list(shape))
 
 
 @contextlib.contextmanager
 def architecture_errors(checkpoint: Checkpoint) -> Iterator[None]:
-    """Converts errors from reading the sizes in a checkpoint's weights into a one-line ValueError."""
+    """Context in which errors become a ValueError: the weights of a checkpoint do not match its config."""
     try:
         yield
     except (KeyError, ValueError, IndexError) as error:
@@ -434,10 +453,10 @@ def _other_architecture(checkpoint: Checkpoint, reason: object) -> ValueError:
 
 
 def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tensor]:
-    """Returns the weights of a checkpoint as {our name: tensor}.
+    """Returns the weights of a checkpoint as {name in the model: full tensor}.
 
     Returns the averages (EMA) if the checkpoint contains them, otherwise the raw weights. With `raw`, always
-    returns the raw weights. Raises ValueError if the file is damaged, or if the raw weights are missing.
+    returns the raw weights. Raises ValueError if a file is damaged, or if raw weights are missing.
     """
     path = checkpoint.path
     if raw and checkpoint.has_averages:

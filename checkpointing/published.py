@@ -1,4 +1,7 @@
-"""Converts checkpoints of the models' public code. config/published.py contains the names of tensors."""
+"""Converts weight files that the public code of a model (the code of its authors) has saved.
+
+config/published.py contains the names of tensors in each public code.
+"""
 
 from typing import Any
 
@@ -7,12 +10,8 @@ from torch import Tensor
 from config.architecture import Architecture
 from config.published import PUBLISHED
 
-PUBLISHED_CONFIGS = (
-    "all_config.yaml",
-    "config.yaml",
-)  # the first one that exists is used; URM has the second
+PUBLISHED_CONFIGS = ("all_config.yaml", "config.yaml")  # the first that exists is used; URM has the second
 PUBLISHED_WEIGHTS = "checkpoint"  # the file name of the last step_<N> on the Hub
-
 
 _TENSORS = {public.name: public.tensors for public in PUBLISHED.values()}
 _WRAPPERS = {"_orig_mod", "module", "model", "inner"}  # prefixes of torch.compile, DDP, loss and halting
@@ -20,11 +19,12 @@ _STATE_DICTS = ("model_state_dict", "state_dict")  # keys of the weights, if the
 
 
 def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
-    """Returns {our name: tensor} from the content of a weight file of the public code.
+    """Returns the weights in a file of a model's public code as {name in our model: tensor}.
 
     Raises ValueError if the content is not a state dict, or if two tensors get the same name.
 
-    arch: Architecture of the model, already translated to our config.
+    content: Content of the file, as `torch.load` returns it.
+    arch: Architecture of our model for these weights.
     """
     if isinstance(content, dict):
         weights = next((content[key] for key in _STATE_DICTS if key in content), content)

@@ -14,10 +14,12 @@ _FIRST, _OTHER = (
 
 
 def sizes_in(weights: State, arch: Architecture) -> dict[str, int]:
-    """Returns {field of `Metadata`: size} that a dataset must have for a model with these weights.
+    """Returns the sizes that a dataset must have for a model with these weights.
 
-    If an axis of a weight grows by 1 with a size, the length of the axis gives this size. Raises KeyError if
-    that weight is missing.
+    Keys are fields of `dataset.format.Metadata`: num_puzzle_identifiers, vocab_size and seq_len. A size is
+    left out if no shape of a weight depends on it. To find the axis that depends on a size, the function
+    compares the shapes of two models of the architecture, built for two sizes. Raises KeyError if the weight
+    with this axis is missing.
     """
     first, sizes = _shapes_for(arch), {}
     for field, other in _OTHER.items():
@@ -31,6 +33,7 @@ def sizes_in(weights: State, arch: Architecture) -> dict[str, int]:
 
 
 def _shapes_for(arch: Architecture, **sizes: int) -> dict[str, torch.Size]:
+    """Returns the shapes of the weights of a model, for a dataset with the sizes `_FIRST` and `sizes`."""
     with torch.device("meta"):
         network = build_model(arch, usual_metadata(**(_FIRST | sizes))).network
     return {name: each.shape for name, each in network.state_dict().items()}

@@ -1,14 +1,18 @@
-"""Saves full tensors and shards in safetensors files, and loads them on any number of ranks.
+"""Loads full tensors and shards from the files of a checkpoint, on any number of ranks.
 
-A section of a checkpoint is a named set of tensors, such as "optimizer". <section>.safetensors contains the
-full (unsharded) tensors of a section. <section>_<r>_of_<w>.safetensors contains the shards of rank r of w
-ranks. The metadata of the file describe which elements of the full tensor a shard contains.
+A shard (`Shard` in distributed/shards.py) is the part of a tensor that a rank holds: some elements, and their
+positions in the flattened full tensor (`spans`). A section of a checkpoint is a named set of tensors and
+shards, such as "optimizer". It has these files:
 
-`load_joined` returns full tensors. `load_into_` fills the tensors and shards of this rank.
+- <section>.safetensors contains the full tensors.
+- <section>_<r>_of_<w>.safetensors contains the shards of rank r of w ranks. The metadata of the file contain
+  the positions of each shard.
+
+`save_section` in checkpointing/writer.py writes them. `load_into_` fills the tensors and shards of this rank,
+and `load_joined` returns full tensors.
 """
 
 import itertools
-import json
 import math
 import re
 from collections import Counter, defaultdict
@@ -19,37 +23,24 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from distributed.process_group import rank, world_size
 from distributed.shards import Shard, Span, Spans, Tensors, tensor_of
 from runtime.reading import open_regular, parse_json
 
 _MOST = 2**48  # maximum number of elements of a tensor
-_SHARDS = "shards"  # key of the metadata, with JSON: {name: [spans, shape of the full tensor, is_by_rank]}
+SHARDS = "shards"  # key of the metadata, with JSON: {name: [spans, shape of the full tensor, is_by_rank]}
 
 
-def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
-    """Writes this rank's full tensors into one file, and its shards into another. Returns the paths."""
-    whole = {key: each for key, each in tensors.items() if isinstance(each, Tensor)}
-    shards = {key: each for key, each in tensors.items() if isinstance(each, Shard)}
-    paths = []
-    if whole:
-        paths.append(folder / f"{section}.safetensors")
-        save_file(whole, paths[-1])
-    if shards:
-        paths.append(folder / _shard_file(section, rank(), world_size()))
-        described = {key: [each.spans, each.shape, each.is_by_rank] for key, each in shards.items()}
-        own = {key: each.tensor for key, each in shards.items()}
-        save_file(own, paths[-1], metadata={_SHARDS: json.dumps(described)})
-    return paths
+def shard_file(section: str, number: int, size: int) -> str:
+    """Returns the name of the file with the shards of rank `number` of `size` ranks."""
+    return f"{section}_{number}_of_{size}.safetensors"
 
 
 def find_files(folder: Path, section: str) -> list[Path]:
-    """Returns the files of a section: the file of full tensors, and the file of each rank's shards.
+    """Returns the paths of all files of a section of a checkpoint. [] if the section does not exist.
 
-    Empty if the section does not exist. Raises ValueError if only some of the shard files exist.
+    Raises ValueError if ranks saved shards, and the file of a rank is missing.
     """
     pattern = re.compile(rf"{re.escape(section)}_(\d+)_of_(\d+)\.safetensors")
     found = [match for path in folder.iterdir() if (match := pattern.fullmatch(path.name)) and path.is_file()]
@@ -57,28 +48,12 @@ def find_files(folder: Path, section: str) -> list[Path]:
     for size in sorted({int(match[2]) for match in found}):
         # The number in a file name may be wrong and huge. Checking one more file than was found is enough.
         for number in range(min(size, len(found) + 1)):
-            path = folder / _shard_file(section, number, size)
+            path = folder / shard_file(section, number, size)
             if not path.is_file():
                 raise ValueError(f"{path} is missing. Copy the files of all processes.")
             shards.append(path)
     whole = folder / f"{section}.safetensors"
     return [whole] * whole.is_file() + shards
-
-
-def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
-    """Returns {name: full tensor} of a section that any number of ranks wrote.
-
-    Raises ValueError if files are missing, and OSError or SafetensorError if a file cannot be read.
-    """
-    values: dict[str, Tensor] = {}
-    for stored in _stored(folder, section):
-        if stored.spans is None:
-            values[stored.key] = stored.read()
-            continue
-        if stored.key not in values:
-            values[stored.key] = stored.read().new_empty(stored.shape)
-        stored.copy_into_(values[stored.key])
-    return values
 
 
 def load_into_(
@@ -90,13 +65,14 @@ def load_into_(
     remote_names: tuple[str, ...] = (),
     casts: Collection[str] = (),
 ) -> bool:
-    """Overwrites this rank's tensors and shards with a section that any number of ranks saved.
+    """Overwrites this rank's tensors and shards with a section of a checkpoint.
 
-    Reads only tensors that contain elements of this rank. If each rank saved its own tensor (`is_by_rank`),
-    and the number of ranks has changed, every rank loads the mean of these tensors.
+    The number of ranks may differ from that of the save. If each rank saved a separate tensor of the same
+    name (`Shard.is_by_rank`), and the number of ranks has changed, every rank loads the mean of these
+    tensors. Does not read tensors of which this rank holds no element.
 
-    targets: Tensors and shards of this rank.
-    is_optional: Whether the section may be missing.
+    targets: {name: full tensor or shard} on this rank, changed in place.
+    is_optional: Whether the section may be missing. The targets then do not change.
     remote_names: Suffixes of names that `targets` may lack, because only other ranks hold these tensors.
     casts: Names of tensors that may be stored in another floating-point dtype.
 
@@ -124,8 +100,27 @@ def load_into_(
     return True
 
 
+def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
+    """Returns {name: full tensor} of a section of a checkpoint. Joins the shards of all ranks that saved it.
+
+    Raises ValueError if files are missing, and OSError or SafetensorError if a file cannot be read.
+    """
+    values: dict[str, Tensor] = {}
+    for stored in _stored(folder, section):
+        if stored.spans is None:
+            values[stored.key] = stored.read()
+            continue
+        if stored.key not in values:
+            values[stored.key] = stored.read().new_empty(stored.shape)
+        stored.copy_into_(values[stored.key])
+    return values
+
+
 def _does_not_fit(folder: Path, key: str, *, stored: object, own: object) -> ValueError:
-    """Returns the error for a tensor of another shape or dtype. None: The tensor is missing."""
+    """Returns the error for a tensor that has another shape or dtype in a checkpoint than in this run.
+
+    stored, own: Shape or dtype in the checkpoint and in this run. None if the tensor is missing there.
+    """
     stored, own = ("missing" if value is None else value for value in (stored, own))
     return ValueError(
         f"{folder} does not match this run: {key} is {stored} in the checkpoint, but {own} in this run. Set "
@@ -138,11 +133,11 @@ def _shape_of(kept: Tensor | Shard) -> tuple[int, ...]:
 
 
 class _Stored(NamedTuple):
-    """A tensor or a shard in an open file.
+    """A full tensor or a shard in an open safetensors file of a checkpoint. `read` reads its values.
 
-    key: Name of the tensor in the file. spans: Ranges of the flattened tensor that the file contains. None: a
-    full tensor. shape: Shape of the full tensor. is_by_rank: Whether each rank has a separate tensor
-    (`Shard.is_by_rank`).
+    key: Name of the tensor. spans: Positions of the elements in the flattened full tensor. None for a full
+    tensor. shape: Shape of the full tensor. is_by_rank: Whether each rank saved a separate tensor of this
+    name. The shape is then [ranks, ...], and the shard is one row. folder: Checkpoint, for messages.
     """
 
     key: str
@@ -156,12 +151,13 @@ class _Stored(NamedTuple):
         return self.file.get_tensor(self.key)
 
     def alone(self) -> "_Stored":
-        """Returns the row that one rank saved (`is_by_rank`) as a full tensor of shape `shape[1:]`."""
+        """Returns the row that one rank saved as a full tensor. Only for `is_by_rank`."""
         return self._replace(spans=None, shape=self.shape[1:], is_by_rank=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0, casts: bool = False) -> None:
-        """Updates the elements that `target` also holds: target += weight * (stored - target).
+        """Copies the stored elements that `target` also holds into `target`. Other elements do not change.
 
+        weight: Fraction of the stored value in the result: target += weight * (stored - target).
         casts: Whether the stored floating-point dtype may differ from that of `target`.
         """
         if self.shape != _shape_of(target):
@@ -171,22 +167,23 @@ class _Stored(NamedTuple):
         common = _common(everything if self.spans is None else self.spans, kept)
         if common is None:
             return
-        unit, source, goal = common
+        unit, source, destination = common
         values, to = self.read(), tensor_of(target).detach()
         if casts and values.is_floating_point() and to.is_floating_point():
             values = values.to(to.dtype)
         if values.dtype != to.dtype:
             raise _does_not_fit(self.folder, self.key, stored=values.dtype, own=to.dtype)
         values, flat = values.view(-1, unit)[source].to(to.device), to.reshape(-1, unit)
-        flat[goal] = values if weight == 1 else values.lerp(flat[goal], 1 - weight)
+        flat[destination] = values if weight == 1 else values.lerp(flat[destination], 1 - weight)
         if not to.is_contiguous():  # then `flat` is a copy
             to.copy_(flat.view_as(to))
 
 
 def _stored(folder: Path, section: str) -> Iterator[_Stored]:
-    """Yields the tensors of a section, file by file.
+    """Yields every full tensor and shard in the files of a section, without reading their values.
 
-    At the end, it raises ValueError if the shards of a tensor overlap or leave gaps.
+    Raises ValueError if the section is missing. After the last one, raises ValueError if the shards of a
+    tensor overlap or leave gaps.
     """
     paths = find_files(folder, section)
     if not paths:
@@ -199,7 +196,7 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
     for path in paths:
         with open_regular(path), safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            shards = parse_json(metadata.get(_SHARDS, "{}"), where=f"{path}: {_SHARDS}")
+            shards = parse_json(metadata.get(SHARDS, "{}"), where=f"{path}: {SHARDS}")
             for key in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
                 shape, spans, is_by_rank = tuple(file.get_slice(key).get_shape()), None, False
                 num_stored = math.prod(shape)
@@ -215,7 +212,10 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
 
 
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
-    """Returns (spans, shape, is_by_rank) of a shard of `num_stored` elements. ValueError if invalid."""
+    """Returns (spans, shape, is_by_rank) of a shard from the metadata of its file.
+
+    Raises ValueError if `entry`, an untrusted JSON value, does not describe `num_stored` elements.
+    """
     try:
         spans, shape, is_by_rank = entry
         spans, size = tuple(Span(*span) for span in spans), math.prod(shape)
@@ -231,7 +231,7 @@ def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tup
 
 
 def _are_whole(spans: list[Span], size: int) -> bool:
-    """Returns whether the spans together cover each of `size` elements exactly once."""
+    """Returns whether spans (ranges of positions) cover each of the positions 0 to size - 1 exactly once."""
     spans = [span for span in spans if span.length]
     starts = [span.start + span.stride * np.arange(span.count) for span in spans]
     starts = np.concatenate([*starts, [size]])  # each piece must end at the start of another, or at `size`
@@ -244,10 +244,12 @@ _Index = slice | Tensor
 
 
 def _common(stored: Spans, kept: Spans) -> tuple[int, _Index, _Index] | None:
-    """Returns the elements that two shards have in common. None if they have none in common.
+    """Returns which elements of two shards of a tensor have the same position in the full tensor.
 
-    The result is (unit, index into `stored`, index into `kept`). Both indices count groups of `unit`
-    elements.
+    Returns (unit, index into `stored`, index into `kept`). If each shard is cut into groups of `unit`
+    elements, the indices select the common groups in the same order. None if there are no common elements.
+
+    stored, kept: Positions of the elements of the two shards.
     """
     if not stored or not kept:
         return None
@@ -259,15 +261,11 @@ def _common(stored: Spans, kept: Spans) -> tuple[int, _Index, _Index] | None:
         return (1, *(slice(begin - start, end - start) for start in starts)) if begin < end else None
     unit = math.gcd(*(number for span in stored + kept for number in (span.start, span.length, span.stride)))
     numbers = [np.concatenate([_units_of(span, unit) for span in spans]) for spans in (stored, kept)]
-    _, source, goal = np.intersect1d(*numbers, assume_unique=True, return_indices=True)
-    return (unit, torch.from_numpy(source), torch.from_numpy(goal)) if len(source) else None
+    _, source, destination = np.intersect1d(*numbers, assume_unique=True, return_indices=True)
+    return (unit, torch.from_numpy(source), torch.from_numpy(destination)) if len(source) else None
 
 
 def _units_of(span: Span, unit: int) -> np.ndarray:
-    """Returns the indices of the groups of `unit` elements that a span covers, in ascending order."""
+    """Returns the positions that a span covers, in groups: g means g * unit to (g + 1) * unit - 1."""
     first = (span.start + span.stride * np.arange(span.count)) // unit
     return (first[:, None] + np.arange(span.length // unit)).reshape(-1)
-
-
-def _shard_file(section: str, number: int, size: int) -> str:
-    return f"{section}_{number}_of_{size}.safetensors"

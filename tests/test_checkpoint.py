@@ -9,8 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
-import checkpointing.files
-from checkpointing.files import newest_checkpoint, verify_checkpoint
+import checkpointing.writer
+from checkpointing.files import choose_checkpoint, newest_checkpoint, verify_checkpoint
 from checkpointing.pretrained import find_checkpoint
 from optimizers.learning_rate import learning_rates
 from report.run import read_run
@@ -28,7 +28,6 @@ from tests.checkpoints import (
     state_tensors,
 )
 from tests.ranks import run_ranks
-from training.checkpoints import choose_checkpoint
 from training.run_folder import open_run_folder
 
 
@@ -71,13 +70,13 @@ def test_a_resumed_state_is_the_saved_one(run, optimizer):
 
 def test_what_changes_while_it_is_written_is_not_in_it(run, monkeypatch):
     may_write = threading.Event()
-    write_part = checkpointing.files._write_own
+    write_part = checkpointing.writer._write_own
 
     def wait_and_write(*arguments):
         assert may_write.wait(30)
         return write_part(*arguments)
 
-    monkeypatch.setattr(checkpointing.files, "_write_own", wait_and_write)
+    monkeypatch.setattr(checkpointing.writer, "_write_own", wait_and_write)
     state = random_state(1)
     with open_checkpoints(run) as checkpoints:
         for step in (1, 2):  # the second save finds the memory of the first

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpointing.files import CorruptCheckpointError, manifest_text, verify_checkpoint
+from checkpointing.files import CorruptCheckpointError, choose_checkpoint, manifest_text, verify_checkpoint
 from tests.checkpoints import checkpoint_names, flip_bit, resume, run_config, save
-from training.checkpoints import choose_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpointing.files
+import checkpointing.writer
 import training.checkpoints
 from checkpointing.files import checkpoints_in, newest_checkpoint, step_of, verify_checkpoint
 from distributed.process_group import rank
@@ -173,10 +173,10 @@ def test_a_copy_for_which_there_is_no_memory_ends_nothing(run, monkeypatch, caps
 
 def _lose_a_part(run: Path, is_known: bool) -> bool:
     """Rank 1 never says that it has written, as if it had died, or its node had; a collective may say so."""
-    checkpointing.files._OTHERS_SECONDS = 600.0 if is_known else 0.3
+    checkpointing.writer._OTHERS_SECONDS = 600.0 if is_known else 0.3
     training.checkpoints._LAST_OTHERS_SECONDS = 0.3
     if rank() == 1:
-        checkpointing.files._send_to_rank_0 = lambda *_: None
+        checkpointing.writer._send_to_rank_0 = lambda *_: None
     with contextlib.suppress(RuntimeError), open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
         if is_known:
@@ -194,8 +194,8 @@ def test_a_rank_that_is_gone_is_not_waited_for_forever(run, is_known):
 def _fail_while_rank_1_writes(run: Path) -> None:
     training.checkpoints._LAST_OTHERS_SECONDS = 0.1
     if rank() == 1:
-        tell = checkpointing.files._send_to_rank_0
-        checkpointing.files._send_to_rank_0 = lambda *part: (time.sleep(1.0), tell(*part))
+        tell = checkpointing.writer._send_to_rank_0
+        checkpointing.writer._send_to_rank_0 = lambda *part: (time.sleep(1.0), tell(*part))
     with contextlib.suppress(ValueError), open_checkpoints(run) as checkpoints:
         checkpoints.save(random_state(1))
         raise ValueError("all ranks find the same mistake")

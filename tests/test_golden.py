@@ -5,7 +5,6 @@ import pytest
 import torch
 import yaml
 
-from checkpointing.initial import copy_weights_
 from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
 from config.compose import compose_overrides
 from config.published import PUBLISHED
@@ -19,6 +18,7 @@ from tests.float64 import assert_close
 from tests.golden import __main__ as golden_program
 from tests.golden import ldt
 from tests.tiny import run_step, tiny_arch
+from training.initial import copy_weights_
 from training.run_config import name_arch
 
 _RUNS = golden.find_runs()

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing.files import local_part
-from checkpointing.tensors import load_joined, save_section
+from checkpointing.tensors import load_joined
+from checkpointing.writer import local_part, save_section
 from config.schema import PretrainConfig
 from distributed.collectives import barrier, broadcast_difference
 from distributed.errors import lost_connection

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from checkpointing import initial
 from checkpointing.pretrained import find_checkpoint
 from config.compose import config_with
 from config.files import load_defaults
@@ -34,6 +33,7 @@ from tests.ranks import NUM_THREADS, complete_program
 from tests.report_runs import searching_model
 from tests.sudoku_source import build_sets
 from tests.tiny import draws_of, tiny_model
+from training import initial
 
 _BLANK, _DIGITS = 1, np.arange(2, 6)
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpointing.initial import fill_
 from dataset.build import build_dataset
 from tests.checkpoints import assert_equal, saved_tensors
 from tests.ranks import complete_program
 from tests.tiny import OVERRIDES, logged_rows
+from training.initial import fill_
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,8 @@ import torch
 
 from checkpointing.files import read_state
 from checkpointing.pretrained import SHIPPED, find_checkpoint, load_trained_model, load_weights
-from checkpointing.tensors import find_files, load_joined, save_section
+from checkpointing.tensors import find_files, load_joined
+from checkpointing.writer import save_section
 from config.compose import compose_overrides
 from config.files import config_to_yaml, load_defaults
 from config.programs import SearchConfig

@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import torch
 
-from checkpointing.initial import fill_
 from checkpointing.pretrained import Checkpoint, load_weights
 from config.compose import config_with
 from config.schema import PretrainConfig
@@ -18,6 +17,7 @@ from distributed import log
 from distributed.progress import Progress
 from models import HaltingModel
 from training.clock import StepClock
+from training.initial import fill_
 from training.state import build_first_state
 from training.step import train_step
 

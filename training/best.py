@@ -1,10 +1,10 @@
-"""Selects the best checkpoint of a run by the metric `keep_best`."""
+"""Selects the best checkpoint of a run by a metric of its evaluations (config key `keep_best`)."""
 
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from checkpointing.best import BEST_STEP, SELECTED_BY
+from checkpointing.files import BEST_STEP, SELECTED_BY
 from config.schema import PretrainConfig
 from distributed import log
 from distributed.collectives import broadcast_object
@@ -15,7 +15,7 @@ _PASSES = ("eval", "eval_raw", "validation")
 
 
 def goal_of(name: str) -> Literal["max", "min"] | None:
-    """Returns "max" or "min" if high or low values of a metric are better. None for other metrics."""
+    """Returns "max" if high values of a metric are better, "min" if low values are. None if unknown."""
     metric = name.rpartition("/")[2]
     if metric.endswith("loss"):
         return "min"
@@ -23,13 +23,14 @@ def goal_of(name: str) -> Literal["max", "min"] | None:
 
 
 class Selection:
-    """The rule that selects the best checkpoint from the rows of metrics.jsonl.
+    """The rule that selects the best checkpoint from the rows of metrics.jsonl, the log of a run.
 
-    The best loss is the lowest one. For any other metric, the highest value is the best. Ties go to the
-    newest checkpoint.
+    The best loss is the lowest one. For any other metric, the highest value is the best. If several values
+    are equal, the newest checkpoint is the best.
 
-    keep_best: A metric such as exact_accuracy, averaged over all sets and weighted by their numbers of
-        puzzles. Or one value of a row, such as eval/all/exact_accuracy.
+    keep_best: A metric such as exact_accuracy. Its value is the mean over all evaluated sets, weighted by
+        their numbers of puzzles. Or one value of a row, such as eval/all/exact_accuracy.
+    has_validation: Whether a metric is read from the validation split. Otherwise, it is from the test split.
 
     `selected_by` is the split of the metric, "validation" or "test". The best value on the test split is the
     maximum of several evaluations, and therefore optimistic for new puzzles.
@@ -55,23 +56,29 @@ class Selection:
         return sum(each[self.metric] * count for each, count in zip(sets, counts, strict=True)) / sum(counts)
 
     def short_name(self, name: str) -> str | None:
-        """Returns the metric in a name such as eval/all/exact_accuracy. None for names of another split."""
+        """Returns the metric in a name of the log, such as exact_accuracy for eval/all/exact_accuracy.
+
+        None if the name does not belong to the split that selects the best checkpoint.
+        """
         split, _, rest = name.partition("/")
         return rest.partition("/")[2] if split == self._pass else None
 
     def is_evaluated(self, row: Mapping[str, float]) -> bool:
-        """Returns whether a row of metrics.jsonl contains an evaluation of the split that selects."""
+        """Returns whether a row of metrics.jsonl contains an evaluation that can select a checkpoint."""
         return any(name.startswith(f"{self._pass}/") for name in row)
 
     def best_step(self, values: Mapping[int, float]) -> int | None:
-        """Returns the step of the best value. values: {step: value}. None if no value is finite."""
+        """Returns the step with the best of `values`, {step: value}. None if no value is finite."""
         sign = -1 if self.lowest_is_best else 1
         rated = [(sign * value, step) for step, value in values.items() if math.isfinite(value)]
         return max(rated)[1] if rated else None
 
 
 class BestStep:
-    """The best step of a run so far, by the metric `keep_best`. Only rank 0 has values."""
+    """Remembers the values of the metric `keep_best` at each evaluation, and finds the best step so far.
+
+    Only rank 0 has values. If the config key `keep_best` is null, no step is the best.
+    """
 
     def __init__(self, config: PretrainConfig):
         self._selection = None
@@ -80,10 +87,10 @@ class BestStep:
         self._values: dict[int, float] = {}  # {step: value of keep_best}
 
     def record(self, step: int, row: Mapping[str, float]) -> dict[str, float | str]:
-        """Adds a row of metrics.jsonl to the values that are compared.
+        """Remembers the value of `keep_best` in a row of metrics.jsonl. Warns if the row lacks this metric.
 
-        Returns the best value so far, as best/<metric>, best/step and best/selected_by. {} if the row
-        contains no evaluation.
+        Returns what to add to the row: best/<metric> (best value so far), best/step and best/selected_by. {}
+        if the row contains no evaluation.
         """
         if self._selection is None or not self._selection.is_evaluated(row):
             return {}
@@ -108,14 +115,16 @@ class BestStep:
         log.warning(f"keep_best={selection.metric} {problem}. {hint}")
 
     def among(self, steps: Iterable[int]) -> int | None:
-        """Returns the best of `steps`. None if none of them has a value. Other threads may call it."""
+        """Returns the best of `steps`. None if none of them was evaluated. Other threads may call it."""
         values = {step: self._values[step] for step in steps if step in self._values}
         return None if self._selection is None else self._selection.best_step(values)
 
     def ends_early(self, patience: int | None) -> bool:
-        """Returns whether `stop_patience` ends the run, after the last evaluation is logged.
+        """Returns whether the run must end, because its evaluations do not get better. All ranks call it.
 
-        All ranks call it. If `patience` is None, it returns False and sends no message.
+        Call it after an evaluation is logged. Rank 0 decides with `is_exhausted`, and broadcasts the result.
+
+        patience: Config key `stop_patience`. If None, the result is False, and nothing is sent.
         """
         if patience is None or not broadcast_object(is_main() and self.is_exhausted(patience)):
             return False
@@ -128,23 +137,25 @@ class BestStep:
         return True
 
     def is_exhausted(self, patience: int) -> bool:
-        """Returns whether the last `patience` evaluations were not better than an earlier one."""
+        """Returns whether none of the last `patience` evaluations is better than an earlier one."""
         steps = [step for step in sorted(self._values) if math.isfinite(self._values[step])]
         sign = -1 if self._selection.lowest_is_best else 1
         best = max(steps, key=lambda step: sign * self._values[step], default=None)  # the first of equal ones
         return best is not None and sum(step > best for step in sorted(self._values)) >= patience
 
     def state(self) -> dict[str, float | str] | None:
-        """Returns the best evaluation for state.json: metric, selected_by, step, value. None without one."""
+        """Returns metric, selected_by, step and value of the best evaluation so far. None without one."""
         if (step := self.among(self._values)) is None:
             return None
         named = {"metric": self._selection.metric, "selected_by": self._selection.selected_by}
         return {**named, "step": step, "value": self._values[step]}
 
     def load_state(self, saved: dict[str, Any] | None, rows: Iterable[Mapping[str, float]]) -> None:
-        """Restores the values of a resumed run from `rows` of metrics.jsonl, and from `saved`.
+        """Restores the values in a resumed run. Does not communicate.
 
-        saved: Result of `state` in the checkpoint, because the row of the best step may be missing.
+        saved: Result of `state` in the checkpoint. It is needed if metrics.jsonl lacks the row of the best
+            step. None if there is none.
+        rows: Rows of metrics.jsonl up to the step of the checkpoint.
         """
         if self._selection is None:
             return

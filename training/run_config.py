@@ -13,7 +13,6 @@ import coolname
 import torch
 
 from checkpointing.files import CONFIG_FILE, checkpoints_in, newest_checkpoint
-from checkpointing.initial import words_of_arch
 from checkpointing.pretrained import ARCH_WORD, find_checkpoint
 from config.compose import chosen_experiment, compose_config, compose_values
 from config.files import fill_defaults, flatten, format_of
@@ -31,6 +30,7 @@ from distributed.process_group import (
 )
 from runtime.reading import read_yaml
 from training import dry_run
+from training.initial import words_of_arch
 from training.layout import check_layout
 from training.loggers import find_loggers
 

@@ -1,4 +1,4 @@
-"""The run folder: its lock (one process at a time), and its small files. Only rank 0 writes them."""
+"""The folder of a run: its lock, so that only one run uses it, and its small files. Rank 0 writes them."""
 
 from runtime.environment import num_cores
 
@@ -19,15 +19,19 @@ from typing import Any
 
 import torch
 
-from checkpointing.files import STARTS_FILE, newest_checkpoint
+from checkpointing.files import IDENTITIES_FILE, STARTS_FILE, newest_checkpoint
+from config.architecture import Architecture
 from config.schema import PretrainConfig
+from dataset.format import Dataset
+from dataset.identities import identities_of
 from distributed import log
 from distributed.process_group import is_main, is_under_torchrun, local_world_size, world_size
 from distributed.processor import describe_processor
+from evaluation.known import has_rows_to_match
 from runtime.metrics_file import read_rows
 from runtime.plugins import plugin_files
 from runtime.reading import read_json, read_text, sha256_of
-from runtime.writing import open_to_append, write_json, write_text
+from runtime.writing import open_to_append, replace_file, write_json, write_text
 from training.code import code_diff, git_commit
 from training.run_config import describe_changes, read_stored_config
 
@@ -38,10 +42,10 @@ _LOCK_FILE = "lock"
 
 
 def open_run_folder(config: PretrainConfig) -> Path:
-    """Creates the run folder if necessary, and locks it until this process ends. Returns the folder.
+    """Creates the folder of a run if necessary, and locks it until this process ends. Returns the folder.
 
-    Raises ValueError if the folder is not writable, if another process uses it, or if it contains a run with
-    another config.
+    Only rank 0 calls it. Raises ValueError if the folder is not writable, if another process has locked it,
+    or if it contains a run with another config.
     """
     folder = Path(config.checkpoint_path)
     with writing_errors(folder):
@@ -60,7 +64,7 @@ def open_run_folder(config: PretrainConfig) -> Path:
 
 @contextlib.contextmanager
 def writing_errors(folder: Path) -> Iterator[None]:
-    """Converts an OSError of the block into a ValueError. The block writes into a run folder."""
+    """Context in which an OSError becomes a ValueError that says that the run folder is not writable."""
     try:
         yield
     except OSError as error:
@@ -69,9 +73,9 @@ def writing_errors(folder: Path) -> Iterator[None]:
 
 
 def lock_folder(folder: Path, *, other: str) -> None:
-    """Locks the folder until this process ends. Raises ValueError if another process has locked it.
+    """Locks a folder until this process ends. Raises ValueError if another process has locked it.
 
-    other: Key that chooses another folder, for the error message.
+    other: Config key with which the user can choose another folder, for the error message.
 
     This is a POSIX lock, not a flock, for two reasons. It belongs to one process, so forked workers that
     outlive their parent do not hold it. It also works between nodes on NFS. Closing any descriptor of the
@@ -114,7 +118,7 @@ def is_in_use(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def disk_errors_warn(path: Path) -> Iterator[Path]:
-    """Converts an OSError of the block, such as a full disk, into a warning. Yields `path`."""
+    """Context in which an OSError, such as a full disk, becomes a warning. Yields the file `path`."""
     try:
         yield path
     except OSError as error:
@@ -122,14 +126,14 @@ def disk_errors_warn(path: Path) -> Iterator[Path]:
 
 
 def write_status(folder: Path, status: str, *, step: int) -> None:
-    """Writes the status (running, stopped, max_steps, failed or finished) and the step, on rank 0 only."""
+    """Writes status (running, stopped, max_steps, failed or finished) and step to a file, on rank 0 only."""
     if is_main():
         with disk_errors_warn(folder / STATUS_FILE) as path:
             write_json(path, {"status": status, "step": step}, indent=None)
 
 
 def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
-    """Returns whether a run has finished or reached `max_steps`, according to its file `status`."""
+    """Returns whether a run has finished, or has reached `max_steps`, according to its file `status`."""
     try:
         values = read_json(folder / STATUS_FILE)
         status, step = values["status"], values["step"]
@@ -167,10 +171,28 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
         file.write(f"{json.dumps(start)}\n".encode())
 
 
-def find_original(folder: Path, name: str) -> Path | None:
-    """Returns the run folder of which `folder` is a copy, or None.
+def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, *, is_new: bool) -> None:
+    """Writes identities.npz, the puzzle of each puzzle embedding, if the run folder lacks this file.
 
-    starts.jsonl names it, and its file `name` is equal.
+    Does nothing if the model does not have an embedding for each puzzle, or if the puzzles have no names.
+
+    is_new: Whether the run starts without a checkpoint. Then the file of an earlier run is removed first.
+    """
+    path = folder / IDENTITIES_FILE
+    if is_new:
+        path.unlink(missing_ok=True)
+    if path.exists() or dataset is None or not has_rows_to_match(arch, dataset):
+        return
+    if (identities := identities_of(dataset)) is not None:
+        with replace_file(path, "wb") as file:
+            file.write(identities.to_bytes())
+
+
+def find_original(folder: Path, name: str) -> Path | None:
+    """Returns the run folder from which a user has copied `folder`. None if there is none.
+
+    starts.jsonl contains the path of the run folder at each launch, also those before the copy. The original
+    is another folder at one of these paths. Its file `name` has the same content.
     """
     named = {start.get("folder") for start, _ in read_rows(folder, STARTS_FILE)}
     for other in [Path(each) for each in named if isinstance(each, str) and "\0" not in each]:

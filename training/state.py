@@ -15,6 +15,7 @@ from torch import Tensor
 from checkpointing.tensors import load_into_
 from config.schema import PretrainConfig
 from dataset.format import Metadata
+from distributed import log
 from distributed.collectives import Key, Ranks, RankSums, all_ranks, broadcast_difference, gather_objects
 from distributed.errors import abort_all, collective_errors
 from distributed.mesh import Mesh
@@ -34,16 +35,16 @@ from training.strategy import Strategy, build_strategy
 
 @dataclasses.dataclass
 class TrainState:
-    """The state of a run on this rank.
+    """The state of a run on this rank. A slot is one position of the global batch, and works on one puzzle.
 
     Attributes:
         model: This rank's part of the model.
-        weights: Dense weights and their optimizer.
+        weights: All weights except puzzle embeddings (dense weights), and their optimizers.
         table: Puzzle embeddings and their optimizer.
         average: Moving average (EMA) of the dense weights.
-        strategy: When and how gradients or weights are synchronized.
+        strategy: When and how ranks synchronize gradients or weights.
         carry: Puzzle and latent state of each slot of this rank, between steps.
-        slots: Slots of this rank, as a range of the global batch.
+        slots: Range of the slots of this rank.
         num_slots: Number of slots of the global batch.
         mesh: Process groups of this rank.
         metrics: Sums of metrics since the last logged row.
@@ -68,28 +69,53 @@ class TrainState:
         return self.mesh.data
 
     def numbers(self) -> dict[str, Any]:
-        """Returns the step and the metric sums of each rank, for state.json. All ranks call it.
+        """Returns the step and the metric sums of each rank, for state.json of a checkpoint.
 
-        Only rank 0 uses the result.
+        All ranks call it. The result is complete only on rank 0.
         """
         own = {**self.metrics.own(), "steps_summed": self.metrics.steps}
         return {"step": self.step, "metrics": gather_objects(own, self.ranks)}
 
     def sections(self) -> dict[str, Tensors]:
-        """Returns all tensors of this rank, as {section of a checkpoint: {name: tensor or shard}}."""
-        share = {"rows": self.slots, "num_rows": self.num_slots, "ranks": self.ranks}
-        carry = {name: shard_of_rows(each, **share) for name, each in self.carry.tensors().items()}
-        rows = self._mark_copies(self.table.rows())
+        """Returns all tensors that continue this run, as {section of a checkpoint: {name: value}}.
+
+        A value is a `Tensor` if each rank holds the full tensor. Otherwise it is a `Shard`: the elements on
+        this rank, and their positions in the full tensor. Values are not copied: loading writes into them.
+        """
+        carry = {
+            name: shard_of_rows(each, self.slots, self.num_slots, self.ranks)
+            for name, each in self.carry.tensors().items()
+        }
         return {
-            "weights": self.model.network.state_dict() | self.weights.tensors() | rows,
+            # {name in the model: value} of its buffers, its puzzle embeddings, and its dense weights. Dense
+            # weights are in the dtype in which the optimizer updates them.
+            "weights": self.model.network.state_dict()
+            | self.weights.tensors()
+            | self._mark_copies(self.table.rows()),
+            # {"<moment>.<weight>": value}, such as "exp_avg.lm_head.weight". With local steps, each rank has
+            # its own moments.
             "optimizer": self.strategy.moments(),
+            # {weight: momentum of the merges} with `local_steps` and `outer_momentum`, otherwise {}.
             "outer_optimizer": self.strategy.tensors(),
+            # {"average.<weight>": EMA}. For puzzle embeddings, "table.rows" and the steps of these averages,
+            # "table.steps". {} without EMA.
             "ema_state": self._mark_copies(self.average.tensors() | self.table.average.tensors()),
+            # {"steps", "halted", "data.inputs", ..., and states of the model such as "z_H"}: a row for each
+            # slot of the global batch.
             "carry": self._mark_copies(carry),
         }
 
+    def exports(self) -> dict[str, Tensors]:
+        """Returns the averages under the names of the weights, for evaluation. {} without EMA.
+
+        Loading a run does not read this section, because "ema_state" contains the averages.
+        """
+        step = self.step
+        averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
+        return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
+
     def _mark_copies(self, tensors: Tensors) -> Tensors:
-        """Marks the shards that tensor-parallel rank 0 also holds as copies, because it saves them."""
+        """Sets `is_copy` of shards that tensor-parallel rank 0 also holds, because that rank saves them."""
         if self.mesh.tensor.index == 0:
             return tensors
         cut = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
@@ -100,49 +126,48 @@ class TrainState:
         }
         return tensors | copies
 
-    def exports(self) -> dict[str, Tensors]:
-        """Returns the averages under the names of the weights, for evaluation. {} without EMA."""
-        step = self.step
-        averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
-        return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
+    def load_(self, folder: Path, numbers: dict[str, Any]) -> None:
+        """Loads a verified checkpoint that any number of ranks saved. All ranks call it.
 
-    def load_(self, folder: Path, numbers: dict[str, Any]) -> set[str]:
-        """Loads a verified checkpoint that any number of ranks saved. Returns the sections that it lacks.
-
-        This function does not communicate. The caller must call `weights.gather_` next. Raises ValueError if
-        names, shapes or dtypes differ.
+        Afterwards, the next forward pass reads the loaded weights. Ends all ranks with a message if names,
+        shapes or dtypes differ.
 
         numbers: Result of `numbers` when the checkpoint was saved.
         """
-        self.step, saved = numbers["step"], numbers["metrics"]
-        # If the number of ranks is the same, each rank loads its own sums. Later sums over ranks are then
-        # bit-identical to those of an uninterrupted run. Otherwise rank 0 of the group loads all sums.
-        takes_own = len(saved) == self.ranks.size
-        own = [sums for n, sums in enumerate(saved) if self.ranks.index == (n if takes_own else 0)]
-        sums = {name: math.fsum(each.get(name, 0.0) for each in own) for name in saved[0]}
-        self.metrics.fill_(sums, steps=saved[0]["steps_summed"])
-        missing, sections = set(), self.sections()
-        # A run at resume=PATH may have another number format. The states of the carry and the buffers with
-        # initial states are stored in that format, so cast them.
-        casts = {*sections["carry"], *dict(self.model.network.named_buffers())}
-        for name, tensors in sections.items():
-            # A run at resume=PATH may lack averages or outer momentum. The outer momentum then starts as 0,
-            # and the averages start as the weights.
-            options = {"is_optional": name in ("outer_optimizer", "ema_state"), "casts": casts}
-            if not load_into_(tensors, folder, name, remote_names=self.weights.remote_names, **options):
-                missing.add(name)
+        with collective_errors():
+            self.step, saved = numbers["step"], numbers["metrics"]
+            # If the number of ranks is the same, each rank loads its own sums. Later sums over ranks are then
+            # bit-identical to those of an uninterrupted run. Otherwise rank 0 of the group loads all sums.
+            takes_own = len(saved) == self.ranks.size
+            own = [sums for n, sums in enumerate(saved) if self.ranks.index == (n if takes_own else 0)]
+            sums = {name: math.fsum(each.get(name, 0.0) for each in own) for name in saved[0]}
+            self.metrics.fill_(sums, steps=saved[0]["steps_summed"])
+            missing, sections = set(), self.sections()
+            # A run at resume=PATH may have another number format. The states of the carry and the buffers
+            # with initial states are stored in that format, so cast them.
+            casts = {*sections["carry"], *dict(self.model.network.named_buffers())}
+            for name, tensors in sections.items():
+                # A run at resume=PATH may lack averages or outer momentum. The outer momentum then starts as
+                # 0, and the averages start as the weights.
+                options = {"is_optional": name in ("outer_optimizer", "ema_state"), "casts": casts}
+                if not load_into_(tensors, folder, name, remote_names=self.weights.remote_names, **options):
+                    missing.add(name)
+            if "ema_state" in missing:
+                self.average.reset_to_weights()
+                self.table.average.reset_to_weights()
+            self.strategy.reset_to_weights()  # with local steps: these weights are the result of a merge
         if "ema_state" in missing:
-            self.average.reset_to_weights()
-            self.table.average.reset_to_weights()
-        self.strategy.reset_to_weights()
-        return missing
+            log.info(f"{folder} contains no averages (EMA). The averages start as its weights.")
+        # The loaded weights are those that the optimizer updates. Copy them to those of the forward pass.
+        self.weights.gather_()
 
     def held(self) -> dict[Key, Tensor]:
-        """Returns {key: tensor} of all tensors on this rank. Tensors with equal keys are equal on all ranks.
+        """Returns {key: tensor} of all tensors on this rank, to compare them with other ranks.
 
-        With `local_steps`, this is true only after a merge. The weights appear twice: as the
-        optimizer updates them, and as the forward pass reads them. A key is (name, part of the tensor). The
-        part () is the full tensor.
+        If two ranks have the same key, its tensors must be equal. With `local_steps`, this is true only after
+        ranks have merged their weights. A key is (name, positions of the elements in the full tensor), or
+        (name, ()) for a full tensor. Weights appear twice: those that the optimizer updates, and those that
+        the forward pass reads.
         """
         cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
         read = self.model.network.state_dict() | self.table.rows()
@@ -164,9 +189,9 @@ class TrainState:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replaces weights and embeddings by their averages, if the run has EMA.
+        """Context in which the model has the averages (EMA) of weights and embeddings. All ranks enter it.
 
-        All ranks enter the block.
+        Without EMA, the model does not change.
         """
         with self.average.averaged(step=self.step), self.table.average.averaged(step=self.step):
             yield
@@ -174,18 +199,17 @@ class TrainState:
     def broadcast_model_(self, whole: dict[str, Tensor] | None = None) -> None:
         """Overwrites the weights of all ranks with the weights of rank 0. All ranks call it, at step 0.
 
-        Afterwards, the averages and the anchor of local steps are these weights, as at step 0.
+        The averages (EMA), and with `local_steps` the result of the last merge, also become these weights.
 
-        whole: On rank 0, {name: full weight} for each sharded weight. {} on other ranks. If None, sharded
-            weights do not change.
+        whole: On rank 0, {name: full weight} for each weight that ranks hold as shards. {} on other ranks. If
+            None, shards do not change.
         """
         assert self.step == 0
         if whole is not None:
             self.table.fill_(whole)
             self.weights.fill_(whole, all_ranks())
-        tensors = (
-            dict(self.model.network.named_buffers()) | self.sections()["weights"]
-        )  # not every buffer is in `sections`
+        # `sections` lacks buffers that are not in the state dict.
+        tensors = dict(self.model.network.named_buffers()) | self.sections()["weights"]
         all_ranks().broadcast_([each for each in tensors.values() if isinstance(each, Tensor)])
         self.weights.gather_()
         for part in (self.average, self.table.average, self.strategy):
@@ -195,7 +219,7 @@ class TrainState:
 def build_first_state(
     config: PretrainConfig, metadata: Metadata, *, device: torch.device, total_steps: int | None = None
 ) -> TrainState:
-    """Builds this rank's part of the state of step 0, from the seed. All ranks call it.
+    """Builds this rank's part of the state of step 0. The weights follow from the seed. All ranks call it.
 
     Args:
         config: Config of the run.
@@ -218,12 +242,8 @@ def build_first_state(
         average = build_average(config, flats, total_steps=total_steps)
         model.compile_()
         slots = slots_of(ranks, config.global_batch_size)
-        sums = (
-            *sum_names(network.objective.metrics),
-            "grad_norm",
-            *sum_names(network.objective.training_metrics),
-            "loss",
-        )
+        objective = network.objective
+        sums = (*sum_names(objective.metrics), "grad_norm", *sum_names(objective.training_metrics), "loss")
         return TrainState(
             model=model.model,
             weights=weights,
@@ -239,7 +259,7 @@ def build_first_state(
 
 
 def memory_advice(config: PretrainConfig, device: torch.device) -> str:
-    """Returns advice for a run that runs out of memory on `device`: keys with which it needs less memory."""
+    """Returns advice for a run that is out of memory: the config keys with which it needs less memory."""
     num_ranks, parts = all_ranks().size, config.gradient_accumulation_steps
     num_slots = -(-config.global_batch_size // (num_ranks // config.tensor_parallel_degree))
     more_parts = [number for number in range(parts + 1, num_slots + 1) if num_slots % number == 0]

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import wandb
 
-from checkpointing.best import BEST_STEP
-from checkpointing.files import IDENTITIES_FILE, step_of
+from checkpointing.files import BEST_STEP, IDENTITIES_FILE, step_of
 from distributed import log
 from distributed.launch import REPOSITORY, code_files
 from runtime.metrics_file import forget_wandb_step, last_wandb_step, read_rows

@@ -1,0 +1,264 @@
+"""Writes checkpoint folders step_<N>, in a thread on each rank.
+
+If processes are killed at any time, step_<N> is complete or does not exist:
+
+1. `start` waits for the previous save. It copies the tensors of this rank to host memory. Training continues.
+2. The thread of each rank writes its files into the temporary folder step_<N>.tmp-<nonce>, and flushes them.
+3. The thread of rank 0 collects the sizes and SHA-256 hashes of the files of all ranks. It writes them to
+   manifest.json, renames the folder to step_<N>, and removes older checkpoints.
+
+The threads communicate through the key-value store of torch.distributed. They do not use collectives, because
+all ranks must call collectives in the same order, and threads cannot guarantee that.
+"""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import secrets
+import shutil
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from checkpointing.files import MANIFEST_FILE, checkpoints_in, manifest_text, step_of
+from checkpointing.tensors import SHARDS, shard_file
+from distributed import log
+from distributed.collectives import broadcast_object
+from distributed.process_group import connect_store, is_main, rank, world_size
+from distributed.shards import Shard, Tensors, tensor_of
+from runtime.writing import flush, write_text
+
+_OTHERS_SECONDS = 600.0  # how long rank 0 waits for the other ranks, after it has written its own files
+_POLL_SECONDS = 0.05
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread, one at a time. All ranks have a writer, and call `start` together.
+
+    keep: Number of newest checkpoints to keep, in addition to the best one. If None, all are kept.
+    best_of: Function (steps) -> the best of these steps, or None. The writer's thread calls it.
+
+    On rank 0, `failure` is the reason why the last save failed, or None if it succeeded. `saved` contains the
+    folders of completed checkpoints.
+    """
+
+    def __init__(self, run_folder: Path, *, keep: int | None, best_of: Callable[[Iterable[int]], int | None]):
+        self._run_folder, self._keep, self._best_of = run_folder, keep, best_of
+        self._thread: threading.Thread | None = None
+        self._copies: dict[str, Tensors] = {}  # by section
+        self._others_seconds = 0.0
+        self.failure: str | None = None
+        self.saved: deque[Path] = deque()
+
+    def start(self, step: int, sections: dict[str, Tensors], contents: dict[str, bytes]) -> None:
+        """Copies this rank's tensors to host memory, and starts a thread that writes them to disk.
+
+        Waits for the previous save first. Does nothing if step_<N> exists. All ranks call it. A failure, here
+        or in the thread, only causes a warning.
+
+        sections: {section: {name: full tensor or shard}}. Rank 0 writes the full tensors.
+        contents: {file name: content} of files that the thread also writes. Empty except on rank 0.
+        """
+        self.wait()
+        target = self._run_folder / f"step_{step}"
+        unfinished = None
+        if is_main() and not target.exists():
+            unfinished = _unfinished_folder(target)
+            try:
+                unfinished.mkdir()
+            except OSError as error:
+                self._fail(target, _describe(error))
+                unfinished = None
+        unfinished = broadcast_object(unfinished)
+        if unfinished is None:
+            return
+        failure = ""
+        try:
+            self._copy_to_host(sections)
+        except Exception as error:  # for example, out of memory
+            failure = _describe(error)
+        self._others_seconds = _OTHERS_SECONDS
+        arguments = (unfinished, target, contents, failure)
+        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
+        self._thread.start()
+
+    def _copy_to_host(self, sections: dict[str, Tensors]) -> None:
+        """Copies tensors into host buffers, pinned for CUDA tensors. Later saves reuse the buffers."""
+        for section, tensors in sections.items():
+            copies = self._copies.setdefault(section, {})
+            for name, kept in local_part(tensors).items():
+                tensor = tensor_of(kept)  # the elements on this rank
+                if name not in copies:
+                    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                    copies[name] = kept._replace(tensor=copy) if isinstance(kept, Shard) else copy
+                tensor_of(copies[name]).copy_(tensor, non_blocking=tensor.is_cuda)
+        if torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()
+
+    def _write(self, unfinished: Path, target: Path, contents: dict[str, bytes], failure: str) -> None:
+        """Writes a checkpoint. The thread runs it on each rank.
+
+        failure: Why the tensors could not be copied, or "". Then no rank completes this checkpoint.
+        """
+        written = {"failure": failure} if failure else _write_own(unfinished, self._copies, contents)
+        if not is_main():
+            _send_to_rank_0(unfinished.name, written)
+            return
+        try:
+            files = self._files_of_all(unfinished.name, written)
+            write_text(unfinished / MANIFEST_FILE, manifest_text(files))  # flushed
+            with contextlib.suppress(OSError):  # some file systems cannot flush a folder
+                flush(unfinished)
+            unfinished.rename(target)
+            with contextlib.suppress(OSError):
+                flush(self._run_folder)
+        except Exception as error:
+            self._fail(target, _describe(error))
+            shutil.rmtree(unfinished, ignore_errors=True)
+            return
+        self.failure = None
+        self.saved.append(target)
+        self.remove_old()
+
+    def _files_of_all(self, name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Waits on rank 0 until all ranks have written their files. Returns {file name: manifest entry}.
+
+        Raises RuntimeError if a rank failed, or did not report its files in time.
+
+        name: Name of the temporary folder, for keys of the store. own: Result of `_write_own` on rank 0.
+        """
+        of_ranks = [own]
+        if world_size() > 1:
+            store, keys = connect_store(), [f"{name}/{other}" for other in range(1, world_size())]
+            began = time.monotonic()
+            while not store.check(keys):
+                if time.monotonic() - began > self._others_seconds:  # `wait` may have lowered the limit
+                    missing = [other for other, key in enumerate(keys, start=1) if not store.check([key])]
+                    ranks, seconds = log.name_ranks(missing), self._others_seconds
+                    raise RuntimeError(f"{ranks} did not report their files within {seconds:g} s")
+                time.sleep(_POLL_SECONDS)
+            of_ranks += [json.loads(each) for each in store.multi_get(keys)]
+            for key in keys:
+                store.delete_key(key)
+        for number, written in enumerate(of_ranks):
+            if written["failure"]:
+                raise RuntimeError(f"rank {number}: {written['failure']}")
+        return {file: entry for written in of_ranks for file, entry in written["files"].items()}
+
+    def remove_old(self) -> None:
+        """Removes all checkpoints except the `keep` newest and the best. Only rank 0 calls it."""
+        if self._keep is None:
+            return
+        folders = {step_of(path): path for path in checkpoints_in(self._run_folder)}
+        best = self._best_of(folders)
+        for step, folder in [*folders.items()][: -self._keep]:
+            if step != best:
+                try:  # rename first, so that a kill cannot leave a damaged checkpoint
+                    shutil.rmtree(folder.rename(_unfinished_folder(folder)))
+                except OSError as error:
+                    log.warning(f"cannot remove the old checkpoint {folder} ({error}). Training continues.")
+
+    def _fail(self, target: Path, reason: str) -> None:
+        """Warns that a checkpoint could not be saved. The run continues."""
+        self.failure = reason
+        continues = "Training continues. Earlier checkpoints are not removed."
+        log.warning(f"checkpoint not saved: {target} ({reason}). {continues}")
+
+    def wait(self, *, timeout_seconds: float | None = None, others_seconds: float | None = None) -> None:
+        """Waits until the current save has ended. Ranks other than 0 wait only for their own files.
+
+        timeout_seconds: Limit of the whole wait. If None, there is no limit.
+        others_seconds: How long rank 0 waits for the other ranks, after it has written its own files. If
+            None, the limit does not change.
+        """
+        if others_seconds is not None:
+            self._others_seconds = others_seconds
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+            if not self._thread.is_alive():
+                self._thread = None
+
+
+def local_part(tensors: Tensors) -> Tensors:
+    """Returns the tensors that this rank writes: its shards, and on rank 0 also the full tensors.
+
+    A shard that an earlier rank also holds (`is_copy`) becomes empty. All ranks must pass shards of the same
+    names. Together, the shards that are not copies must contain each element of a tensor exactly once.
+    """
+    own = {}
+    for name, kept in tensors.items():
+        if isinstance(kept, Shard):
+            nothing = kept.tensor.reshape(-1)[:0]
+            own[name] = kept._replace(tensor=nothing, spans=()) if kept.is_copy else kept
+        elif is_main():
+            own[name] = kept
+    return own
+
+
+def _write_own(folder: Path, sections: dict[str, Tensors], contents: dict[str, bytes]) -> dict[str, Any]:
+    """Writes and flushes the files of this rank: its sections, and on rank 0 also `contents`.
+
+    Returns {"files": {file name: {"bytes": size, "sha256": hash}}, "failure": ""}, or {"failure": reason}.
+    """
+    try:
+        paths = [path for name, tensors in sections.items() for path in save_section(tensors, folder, name)]
+        for name, content in contents.items():
+            paths.append(folder / name)
+            paths[-1].write_bytes(content)
+        return {"files": {path.name: _close_file(path) for path in paths}, "failure": ""}
+    except Exception as error:
+        return {"failure": _describe(error)}
+
+
+def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
+    """Writes full tensors to <section>.safetensors, and shards to <section>_<rank>_of_<ranks>.safetensors.
+
+    Returns the paths. A file without content is not written. Only one rank may pass full tensors. The
+    metadata of a file of shards contain the positions of their elements (`SHARDS`).
+    """
+    whole = {key: each for key, each in tensors.items() if isinstance(each, Tensor)}
+    shards = {key: each for key, each in tensors.items() if isinstance(each, Shard)}
+    paths = []
+    if whole:
+        paths.append(folder / f"{section}.safetensors")
+        save_file(whole, paths[-1])
+    if shards:
+        paths.append(folder / shard_file(section, rank(), world_size()))
+        described = {key: [each.spans, each.shape, each.is_by_rank] for key, each in shards.items()}
+        own = {key: each.tensor for key, each in shards.items()}
+        save_file(own, paths[-1], metadata={SHARDS: json.dumps(described)})
+    return paths
+
+
+def _close_file(path: Path) -> dict[str, Any]:
+    """Flushes a written file to disk. Returns its manifest entry: {"bytes": size, "sha256": hash}."""
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        os.fsync(file.fileno())
+        # Hash the file in one call. It releases Python's global lock, so that training continues meanwhile.
+        return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _send_to_rank_0(name: str, written: dict[str, Any]) -> None:
+    """Sends the result of `_write_own` to rank 0, through the key-value store of torch.distributed."""
+    try:
+        connect_store().set(f"{name}/{rank()}", json.dumps(written))
+    except Exception as error:  # rank 0 then reaches its time limit
+        log.warning(f"{name}: cannot reach rank 0 ({_describe(error)}). This checkpoint will not be saved.")
+
+
+def _unfinished_folder(target: Path) -> Path:
+    """Returns the path of a temporary folder next to `target`, with a random suffix, without creating it."""
+    return target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
