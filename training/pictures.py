@@ -139,8 +139,8 @@ class Thoughts:
                     draw.rectangle(box, (*ground, round(255 * paint.opacity)), colors["var(--line)"])
                     if paint.text:
                         ink = colors["var(--accent)"] if paint.kind == "own" else ink
-                        middle, own_font = (x + size / 2, y + size / 2), ImageFont.load_default(size / 2)
-                        draw.text(middle, paint.text, ink, own_font, anchor="mm")
+                        middle, digit_font = (x + size / 2, y + size / 2), ImageFont.load_default(size / 2)
+                        draw.text(middle, paint.text, ink, digit_font, anchor="mm")
                     for ends in [(box[:2], box[2:]), ((x, y + size), (x + size, y))] if crossed else []:
                         draw.line(ends, "white", 3)
                         draw.line(ends, "black", 1)
@@ -152,18 +152,18 @@ class Thoughts:
                 draw.rectangle(frame, None, colors["var(--box)"], 2)
             yield name, np.asarray(image)
 
-    def _grids(self, number: int) -> tuple[list[_Grid], list[int] | None]:
+    def _grids(self, index: int) -> tuple[list[_Grid], list[int] | None]:
         """Returns the grids to draw for one puzzle, and the region of each cell.
 
-        A region is, for example, a box of a Sudoku. None if there are no regions. number: Index of the
+        A region is, for example, a box of a Sudoku. None if there are no regions. index: Index of the
         puzzle.
         """
-        style, puzzle, label = self.style, self.inputs[number], self.labels[number]
+        style, puzzle, label = self.style, self.inputs[index], self.labels[index]
         is_counted = label != IGNORE_LABEL_ID
         solution = np.where(is_counted, label, puzzle)
         cells = cells_of(style, solution, frame=solution)
         steps = shown_steps(self.trace.preds.shape[1])
-        answers = {f"step {step}": self.trace.preds[number, step - 1] for step in steps}
+        answers = {f"step {step}": self.trace.preds[index, step - 1] for step in steps}
         drawn = []
         for title, tokens in {"puzzle": puzzle, **answers, "solution": solution}.items():
             is_wrong = is_counted & (tokens != label) & (title != "puzzle")
@@ -182,22 +182,22 @@ def _cell_size(grid: _Grid) -> float:
     return _GRID / max(*grid.is_crossed.shape, 1)
 
 
-def _paint(style: Style, token: int, given: int, is_wrong: bool) -> Paint:
-    is_clue = style.marks_new and token == given and not style.is_blank(token)
+def _paint(style: Style, token: int, input_token: int, is_wrong: bool) -> Paint:
+    is_clue = style.marks_new and token == input_token and not style.is_blank(token)
     paint = paint_cell(style, token, is_clue=is_clue)
     is_red = is_wrong and token not in style.colors
     return paint._replace(ground="var(--bad)", opacity=0.45) if is_red else paint
 
 
-def _in_words(label: np.ndarray, trace: Trace, number: int) -> str:
+def _in_words(label: np.ndarray, trace: Trace, index: int) -> str:
     """Returns a text about one puzzle, such as "right after step 3; would halt after step 4".
 
-    number: Index of the puzzle.
+    index: Index of the puzzle.
     """
-    is_right = ((trace.preds[number] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
+    is_right = ((trace.preds[index] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
     last = f"right after step {is_right.argmax() + 1}" if is_right.any() else "never right"
     if is_right.any() and not is_right[-1]:
         last += ", wrong in the end"
-    if not trace.wants_to_halt[number].any():
+    if not trace.wants_to_halt[index].any():
         return f"{last}; would not halt in {len(is_right)} steps"
-    return f"{last}; would halt after step {trace.halting_steps[number]}"
+    return f"{last}; would halt after step {trace.halting_steps[index]}"
