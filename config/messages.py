@@ -83,7 +83,7 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
     if several := re.match(r"(?:Ambiguous value for argument|Sweep parameters) ('.+')", lines[0]):
         return f"{several[1]} has several values. Write a list as [1,2]. {SEVERAL_RUNS}."
     if "Available options in" in str(error):
-        start = next(number for number, line in enumerate(lines) if line.startswith("Available options in"))
+        start = next(index for index, line in enumerate(lines) if line.startswith("Available options in"))
         names = lines[start + 1 : lines.index("Config search path:")]
         return f"{lines[0].rpartition(': ')[2]}. Choose from {', '.join(names)}."
     if key := getattr(error, "full_key", None):

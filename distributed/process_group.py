@@ -80,8 +80,8 @@ def read_launcher() -> None:
     ValueError if they are not set, or if several processes have the same rank.
     """
     launchers = (entry for entry in _LAUNCHERS if os.environ.get(entry[1], "1") != "1")
-    launcher, count_name, number_name = next(launchers, ("", "", ""))
-    count, number = os.environ.get(count_name), os.environ.get(number_name)
+    launcher, count_name, rank_name = next(launchers, ("", "", ""))
+    count, launcher_rank = os.environ.get(count_name), os.environ.get(rank_name)
     if launcher == "srun" and "RANK" not in os.environ and os.environ.get("WORLD_SIZE", count) == count:
         _set_slurm_variables()
     elif launcher and "WORLD_SIZE" not in os.environ:
@@ -90,10 +90,10 @@ def read_launcher() -> None:
             "node, as launch/slurm.sbatch does (docs/many_machines.md). If each process is a separate run, "
             "set WORLD_SIZE=1."
         )
-    elif launcher and not is_under_torchrun() and str(world_size()) == count and str(rank()) != number:
+    elif launcher and not is_under_torchrun() and str(world_size()) == count and str(rank()) != launcher_rank:
         raise ValueError(
-            f"several processes have the same rank: RANK={rank()}, but {number_name}={number}. {launcher} "
-            f"started {count} processes. Set RANK=${number_name} in each process, not once for all."
+            f"several processes have the same rank: RANK={rank()}, but {rank_name}={launcher_rank}. "
+            f"{launcher} started {count} processes. Set RANK=${rank_name} in each process, not once for all."
         )
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and world_size() > 1:

@@ -114,12 +114,12 @@ def read_lines(path: Path, *, most: int = MOST_BYTES, allows_zeros: bool = False
     """
     with _open_unpacked(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="")
-        for number in itertools.count(1):
+        for line_number in itertools.count(1):
             line = text.readline(most + 1)
             if len(line) > most:
-                raise ValueError(f"{path}:{number}: more than {most:,} characters in a line")
+                raise ValueError(f"{path}:{line_number}: more than {most:,} characters in a line")
             if "\0" in line and not allows_zeros:
-                raise ValueError(f"{path}:{number}: not UTF-8 text")
+                raise ValueError(f"{path}:{line_number}: not UTF-8 text")
             if not line:
                 return
             yield line

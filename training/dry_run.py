@@ -129,11 +129,11 @@ class Needs:
         config, blocks, rest = self._config, self._blocks, self._rest
         parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(reasoning)
         more, calls, summed = self._network.objective.more_calls(reasoning), 0.0, 0.0
-        for level, number, graded, _ in self._counter.count(reasoning, trains=True).calls:
-            calls += number * (1 + more) + graded
+        for level, num_calls, graded, _ in self._counter.count(reasoning, trains=True).calls:
+            calls += num_calls * (1 + more) + graded
             in_block = sum(plan_of(module) is not None for module in level.modules())
             again = graded * (config.activation_checkpointing == "block")
-            summed += in_block * (number * (1 + more) + again + graded)
+            summed += in_block * (num_calls * (1 + more) + again + graded)
         item = getattr(torch, config.sync_dtype).itemsize
         scalars = len(SCALARS) * self._data
         counts = [(blocks + rest + scalars, self._data)]
@@ -220,9 +220,9 @@ def _describe_fit(
             return
         num_bytes, where = float(torch.cuda.get_device_properties(0).total_memory), "a GPU like the first one"
     else:
-        number = min(world_size, num_cores())
-        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / number
-        where = "this machine" if number == 1 else f"this machine with {number} processes"
+        processes = min(world_size, num_cores())
+        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes
+        where = "this machine" if processes == 1 else f"this machine with {processes} processes"
     slots = needs.slots_that_fit(num_bytes, reasoning)
     yield f"estimate: about {slots:,} slots fit into a process, with {num_bytes / _GB:.3g} GB on {where}"
 

@@ -94,8 +94,8 @@ class Thoughts:
     def html(self) -> str:
         """Returns HTML with a caption and a row of grids (SVG) for each puzzle."""
         drawn = []
-        for number, name in enumerate(self.names):
-            grids, regions = self._grids(number)
+        for puzzle_index, name in enumerate(self.names):
+            grids, regions = self._grids(puzzle_index)
             grid, content = SvgGrid(*grids[0].is_crossed.shape, _GAP, _TITLE, _cell_size(grids[0])), []
             for title, paints, is_crossed in grids:
                 content.append(f'<text x="{grid.left}" y="{_TITLE - 12}" class="left small">{title}</text>')
@@ -109,7 +109,7 @@ class Thoughts:
             height = _TITLE + grid.rows * grid.size + _GAP
             svg = svg_file("\n".join(content), width=grid.left, height=height, title=name, style=SVG_STYLE)
             drawn.append(
-                f"<p>{escape(name)}: {_in_words(self.labels[number], self.trace, number)}</p>\n{svg}"
+                f"<p>{escape(name)}: {_in_words(self.labels[puzzle_index], self.trace, puzzle_index)}</p>\n{svg}"
             )
         return "\n".join(drawn)
 
@@ -118,8 +118,8 @@ class Thoughts:
         from PIL import Image, ImageColor, ImageDraw, ImageFont
 
         colors = light_colors()
-        for number, name in enumerate(self.names):
-            grids, regions = self._grids(number)
+        for puzzle_index, name in enumerate(self.names):
+            grids, regions = self._grids(puzzle_index)
             (rows, columns), size = grids[0].is_crossed.shape, _cell_size(grids[0])
             numbers = (
                 np.zeros((rows, columns), int) if regions is None else np.reshape(regions, (rows, columns))
@@ -127,7 +127,7 @@ class Thoughts:
             shape = len(grids) * (_GRID + _GAP) + _GAP, round(2 * _TITLE + rows * size + _GAP)
             image = Image.new("RGB", shape, colors["var(--raised)"])
             draw, font = ImageDraw.Draw(image, "RGBA"), ImageFont.load_default(13)
-            caption = f"{name}: {_in_words(self.labels[number], self.trace, number)}"
+            caption = f"{name}: {_in_words(self.labels[puzzle_index], self.trace, puzzle_index)}"
             draw.text((_GAP, _TITLE / 2), caption, colors["var(--ink)"], font, anchor="lm")
             for index, (title, paints, is_crossed) in enumerate(grids):
                 left, top = _GAP + index * (_GRID + _GAP), 2 * _TITLE

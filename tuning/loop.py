@@ -45,8 +45,8 @@ async def _run_trials(
 ) -> bool:
     is_asked, waiting, num_failed = asyncio.Event(), study.unfinished(), 0
     running: dict[int, Trial] = {}  # {slot: its current trial}
-    for number in stop_signals():
-        asyncio.get_running_loop().add_signal_handler(number, is_asked.set)
+    for signal_number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(signal_number, is_asked.set)
 
     def watch(trial: Trial) -> None:
         """Reports new evaluations of a running trial to Optuna. Called five times a second.
