@@ -94,8 +94,8 @@ class Thoughts:
     def html(self) -> str:
         """Returns HTML with a caption and a row of grids (SVG) for each puzzle."""
         drawn = []
-        for puzzle_index, name in enumerate(self.names):
-            grids, regions = self._grids(puzzle_index)
+        for index, name in enumerate(self.names):
+            grids, regions = self._grids(index)
             grid, content = SvgGrid(*grids[0].is_crossed.shape, _GAP, _TITLE, _cell_size(grids[0])), []
             for title, paints, is_crossed in grids:
                 content.append(f'<text x="{grid.left}" y="{_TITLE - 12}" class="left small">{title}</text>')
@@ -108,9 +108,7 @@ class Thoughts:
                 grid = dataclasses.replace(grid, left=grid.left + _GRID + _GAP)
             height = _TITLE + grid.rows * grid.size + _GAP
             svg = svg_file("\n".join(content), width=grid.left, height=height, title=name, style=SVG_STYLE)
-            drawn.append(
-                f"<p>{escape(name)}: {_in_words(self.labels[puzzle_index], self.trace, puzzle_index)}</p>\n{svg}"
-            )
+            drawn.append(f"<p>{escape(name)}: {_in_words(self.labels[index], self.trace, index)}</p>\n{svg}")
         return "\n".join(drawn)
 
     def images(self) -> Iterator[tuple[str, np.ndarray]]:
