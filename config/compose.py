@@ -65,8 +65,8 @@ def compose_config(
     Raises:
         ValueError: The command line is invalid. The message has one line.
     """
-    asked = _read_command_line(arguments)
-    return _compose_or_show(schema, asked, asked.overrides, notice, dry_run)
+    options = _read_command_line(arguments)
+    return _compose_or_show(schema, options, options.overrides, notice, dry_run)
 
 
 def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
@@ -85,8 +85,8 @@ def compose_values(schema: type[Config], overrides: Sequence[str]) -> dict[str, 
 
     `compose_overrides` does the same, but checks the values.
     """
-    asked = _read_command_line(overrides)
-    return _values(schema, _compose(schema, asked.overrides, asked.config_dir))
+    options = _read_command_line(overrides)
+    return _values(schema, _compose(schema, options.overrides, options.config_dir))
 
 
 def config_with(schema: type[Config], **values: Any) -> Config:
@@ -107,33 +107,33 @@ def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
 
     schema: Class of the config.
     """
-    asked, own = _read_command_line(), []
-    others = [f"--config-dir={folder}" for folder in asked.config_dir]
-    for override in asked.overrides:
-        (own if override.partition("=")[0] in schema.model_fields else others).append(override)
-    config = _compose_or_show(schema, asked, own)
+    options, config_overrides = _read_command_line(), []
+    others = [f"--config-dir={folder}" for folder in options.config_dir]
+    for override in options.overrides:
+        (config_overrides if override.partition("=")[0] in schema.model_fields else others).append(override)
+    config = _compose_or_show(schema, options, config_overrides)
     return None if config is None else (config, others)
 
 
 def _compose_or_show(
     schema: type[Config],
-    asked: argparse.Namespace,
+    options: argparse.Namespace,
     overrides: Sequence[str],
     notice: Callable[[str], None] | None = None,
     dry_run: Callable[[Config, int], str] | None = None,
 ) -> Config | None:
-    if asked.help is not None:
-        show(help_text(schema.YAML, asked.help))
+    if options.help is not None:
+        show(help_text(schema.YAML, options.help))
         return None
-    if asked.world_size is not None and not (dry_run and asked.cfg and asked.world_size > 0):
+    if options.world_size is not None and not (dry_run and options.cfg and options.world_size > 0):
         raise ValueError(
             "config: --world-size N is for pretrain.py with --cfg job. Use torchrun to start processes."
         )
-    composed = _compose(schema, overrides, asked.config_dir, notice)
-    if asked.world_size:
-        show(dry_run(_validate(schema, composed), asked.world_size))
+    composed = _compose(schema, overrides, options.config_dir, notice)
+    if options.world_size:
+        show(dry_run(_validate(schema, composed), options.world_size))
         return None
-    if asked.cfg:
+    if options.cfg:
         show(OmegaConf.to_yaml(composed))
         return None
     return _validate(schema, composed)
@@ -147,11 +147,11 @@ def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Over
     parser, parsed = OverridesParser.create(), []
     with _one_line_errors(schema):
         for override in overrides:
-            words = _translate(schema, override)
+            translated = _translate(schema, override)
             with contextlib.suppress(HydraException):  # an unquoted path may not fit the grammar
                 if parser.parse_override(override).is_sweep_override():
-                    words = [override]
-            parsed += parser.parse_overrides(words)
+                    translated = [override]
+            parsed += parser.parse_overrides(translated)
     return parsed
 
 
@@ -162,28 +162,33 @@ def _compose(
     notice: Callable[[str], None] | None = None,
 ) -> DictConfig:
     with _one_line_errors(schema):
-        given = [override.lstrip("+").partition("=")[0] for override in overrides]
-        if twice := [key for key in schema.VERBATIM if given.count(key) > 1]:
+        chosen_keys = [override.lstrip("+").partition("=")[0] for override in overrides]
+        if twice := [key for key in schema.VERBATIM if chosen_keys.count(key) > 1]:
             raise ValueError(f"{twice[0]} is set twice. Remove one.")
-        words = [word for override in overrides for word in _translate(schema, override)]
-        folders = [quoted(str(Path(each).resolve(strict=True))) for each in config_dirs]
-        words += [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
+        translated = [text for override in overrides for text in _translate(schema, override)]
+        folders = [quoted(str(Path(folder).resolve(strict=True))) for folder in config_dirs]
+        translated += [f"hydra.searchpath=[{','.join(folders)}]"] if folders else []
         with initialize_config_dir(str(FOLDER), version_base="1.3"):
-            composed = compose(schema.YAML, words)
-            if set(_GROUPS) <= set(given):
-                of_experiment = compose(schema.YAML, [each for each in words if not each.startswith("arch=")])
+            composed = compose(schema.YAML, translated)
+            if set(_GROUPS) <= set(chosen_keys):
+                of_experiment = compose(
+                    schema.YAML, [override for override in translated if not override.startswith("arch=")]
+                )
                 if (usual := of_experiment.arch.name) != composed.arch.name:
                     load_plugins([str(path) for path in composed.get("plugins") or ()])
-                    of_arch = compose(schema.YAML, [w for w in words if w.startswith(("arch=", "hydra."))])
+                    of_arch = compose(
+                        schema.YAML,
+                        [override for override in translated if override.startswith(("arch=", "hydra."))],
+                    )
                     defaults = OmegaConf.to_container(of_arch.arch, resolve=True)
                     notice = notice or (lambda line: None)
-                    _leave_out_of_experiment(composed, set(given), defaults, usual=usual, notice=notice)
+                    _leave_out_of_experiment(composed, set(chosen_keys), defaults, usual=usual, notice=notice)
     return composed
 
 
 def _leave_out_of_experiment(
     composed: DictConfig,
-    given: set[str],
+    chosen_keys: set[str],
     defaults: dict[str, Any],
     *,
     usual: str,
@@ -195,7 +200,7 @@ def _leave_out_of_experiment(
     model. Calls `notice` with a line that names the values that are reset and those that stay.
 
     composed: Config to change.
-    given: Keys of the command line. Their values are not reset.
+    chosen_keys: Keys of the command line. Their values are not reset.
     defaults: Default `arch` values of the chosen model.
     usual: Name of the model that the experiment is for.
     """
@@ -203,26 +208,26 @@ def _leave_out_of_experiment(
     schema = architectures().get(name)
     if schema is None:  # `_validate` says so
         return
-    own = [key for key in arch if f"arch.{key}" not in given and arch[key] != defaults.get(key)]
+    preset_keys = [key for key in arch if f"arch.{key}" not in chosen_keys and arch[key] != defaults.get(key)]
 
     def without(keys: Iterable[str]) -> dict[str, Any]:
-        kept = {key: value for key, value in arch.items() if key not in keys}
-        return kept | {key: defaults[key] for key in keys if key in defaults}
+        remaining = {key: value for key, value in arch.items() if key not in keys}
+        return remaining | {key: defaults[key] for key in keys if key in defaults}
 
     left_out: list[str] = []
     while (wrong := _wrong_keys(schema, without(left_out))) is not None:
-        more = [key for key in own if key in wrong and key not in left_out]
+        more = [key for key in preset_keys if key in wrong and key not in left_out]
         if not more:  # one value contradicts defaults of the chosen arch
-            more = [key for key in own if _wrong_keys(schema, without([*left_out, key])) is None][:1]
+            more = [key for key in preset_keys if _wrong_keys(schema, without([*left_out, key])) is None][:1]
         if not more:
             break
         left_out += more
     with open_dict(composed):
         composed.arch = without(left_out)
-    stay = [key for key in own if key not in left_out and key in schema.model_fields]
+    stay = [key for key in preset_keys if key not in left_out and key in schema.model_fields]
     text = f"the experiment is for arch={usual}, not {name}."
-    for what, keys in (("Ignored values", left_out), ("Values that stay", stay)):
-        text += f" {what}: {', '.join(f'arch.{key}={arch[key]}' for key in keys)}." if keys else ""
+    for label, keys in (("Ignored values", left_out), ("Values that stay", stay)):
+        text += f" {label}: {', '.join(f'arch.{key}={arch[key]}' for key in keys)}." if keys else ""
     notice(text)
 
 
@@ -234,7 +239,7 @@ def _wrong_keys(schema: type[pydantic.BaseModel], values: dict[str, Any]) -> lis
     try:
         schema.model_validate(values)
     except pydantic.ValidationError as error:
-        return [str(each["loc"][0]) for each in error.errors() if each["loc"]]
+        return [str(mistake["loc"][0]) for mistake in error.errors() if mistake["loc"]]
     return None
 
 
@@ -261,8 +266,8 @@ def chosen_experiment(arguments: Sequence[str] | None = None) -> str | None:
 
     arguments: Arguments of the command line. If None, those of this process.
     """
-    given = (override.partition("=") for override in _read_command_line(arguments).overrides)
-    names = [name for key, _, name in given if key == "experiment"]
+    parts = (override.partition("=") for override in _read_command_line(arguments).overrides)
+    names = [name for key, _, name in parts if key == "experiment"]
     return names[-1] if names else None
 
 
@@ -278,10 +283,10 @@ def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Names
     arguments = sys.argv[1:] if arguments is None else arguments
     for argument in arguments:
         check_encoding(argument)
-    asked = _CommandLine().parse_intermixed_args(arguments)
-    if asked.multirun:
+    options = _CommandLine().parse_intermixed_args(arguments)
+    if options.multirun:
         raise ValueError(f"config: --multirun is not supported. {SEVERAL_RUNS}.")
-    return asked
+    return options
 
 
 def _translate(schema: type[Config], override: str) -> list[str]:

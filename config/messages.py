@@ -51,7 +51,7 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
     schema: Class of the config.
     """
     errors = mistakes.errors(include_url=False)
-    error = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    error = next((mistake for mistake in errors if mistake["type"] == "extra_forbidden"), errors[0])
     key = _key(schema, error)
     if error["type"] == "extra_forbidden":
         return explain_unknown_key(schema, key)
@@ -66,8 +66,8 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
     if error["type"] == "string_pattern_mismatch":
         expected = "start with a letter or digit, and contain only letters, digits and _ . + -"
     else:
-        messages = [each["msg"] for each in errors if _key(schema, each) == key]
-        messages = ["a text, in quotes" if "valid string" in each else each for each in messages]
+        messages = [mistake["msg"] for mistake in errors if _key(schema, mistake) == key]
+        messages = ["a text, in quotes" if "valid string" in text else text for text in messages]
         expected = "be " + " or ".join(message.removeprefix("Input should be ") for message in messages)
     return f"{key}={error['input']!r} should {expected}"
 
@@ -83,7 +83,7 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
     if several := re.match(r"(?:Ambiguous value for argument|Sweep parameters) ('.+')", lines[0]):
         return f"{several[1]} has several values. Write a list as [1,2]. {SEVERAL_RUNS}."
     if "Available options in" in str(error):
-        start = next(number for number, line in enumerate(lines) if line.startswith("Available options in"))
+        start = next(index for index, line in enumerate(lines) if line.startswith("Available options in"))
         names = lines[start + 1 : lines.index("Config search path:")]
         return f"{lines[0].rpartition(': ')[2]}. Choose from {', '.join(names)}."
     if key := getattr(error, "full_key", None):
@@ -117,7 +117,7 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
         public = " For loops of the public URM code, set arch.halt_max_steps." if key == "arch.loops" else ""
         return f"key {key!r} does not belong to the chosen arch, but to {', '.join(names)}.{public}"
     same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    usual = {name: each for name, each in _USUAL_NAMES.items() if each in known}
+    usual = {name: known_key for name, known_key in _USUAL_NAMES.items() if known_key in known}
     near = [usual.get(name, name) for name in difflib.get_close_matches(key, [*known, *usual], n=1)] or same
     return f"unknown key {key!r}" + (f", did you mean {near[0]!r}?" if near else "")
 
@@ -150,7 +150,7 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
             annotations.setdefault(name, []).extend(members)
     keys = []
     for name, members in annotations.items():
-        is_model = [isinstance(each, type) and issubclass(each, pydantic.BaseModel) for each in members]
+        is_model = [isinstance(member, type) and issubclass(member, pydantic.BaseModel) for member in members]
         submodels = list(dict.fromkeys(itertools.compress(members, is_model)))
         keys += [prefix + name, *(_keys(submodels, f"{prefix}{name}.") if submodels else ())]
     return keys
@@ -170,12 +170,12 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
             names = (
                 [experiment]
                 if experiment
-                else [each.stem for each in sorted((FOLDER / "experiment").glob("*.yaml"))]
+                else [path.stem for path in sorted((FOLDER / "experiment").glob("*.yaml"))]
             )
             commands = [made for name in names if (made := _data_of(name))]
-            own = [made for made in commands if f"--output-dir {folder} " in f"{made} "]
-            hint = f"Build it: {own[0]}" if own else f"Build it (docs/data.md), or set {key}"
-            if experiment and commands and not own:
+            matching = [made for made in commands if f"--output-dir {folder} " in f"{made} "]
+            hint = f"Build it: {matching[0]}" if matching else f"Build it (docs/data.md), or set {key}"
+            if experiment and commands and not matching:
                 hint += f". The data of experiment={experiment}: {commands[0]}"
             if experiment is None and folder == load_defaults("pretrain")["data_path"]:
                 problem = f"is the default of {key}, and {problem}"
@@ -194,9 +194,9 @@ def _data_of(experiment: str) -> str | None:
     found = re.search(r"^# Data: *((?:.*\\\n)*.*)$", text, re.MULTILINE)
     if found is None:
         return None
-    words = re.sub(r"\s*\\\n#\s*", " ", found[1])
-    other = re.match(r"as for experiment=(\w+)", words)
-    return _data_of(other[1]) if other else words
+    command = re.sub(r"\s*\\\n#\s*", " ", found[1])
+    other = re.match(r"as for experiment=(\w+)", command)
+    return _data_of(other[1]) if other else command
 
 
 def help_text(program: str, topic: str = "") -> str:
@@ -228,8 +228,8 @@ def help_text(program: str, topic: str = "") -> str:
         return "\n".join([*lines, _MORE, shown, _DRY_RUN])
     lines += _keys_of(path)
     if program == "pretrain":
-        for each in architectures():
-            lines += ["", *_help_of_arch(FOLDER / "arch" / f"{each}.yaml")]
+        for arch in architectures():
+            lines += ["", *_help_of_arch(FOLDER / "arch" / f"{arch}.yaml")]
         lines += ["", *_help_of_experiments()]
     return "\n".join([*lines, "", shown])
 
@@ -257,15 +257,15 @@ def _help_of_key(program: str, key: str) -> list[str]:
     if program == "pretrain":
         files += [(file, "arch.") for file in sorted((FOLDER / "arch").glob("*.yaml"))]
     known = [f"{prefix}{name}" for file, prefix in files for name, *_ in _entries(file)]
-    chosen = {each for each in known if each == key or each.startswith(f"{key}.")}
-    chosen = chosen or {each for each in known if each.endswith(f".{key}")}
+    chosen = {full_key for full_key in known if full_key == key or full_key.startswith(f"{key}.")}
+    chosen = chosen or {full_key for full_key in known if full_key.endswith(f".{key}")}
     if not chosen:
         raise ValueError(f"config: unknown key {key!r}. Run --help all for a list of the keys.")
-    if len(chosen) > 1 and not all(each.startswith(f"{key}.") for each in chosen):
+    if len(chosen) > 1 and not all(full_key.startswith(f"{key}.") for full_key in chosen):
         raise ValueError(f"config: several keys end in {key!r}. Choose one: {', '.join(sorted(chosen))}.")
     lines: list[str] = []
     for file, prefix in files:
-        names = [each.removeprefix(prefix) for each in chosen if each.startswith(prefix)]
+        names = [full_key.removeprefix(prefix) for full_key in chosen if full_key.startswith(prefix)]
         if found := [*_keys_of(file, prefix=prefix, only=names)]:
             lines += [f"{file.stem}:", *filter(None, found)]
     return lines

@@ -61,7 +61,7 @@ def find_optimizer(name: str) -> Any:
 
     None if there is none.
     """
-    return next((each for each in plugins.defined("OPTIMIZER") if each.name == name), None)
+    return next((optimizer for optimizer in plugins.defined("OPTIMIZER") if optimizer.name == name), None)
 
 
 def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str]:
@@ -70,8 +70,8 @@ def _interval_mistakes(epochs: int | None, interval: int | None) -> Iterator[str
     interval: Value of `eval_interval`.
     """
     if epochs is not None and interval is not None and epochs % interval:
-        lower = next(each for each in range(min(interval, epochs), 0, -1) if epochs % each == 0)
-        upper = next((each for each in range(interval, epochs + 1) if epochs % each == 0), lower)
+        lower = next(divisor for divisor in range(min(interval, epochs), 0, -1) if epochs % divisor == 0)
+        upper = next((divisor for divisor in range(interval, epochs + 1) if epochs % divisor == 0), lower)
         intervals = " or ".join(map(str, sorted({lower, upper})))
         longer = -(-epochs // interval) * interval
         yield (
@@ -233,7 +233,7 @@ class PretrainConfig(MachineConfig):
             if getattr(self, key) == value and not self.arch.puzzle_emb_ndim:
                 yield f"{key}={value} needs puzzle embeddings, but arch.puzzle_emb_ndim is 0. Remove {key}."
         if self.train_only == "puzzle_embeddings":
-            yield from self._nothing_for(_OF_DENSE_WEIGHTS, of="train_only=puzzle_embeddings")
+            yield from self._nothing_for(_OF_DENSE_WEIGHTS, setting="train_only=puzzle_embeddings")
         if self.ema_bias_correction and self.ema is None:
             yield "ema_bias_correction=true needs ema. Set ema=0.999, or remove ema_bias_correction."
         self.arch.check_outputs(self.save_outputs)
@@ -258,7 +258,7 @@ class PretrainConfig(MachineConfig):
         optimizer = find_optimizer(self.optimizer)
         if optimizer is None:
             if self.optimizer not in _OPTIMIZERS:
-                known = ", ".join((*_OPTIMIZERS, *(each.name for each in plugins.defined("OPTIMIZER"))))
+                known = ", ".join((*_OPTIMIZERS, *(plugin.name for plugin in plugins.defined("OPTIMIZER"))))
                 yield f"optimizer={self.optimizer!r} should be one of {known}"
             if self.optimizer_options:
                 yield f"optimizer_options has no effect with optimizer={self.optimizer}. Remove it."
@@ -274,7 +274,7 @@ class PretrainConfig(MachineConfig):
                 if getattr(self, key) != value:
                     yield f"{key}={getattr(self, key)} needs local_steps above 1. Remove {key}."
             return
-        yield from self._nothing_for(_OF_GRADIENTS, of=f"local_steps={self.local_steps}")
+        yield from self._nothing_for(_OF_GRADIENTS, setting=f"local_steps={self.local_steps}")
         if self.puzzle_emb_sharding == "rows":
             yield "local_steps above 1 needs the full puzzle table. Set puzzle_emb_sharding=replicated."
 
@@ -304,10 +304,10 @@ class PretrainConfig(MachineConfig):
         if self.local_steps > 1:
             yield f"{key} does not work with local_steps above 1. Remove one of them."
 
-    def _nothing_for(self, keys: dict[str, tuple], *, of: str) -> Iterator[str]:
+    def _nothing_for(self, keys: dict[str, tuple], *, setting: str) -> Iterator[str]:
         for key, neutral in keys.items():
             if (value := getattr(self, key)) not in neutral:
-                yield f"{key}={value} has no effect with {of}. Remove it."
+                yield f"{key}={value} has no effect with {setting}. Remove it."
 
     def _curriculum_mistakes(self) -> Iterator[str]:
         shares = [stage.share for stage in self.curriculum if stage.share is not None]

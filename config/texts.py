@@ -63,7 +63,7 @@ def expand_home(key: str, value: Any) -> Any:
     value: Path or list of paths. Other values are returned unchanged.
     """
     if isinstance(value, list):
-        return [expand_home(key, each) for each in value]
+        return [expand_home(key, item) for item in value]
     found = _HOME.match(value) if isinstance(value, str) else None
     if found is None:
         return value

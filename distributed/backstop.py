@@ -86,7 +86,7 @@ def _watch(process: int) -> None:
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # the watched process decides when it ends
+    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(signal_number, signal.SIG_IGN)  # the watched process decides when it ends
     with contextlib.suppress(ProcessLookupError):  # the process has just ended
         _watch(int(sys.argv[1]))

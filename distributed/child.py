@@ -67,25 +67,25 @@ def why_it_failed(output: str, status: int) -> str:
     return errors[0] if errors else f"ended with status {status}: {(lines or ['no output'])[-1]}"
 
 
-def run_child(program: str, words: Sequence[str], *, processes: int = 1) -> None:
+def run_child(program: str, arguments: Sequence[str], *, processes: int = 1) -> None:
     """Runs a program such as pretrain.py to its end, and prints the program's output on stdout.
 
     If an exception such as Ctrl-C interrupts this function, it asks the program to save and stop, waits for
     its end, and raises the exception again. Raises ValueError if the program fails.
 
-    program: File name in this repository. words: Command-line arguments of the program. processes: Number of
-    processes. If more than 1, torchrun starts them.
+    program: File name in this repository. arguments: Command-line arguments of the program. processes: Number
+    of processes. If more than 1, torchrun starts them.
     """
     if processes < 1:
         raise ValueError(f"processes={processes} is less than 1. Set processes to 1 or more.")
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
-    command = [sys.executable, *torchrun, str(REPOSITORY / program), *words]
-    said, environment = [], {"PROGRESS_SECONDS": str(_PROGRESS_SECONDS)}
+    command = [sys.executable, *torchrun, str(REPOSITORY / program), *arguments]
+    output, environment = [], {"PROGRESS_SECONDS": str(_PROGRESS_SECONDS)}
 
     def show_output() -> None:
         for line in lines:
             print(line, end="", flush=True)
-            said.append(line)
+            output.append(line)
 
     with start_child(command, subprocess.PIPE, environment=environment) as child:
         lines = io.TextIOWrapper(child.stdout, encoding="utf-8", errors="replace")
@@ -96,4 +96,4 @@ def run_child(program: str, words: Sequence[str], *, processes: int = 1) -> None
             show_output()
             raise
     if child.returncode:
-        raise ValueError(why_it_failed("".join(said), child.returncode))
+        raise ValueError(why_it_failed("".join(output), child.returncode))

@@ -81,9 +81,9 @@ class Ranks:
         """
         if not self.is_distributed:
             return [[count] for count in counts]
-        own = torch.tensor(counts, device=device)
-        parts = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(parts, own, group=self.group)
+        local_counts = torch.tensor(counts, device=device)
+        parts = [torch.empty_like(local_counts) for _ in range(self.size)]
+        dist.all_gather(parts, local_counts, group=self.group)
         return torch.stack(parts, dim=1).tolist()
 
     def all_gather_rows(self, rows: Tensor, counts: list[int] | None = None) -> Tensor:
@@ -119,8 +119,8 @@ class Ranks:
         if not self.is_distributed:
             return numbers, rows
         integer = _INTEGERS[rows.element_size()]
-        own = torch.cat([numbers[:, None].to(integer), rows.view(integer)], dim=1)
-        gathered = self.all_gather_rows(own, counts)
+        numbered_rows = torch.cat([numbers[:, None].to(integer), rows.view(integer)], dim=1)
+        gathered = self.all_gather_rows(numbered_rows, counts)
         return gathered[:, 0].to(numbers.dtype), gathered[:, 1:].view(rows.dtype)
 
     def all_to_all_rows(self, rows: Tensor, *, sent: list[int], received: list[int]) -> Tensor:
@@ -137,15 +137,15 @@ class Ranks:
         dist.all_to_all_single(arrived, rows, received, sent, group=self.group)
         return arrived
 
-    def gather(self, tensor: Tensor, *, goal: int) -> list[Tensor] | None:
+    def gather(self, tensor: Tensor, *, destination: int) -> list[Tensor] | None:
         """Gathers a tensor from every rank. All ranks call it, with tensors of equal shapes.
 
-        Returns the list of tensors on rank `goal`, and None on other ranks.
+        Returns the list of tensors on rank `destination`, and None on other ranks.
         """
         if not self.is_distributed:
             return [tensor]
-        gathered = [torch.empty_like(tensor) for _ in range(self.size)] if self.index == goal else None
-        dist.gather(tensor.contiguous(), gathered, group_dst=goal, group=self.group)
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)] if self.index == destination else None
+        dist.gather(tensor.contiguous(), gathered, group_dst=destination, group=self.group)
         return gathered
 
     def scatter(self, tensors: list[Tensor] | None, *, like: Tensor, source: int) -> Tensor:
@@ -158,34 +158,34 @@ class Ranks:
         """
         if not self.is_distributed:
             return tensors[0]
-        own = torch.empty_like(like)
-        dist.scatter(own, tensors, group_src=source, group=self.group)
-        return own
+        part = torch.empty_like(like)
+        dist.scatter(part, tensors, group_src=source, group=self.group)
+        return part
 
-    def all_gather_ranges_(self, whole: Tensor, ranges: Sequence[slice]) -> None:
+    def all_gather_ranges_(self, full: Tensor, ranges: Sequence[slice]) -> None:
         """Completes a tensor [n] on all ranks: rank r sends its values of ranges[r] to all other ranks.
 
         All ranks call it. Sends one message if the ranges are consecutive and of equal length. The last range
-        may be shorter if `whole` has room behind it. Otherwise, sends one message for each range.
+        may be shorter if `full` has room behind it. Otherwise, sends one message for each range.
 
-        whole: The tensor to complete, in place. ranges: One range for each rank, disjoint.
+        full: The tensor to complete, in place. ranges: One range for each rank, disjoint.
         """
         if not self.is_distributed:
             return
         length = ranges[0].stop - ranges[0].start
         are_alike = all(
-            each.start in (number * length, each.stop) and each.stop - each.start <= length
-            for number, each in enumerate(ranges)
+            part.start in (index * length, part.stop) and part.stop - part.start <= length
+            for index, part in enumerate(ranges)
         )
-        if are_alike and len(whole) >= length * self.size:
+        if are_alike and len(full) >= length * self.size:
             new_name = getattr(dist, "all_gather_single", None)  # in torch 2.13 or later
-            whole, own = whole[: length * self.size], whole[self.index * length :][:length]
-            (new_name or dist.all_gather_into_tensor)(whole, own, group=self.group)
+            full, local = full[: length * self.size], full[self.index * length :][:length]
+            (new_name or dist.all_gather_into_tensor)(full, local, group=self.group)
             return
         works = [
-            dist.broadcast(whole[each], group_src=source, async_op=True, group=self.group)
-            for source, each in enumerate(ranges)
-            if each.start < each.stop
+            dist.broadcast(full[part], group_src=source, async_op=True, group=self.group)
+            for source, part in enumerate(ranges)
+            if part.start < part.stop
         ]
         for work in works:
             work.wait()
@@ -201,9 +201,9 @@ class AllToAllPlan:
     its owner. All ranks build a plan together, and call its methods together. On CUDA, building a plan waits
     for the device.
 
-    identifiers: int64 [n], the numbers of the table rows that this rank needs. own_rows: int64 [m], the rows
-    that other ranks (or this one) need from this rank, as row numbers on this rank. The rows for rank 0 come
-    first.
+    identifiers: int64 [n], the numbers of the table rows that this rank needs. local_rows: int64 [m], the
+    rows that other ranks (or this one) need from this rank, as row numbers on this rank. The rows for rank 0
+    come first.
     """
 
     def __init__(self, identifiers: Tensor, ranks: Ranks):
@@ -214,16 +214,16 @@ class AllToAllPlan:
         by_rank = ranks.all_gather_counts(*self._num_read, device=identifiers.device)
         self._num_lent = by_rank[ranks.index]  # rows sent to each rank
         numbers = identifiers[self._order] // ranks.size
-        self.own_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
+        self.local_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
 
-    def fetch(self, own: Tensor) -> Tensor:
+    def fetch(self, owned_rows: Tensor) -> Tensor:
         """Returns the table rows `identifiers` [n, ...], in this order. Their owners send them.
 
         All ranks call it.
 
-        own: All table rows that this rank owns.
+        owned_rows: All table rows that this rank owns.
         """
-        lent = own[self.own_rows]
+        lent = owned_rows[self.local_rows]
         arrived = self._ranks.all_to_all_rows(lent, sent=self._num_lent, received=self._num_read)
         return torch.empty_like(arrived).index_copy_(0, self._order, arrived)
 
@@ -231,7 +231,7 @@ class AllToAllPlan:
         """Sends row i of `rows` [n, ...] to the rank that owns row identifiers[i] of the table.
 
         All ranks call it. Returns the rows that this rank received as an owner. They belong to the rows
-        `own_rows` of its table.
+        `local_rows` of its table.
         """
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
@@ -351,11 +351,11 @@ def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], in
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
     gathered = gather_objects(dict(zip(tensors, sums, strict=True)))
     holders: dict[Key, dict[int, int]] = {}
-    for number, each in enumerate(gathered or ()):
-        for key, value in each.items():
-            holders.setdefault(key, {})[number] = value
+    for index, sums_of_rank in enumerate(gathered or ()):
+        for key, value in sums_of_rank.items():
+            holders.setdefault(key, {})[index] = value
     for (name, _), values in holders.items():
         first, *others = values
-        if different := [number for number in others if values[number] != values[first]]:
+        if different := [index for index in others if values[index] != values[first]]:
             return broadcast_object((name, different, first))
     return broadcast_object(None)

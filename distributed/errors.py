@@ -119,8 +119,8 @@ def _lack_of_memory(error: BaseException) -> str | None:
     is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if not is_known and getattr(error, "errno", None) != errno.ENOMEM and "can't allocate memory" not in text:
         return None
-    asked = re.search(r"[Tt]ri?e?d? to allocate ([\d.]+ \w+)", text)
-    return f"out of memory (tried to allocate {asked[1]})" if asked else "out of memory"
+    match = re.search(r"[Tt]ri?e?d? to allocate ([\d.]+ \w+)", text)
+    return f"out of memory (tried to allocate {match[1]})" if match else "out of memory"
 
 
 def _write_snapshot(folder: Path | None) -> str:

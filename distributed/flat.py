@@ -69,9 +69,9 @@ class ShardBuffers:
 
     def at(self, part: slice) -> Tensor:
         """Returns the memory of `part`, a range of the flat buffer that lies within one of `ranges`."""
-        for each, buffer in zip(self.ranges, self.buffers, strict=True):
-            if each.start <= part.start and part.stop <= each.stop:
-                return buffer[part.start - each.start : part.stop - each.start]
+        for buffer_range, buffer in zip(self.ranges, self.buffers, strict=True):
+            if buffer_range.start <= part.start and part.stop <= buffer_range.stop:
+                return buffer[part.start - buffer_range.start : part.stop - buffer_range.start]
         raise AssertionError(f"{part} is not within one of {self.ranges}")
 
 
@@ -131,7 +131,7 @@ class FlatParameters:
         self.ranks, self.undecayed, self.unsplit, self.is_part = ranks, undecayed, unsplit, is_part
         self.cuts = cuts or {}
         in_reverse = dict(reversed(list(named_parameters)))
-        self.parameters = dict(sorted(in_reverse.items(), key=lambda each: each[0] in undecayed))
+        self.parameters = dict(sorted(in_reverse.items(), key=lambda item: item[0] in undecayed))
         first = next(iter(self.parameters.values()))
         for parameter in self.parameters.values():
             assert (parameter.dtype, parameter.device) == (first.dtype, first.device)
@@ -169,9 +169,9 @@ class FlatParameters:
         self._shards = self._cut()  # one for each sharer; the last ones may be short or empty
         self.shard = self._shards[shard_group.index]
         self._sharded = {*sharded} & self._ranges.keys() if self.is_mixed else {*self._ranges}
-        self._kept = self.around(self.shard)  # the ranges that this rank updates
+        self._updated_ranges = self.around(self.shard)  # the ranges that this rank updates
         if self.is_mixed:
-            self.master_weights = self.zeros(self._kept)
+            self.master_weights = self.zeros(self._updated_ranges)
         else:
             self.master_weights = ShardBuffers([slice(0, self.size)], [self.weights])
         self.owned = self._take_over()
@@ -183,10 +183,12 @@ class FlatParameters:
         """
         for name, parameter in self.parameters.items():
             value, start = parameter.detach(), self._ranges[name].start
-            for each, master in zip(self.master_weights.ranges, self.master_weights.buffers, strict=True):
-                begin, end = max(start, each.start), min(start + value.numel(), each.stop)
+            for master_range, master in zip(
+                self.master_weights.ranges, self.master_weights.buffers, strict=True
+            ):
+                begin, end = max(start, master_range.start), min(start + value.numel(), master_range.stop)
                 if begin < end:
-                    master[begin - each.start : end - each.start] = value.flatten()[
+                    master[begin - master_range.start : end - master_range.start] = value.flatten()[
                         begin - start : end - start
                     ]
             memory = (
@@ -256,9 +258,9 @@ class FlatParameters:
         buffer: Tensor [size] with the values of all parameters, such as their gradients.
         """
         return {
-            name: buffer[own.start :][: parameter.numel()].view(parameter.shape)
-            for (name, parameter), own in zip(self.parameters.items(), self._ranges.values(), strict=True)
-            if own.stop <= len(buffer)
+            name: buffer[part.start :][: parameter.numel()].view(parameter.shape)
+            for (name, parameter), part in zip(self.parameters.items(), self._ranges.values(), strict=True)
+            if part.stop <= len(buffer)
         }
 
     def shards(
@@ -274,11 +276,11 @@ class FlatParameters:
         shards: Tensors = {}
         # All ranks must agree on which tensors are sharded. A rank cannot tell from its own shard: the
         # shard may happen to cover the full tensor.
-        is_whole = (self.shard_group if shard is self.shard else self.ranks).size == 1 and not self.is_part
+        is_full = (self.shard_group if shard is self.shard else self.ranks).size == 1 and not self.is_part
         for name in self.parameters if names is None else names:
             part, begin = self._part(name, shard), self._ranges[name].start
             shape, length = tuple(self.parameters[name].shape), part.stop - part.start
-            if name not in self._sharded or is_whole:
+            if name not in self._sharded or is_full:
                 shards[name] = shard_buffers.at(part).view(shape)
                 continue
             spans = (Span(part.start - begin, length),) if length else ()
@@ -299,7 +301,7 @@ class FlatParameters:
         end = begin + self.parameters[name].numel()
         if name not in self._sharded:
             return slice(begin, end)
-        return slice(*(min(max(each, begin), end) for each in (shard.start, shard.stop)))
+        return slice(*(min(max(edge, begin), end) for edge in (shard.start, shard.stop)))
 
     def around(self, shard: slice) -> list[slice]:
         """Returns the ranges of the flat buffer that a rank needs to update the weights in `shard`.
@@ -310,25 +312,25 @@ class FlatParameters:
         """
         rest, unit = self.ranges(self.parameters.keys() - self._sharded), _SHARD_ALIGNMENT
         rest = [
-            slice(each.start // unit * unit, min(-(-each.stop // unit) * unit, self.size)) for each in rest
+            slice(part.start // unit * unit, min(-(-part.stop // unit) * unit, self.size)) for part in rest
         ]
         merged: list[slice] = []
-        for each in sorted([shard, *rest], key=lambda each: each.start):
-            if merged and each.start <= merged[-1].stop:
-                merged[-1] = slice(merged[-1].start, max(each.stop, merged[-1].stop))
-            elif each.start < each.stop:
-                merged.append(each)
+        for part in sorted([shard, *rest], key=lambda part: part.start):
+            if merged and part.start <= merged[-1].stop:
+                merged[-1] = slice(merged[-1].start, max(part.stop, merged[-1].stop))
+            elif part.start < part.stop:
+                merged.append(part)
         return merged
 
     def zeros(self, ranges: Sequence[slice]) -> ShardBuffers:
         """Returns memory for some ranges of the flat buffer, all zero, in the dtype of the gradients."""
-        return ShardBuffers(ranges, [self.message.new_zeros(each.stop - each.start) for each in ranges])
+        return ShardBuffers(ranges, [self.message.new_zeros(part.stop - part.start) for part in ranges])
 
-    def kept_of(self, names: Collection[str]) -> list[slice]:
+    def updated_ranges_of(self, names: Collection[str]) -> list[slice]:
         """Returns the ranges of the flat buffer that hold the given parameters and that this rank updates."""
-        pairs = itertools.product(self.ranges(names), self._kept)
+        pairs = itertools.product(self.ranges(names), self._updated_ranges)
         common = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
-        return [each for each in common if each.start < each.stop]
+        return [part for part in common if part.start < part.stop]
 
     def gather_(self) -> None:
         """Distributes the updated weights to all ranks, for the next forward pass.
@@ -352,8 +354,8 @@ class FlatParameters:
         that it also updates.
         """
         shards = self._shards if self.is_mixed else [slice(0, self.size)]
-        number = self.ranks.size // len(shards)
-        return [_cut_evenly(shard, number)[copy] for copy in range(number) for shard in shards]
+        num_copies = self.ranks.size // len(shards)
+        return [_cut_evenly(shard, num_copies)[copy] for copy in range(num_copies) for shard in shards]
 
     def all_gather_views(self, shard_buffers: ShardBuffers, shards: Sequence[slice]) -> dict[str, Tensor]:
         """Gathers values that ranks hold as shards. Returns {name: full tensor}. All ranks call it.
@@ -363,12 +365,12 @@ class FlatParameters:
         shard_buffers: This rank's values, in the ranges `around(shards[rank])`. shards: One range for each
         rank.
         """
-        whole, own = torch.zeros_like(self._padded), shards[self.ranks.index]
-        if own.start < own.stop:
-            whole[own] = shard_buffers.at(own)
-        self.ranks.all_gather_ranges_(whole, shards)
-        rest = self.shards(shard_buffers, own, self.parameters.keys() - self._sharded)
-        return self.views(whole) | rest
+        full, shard = torch.zeros_like(self._padded), shards[self.ranks.index]
+        if shard.start < shard.stop:
+            full[shard] = shard_buffers.at(shard)
+        self.ranks.all_gather_ranges_(full, shards)
+        rest = self.shards(shard_buffers, shard, self.parameters.keys() - self._sharded)
+        return self.views(full) | rest
 
     def _cut(self) -> list[slice]:
         """Divides the flat buffer among the ranks that share the optimizer's work (`shard_group`).
@@ -379,9 +381,9 @@ class FlatParameters:
         if not self.unsplit or self.shard_group.size == 1:
             return _cut_evenly(slice(0, self.size), self.shard_group.size)
         ranges = self.ranges(self.unsplit, joins=False)
-        edges = sorted({0, self.size, *(edge for each in ranges for edge in (each.start, each.stop))})
-        goals = (self.size * number / self.shard_group.size for number in range(self.shard_group.size + 1))
-        ends = [min(edges, key=lambda edge: abs(edge - goal)) for goal in goals]
+        edges = sorted({0, self.size, *(edge for part in ranges for edge in (part.start, part.stop))})
+        targets = (self.size * index / self.shard_group.size for index in range(self.shard_group.size + 1))
+        ends = [min(edges, key=lambda edge: abs(edge - target)) for target in targets]
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
@@ -390,13 +392,13 @@ class FlatParameters:
         A range includes the unused elements behind its parameter. joins: Whether to merge adjacent ranges.
         """
         ranges: list[slice] = []
-        for name, own in self._ranges.items():
+        for name, part in self._ranges.items():
             if name not in names:
                 continue
-            if joins and ranges and ranges[-1].stop == own.start:
-                ranges[-1] = slice(ranges[-1].start, own.stop)
+            if joins and ranges and ranges[-1].stop == part.start:
+                ranges[-1] = slice(ranges[-1].start, part.stop)
             else:
-                ranges.append(own)
+                ranges.append(part)
         return ranges
 
     def buckets(self, num_bytes: float) -> list[slice]:
@@ -408,20 +410,20 @@ class FlatParameters:
         element_bytes = self.message.element_size()
         buckets: list[slice] = []
         begin = 0
-        for own in self._ranges.values() if len(self.gradients) else ():
+        for part in self._ranges.values() if len(self.gradients) else ():
             limit = num_bytes if buckets else min(num_bytes, _FIRST_BUCKET_BYTES)
-            if (own.stop - begin) * element_bytes >= limit or own.stop == self.size:
-                buckets.append(slice(begin, own.stop))
-                begin = own.stop
+            if (part.stop - begin) * element_bytes >= limit or part.stop == self.size:
+                buckets.append(slice(begin, part.stop))
+                begin = part.stop
         last_begin = buckets.pop().start if buckets else 0
         return [*buckets, slice(last_begin, len(self.message))]
 
 
-def _cut_evenly(whole: slice, number: int) -> list[slice]:
-    """Splits a range into `number` ranges of equal length, a multiple of 1024 elements.
+def _cut_evenly(full: slice, count: int) -> list[slice]:
+    """Splits a range into `count` ranges of equal length, a multiple of 1024 elements.
 
     The last ranges may be shorter or empty.
     """
-    length = -(-(whole.stop - whole.start) // (_SHARD_ALIGNMENT * number)) * _SHARD_ALIGNMENT
-    ends = [min(whole.start + each * length, whole.stop) for each in range(number + 1)]
+    length = -(-(full.stop - full.start) // (_SHARD_ALIGNMENT * count)) * _SHARD_ALIGNMENT
+    ends = [min(full.start + index * length, full.stop) for index in range(count + 1)]
     return [slice(*pair) for pair in itertools.pairwise(ends)]

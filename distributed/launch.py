@@ -257,7 +257,7 @@ def _warn_of_other_formats(starts: list[dict]) -> None:
     formats = [start["format"] and Choice(*start["format"]) for start in starts]
     if (first := formats[0]) is None:
         return
-    others = [number for number, each in enumerate(formats) if each and each.name != first.name]
+    others = [number for number, choice in enumerate(formats) if choice and choice.name != first.name]
     if not others:
         return
     hosts = ", ".join(dict.fromkeys(starts[number]["host"] for number in others))

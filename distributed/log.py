@@ -195,7 +195,9 @@ def capture_library_warnings() -> None:
     logging.captureWarnings(True)
     logging.getLogger().addHandler(_forward)
     console = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
-    loggers = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    loggers = [
+        entry for entry in logging.root.manager.loggerDict.values() if isinstance(entry, logging.Logger)
+    ]
     for logger in loggers:
         for handler in logger.handlers:
             if getattr(handler, "stream", None) in console:

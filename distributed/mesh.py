@@ -34,8 +34,8 @@ def sizes_of(
     left, rest = divmod(world_size, pipeline * tensor)
     if rest:
         degrees = {"pipeline_parallel_degree": pipeline, "tensor_parallel_degree": tensor}
-        given = " x ".join(f"{key}={size}" for key, size in degrees.items() if size > 1)
-        raise ValueError(f"{given} does not divide the {world_size} processes. Change one of them.")
+        product = " x ".join(f"{key}={size}" for key, size in degrees.items() if size > 1)
+        raise ValueError(f"{product} does not divide the {world_size} processes. Change one of them.")
     shard = {"auto": 1, -1: left}.get(shard, shard)
     if left % shard:
         raise ValueError(
@@ -106,12 +106,12 @@ class Mesh:
         lines: dict[tuple[int, ...], list[int]] = {}
         for number in range(world_size()):
             position = position_of(number, self.sizes)
-            lines.setdefault(tuple(position[a] for a in AXES if a not in axes), []).append(number)
-        own = ALONE
+            lines.setdefault(tuple(position[axis] for axis in AXES if axis not in axes), []).append(number)
+        ranks = ALONE
         for members in lines.values():  # all ranks must create all groups, in the same order
             if len(members) == world_size() and axes != ("pipeline",):
                 return all_ranks()
             group = dist.new_group(members) if len(members) > 1 else None
             if rank() in members:
-                own = Ranks(members.index(rank()), len(members), group)
-        return own
+                ranks = Ranks(members.index(rank()), len(members), group)
+        return ranks

@@ -34,14 +34,14 @@ class Ring:
         self.stage, self.size, self._groups = stages.index, stages.size, (stages.group, owners.group)
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
-    def send(self, tensor: Tensor, goal: int, *, with_owner: bool) -> None:
-        """Starts to send a tensor to rank `goal`, and does not wait. `finish_sends` waits.
+    def send(self, tensor: Tensor, destination: int, *, with_owner: bool) -> None:
+        """Starts to send a tensor to rank `destination`, and does not wait. `finish_sends` waits.
 
         with_owner: Whether one of the two ranks sends or gets its own data (group `owners`), instead of
         passing data from stage to stage.
         """
         tensor = tensor.contiguous()
-        self._sent.append((dist.isend(tensor, group_dst=goal, group=self._groups[with_owner]), tensor))
+        self._sent.append((dist.isend(tensor, group_dst=destination, group=self._groups[with_owner]), tensor))
 
     def receive(self, like: Tensor, source: int, *, with_owner: bool) -> Callable[[], Tensor]:
         """Starts to receive a tensor from rank `source`.
@@ -66,12 +66,12 @@ class Ring:
         self._sent.clear()
 
 
-def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *, forward: bool) -> Tensor:
+def circulate(ring: Ring, local: Tensor, work: Callable[[int, Tensor], Tensor], *, forward: bool) -> Tensor:
     """Sends the data of every rank through all pipeline stages and back to that rank.
 
     Returns the output for this rank's data. All ranks of the ring call it.
 
-    own: Input of this rank. work: Function that computes this stage: work(owner, x) returns the output for
+    local: Input of this rank. work: Function that computes this stage: work(owner, x) returns the output for
     the input x, which comes from rank `owner`. forward: If False, the stages run in reverse order (backward
     pass).
     """
@@ -80,11 +80,11 @@ def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *,
 
     def receive(owner: int) -> Callable[[], Tensor]:
         if ring.stage != first:
-            return ring.receive(own, ring.stage - step, with_owner=False)
-        return (lambda: own) if owner == first else ring.receive(own, owner, with_owner=True)
+            return ring.receive(local, ring.stage - step, with_owner=False)
+        return (lambda: local) if owner == first else ring.receive(local, owner, with_owner=True)
 
     if ring.stage != first:
-        ring.send(own, first, with_owner=True)
+        ring.send(local, first, with_owner=True)
     waiting = receive(first)
     for owner in owners:
         received = waiting()
@@ -98,7 +98,7 @@ def circulate(ring: Ring, own: Tensor, work: Callable[[int, Tensor], Tensor], *,
         else:
             result = made
     if result is None:
-        result = ring.receive(own, last, with_owner=True)()
+        result = ring.receive(local, last, with_owner=True)()
     ring.finish_sends()
     return result
 
@@ -118,8 +118,8 @@ class _Call(torch.autograd.Function):
     ) -> Tensor:
         ctx.ring, ctx.pieces = ring, {}
         ctx.context = [
-            each.detach().requires_grad_(each.requires_grad) if torch.is_tensor(each) else each
-            for each in context
+            value.detach().requires_grad_(value.requires_grad) if torch.is_tensor(value) else value
+            for value in context
         ]
 
         def work(owner: int, received: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class _Call(torch.autograd.Function):
             return x.grad
 
         of_slots = circulate(ctx.ring, gradient.contiguous(), work, forward=False)
-        return None, None, None, of_slots, *(getattr(each, "grad", None) for each in ctx.context)
+        return None, None, None, of_slots, *(getattr(value, "grad", None) for value in ctx.context)
 
 
 def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Tensor:
@@ -164,8 +164,8 @@ def keep_stage(level: Any, ranks: Ranks) -> None:
     """
     blocks = dict(level.layers.named_children())
     assert len(blocks) % ranks.size == 0, "the schema refuses other numbers"
-    own = len(blocks) // ranks.size
-    names = list(blocks)[ranks.index * own : (ranks.index + 1) * own]
+    num_local = len(blocks) // ranks.size
+    names = list(blocks)[ranks.index * num_local : (ranks.index + 1) * num_local]
     level.layers = nn.ModuleDict({name: blocks[name] for name in names})
 
 

@@ -79,9 +79,9 @@ def read_launcher() -> None:
     If srun started several processes, sets the variables. With another launcher, checks them. Raises
     ValueError if they are not set, or if several processes have the same rank.
     """
-    launchers = (each for each in _LAUNCHERS if os.environ.get(each[1], "1") != "1")
-    launcher, count_name, number_name = next(launchers, ("", "", ""))
-    count, number = os.environ.get(count_name), os.environ.get(number_name)
+    launchers = (entry for entry in _LAUNCHERS if os.environ.get(entry[1], "1") != "1")
+    launcher, count_name, rank_name = next(launchers, ("", "", ""))
+    count, launcher_rank = os.environ.get(count_name), os.environ.get(rank_name)
     if launcher == "srun" and "RANK" not in os.environ and os.environ.get("WORLD_SIZE", count) == count:
         _set_slurm_variables()
     elif launcher and "WORLD_SIZE" not in os.environ:
@@ -90,10 +90,10 @@ def read_launcher() -> None:
             "node, as launch/slurm.sbatch does (docs/many_machines.md). If each process is a separate run, "
             "set WORLD_SIZE=1."
         )
-    elif launcher and not is_under_torchrun() and str(world_size()) == count and str(rank()) != number:
+    elif launcher and not is_under_torchrun() and str(world_size()) == count and str(rank()) != launcher_rank:
         raise ValueError(
-            f"several processes have the same rank: RANK={rank()}, but {number_name}={number}. {launcher} "
-            f"started {count} processes. Set RANK=${number_name} in each process, not once for all."
+            f"several processes have the same rank: RANK={rank()}, but {rank_name}={launcher_rank}. "
+            f"{launcher} started {count} processes. Set RANK=${rank_name} in each process, not once for all."
         )
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and world_size() > 1:
@@ -118,7 +118,7 @@ def _set_slurm_variables() -> None:
         os.environ["MASTER_ADDR"] = listed[0]
     os.environ.setdefault("MASTER_PORT", str(20000 + job % 10000))
     names = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
-    os.environ |= {ours: os.environ[its] for ours, its in names.items()}
+    os.environ |= {name: os.environ[slurm_name] for name, slurm_name in names.items()}
 
 
 def set_node_variables(hosts: list[str]) -> None:
@@ -326,10 +326,10 @@ def choose_backend(name: str, device: torch.device) -> str:
             f"{world_size()} processes, but this torch was built without gloo. Install torch from PyPI or "
             "pytorch.org, or use one process."
         )
-    there = [name for _, name in socket.if_nameindex()]
+    interfaces = [name for _, name in socket.if_nameindex()]
     for interface in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") * (world_size() > 1)):
-        if interface not in there:
-            names = ", ".join(there)
+        if interface not in interfaces:
+            names = ", ".join(interfaces)
             raise ValueError(f"GLOO_SOCKET_IFNAME: no interface {interface}. Choose among {names}.")
     return f"cpu:gloo,cuda:{name}" if is_cuda else "gloo"
 

@@ -83,25 +83,25 @@ def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
     return Shard(tensor[None], (span,), (ranks.size, *tensor.shape), is_by_rank=True)
 
 
-def part_of_whole(whole: Tensor, shard: Shard) -> Tensor:
-    """Returns the elements of the full tensor `whole` that the shard holds, flattened: [n].
+def part_of_whole(full: Tensor, shard: Shard) -> Tensor:
+    """Returns the elements of the full tensor `full` that the shard holds, flattened: [n].
 
     shard: Describes the positions. Its own tensor is not read.
     """
-    flat = whole.reshape(-1)
+    flat = full.reshape(-1)
     pieces = [
-        flat.as_strided((each.count, each.length), (each.stride, 1), flat.storage_offset() + each.start)
-        for each in shard.spans
+        flat.as_strided((span.count, span.length), (span.stride, 1), flat.storage_offset() + span.start)
+        for span in shard.spans
     ]
     return torch.cat([piece.flatten() for piece in pieces]) if pieces else flat[:0]
 
 
-def tensor_of(kept: Tensor | Shard) -> Tensor:
+def tensor_of(stored: Tensor | Shard) -> Tensor:
     """Returns the tensor itself, or the elements of the shard that are on this rank.
 
     Both can be written to.
     """
-    return kept.tensor if isinstance(kept, Shard) else kept
+    return stored.tensor if isinstance(stored, Shard) else stored
 
 
 def slots_of(ranks: Ranks, num_slots: int) -> range:
@@ -110,5 +110,5 @@ def slots_of(ranks: Ranks, num_slots: int) -> range:
     Example: 10 slots on 4 ranks give 3, 3, 3 and 1. The last ranks may get fewer slots, or none.
     """
     share = -(-num_slots // ranks.size)
-    first, end = (min(number * share, num_slots) for number in (ranks.index, ranks.index + 1))
+    first, end = (min(index * share, num_slots) for index in (ranks.index, ranks.index + 1))
     return range(first, end)

@@ -35,7 +35,7 @@ class SharedTensors:
         """
         self._ranks.barrier()
         share = -(-len(self.own) // (_ALIGNMENT * self._ranks.size)) * _ALIGNMENT
-        slices = [each[self._ranks.index * share :][:share].split(_CHUNK) for each in self.of_ranks]
+        slices = [tensor[self._ranks.index * share :][:share].split(_CHUNK) for tensor in self.of_ranks]
         for first, *others in zip(*slices, strict=True):
             for other in others:
                 first += other
@@ -43,15 +43,15 @@ class SharedTensors:
                 other.copy_(first)
         self._ranks.barrier()
 
-    def all_gather_(self, own_range: slice) -> None:
-        """Copies this rank's values in `own_range` to the same range of all other ranks' tensors.
+    def all_gather_(self, local_range: slice) -> None:
+        """Copies this rank's values in `local_range` to the same range of all other ranks' tensors.
 
         All ranks call it. The ranges of different ranks must be disjoint. A rank may read the new values
         after its call returns.
         """
-        for number, other in enumerate(self.of_ranks):
-            if number != self._ranks.index:
-                other[own_range] = self.own[own_range]
+        for index, other in enumerate(self.of_ranks):
+            if index != self._ranks.index:
+                other[local_range] = self.own[local_range]
         self._ranks.barrier()
 
 
@@ -65,8 +65,8 @@ def open_shared_tensors(size: int, dtype: torch.dtype, ranks: Ranks) -> SharedTe
         return None
     name = f"ranks_{secrets.token_hex(8)}"
     file = _create(name, size * dtype.itemsize)
-    names = all_gather_objects((os.getpid(), file, name), ranks.group)
-    of_ranks = [_map(*each, size=size, dtype=dtype) for each in names]
+    labels = all_gather_objects((os.getpid(), file, name), ranks.group)
+    of_ranks = [_map(*label, size=size, dtype=dtype) for label in labels]
     # Now all ranks have mapped the files, or none will use them: the files can be closed.
     are_mapped = all(all_gather_objects(None not in of_ranks, ranks.group))
     if file is not None:

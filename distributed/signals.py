@@ -40,7 +40,7 @@ def stop_signals() -> list[signal.Signals]:
     If the process ignores SIGHUP (started with nohup), SIGHUP is left out.
     """
     is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    return [number for number in SIGNALS if not (is_ignored and number == signal.SIGHUP)]
+    return [signal_number for signal_number in SIGNALS if not (is_ignored and signal_number == signal.SIGHUP)]
 
 
 def end_torchrun() -> int:
@@ -125,7 +125,9 @@ class Interruption:
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._handlers_before = {number: signal.signal(number, self._request) for number in stop_signals()}
+        self._handlers_before = {
+            signal_number: signal.signal(signal_number, self._request) for signal_number in stop_signals()
+        }
         threading.Thread(target=self._listen, name="interruption", daemon=True).start()
         return self
 
@@ -134,8 +136,8 @@ class Interruption:
         # torchrun's own signal may still arrive.
         ends = (self._all_stop.is_set() or error is not None) and world_size() > 1
         self._all_stop.set()
-        for number, handler in self._handlers_before.items():
-            signal.signal(number, signal.SIG_IGN if ends else handler)
+        for signal_number, handler in self._handlers_before.items():
+            signal.signal(signal_number, signal.SIG_IGN if ends else handler)
         signal.set_wakeup_fd(self._wakeup_before)
         self._writer.close()  # ends the thread
 

@@ -128,15 +128,17 @@ class FlatSync(GradientSync):
         self._is_accumulating, self._num_started = False, 0
         self._buckets: list[_Bucket] = []
         ends: list[int] = []
-        for each in flat.buckets(bucket_size_mb * 2**20):
-            gradients = flat.message[each]
+        for bucket_range in flat.buckets(bucket_size_mb * 2**20):
+            gradients = flat.message[bucket_range]
             send_buffer = gradients if sync_dtype == gradients.dtype else gradients.to(sync_dtype)
             self._buckets.append(_Bucket(gradients, send_buffer))
-            ends.append(each.stop)
+            ends.append(bucket_range.stop)
         self._views = flat.attach_gradients()
         for name, view in self._views.items():
             bucket = next(
-                b for b, end in zip(self._buckets, ends, strict=True) if view.storage_offset() < end
+                candidate
+                for candidate, end in zip(self._buckets, ends, strict=True)
+                if view.storage_offset() < end
             )
             bucket.num_parameters += 1
             hook = functools.partial(self._gradient_is_complete, bucket)

@@ -55,11 +55,11 @@ class Cut(NamedTuple):
     end: int
     shape: tuple[int, ...]
 
-    def take(self, whole: Tensor) -> Tensor:
-        """Returns a copy of this rank's part of the full weight `whole`, with as many axes as the weight."""
+    def take(self, full: Tensor) -> Tensor:
+        """Returns a copy of this rank's part of the full weight `full`, with as many axes as the weight."""
         shape, axis = list(self.shape), int(self.outer == self.shape[0])
         shape[axis] = shape[axis] * (self.end - self.begin) // self.middle
-        return whole.reshape(self.outer, self.middle, -1)[:, self.begin : self.end].reshape(shape).clone()
+        return full.reshape(self.outer, self.middle, -1)[:, self.begin : self.end].reshape(shape).clone()
 
     def of(self, index: int, size: int) -> "Cut":
         """Returns the `Cut` of the same weight for rank `index` of `size` ranks."""
@@ -71,7 +71,7 @@ class Cut(NamedTuple):
 
         parts: One part for each rank, in order of ranks.
         """
-        return torch.cat([each.reshape(self.outer, -1) for each in parts], dim=1).view(self.shape)
+        return torch.cat([part.reshape(self.outer, -1) for part in parts], dim=1).view(self.shape)
 
     def spans(self, part: slice) -> Spans:
         """Finds where elements of this rank's part lie in the full weight. Returns their positions as spans.
@@ -117,11 +117,11 @@ def cut_tensors(
             continue
         for weight, (outer, middle) in plan.weights.items():
             assert middle % ranks.size == 0, f"{name}.{weight}: {middle} on {ranks.size} ranks"
-            whole = module.get_parameter(weight)
-            cut = Cut(outer, middle, 0, middle, tuple(whole.shape)).of(ranks.index, ranks.size)
+            full = module.get_parameter(weight)
+            cut = Cut(outer, middle, 0, middle, tuple(full.shape)).of(ranks.index, ranks.size)
             cuts[f"{name}.{weight}"] = cut
             owner = module.get_submodule(weight.rpartition(".")[0])
-            part = nn.Parameter(cut.take(whole.detach()), requires_grad=whole.requires_grad)
+            part = nn.Parameter(cut.take(full.detach()), requires_grad=full.requires_grad)
             setattr(owner, weight.rpartition(".")[2], part)
         _surround(module, ranks, reads_share=plan.reads_share)
     return cuts

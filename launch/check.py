@@ -104,10 +104,10 @@ def check_ranks(options: argparse.Namespace) -> None:
 
         rows = _on_all_ranks("set up", set_up)
         device = group.choose_device(options.device)
-        rates = [Rates(*each) for each in _on_all_ranks("multiply", lambda: measure_rates(device))]
+        rates = [Rates(*measured) for measured in _on_all_ranks("multiply", lambda: measure_rates(device))]
         names = ("rank", "host", "pid", "device", "threads", "interface", "address", "port")
         names += tuple(f"{name} GFLOP/s" for name in RATES)
-        all_cells = ((*row, *each.texts()) for row, each in zip(rows, rates, strict=True))
+        all_cells = ((*row, *speeds.texts()) for row, speeds in zip(rows, rates, strict=True))
         log.info("\n" + _table(names, *((number, *cells) for number, cells in enumerate(all_cells))))
         _compare_rates(rates)
         _check_names([row[0] for row in rows])
@@ -127,8 +127,8 @@ def _compare_rates(rates: Sequence[Rates]) -> None:
     rates: Measured speeds of each rank.
     """
     ranks: dict[str, list[int]] = {}
-    for number, each in enumerate(rates):
-        ranks.setdefault(each.compare(), []).append(number)
+    for number, speeds in enumerate(rates):
+        ranks.setdefault(speeds.compare(), []).append(number)
     for text, numbers in ranks.items():
         log.info(text if len(ranks) == 1 else f"{log.name_ranks(numbers)}: {text}")
 
@@ -178,9 +178,9 @@ def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -
                 "GLOO_SOCKET_IFNAME to the interface that leads to the other hosts. Allow TCP connections "
                 "from them to any port in the firewall."
             )
-    for a, b in itertools.combinations(range(len(rows)), 2):
-        if faults[a][b] and faults[b][a]:
-            _end_all(f"ranks {a} and {b} cannot connect to each other")
+    for first, second in itertools.combinations(range(len(rows)), 2):
+        if faults[first][second] and faults[second][first]:
+            _end_all(f"ranks {first} and {second} cannot connect to each other")
 
 
 def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
@@ -238,15 +238,15 @@ def _measure_links(
     hosts, durations = [row[0] for row in rows], {}
     for pair in links.pairs_to_measure(hosts):
         measure = functools.partial(links.measure_link, pair, device, repeats=repeats, num_bytes=large)
-        a, b = pair
-        seconds, rate = _on_all_ranks(f"exchange messages (rank {a} with rank {b})", measure)[a]
-        log.info(_describe_link(f"{a} <-> {b}", seconds, rate))
+        first, second = pair
+        seconds, rate = _on_all_ranks(f"exchange messages (rank {first} with rank {second})", measure)[first]
+        log.info(_describe_link(f"{first} <-> {second}", seconds, rate))
         durations[pair] = seconds + large / rate
         watchdog.step_done(2)
 
     def all_reduces() -> list[float]:
         messages = ((torch.zeros(1, device=device), repeats), (torch.zeros(large // 4, device=device), 3))
-        return [links.median_seconds([dist.all_reduce], *each) for each in messages]
+        return [links.median_seconds([dist.all_reduce], *message) for message in messages]
 
     seconds, duration = map(max, zip(*_on_all_ranks("all-reduce", all_reduces), strict=True))
     log.info(f"{_describe_link('all-reduce', seconds, 2 * (size - 1) / size * large / duration)} on the bus")

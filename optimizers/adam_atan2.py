@@ -99,11 +99,11 @@ class AdamATan2(torch.optim.Optimizer):
             parts.values(),
             {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay, "step": 0},
         )
-        self._flat, kept = flat, flat.kept_of(names)
-        self._moments: dict[str, ShardBuffers] = {moment: flat.zeros(kept) for moment in _MOMENTS}
+        self._flat, ranges = flat, flat.updated_ranges_of(names)
+        self._moments: dict[str, ShardBuffers] = {moment: flat.zeros(ranges) for moment in _MOMENTS}
         for moment, shard_buffers in self._moments.items():
-            for name, kept in flat.shards(shard_buffers, flat.shard, names).items():
-                self.state[parts[name]][moment] = tensor_of(kept)
+            for name, part in flat.shards(shard_buffers, flat.shard, names).items():
+                self.state[parts[name]][moment] = tensor_of(part)
         self._kernel = None
         if compiler_options is not None:
             self._kernel = torch.compile(adam_atan2_, fullgraph=True, dynamic=True, options=compiler_options)
@@ -123,8 +123,8 @@ class AdamATan2(torch.optim.Optimizer):
         if self._kernel is not None:
             factors = _as_tensors(factors, self._flat.weights.device)
         first, second = self._moments.values()
-        for own, *moments in zip(first.ranges, first.buffers, second.buffers, strict=True):
-            tensors = (self._flat.master_weights.at(own), self._flat.gradients[own], *moments)
+        for part, *moments in zip(first.ranges, first.buffers, second.buffers, strict=True):
+            tensors = (self._flat.master_weights.at(part), self._flat.gradients[part], *moments)
             if self._kernel is None:
                 _adam_atan2_in_chunks_(*tensors, **factors, beta1=beta1, beta2=beta2)
             else:

@@ -80,8 +80,12 @@ class DenseAverage(Average):
     def __init__(self, *flats: FlatParameters, rate: float, corrects_bias: bool = False):
         self._flats, self._rate, self._corrects_bias = flats, rate, corrects_bias
         self._shards = [flat.average_shards() for flat in flats]
-        self._own = [shards[flat.ranks.index] for flat, shards in zip(flats, self._shards, strict=True)]
-        self._averages = [flat.zeros(flat.around(own)) for flat, own in zip(flats, self._own, strict=True)]
+        self._local_shards = [
+            shards[flat.ranks.index] for flat, shards in zip(flats, self._shards, strict=True)
+        ]
+        self._averages = [
+            flat.zeros(flat.around(shard)) for flat, shard in zip(flats, self._local_shards, strict=True)
+        ]
         self.reset_to_weights()
 
     def reset_to_weights(self) -> None:
@@ -101,8 +105,8 @@ class DenseAverage(Average):
     def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (averages, weights) for each range of the weights that this rank averages."""
         for flat, shard_buffers in zip(self._flats, self._averages, strict=True):
-            for each, averages in zip(shard_buffers.ranges, shard_buffers.buffers, strict=True):
-                yield averages, flat.master_weights.at(each)
+            for part, averages in zip(shard_buffers.ranges, shard_buffers.buffers, strict=True):
+                yield averages, flat.master_weights.at(part)
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
@@ -121,8 +125,8 @@ class DenseAverage(Average):
 
     def values(self, *, step: int = 0) -> Tensors:
         values: Tensors = {}
-        for flat, shard_buffers, own in zip(self._flats, self._averages, self._own, strict=True):
-            values |= flat.shards(shard_buffers, own)
+        for flat, shard_buffers, shard in zip(self._flats, self._averages, self._local_shards, strict=True):
+            values |= flat.shards(shard_buffers, shard)
         return values
 
     def tensors(self) -> Tensors:

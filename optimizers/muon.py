@@ -105,11 +105,13 @@ class CutMuon(torch.optim.Optimizer):
         """Updates this rank's part of every matrix that has a gradient. All ranks call it."""
         (group,) = self.param_groups
         moving = [
-            (name, each) for name, each in self._matrices.items() if len(each) and each.grad is not None
+            (name, weight)
+            for name, weight in self._matrices.items()
+            if len(weight) and weight.grad is not None
         ]
-        for number, (name, matrix) in enumerate(moving):
+        for index, (name, matrix) in enumerate(moving):
             update = _accelerated(matrix.grad, self.state[matrix]["momentum_buffer"])
-            change = self._change(update, self._cuts[name], lr=group["lr"], owner=number % self._ranks.size)
+            change = self._change(update, self._cuts[name], lr=group["lr"], owner=index % self._ranks.size)
             matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
     def _change(self, update: Tensor, cut: Cut, *, lr: float, owner: int) -> Tensor:
@@ -119,10 +121,10 @@ class CutMuon(torch.optim.Optimizer):
 
         update: This rank's part of the momentum. cut: Which part of the matrix it is. lr: Learning rate.
         """
-        parts = self._ranks.gather(update, goal=owner)
+        parts = self._ranks.gather(update, destination=owner)
         if parts is None:
             return self._ranks.scatter(None, like=update, source=owner)
-        whole = orthogonalize(cut.join(parts), dtype=self._dtype).to(update.dtype)
-        whole = whole.contiguous() * -_scaled(lr, whole)  # a message needs contiguous parts
-        changes = [cut.of(number, self._ranks.size).take(whole) for number in range(self._ranks.size)]
+        full = orthogonalize(cut.join(parts), dtype=self._dtype).to(update.dtype)
+        full = full.contiguous() * -_scaled(lr, full)  # a message needs contiguous parts
+        changes = [cut.of(index, self._ranks.size).take(full) for index in range(self._ranks.size)]
         return self._ranks.scatter(changes, like=update, source=owner)

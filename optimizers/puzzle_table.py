@@ -214,10 +214,10 @@ class Replicated(_Table):
         For local_steps > 1: ranks train separately between two calls. step: First training step after the
         last call.
         """
-        weights, own = self.embedding.weights, torch.cat(self._moved).unique()
+        weights, moved = self.embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
-        (counts,) = self.ranks.all_gather_counts(len(own), device=weights.device)
-        identifiers, rows = self.ranks.all_gather_numbered_rows(own, weights[own], counts)
+        (counts,) = self.ranks.all_gather_counts(len(moved), device=weights.device)
+        identifiers, rows = self.ranks.all_gather_numbered_rows(moved, weights[moved], counts)
         distinct, sums = sum_by_identifier(identifiers, rows)
         num_movers = identifiers.unique(return_counts=True)[1]
         self.average.before_change(distinct, step=step)
@@ -232,24 +232,24 @@ class Replicated(_Table):
     def owned_weights(self) -> Tensor:
         return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
-    def all_gather_owned(self, own: Tensor) -> Tensor:
+    def all_gather_owned(self, owned: Tensor) -> Tensor:
         """Returns the values of all rows of the table, [num_rows, ...]. All ranks call it.
 
         Rank r passes the values of rows r, r + size, r + 2 size, ... Sends one broadcast for each rank,
         because this needs little extra memory.
 
-        own: Values of this rank's rows.
+        owned: Values of this rank's rows.
         """
         if not has_group():
-            return own
-        whole = own.new_empty(self.num_rows, *own.shape[1:])
+            return owned
+        full = owned.new_empty(self.num_rows, *owned.shape[1:])
         for index in range(self.ranks.size):
             num_owned = len(rows_of_rank(self.num_rows, index, self.ranks.size))
-            rows = own if index == self.ranks.index else own.new_empty(num_owned, *own.shape[1:])
+            rows = owned if index == self.ranks.index else owned.new_empty(num_owned, *owned.shape[1:])
             if num_owned:
                 self.ranks.broadcast_([rows], source=index)
-                whole[index :: self.ranks.size] = rows
-        return whole
+                full[index :: self.ranks.size] = rows
+        return full
 
 
 class RowsByOwner(_Table):
@@ -278,32 +278,32 @@ class RowsByOwner(_Table):
         identifiers, rows = self.embedding.pop_gradients()
         distinct, sums = sum_by_identifier(identifiers, rows)
         assert len(distinct) == self._plan.num_rows
-        self._gradients = _sum_rows(self._plan.own_rows, self._plan.send(sums))
+        self._gradients = _sum_rows(self._plan.local_rows, self._plan.send(sums))
 
     def fetch(self, identifiers: Tensor) -> None:
         """Fetches the rows `identifiers`, int [n], for an evaluation on this rank. All ranks call it.
 
         Uses several messages, so that it needs little more memory than the rows.
         """
-        distinct, own = torch.unique(identifiers.long()), self.embedding.weights
-        rows = own.new_empty(len(distinct), own.shape[1])
-        (counts,) = self.ranks.all_gather_counts(len(distinct), device=own.device)
+        distinct, weights = torch.unique(identifiers.long()), self.embedding.weights
+        rows = weights.new_empty(len(distinct), weights.shape[1])
+        (counts,) = self.ranks.all_gather_counts(len(distinct), device=weights.device)
         for begin in range(0, max(counts), _PIECE):
             piece = slice(begin, begin + _PIECE)
-            rows[piece] = AllToAllPlan(distinct[piece], self.ranks).fetch(own)
+            rows[piece] = AllToAllPlan(distinct[piece], self.ranks).fetch(weights)
         self.embedding.read_from(distinct, rows)
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        table, own = weights.get(self.name), self.embedding.weights
+        table, local_rows = weights.get(self.name), self.embedding.weights
         index, size = self.ranks.index, self.ranks.size
         for begin in range(0, self.num_rows, _PIECE):
             end = min(begin + _PIECE, self.num_rows)
-            piece = own.new_empty(end - begin, own.shape[1])
+            piece = local_rows.new_empty(end - begin, local_rows.shape[1])
             if table is not None:
                 piece.copy_(table[begin:end])
             self.ranks.broadcast_([piece])
-            owned = slice(*(len(rows_of_rank(each, index, size)) for each in (begin, end)))
-            own[owned] = piece[(index - begin) % size :: size]
+            owned = slice(*(len(rows_of_rank(edge, index, size)) for edge in (begin, end)))
+            local_rows[owned] = piece[(index - begin) % size :: size]
 
     def rows(self) -> Tensors:
         owned = rows_of_rank(self.num_rows, self.ranks.index, self.ranks.size)
@@ -315,8 +315,8 @@ class RowsByOwner(_Table):
     def owned_weights(self) -> Tensor:
         return self.embedding.weights
 
-    def all_gather_owned(self, own: Tensor) -> Tensor:
-        return own
+    def all_gather_owned(self, owned: Tensor) -> Tensor:
+        return owned
 
 
 class RowAverage(Average):
@@ -377,8 +377,8 @@ class RowAverage(Average):
         return {self._table.name: self._shard(self._caught_up(slice(len(self._owned)), step=step))}
 
     def tensors(self) -> Tensors:
-        kept = {"table.rows": self._rows[:-1], "table.steps": self._steps[:-1]}
-        return {name: self._shard(tensor) for name, tensor in kept.items()}
+        tensors = {"table.rows": self._rows[:-1], "table.steps": self._steps[:-1]}
+        return {name: self._shard(tensor) for name, tensor in tensors.items()}
 
     def _shard(self, tensor: Tensor) -> Tensor | Shard:
         """Describes values of the rows that this rank averages as a shard of a tensor [all rows, ...]."""
@@ -414,7 +414,7 @@ def build_table(
         table = RowsByOwner(embedding, num_rows, ranks, weight_decay=decay)
     else:
         members = (Ranks(index, ranks.size) for index in range(ranks.size))
-        counts = [len(slots_of(each, config.global_batch_size)) for each in members]
+        counts = [len(slots_of(member, config.global_batch_size)) for member in members]
         table = Replicated(embedding, num_rows, ranks, weight_decay=decay, slot_counts=counts)
     if config.ema is not None:
         table.average = RowAverage(table, rate=config.ema, corrects_bias=config.ema_bias_correction)

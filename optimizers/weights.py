@@ -79,7 +79,9 @@ class Weights:
         self.scalars: Scalars = flats[0].scalars
         self.num_parameters = sum(map(math.prod, shapes.values()))
         nothing = flats[0].message[:0]
-        self._absent = {n: Shard(nothing, (), shape) for n, shape in shapes.items() if n not in self.owned}
+        self._absent = {
+            name: Shard(nothing, (), shape) for name, shape in shapes.items() if name not in self.owned
+        }
         self.remote_names = tuple(self._absent)
 
     def clip_(self, limit: float | None) -> Tensor:
@@ -92,7 +94,7 @@ class Weights:
         norms = [torch.linalg.vector_norm(flat.gradients) for flat in self.flats]
         norm = norms[0]
         if len(norms) > 1:
-            rest, blocks = (each.double().square() for each in norms)
+            rest, blocks = (part_norm.double().square() for part_norm in norms)
             norm = (rest + self._holders.all_reduce_sum_(blocks)).sqrt().to(norm.dtype)
         if limit is not None:
             for flat in self.flats:
@@ -138,9 +140,9 @@ class Weights:
         """
         for name, shard in sorted(self.tensors().items()):
             if isinstance(shard, Shard):
-                whole = full_copies.get(name, self.flats[0].message.new_empty(shard.shape))
-                ranks.broadcast_([whole])
-                shard.tensor.copy_(part_of_whole(whole, shard).view_as(shard.tensor))
+                full = full_copies.get(name, self.flats[0].message.new_empty(shard.shape))
+                ranks.broadcast_([full])
+                shard.tensor.copy_(part_of_whole(full, shard).view_as(shard.tensor))
 
     def moments(self) -> Tensors:
         """Returns the optimizer state of the weights that this rank updates, for a checkpoint.
@@ -191,15 +193,15 @@ def build_flats(
         "undecayed": network.undecayed,
     }
     if not mesh.is_plain:
-        rest = [each for each in parameters.items() if each[0] not in blocks]
-        here = [each for each in parameters.items() if each[0] in blocks]
+        rest = [item for item in parameters.items() if item[0] not in blocks]
+        here = [item for item in parameters.items() if item[0] in blocks]
         return (
             FlatParameters(rest, SCALARS, ranks=mesh.data, undecayed=network.undecayed),
             FlatParameters(here, ranks=mesh.replicas, is_part=True, cuts=cuts, **of_blocks),
         )
     # Shared memory supports only sums in every step, of all weights, in float32.
     sends_less = config.sync_dtype != "float32" or config.local_steps > 1 or config.train_only != "all"
-    on_cpu = all(each.device.type == "cpu" for each in parameters.values())
+    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
     in_shared_memory = config.sync == "auto" and on_cpu and not sends_less
     in_shared_memory &= mesh.shard_group.size in (1, mesh.data.size)
     if config.data_parallel_shard_degree == "auto":
@@ -227,7 +229,7 @@ def build_weights(
     for AdamATan2. If None, AdamATan2 is not compiled.
     """
     groups = [group for flat in flats for group in _groups_of(config, flat, tensor, compiler_options)]
-    here = {name: tuple(each.shape) for flat in flats for name, each in flat.parameters.items()}
+    here = {name: tuple(parameter.shape) for flat in flats for name, parameter in flat.parameters.items()}
     return Weights(flats, tuple(groups), shapes=shapes or here, holders=holders)
 
 
@@ -238,11 +240,13 @@ def _groups_of(
         names = [name for name in flat.parameters if (name in flat.undecayed) == is_undecayed]
         names = tuple(name for name in names if name not in flat.unsplit)
         adam = {"lr": config.lr, "beta1": config.beta1, "beta2": config.beta2, "weight_decay": weight_decay}
-        if names and (own := find_optimizer(config.optimizer)) is not None:
+        if names and (optimizer_class := find_optimizer(config.optimizer)) is not None:
             options = {"lr": config.lr, "weight_decay": weight_decay, **(config.optimizer_options or {})}
-            yield ParameterGroup(names, own([tensor_of(flat.owned[name]) for name in names], **options), flat)
+            yield ParameterGroup(
+                names, optimizer_class([tensor_of(flat.owned[name]) for name in names], **options), flat
+            )
         elif names and config.optimizer == "adamw":
-            yield ParameterGroup(names, AdamW([tensor_of(flat.owned[n]) for n in names], **adam), flat)
+            yield ParameterGroup(names, AdamW([tensor_of(flat.owned[name]) for name in names], **adam), flat)
         elif names:
             rule = AdamATan2(flat, names, compiler_options=compiler_options, **adam)
             yield ParameterGroup(names, rule, flat)

@@ -46,14 +46,15 @@ if not _WAITING & os.environ.keys():
     os.environ["KMP_BLOCKTIME"] = "1"  # for LLVM's and Intel's OpenMP: milliseconds
 
 
-def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), cgroup_list: Path = Path("/proc/self/cgroup")) -> int:
     """Returns how many CPU cores this process may use, by its CPU affinity and its cgroup quotas (v1 or v2).
 
-    cgroups: Folder where the cgroup files are mounted. own: File that lists the cgroups of this process.
+    cgroups: Folder where the cgroup files are mounted. cgroup_list: File that lists the cgroups of this
+    process.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        lines = own.read_text().splitlines()
+        lines = cgroup_list.read_text().splitlines()
     except OSError:  # not on Linux
         return cores
     for line in lines:

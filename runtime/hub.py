@@ -173,8 +173,8 @@ def _check_digest(path: Path, *, where: str) -> None:
     expected = Path(os.readlink(path)).name if path.is_symlink() else ""  # no links, no digests
     with path.open("rb") as file:  # 64 hex digits: SHA-256 of a large file; 40: git's hash of a small file
         found = {64: lambda: sha_fileobj(file).hex(), 40: lambda: git_hash(file.read())}.get(len(expected))
-        is_whole = found is None or found() == expected
-    if not is_whole:
+        is_intact = found is None or found() == expected
+    if not is_intact:
         path.resolve().unlink()
         path.unlink()
         raise ValueError(f"{where} is corrupt: its digest is not the Hub's. It was removed. Start again.")
@@ -254,6 +254,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, errors.OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
     if isinstance(error, errors.HfHubHTTPError):
-        said = error.server_message or error.response.reason_phrase
-        return f"{error.response.status_code} {' '.join(said.split())}"
+        answer = error.server_message or error.response.reason_phrase
+        return f"{error.response.status_code} {' '.join(answer.split())}"
     return getattr(error, "strerror", None) or (str(error) or type(error).__name__).splitlines()[0]

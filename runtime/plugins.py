@@ -61,7 +61,9 @@ def _line_of(error: Exception, file: Path) -> str:
     """
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f", line {error.lineno}"
-    lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(file)]
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)
+    ]
     return f", line {lines[-1]}" if lines else ""
 
 

@@ -114,12 +114,12 @@ def read_lines(path: Path, *, most: int = MOST_BYTES, allows_zeros: bool = False
     """
     with _open_unpacked(path) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="replace", newline="")
-        for number in itertools.count(1):
+        for line_number in itertools.count(1):
             line = text.readline(most + 1)
             if len(line) > most:
-                raise ValueError(f"{path}:{number}: more than {most:,} characters in a line")
+                raise ValueError(f"{path}:{line_number}: more than {most:,} characters in a line")
             if "\0" in line and not allows_zeros:
-                raise ValueError(f"{path}:{number}: not UTF-8 text")
+                raise ValueError(f"{path}:{line_number}: not UTF-8 text")
             if not line:
                 return
             yield line
@@ -194,7 +194,10 @@ def printable(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]
+        for character in text
+    )
 
 
 class _Loader(yaml.SafeLoader):
@@ -226,13 +229,13 @@ def _without_repeats(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 def _check_value(value: Any) -> None:
     level, levels = [("it", value)], 0
     while level:
-        for name, each in level:
-            if isinstance(each, int) and abs(each) > _LARGEST:
+        for name, item in level:
+            if isinstance(item, int) and abs(item) > _LARGEST:
                 raise ValueError(f"{name} has a number of more than 64 bits")
-        containers = [(name, each) for name, each in level if isinstance(each, (dict, list))]
+        containers = [(name, item) for name, item in level if isinstance(item, (dict, list))]
         levels += bool(containers)
         if levels > _MOST_LEVELS:
             raise ValueError(f"it has more than {_MOST_LEVELS} levels")
         level = []
-        for name, each in containers:
-            level += each.items() if isinstance(each, dict) else ((name, inner) for inner in each)
+        for name, item in containers:
+            level += item.items() if isinstance(item, dict) else ((name, inner) for inner in item)

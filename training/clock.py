@@ -97,20 +97,20 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
     Returns (metrics, warning). The warning names a rank that is much slower than the others, or is None. On
     ranks other than 0, and if no step was timed, the metrics are {}.
     """
-    mine, ranks = clock.pop(), all_ranks()
-    if not mine:
+    local, ranks = clock.pop(), all_ranks()
+    if not local:
         return {}, None
-    mine["peak_memory_bytes"] = peak_memory_bytes(clock._device)
-    numbers = torch.tensor([list(mine.values())], dtype=torch.float64)
+    local["peak_memory_bytes"] = peak_memory_bytes(clock._device)
+    numbers = torch.tensor([list(local.values())], dtype=torch.float64)
     by_rank = ranks.all_gather_rows(numbers, [1] * ranks.size)
     if not is_main():
         return {}, None
-    values = dict(zip(mine, by_rank.t().tolist(), strict=True))
+    values = dict(zip(local, by_rank.t().tolist(), strict=True))
     compute, memory = values["compute_seconds"], values["peak_memory_bytes"]
     slowest = compute.index(max(compute))
     metrics = {
-        "examples_per_second": global_batch_size / mine["step_seconds"],
-        "step_seconds": mine["step_seconds"],
+        "examples_per_second": global_batch_size / local["step_seconds"],
+        "step_seconds": local["step_seconds"],
         "sync_seconds": sum(values["sync_seconds"]) / ranks.size,
         "sync_share": sum(values["sync_seconds"]) / sum(values["step_seconds"]),
         "data_wait_seconds": max(values["data_wait_seconds"]),
@@ -122,7 +122,7 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
     }
     usual = median(compute[:slowest] + compute[slowest + 1 :]) if len(compute) > 1 else max(compute)
     more = max(compute) - max(_STRAGGLER * usual, usual + _NOTICEABLE_SECONDS)
-    if more > 0 and mine["steps"] >= _NOTICEABLE_STEPS:
+    if more > 0 and local["steps"] >= _NOTICEABLE_STEPS:
         compared = f"its steps compute more than {_STRAGGLER} times as long as the median of the others"
         return metrics, f"rank {slowest} is a straggler: {compared} (train/compute_seconds_slowest_rank)."
     return metrics, None

@@ -33,15 +33,15 @@ def code_diff() -> str:
     return diff if len(diff) <= _MOST_BYTES else diff[:_MOST_BYTES] + "\n(cut off here)\n"
 
 
-def git(*words: str) -> str:
+def git(*arguments: str) -> str:
     """Runs a git command in this repository, and returns its output.
 
-    Returns "" if there is no repository, or if git cannot run. words: Arguments of git.
+    Returns "" if there is no repository, or if git cannot run. arguments: Arguments of git.
     """
     try:
         options = {"capture_output": True, "text": True, "errors": "replace", "timeout": 10}
         # git refuses a repository of another user, unless the command line declares it as safe.
-        command = ["git", "-c", f"safe.directory={REPOSITORY}", *words]
+        command = ["git", "-c", f"safe.directory={REPOSITORY}", *arguments]
         return subprocess.run(command, cwd=REPOSITORY, **options).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""

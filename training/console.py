@@ -49,28 +49,32 @@ class Console:
             "  ".join(f"{written_name(name)} {trained[name]:.3f}" for name in shown), refresh=False
         )
         sets = {
-            (split, name): each for split in _SPLITS for name, each in metrics_by_set(metrics, split).items()
+            (split, name): set_metrics
+            for split in _SPLITS
+            for name, set_metrics in metrics_by_set(metrics, split).items()
         }
         width = max((len(f"{split}/{printable(name)}") for split, name in sets), default=0)
-        for (split, name), each in sets.items():
+        for (split, name), set_metrics in sets.items():
             where = f"  {split}/{printable(name)}".ljust(width + 2) if len(sets) > 1 else ""
             chooses = split == ("validation" if metrics.get("best/selected_by") == "validation" else "eval")
             is_best = chooses and metrics.get("best/step") == step
-            self._show_evaluation(step, where, dict(_shown_metrics(each, self._keep_best)), is_best=is_best)
+            self._show_evaluation(
+                step, where, dict(_shown_metrics(set_metrics, self._keep_best)), is_best=is_best
+            )
 
-    def _show_evaluation(self, step: int, where: str, words: dict[str, str], *, is_best: bool) -> None:
+    def _show_evaluation(self, step: int, where: str, texts: dict[str, str], *, is_best: bool) -> None:
         """Prints one line with the results of a test or validation set.
 
-        where: Name of the set, or "". words: {name of a metric: its value}. is_best: Whether the first value
+        where: Name of the set, or "". texts: {name of a metric: its value}. is_best: Whether the first value
         is the best so far.
         """
         elapsed = self._bar.format_interval(self._bar.format_dict["elapsed"])
         head = f"step {step:>{len(str(self._bar.total))}}  {elapsed:>6}{where}"
         line, colored = [head], [self._paint(head, _FAINT)]
-        for number, (name, value) in enumerate(words.items()):
-            mark = "" if number or not self._keep_best else " (best)" if is_best else " " * len(" (best)")
+        for index, (name, value) in enumerate(texts.items()):
+            mark = "" if index or not self._keep_best else " (best)" if is_best else " " * len(" (best)")
             line.append(f"{name} {value}{mark}")
-            code = "" if number else _GOOD if is_best else _BOLD
+            code = "" if index else _GOOD if is_best else _BOLD
             colored.append(f"{name} {self._paint(value + mark, code)}")
         log.note("   ".join(line).rstrip(), colored="   ".join(colored) if self._has_colors else None)
 

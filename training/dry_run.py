@@ -61,7 +61,7 @@ class Needs:
         weights = dict(network.named_parameters())
         self._blocks = sum(weights[name].numel() for name in names) / parts
         self._matrices = sum(weights[name].numel() for name in names if weights[name].ndim == 2) / parts
-        self._rest = sum(each.numel() for name, each in weights.items() if name not in names)
+        self._rest = sum(weight.numel() for name, weight in weights.items() if name not in names)
         self.slots = config.global_batch_size / self._data
         table = network.puzzle_emb
         self._row, self._rows = (0, 0) if table is None else (table.weights.shape[1], len(table.weights))
@@ -129,17 +129,17 @@ class Needs:
         config, blocks, rest = self._config, self._blocks, self._rest
         parts, state = config.gradient_accumulation_steps, self.slots * self._state_bytes(reasoning)
         more, calls, summed = self._network.objective.more_calls(reasoning), 0.0, 0.0
-        for level, number, graded, _ in self._counter.count(reasoning, trains=True).calls:
-            calls += number * (1 + more) + graded
+        for level, num_calls, graded, _ in self._counter.count(reasoning, trains=True).calls:
+            calls += num_calls * (1 + more) + graded
             in_block = sum(plan_of(module) is not None for module in level.modules())
             again = graded * (config.activation_checkpointing == "block")
-            summed += in_block * (number * (1 + more) + again + graded)
+            summed += in_block * (num_calls * (1 + more) + again + graded)
         item = getattr(torch, config.sync_dtype).itemsize
         scalars = len(SCALARS) * self._data
-        whole = [(blocks + rest + scalars, self._data)]
+        counts = [(blocks + rest + scalars, self._data)]
         if not self._is_plain:
-            whole = [(rest + scalars, self._data), (blocks, self._replicas * self._shares)]
-        sums = [(item * number, ranks) for number, ranks in whole if ranks > 1 and config.train_only == "all"]
+            counts = [(rest + scalars, self._data), (blocks, self._replicas * self._shares)]
+        sums = [(item * count, ranks) for count, ranks in counts if ranks > 1 and config.train_only == "all"]
         bucket = (_BUCKET_MB if config.bucket_size_mb == "auto" else config.bucket_size_mb) * 2**20
         gathered = (blocks + rest * self._is_plain) * (self._network.dtype.itemsize if self._is_mixed else 4)
         hops = self._stages + (self._stages > 2)
@@ -151,17 +151,17 @@ class Needs:
         sent = {
             "sums of gradients": Sent(
                 sum(math.ceil(num_bytes / bucket) for num_bytes, _ in sums) / config.local_steps,
-                sum(_ring(*each) for each in sums) / config.local_steps,
+                sum(_ring(*pair) for pair in sums) / config.local_steps,
             ),
             "weights of shards": Sent(1, _ring(gathered / 2, self._shares)),
             "gradients of puzzle rows": rows._replace(messages=rows.messages / config.local_steps),
             "stages": Sent(calls * hops * parts, calls * hops * state * (self._stages > 1)),
             "sums of features": Sent(summed * parts, summed * _ring(state, self._tensor)),
         }
-        return {what: each for what, each in sent.items() if each.bytes}
+        return {purpose: traffic for purpose, traffic in sent.items() if traffic.bytes}
 
     def _state_bytes(self, reasoning: Reasoning) -> int:
-        elements = max(each for *_, each in self._counter.count(reasoning, trains=True).calls)
+        elements = max(size for *_, size in self._counter.count(reasoning, trains=True).calls)
         return elements * self._network.dtype.itemsize
 
 
@@ -181,7 +181,7 @@ def describe(config: PretrainConfig, world_size: int) -> str:
     counter = StepCounter(model, seq_len=seq_len)
     needs = Needs(config, counter, sizes)
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one"
-    number = sum(each.numel() for each in network.parameters())
+    num_weights = sum(parameter.numel() for parameter in network.parameters())
     memory = needs.memory()
     memory["activations, about"] = needs.activations(model.reasoning)
     memory["together"] = sum(memory.values())
@@ -190,7 +190,7 @@ def describe(config: PretrainConfig, world_size: int) -> str:
     return "\n".join(
         [
             f"{world_size} processes ({mesh}), {needs.slots:g} slots each",
-            f"{number:,} weights, {seq_len} tokens a puzzle",
+            f"{num_weights:,} weights, {seq_len} tokens a puzzle",
             *(
                 f"dataset not found: {path}. Estimates assume puzzles of {seq_len} tokens."
                 for path in missing[:1]
@@ -199,7 +199,10 @@ def describe(config: PretrainConfig, world_size: int) -> str:
             *(f"{part:<24}{num_bytes / _GB:10.3g}" for part, num_bytes in memory.items()),
             *_describe_fit(config, needs, model.reasoning, world_size),
             f"\n{'a process sends a step':<24}{'messages':>10}{'MB':>10}",
-            *(f"{what:<24}{each.messages:10.3g}{each.bytes / _MB:10.3g}" for what, each in sent.items()),
+            *(
+                f"{purpose:<24}{traffic.messages:10.3g}{traffic.bytes / _MB:10.3g}"
+                for purpose, traffic in sent.items()
+            ),
             f"\n{num_steps or 'unknown'} steps, {flops / _PETA:.3g} PFLOP each",
         ]
     )
@@ -217,9 +220,9 @@ def _describe_fit(
             return
         num_bytes, where = float(torch.cuda.get_device_properties(0).total_memory), "a GPU like the first one"
     else:
-        number = min(world_size, num_cores())
-        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / number
-        where = "this machine" if number == 1 else f"this machine with {number} processes"
+        processes = min(world_size, num_cores())
+        num_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes
+        where = "this machine" if processes == 1 else f"this machine with {processes} processes"
     slots = needs.slots_that_fit(num_bytes, reasoning)
     yield f"estimate: about {slots:,} slots fit into a process, with {num_bytes / _GB:.3g} GB on {where}"
 

@@ -51,16 +51,16 @@ def evaluate(
         options["all_reduce_stop"] = interruption.all_reduce_request
     reasoning = state.model.eval_reasoning(config.halting)
     data.warn_if_built_anew()
-    own = {"data": data.dataset, "evaluators": data.evaluators[0], "outputs": config.save_outputs}
-    passes = [("eval", "", own), *([("eval_raw", "", own)] if config.raw else [])]
+    eval_arguments = {"data": data.dataset, "evaluators": data.evaluators[0], "outputs": config.save_outputs}
+    passes = [("eval", "", eval_arguments), *([("eval_raw", "", eval_arguments)] if config.raw else [])]
     for (folder, dataset), evaluators in zip(data.tests.items(), data.evaluators[1:], strict=True):
         passes.append(("test", f"{folder}.", {"data": dataset, "evaluators": evaluators}))
     if data.validation:
         held_out = {"data": data.dataset, "split": "train", "puzzles": data.validation}
         passes.append(("validation", "", held_out))
     row = {}
-    for name, prefix, what in passes:
-        evaluators = what["evaluators"].anew() if "evaluators" in what else None
+    for name, prefix, arguments in passes:
+        evaluators = arguments["evaluators"].anew() if "evaluators" in arguments else None
         start = f"{name.removesuffix('_raw')}/{prefix}"
         found = data.leaks.found.items()
         leaks = {set_name.removeprefix(start): leak for set_name, leak in found if set_name.startswith(start)}
@@ -70,11 +70,11 @@ def evaluate(
                 global_batch_size=config.global_batch_size,
                 reasoning=reasoning,
                 **options,
-                **what | {"evaluators": evaluators, "leaks": leaks},
+                **arguments | {"evaluators": evaluators, "leaks": leaks},
             )
         if results is None:
             return None
-        if what is own and not only_first_batches:
+        if arguments is eval_arguments and not only_first_batches:
             folder = Path(config.checkpoint_path) / name.replace("eval", "evaluation") / f"step_{state.step}"
             with collective_errors(), disk_errors_warn(folder):
                 write_outputs(folder, results)

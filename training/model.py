@@ -61,7 +61,7 @@ def build_local_model(
     with collective_errors():
         torch.manual_seed(config.seed)
         model = build_model(config.arch, metadata)
-        shapes = {name: tuple(each.shape) for name, each in model.network.named_parameters()}
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.network.named_parameters()}
         cuts = cut(model.network, mesh)
         model = model.to(device)
         if config.train_only == "puzzle_embeddings":
@@ -70,9 +70,13 @@ def build_local_model(
             recompute_blocks(model)
     network = model.network
     # Broadcast the initial weights, because random numbers may differ between kinds of hardware.
-    buffers = {n: each for n, each in network.named_buffers() if n != PuzzleEmbedding.weights_name}
+    buffers = {
+        name: buffer for name, buffer in network.named_buffers() if name != PuzzleEmbedding.weights_name
+    }
     blocks, named = block_weights(network), dict(network.named_parameters())
-    all_ranks().broadcast_([*(each for n, each in named.items() if n not in blocks), *buffers.values()])
+    all_ranks().broadcast_(
+        [*(parameter for name, parameter in named.items() if name not in blocks), *buffers.values()]
+    )
     for name in sorted(blocks):  # one at a time, because `broadcast_` copies all its tensors
         mesh.replicas.broadcast_([named[name]])
     if mesh.pipeline.size > 1:

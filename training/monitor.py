@@ -111,7 +111,7 @@ class Monitor:
 
     def _tags(self) -> tuple[str, ...]:
         """Returns the kinds of puzzles and the architecture, such as ("sudoku", "trm")."""
-        kinds = [self._data.info_of(each).kind for each in self._data.dataset.folders]
+        kinds = [self._data.info_of(folder).kind for folder in self._data.dataset.folders]
         return (*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name)
 
     def close(self) -> None:

@@ -94,8 +94,8 @@ class Thoughts:
     def html(self) -> str:
         """Returns HTML with a caption and a row of grids (SVG) for each puzzle."""
         drawn = []
-        for number, name in enumerate(self.names):
-            grids, regions = self._grids(number)
+        for index, name in enumerate(self.names):
+            grids, regions = self._grids(index)
             grid, content = SvgGrid(*grids[0].is_crossed.shape, _GAP, _TITLE, _cell_size(grids[0])), []
             for title, paints, is_crossed in grids:
                 content.append(f'<text x="{grid.left}" y="{_TITLE - 12}" class="left small">{title}</text>')
@@ -108,9 +108,7 @@ class Thoughts:
                 grid = dataclasses.replace(grid, left=grid.left + _GRID + _GAP)
             height = _TITLE + grid.rows * grid.size + _GAP
             svg = svg_file("\n".join(content), width=grid.left, height=height, title=name, style=SVG_STYLE)
-            drawn.append(
-                f"<p>{escape(name)}: {_in_words(self.labels[number], self.trace, number)}</p>\n{svg}"
-            )
+            drawn.append(f"<p>{escape(name)}: {_in_words(self.labels[index], self.trace, index)}</p>\n{svg}")
         return "\n".join(drawn)
 
     def images(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -118,8 +116,8 @@ class Thoughts:
         from PIL import Image, ImageColor, ImageDraw, ImageFont
 
         colors = light_colors()
-        for number, name in enumerate(self.names):
-            grids, regions = self._grids(number)
+        for puzzle_index, name in enumerate(self.names):
+            grids, regions = self._grids(puzzle_index)
             (rows, columns), size = grids[0].is_crossed.shape, _cell_size(grids[0])
             numbers = (
                 np.zeros((rows, columns), int) if regions is None else np.reshape(regions, (rows, columns))
@@ -127,7 +125,7 @@ class Thoughts:
             shape = len(grids) * (_GRID + _GAP) + _GAP, round(2 * _TITLE + rows * size + _GAP)
             image = Image.new("RGB", shape, colors["var(--raised)"])
             draw, font = ImageDraw.Draw(image, "RGBA"), ImageFont.load_default(13)
-            caption = f"{name}: {_in_words(self.labels[number], self.trace, number)}"
+            caption = f"{name}: {_in_words(self.labels[puzzle_index], self.trace, puzzle_index)}"
             draw.text((_GAP, _TITLE / 2), caption, colors["var(--ink)"], font, anchor="lm")
             for index, (title, paints, is_crossed) in enumerate(grids):
                 left, top = _GAP + index * (_GRID + _GAP), 2 * _TITLE
@@ -139,8 +137,8 @@ class Thoughts:
                     draw.rectangle(box, (*ground, round(255 * paint.opacity)), colors["var(--line)"])
                     if paint.text:
                         ink = colors["var(--accent)"] if paint.kind == "own" else ink
-                        middle, own_font = (x + size / 2, y + size / 2), ImageFont.load_default(size / 2)
-                        draw.text(middle, paint.text, ink, own_font, anchor="mm")
+                        middle, digit_font = (x + size / 2, y + size / 2), ImageFont.load_default(size / 2)
+                        draw.text(middle, paint.text, ink, digit_font, anchor="mm")
                     for ends in [(box[:2], box[2:]), ((x, y + size), (x + size, y))] if crossed else []:
                         draw.line(ends, "white", 3)
                         draw.line(ends, "black", 1)
@@ -152,18 +150,18 @@ class Thoughts:
                 draw.rectangle(frame, None, colors["var(--box)"], 2)
             yield name, np.asarray(image)
 
-    def _grids(self, number: int) -> tuple[list[_Grid], list[int] | None]:
+    def _grids(self, index: int) -> tuple[list[_Grid], list[int] | None]:
         """Returns the grids to draw for one puzzle, and the region of each cell.
 
-        A region is, for example, a box of a Sudoku. None if there are no regions. number: Index of the
+        A region is, for example, a box of a Sudoku. None if there are no regions. index: Index of the
         puzzle.
         """
-        style, puzzle, label = self.style, self.inputs[number], self.labels[number]
+        style, puzzle, label = self.style, self.inputs[index], self.labels[index]
         is_counted = label != IGNORE_LABEL_ID
         solution = np.where(is_counted, label, puzzle)
         cells = cells_of(style, solution, frame=solution)
         steps = shown_steps(self.trace.preds.shape[1])
-        answers = {f"step {step}": self.trace.preds[number, step - 1] for step in steps}
+        answers = {f"step {step}": self.trace.preds[index, step - 1] for step in steps}
         drawn = []
         for title, tokens in {"puzzle": puzzle, **answers, "solution": solution}.items():
             is_wrong = is_counted & (tokens != label) & (title != "puzzle")
@@ -182,22 +180,22 @@ def _cell_size(grid: _Grid) -> float:
     return _GRID / max(*grid.is_crossed.shape, 1)
 
 
-def _paint(style: Style, token: int, given: int, is_wrong: bool) -> Paint:
-    is_clue = style.marks_new and token == given and not style.is_blank(token)
+def _paint(style: Style, token: int, input_token: int, is_wrong: bool) -> Paint:
+    is_clue = style.marks_new and token == input_token and not style.is_blank(token)
     paint = paint_cell(style, token, is_clue=is_clue)
     is_red = is_wrong and token not in style.colors
     return paint._replace(ground="var(--bad)", opacity=0.45) if is_red else paint
 
 
-def _in_words(label: np.ndarray, trace: Trace, number: int) -> str:
+def _in_words(label: np.ndarray, trace: Trace, index: int) -> str:
     """Returns a text about one puzzle, such as "right after step 3; would halt after step 4".
 
-    number: Index of the puzzle.
+    index: Index of the puzzle.
     """
-    is_right = ((trace.preds[number] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
+    is_right = ((trace.preds[index] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
     last = f"right after step {is_right.argmax() + 1}" if is_right.any() else "never right"
     if is_right.any() and not is_right[-1]:
         last += ", wrong in the end"
-    if not trace.wants_to_halt[number].any():
+    if not trace.wants_to_halt[index].any():
         return f"{last}; would not halt in {len(is_right)} steps"
-    return f"{last}; would halt after step {trace.halting_steps[number]}"
+    return f"{last}; would halt after step {trace.halting_steps[index]}"

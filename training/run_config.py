@@ -55,9 +55,9 @@ def compose_run(
     Raises:
         ValueError: If the config is wrong.
     """
-    words = name_arch(sys.argv[1:] if arguments is None else arguments)
+    overrides = name_arch(sys.argv[1:] if arguments is None else arguments)
     options = {"notice": log.warning, "dry_run": _describe_dry_run}
-    config, experiment = compose_config(PretrainConfig, words, **options), chosen_experiment(words)
+    config, experiment = compose_config(PretrainConfig, overrides, **options), chosen_experiment(overrides)
     if config is None:
         return None
     check_data_folders(config.data_paths, experiment=experiment)
@@ -69,22 +69,22 @@ def compose_run(
     return fix_format(name_run(config, experiment=experiment))
 
 
-def name_arch(words: Sequence[str]) -> list[str]:
+def name_arch(arguments: Sequence[str]) -> list[str]:
     """Replaces the argument arch=checkpoint: sets the architecture of the checkpoint `init_from` instead.
 
     Other arguments do not change. Raises ValueError if `init_from` is not a checkpoint.
 
-    words: Command-line arguments.
+    arguments: Command-line arguments.
     """
-    if ARCH_WORD not in words:
-        return list(words)
-    others = [word for word in words if not re.match(r"[+~]*arch\b", word)]
+    if ARCH_WORD not in arguments:
+        return list(arguments)
+    others = [argument for argument in arguments if not re.match(r"[+~]*arch\b", argument)]
     location = compose_values(PretrainConfig, others).get("init_from")
     if not isinstance(location, str):
         raise ValueError(f"config: {ARCH_WORD} needs a checkpoint. Set init_from=PATH.")
     arch = find_checkpoint(location).arch
-    named = [f"++{word}" for word in words_of_arch(arch, {})]
-    return [f"arch={arch.name}", *named, *(word for word in words if word != ARCH_WORD)]
+    named = [f"++{argument}" for argument in words_of_arch(arch, {})]
+    return [f"arch={arch.name}", *named, *(argument for argument in arguments if argument != ARCH_WORD)]
 
 
 def draw_name() -> str:
@@ -214,9 +214,9 @@ def find_format(config: PretrainConfig) -> Choice:
 
 def _stored_in(config: PretrainConfig) -> StoredConfig | None:
     """Returns the stored config of the run that `config` continues. Returns None for a new run."""
-    own = None if config.checkpoint_path is None else read_stored_config(Path(config.checkpoint_path))
-    if own is not None:
-        return own
+    stored = None if config.checkpoint_path is None else read_stored_config(Path(config.checkpoint_path))
+    if stored is not None:
+        return stored
     if config.resume in ("auto", "must", "never"):
         return None
     return read_stored_config(Path(config.resume))
@@ -224,9 +224,9 @@ def _stored_in(config: PretrainConfig) -> StoredConfig | None:
 
 def _way_out(config: PretrainConfig) -> str:
     """Returns advice for a user who wants to continue a run in float32."""
-    own = checkpoints_in(Path(config.checkpoint_path))
-    start = f"resume={own[-1]} " if own else ""
-    is_new = not own and config.resume not in ("auto", "must", "never")
+    checkpoints = checkpoints_in(Path(config.checkpoint_path))
+    start = f"resume={checkpoints[-1]} " if checkpoints else ""
+    is_new = not checkpoints and config.resume not in ("auto", "must", "never")
     name = "" if is_new else "run_name=NEW "  # a new run gets its own name
     return f"To train in float32, set {start}{name}{FORMAT_KEY}=float32."
 

@@ -49,17 +49,17 @@ class Schedule:
     def petaflops(self, step: int, counter: StepCounter) -> float:
         """Returns the number of operations of the first `step` training steps on all ranks, in 1e15."""
         of_slot = 0.0
-        for stage, number in self._plan.num_steps(step):
+        for stage, count in self._plan.num_steps(step):
             reasoning = dataclasses.replace(counter.model.reasoning, **stage.cycles)
-            of_slot += number * counter.flops(reasoning, trains=True)
+            of_slot += count * counter.flops(reasoning, trains=True)
         return of_slot * self._config.global_batch_size / 1e15
 
     def is_evaluation(self, step: int) -> bool:
-        return any(each in self._evaluations for each in self._steps(step))
+        return any(synced in self._evaluations for synced in self._steps(step))
 
     def has_row(self, step: int) -> bool:
         interval = self._config.log_interval
-        is_due = any(each == 1 or each % interval == 0 for each in self._steps(step))
+        is_due = any(synced == 1 or synced % interval == 0 for synced in self._steps(step))
         return is_due or self.is_evaluation(step)
 
     def is_checkpoint(self, step: int) -> bool:
@@ -74,7 +74,9 @@ class Schedule:
         return self._is_due(self._config.replica_check_interval, step)
 
     def _is_due(self, interval: int | None, step: int) -> bool:
-        return interval is not None and any(each > 0 and each % interval == 0 for each in self._steps(step))
+        return interval is not None and any(
+            synced > 0 and synced % interval == 0 for synced in self._steps(step)
+        )
 
     def _steps(self, step: int) -> range:
         """Returns the steps whose evaluations, checkpoints and log rows are made after `step`.

@@ -143,7 +143,9 @@ class EveryStep(Strategy):
 
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
         if divisors:
-            sums = self._ranks.all_reduce_sum_(torch.stack([each.float() for each in divisors.values()]))
+            sums = self._ranks.all_reduce_sum_(
+                torch.stack([divisor.float() for divisor in divisors.values()])
+            )
             divisors = dict(zip(divisors, sums.unbind(), strict=True))
         return super().sum_divisors(divisors)
 
@@ -231,7 +233,7 @@ class LocalSteps(Strategy):
         return weights
 
     def moments(self) -> Tensors:
-        return {name: shard_of_own(each, self._ranks) for name, each in self._weights.moments().items()}
+        return {name: shard_of_own(tensor, self._ranks) for name, tensor in self._weights.moments().items()}
 
     def tensors(self) -> Tensors:
         return {} if self._momentum is None else dict(self._sync.flat.views(self._momentum))
@@ -245,11 +247,11 @@ def build_strategy(
     syncs = [build_gradient_sync(model, flat, **options) for flat in weights.flats]
     if config.local_steps == 1:
         return EveryStep(syncs, weights, table, batch_size=config.global_batch_size)
-    own_size, rest = divmod(config.global_batch_size, weights.flats[0].ranks.size)
+    local_size, rest = divmod(config.global_batch_size, weights.flats[0].ranks.size)
     assert not rest, "the mean of all weights counts every rank alike"
     interval = {"local_steps": config.local_steps, "total_steps": total_steps}
     outer = {"lr": config.outer_lr, "momentum": config.outer_momentum}
-    return LocalSteps(syncs, weights, table, batch_size=own_size, **interval, **outer)
+    return LocalSteps(syncs, weights, table, batch_size=local_size, **interval, **outer)
 
 
 def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:

@@ -45,8 +45,8 @@ async def _run_trials(
 ) -> bool:
     is_asked, waiting, num_failed = asyncio.Event(), study.unfinished(), 0
     running: dict[int, Trial] = {}  # {slot: its current trial}
-    for number in stop_signals():
-        asyncio.get_running_loop().add_signal_handler(number, is_asked.set)
+    for signal_number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(signal_number, is_asked.set)
 
     def watch(trial: Trial) -> None:
         """Reports new evaluations of a running trial to Optuna. Called five times a second.
@@ -96,7 +96,7 @@ async def _run_trials(
         all_slots = asyncio.gather(*map(run_in, range(config.parallel)))
         while not all_slots.done():
             await asyncio.sleep(_SHOW_SECONDS)
-            shares = sum(min(len(each.values()) / study.num_evaluations, 1) for each in running.values())
+            shares = sum(min(len(trial.values()) / study.num_evaluations, 1) for trial in running.values())
             if (best := study.best()) is not None:
                 shown.set_postfix_str(f"best {best.value:.4g}", refresh=False)
             shown.update(study.num_ended() + shares - shown.n)
@@ -162,7 +162,7 @@ def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
     if config.launch is None:
         return [sys.executable]
     try:
-        argv = [word.replace("{slot}", str(slot)) for word in shlex.split(config.launch)]
+        argv = [argument.replace("{slot}", str(slot)) for argument in shlex.split(config.launch)]
     except ValueError as error:
         raise ValueError(f"config: launch={config.launch!r} cannot be read ({error}).") from None
     if not argv or shutil.which(argv[0]) is None:

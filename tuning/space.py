@@ -54,20 +54,26 @@ class Space:
 
         A key that already has a value in this trial keeps it.
         """
-        for key, of in self.parameters.items():
-            if isinstance(of, CategoricalDistribution):
-                trial.suggest_categorical(key, of.choices)
+        for key, distribution in self.parameters.items():
+            if isinstance(distribution, CategoricalDistribution):
+                trial.suggest_categorical(key, distribution.choices)
             else:
-                suggest = trial.suggest_int if isinstance(of, IntDistribution) else trial.suggest_float
-                suggest(key, of.low, of.high, step=of.step, log=of.log)
+                suggest = (
+                    trial.suggest_int if isinstance(distribution, IntDistribution) else trial.suggest_float
+                )
+                suggest(
+                    key, distribution.low, distribution.high, step=distribution.step, log=distribution.log
+                )
 
     def combinations(self) -> list[dict[str, Any]]:
         """Returns all combinations of values, as {key: value} each, for sampler=grid.
 
         Raises ValueError if a key has infinitely many values.
         """
-        values = {key: _grid_values(key, of) for key, of in self.parameters.items()}
-        return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+        values = {key: _grid_values(key, distribution) for key, distribution in self.parameters.items()}
+        return [
+            dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())
+        ]
 
     def written(self, values: dict[str, Any]) -> dict[str, str]:
         """Converts values to texts for a command line: returns {key: text}.
@@ -76,13 +82,15 @@ class Space:
         """
         if self.parameters.keys() - values.keys():
             return {}
-        return {key: _written(key, of, values[key]) for key, of in self.parameters.items()}
+        return {
+            key: _written(key, distribution, values[key]) for key, distribution in self.parameters.items()
+        }
 
     def overrides(self, values: dict[str, str]) -> list[str]:
         return [*self.fixed, *(f"{key}={value}" for key, value in values.items())]
 
     def describe(self) -> dict[str, str]:
-        return {key: str(of) for key, of in self.parameters.items()}
+        return {key: str(distribution) for key, distribution in self.parameters.items()}
 
     def check(self) -> PretrainConfig:
         """Checks that the values and the ends of ranges are valid for a training.
@@ -91,9 +99,13 @@ class Space:
         that were tried.
         """
         extremes = {}
-        for key, of in self.parameters.items():
-            values = of.choices if isinstance(of, CategoricalDistribution) else (of.low, of.high)
-            extremes[key] = [_written(key, of, value) for value in values]
+        for key, distribution in self.parameters.items():
+            values = (
+                distribution.choices
+                if isinstance(distribution, CategoricalDistribution)
+                else (distribution.low, distribution.high)
+            )
+            extremes[key] = [_written(key, distribution, value) for value in values]
         for key, values in extremes.items():
             for value in values:
                 config = self._compose_any(extremes | {key: [value]})
@@ -110,25 +122,28 @@ class Space:
         raise mistake
 
 
-def _grid_values(key: str, of: BaseDistribution) -> Sequence[Any]:
-    if isinstance(of, CategoricalDistribution):
-        return of.choices
-    if of.step is None or of.log:
-        example = f"{key}={of.low:g},{of.high:g}"
+def _grid_values(key: str, distribution: BaseDistribution) -> Sequence[Any]:
+    if isinstance(distribution, CategoricalDistribution):
+        return distribution.choices
+    if distribution.step is None or distribution.log:
+        example = f"{key}={distribution.low:g},{distribution.high:g}"
         raise ValueError(
             f"config: sampler=grid needs a list of values for {key}. Set {example}, for example."
         )
-    return [of.low + index * of.step for index in range(round((of.high - of.low) / of.step) + 1)]
+    return [
+        distribution.low + index * distribution.step
+        for index in range(round((distribution.high - distribution.low) / distribution.step) + 1)
+    ]
 
 
-def _written(key: str, of: BaseDistribution, value: Any) -> str:
-    if isinstance(of, CategoricalDistribution):
-        is_of_space = value in of.choices
+def _written(key: str, distribution: BaseDistribution, value: Any) -> str:
+    if isinstance(distribution, CategoricalDistribution):
+        is_of_space = value in distribution.choices
     else:
-        is_of_space = isinstance(value, (int, float)) and of.low <= value <= of.high
+        is_of_space = isinstance(value, (int, float)) and distribution.low <= value <= distribution.high
     if not is_of_space:
         raise ValueError(f"{key}={value!r} is not in the search space")
-    if isinstance(value, float) and of.step:  # 0.3, not 0.1 + 0.1 + 0.1
+    if isinstance(value, float) and distribution.step:  # 0.3, not 0.1 + 0.1 + 0.1
         return f"{value:.12g}"
     return value if isinstance(value, str) else repr(value)
 
@@ -140,12 +155,12 @@ def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
     searched keys have arbitrary values. Returns None after --help and --cfg job, because they only print.
     Raises ValueError with a one-line message if the config is wrong.
     """
-    asked = split_command_line(SearchConfig)
-    if asked is None:
+    command_line = split_command_line(SearchConfig)
+    if command_line is None:
         return None
-    config, argv = asked
-    swept = [word for word in argv if _has_several_values(word)]
-    space = read_space([*name_arch([word for word in argv if word not in swept]), *swept])
+    config, argv = command_line
+    swept = [argument for argument in argv if _has_several_values(argument)]
+    space = read_space([*name_arch([argument for argument in argv if argument not in swept]), *swept])
     run = space.check()
     if run.keep_best is None:
         raise ValueError("config: keep_best=null: no metric selects the best trial. Set keep_best=<metric>.")
@@ -161,14 +176,14 @@ def read_space(argv: Sequence[str]) -> Space:
 
     Raises ValueError if no key has several values.
     """
-    parameters, fixed = {}, [word for word in argv if _is_option(word)]
+    parameters, fixed = {}, [argument for argument in argv if _is_option(argument)]
     overrides = _overrides_in(argv)
     for override in overrides:
         key = override.get_key_element()
         if key in _GIVEN_BY_SEARCH:
             raise ValueError(f"config: search.py sets {key} itself: {_GIVEN_BY_SEARCH[key]}")
         if override.is_sweep_override():
-            if [each.get_key_element() for each in overrides].count(key) > 1:
+            if [other.get_key_element() for other in overrides].count(key) > 1:
                 raise ValueError(f"config: {key} has several values, and is set twice. Remove one of them.")
             parameters[key] = _distribution(override)
         else:
@@ -181,49 +196,51 @@ def read_space(argv: Sequence[str]) -> Space:
     return Space(parameters, tuple(fixed))
 
 
-def _is_option(word: str) -> bool:
-    return word.startswith("--")  # --config-dir=FOLDER
+def _is_option(argument: str) -> bool:
+    return argument.startswith("--")  # --config-dir=FOLDER
 
 
-def _overrides_in(words: Sequence[str]) -> list[Override]:
-    return parse_overrides(PretrainConfig, [word for word in words if not _is_option(word)])
+def _overrides_in(arguments: Sequence[str]) -> list[Override]:
+    return parse_overrides(PretrainConfig, [argument for argument in arguments if not _is_option(argument)])
 
 
-def _has_several_values(word: str) -> bool:
-    return any(override.is_sweep_override() for override in _overrides_in([word]))
+def _has_several_values(argument: str) -> bool:
+    return any(override.is_sweep_override() for override in _overrides_in([argument]))
 
 
 def _distribution(override: Override) -> BaseDistribution:
-    sweep, word = override.value(), override.input_line
+    sweep, argument = override.value(), override.input_line
     tags = set(getattr(sweep, "tags", ()))
     if unknown := tags - (set() if isinstance(sweep, ChoiceSweep) else {"log"}):
-        raise ValueError(f"config: {word} has the tag {min(unknown)!r}. Use only log, and only for numbers.")
+        raise ValueError(
+            f"config: {argument} has the tag {min(unknown)!r}. Use only log, and only for numbers."
+        )
     if isinstance(sweep, ChoiceSweep):
         return CategoricalDistribution(tuple(dict.fromkeys(override.sweep_string_iterator())))
     if isinstance(sweep, RangeSweep):
-        low, high, step = _ends(sweep, word)
+        low, high, step = _ends(sweep, argument)
     elif isinstance(sweep, IntervalSweep):
-        is_whole = isinstance(sweep.end, int)
-        low, high, step = sweep.start, sweep.end - is_whole, 1 if is_whole else None
+        is_integer = isinstance(sweep.end, int)
+        low, high, step = sweep.start, sweep.end - is_integer, 1 if is_integer else None
     else:
-        raise ValueError(f"config: {word} is not a choice, range or interval. Use one of them.")
+        raise ValueError(f"config: {argument} is not a choice, range or interval. Use one of them.")
     try:
         kind = IntDistribution if isinstance(low, int) else FloatDistribution
         return kind(low, high, step=step, log="log" in tags)
     except ValueError as error:  # low > high, or a log scale from 0
-        raise ValueError(f"config: {word}: {error}") from None
+        raise ValueError(f"config: {argument}: {error}") from None
 
 
-def _ends(sweep: RangeSweep, word: str) -> tuple[float, float, float]:
+def _ends(sweep: RangeSweep, argument: str) -> tuple[float, float, float]:
     """Returns (lowest value, highest value, step) of a range in the command line.
 
-    Raises ValueError if the range is empty. word: The argument, for the message.
+    Raises ValueError if the range is empty. argument: The argument, for the message.
     """
     start, stop, step = (Decimal(str(number)) for number in (sweep.start, sweep.stop, sweep.step))
     count = math.ceil((stop - start) / step) if step else 0  # with floats, rounding could add a value
     if count < 1:
-        raise ValueError(f"config: {word} has no values. Change its ends.")
-    number = int if all(isinstance(each, int) for each in (sweep.start, sweep.step)) else float
+        raise ValueError(f"config: {argument} has no values. Change its ends.")
+    number = int if all(isinstance(term, int) for term in (sweep.start, sweep.step)) else float
     low, high = sorted(number(start + index * step) for index in (0, count - 1))
     return low, high, abs(sweep.step)
 
@@ -249,4 +266,4 @@ def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
     sections.append(OmegaConf.to_container(values))
     lines = ["@package _global_", *comment.splitlines()]
     head = "".join(f"# {line}\n" for line in lines)
-    return head + "\n".join(to_yaml(each) for each in sections if each)
+    return head + "\n".join(to_yaml(section) for section in sections if section)

@@ -182,7 +182,7 @@ class Study:
         finished = self.count(TrialState.COMPLETE, TrialState.PRUNED)
         seeds = f", mean of {config.seeds} seeds" if config.seeds > 1 else ""
         caution = "" if selection.selected_by == "validation" else " that selected it (optimistic)"
-        options = "".join(f"{word} " for word in self.space.fixed if word.startswith("--"))
+        options = "".join(f"{argument} " for argument in self.space.fixed if argument.startswith("--"))
         return (
             f"The best of {finished} trials of a search (trial {best.number} of the study {config.study}).\n"
             f"Command:   {config.launch or 'python'} pretrain.py {options}experiment={config.study}\n"

@@ -77,8 +77,8 @@ class Trial:
                 status = await self._run_once(folder, command, on_poll)
                 has_gone_on = self.is_stopped or _saved_step(folder) > step_before
                 if not has_gone_on and not self._has_ended(folder):
-                    said = log.read_bytes()[begin:].decode(errors="replace")
-                    raise ValueError(f"{why_it_failed(said, status)} ({log})")
+                    output = log.read_bytes()[begin:].decode(errors="replace")
+                    raise ValueError(f"{why_it_failed(output, status)} ({log})")
 
     async def _run_once(self, folder: Path, command: Sequence[str], on_poll: Callable[[Trial], None]) -> int:
         """Runs a command, and returns its exit status. Its output goes to a file in the run folder.

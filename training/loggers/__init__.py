@@ -87,7 +87,7 @@ def find_loggers(config: PretrainConfig) -> list[type[Logger]]:
 
     Raises ValueError for an unknown name, or if a package is missing.
     """
-    of_plugins = {each.name: each for each in defined("LOGGER")}
+    of_plugins = {logger.name: logger for logger in defined("LOGGER")}
     known = sorted({*(path.stem for path in Path(__file__).parent.glob("[a-z]*.py")), *of_plugins})
     found = []
     for name in dict.fromkeys(config.loggers):
@@ -124,7 +124,10 @@ class Loggers:
             return
         builders = {MetricsFile.name: lambda: MetricsFile(run.folder)}
         builders[Console.name] = lambda: Console(run.config, run.steps)
-        builders |= {each.name: functools.partial(each, run) for each in find_loggers(run.config)}
+        builders |= {
+            logger_class.name: functools.partial(logger_class, run)
+            for logger_class in find_loggers(run.config)
+        }
         if "wandb" in run.config.loggers and _environment_disables_wandb():
             log.info(f"W&B is disabled, because WANDB_DISABLED={os.environ['WANDB_DISABLED']}")
         for name, build in builders.items():
@@ -134,7 +137,7 @@ class Loggers:
     @property
     def take_pictures(self) -> bool:
         """Returns whether a logger can log pictures of puzzles. False on ranks other than 0."""
-        return any(hasattr(each, "log_puzzles") for each in self._all)
+        return any(hasattr(logger, "log_puzzles") for logger in self._all)
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
         """Logs the metrics of a training step. Call it at most once for each step."""

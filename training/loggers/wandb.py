@@ -173,8 +173,8 @@ class WandbRun:
 
         folder: Folder of a complete checkpoint.
         """
-        is_best, asked = step_of(folder) == self._best_step, self._config.wandb_log_checkpoints
-        if not self._has_ended and (asked == "all" or (asked == "best" and is_best)):
+        is_best, selection = step_of(folder) == self._best_step, self._config.wandb_log_checkpoints
+        if not self._has_ended and (selection == "all" or (selection == "best" and is_best)):
             aliases = ["latest", "best"] if is_best else ["latest"]
             self._extras.submit(str(folder), lambda: self._log_folder(folder, aliases))
 
@@ -247,16 +247,16 @@ class _Extras:
                 log.warning(f"W&B upload failed: {name} ({reason}). Logged metrics are not affected.")
 
 
-def choose_mode(asked: str) -> str:
+def choose_mode(wandb_mode: str) -> str:
     """Returns the mode for the W&B client: "online", "offline" or another value of WANDB_MODE.
 
     If it would be online, but no login is stored, returns "offline".
 
-    asked: Value of the config key `wandb_mode`. With "auto", WANDB_MODE counts, or else "online".
+    wandb_mode: Value of the config key `wandb_mode`. With "auto", WANDB_MODE counts, or else "online".
     """
-    mode = asked if asked != "auto" else os.environ.get("WANDB_MODE") or "online"
+    mode = wandb_mode if wandb_mode != "auto" else os.environ.get("WANDB_MODE") or "online"
     if mode == "online" and not has_wandb_login():
-        if asked == "online":
+        if wandb_mode == "online":
             log.warning("no W&B login found. The W&B run is offline. Run wandb login, or set WANDB_API_KEY.")
         return "offline"
     return mode
@@ -281,14 +281,14 @@ def _stderr_into(path: Path) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
-    kept = os.dup(2)
+    stderr_copy = os.dup(2)
     try:
         with open_to_append(path) as file:
             os.dup2(file.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
 
 
 def _end_client() -> None:
