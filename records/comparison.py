@@ -96,7 +96,7 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
     )
     device = training_device(config, processes=plan["processes"])
     stored = before.get("forward_dtype", _FORMER_FORMAT) if results else None
-    chosen = find_format(folder, config, device, given=dtype, stored=stored)
+    chosen = find_format(folder, config, device, requested=dtype, stored=stored)
     content = {**describe_machine(device), "forward_dtype": chosen, "commit": commit(), "results": results}
     if not results:
         write_format(folder, chosen)

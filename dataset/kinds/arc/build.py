@@ -147,8 +147,8 @@ def build(options: argparse.Namespace) -> None:
 
     if num_repeats := len(found) - len(tasks):
         print(f"repeated tasks, with the same content and used once: {num_repeats}")
-    given = sum(len(task.train if task.subset in evaluated else task.pairs) for task in tasks)
-    if num_repeats := given - sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks):
+    num_pairs = sum(len(task.train if task.subset in evaluated else task.pairs) for task in tasks)
+    if num_repeats := num_pairs - sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks):
         print(f"repeated training pairs of a task, used once: {num_repeats}")
     num_variants = [len(task_transforms) - 1 for task_transforms in transforms]
     if not options.dihedral and (num_few := sum(count < options.num_aug for count in num_variants)):
