@@ -1,4 +1,4 @@
-"""Trains a model. `train` and `run_steps` show a run from the command line to the last checkpoint.
+"""Trains a model. `train` prepares a run, and `run_steps` has the loop over its training steps.
 
     python pretrain.py data_path=... [key=value ...]
     torchrun --nproc-per-node N pretrain.py data_path=... [key=value ...]
@@ -9,9 +9,11 @@ From Python, in new processes:
     result = pretrain.run(["experiment=demo"], processes=2)
     result.metrics["all"]["exact_accuracy"], result.folder
 
-If a run is launched again with the same run_name, it continues from its newest checkpoint.
+A launch is one start of these commands. If a run is launched again with the same run_name, it continues from
+its newest checkpoint.
 
-training/step.py contains the training step, with a table of its modes.
+Every process is one rank, and runs this file. training/step.py contains the training step, and lists its
+modes.
 """
 
 import contextlib
@@ -21,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).parent))  # this folder; with PYTHONSAFEPATH, Python omits it
+sys.path.insert(0, str(Path(__file__).parent))  # With PYTHONSAFEPATH, Python does not add this folder.
 
-import runtime.environment  # noqa: F401 - before torch, because OpenMP reads these variables on loading
+import runtime.environment  # noqa: F401 - Sets variables that OpenMP reads when torch is imported.
 
 from config.schema import PretrainConfig
 from distributed import log
@@ -45,6 +47,7 @@ from training.step import train_step
 def main() -> None:
     """Runs this process as one rank of a run. `launch` reads the command line and connects the ranks."""
     with launch(PretrainConfig, compose_run) as program:
+        # These contexts turn a lack of memory, or a damaged cache of the compiler, into a one-line message.
         advice = memory_advice(program.config, program.device)
         folder = Path(program.config.checkpoint_path)
         with memory_errors(advice, folder=folder), compiler_cache_errors():
@@ -61,21 +64,22 @@ def train(program: Program[PretrainConfig]) -> int:
     if config.report:
         from report.page import check_packages
 
-        with collective_errors():
-            check_packages()
+        with collective_errors():  # an error on one rank ends all ranks
+            check_packages()  # before the training, because the report is written after it
 
-    # Open the datasets. The schedule says which work is due after which step: a log row, an evaluation, a
-    # checkpoint, or a comparison of replicas.
+    # Open the datasets. The schedule says after which steps a log row, an evaluation, a checkpoint or a
+    # comparison of the ranks is due.
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
-    # Build the state of step 0 from the seed: weights, optimizer state, averages (EMA), and the carry. A slot
-    # is one position of the global batch. The carry holds the puzzle and the latent state of each slot of
-    # this rank. With a mesh or a sharded optimizer, each rank holds only its part of the weights or of their
-    # optimizer state.
+    # Build the state of step 0 from the seed: weights, optimizer state, moving averages of the weights (EMA),
+    # and the carry. The carry contains a puzzle and a latent state for each slot of this rank. A slot is one
+    # position of the global batch. With pipeline parallelism, tensor parallelism or a sharded optimizer, each
+    # rank holds only its part of the weights or of the optimizer state.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Load the checkpoint that the key `resume` selects (by default the newest one), or the weights that
-    # `init_from` names. `is_logged` is True at step 0, or if metrics.jsonl contains a row of the loaded step.
+    # Load a checkpoint: by default the newest one of this run, or the one that the key `resume` selects. If
+    # there is none, load the weights that the key `init_from` names, if it is set. `is_logged` says whether
+    # metrics.jsonl has a row for the loaded step. It is also True at step 0, which needs no row.
     checkpoints = open_checkpoints(
         config,
         fingerprint=data.fingerprint,
@@ -85,36 +89,37 @@ def train(program: Program[PretrainConfig]) -> int:
         trained_on=data.trained_on,
         dataset=data.dataset,
     )
-    with program.watchdog.paused():  # a download for `init_from` may take long
+    with program.watchdog.paused():  # The watchdog ends a run that hangs. A download may take long.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find the test puzzles on which the loaded weights or this run are trained.
+    # Find the evaluated puzzles on which the loaded weights or this run are trained (leaks).
     trained = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(trained, model="the checkpoint that this run started from")
 
-    # Return if there is nothing to do: `stop_patience` ends the run at this step, or the last step of this
-    # launch (`max_steps`, or the last step of the run) is done and logged. If the row of the last step is
-    # missing, because the run was killed during its last evaluation, do not return: `run_steps` evaluates and
-    # logs the row without training.
-    ends_early = (
-        is_logged and schedule.is_evaluation(state.step) and checkpoints.best.ends_early(config.stop_patience)
-    )
-    if ends_early or (state.step >= schedule.end_step and is_logged):
-        write_status(folder, "finished" if ends_early else schedule.status(state.step), step=state.step)
+    # Return if there is nothing to do. This is so in two cases, both with a logged step:
+    # - The loaded step is the last step of this launch: `max_steps`, or the last step of the run.
+    # - The evaluation of the loaded step ended the run, because `stop_patience` evaluations had no new best.
+    # If the step is not logged, because the run was killed in its evaluation, `run_steps` first evaluates it.
+    is_evaluated = is_logged and schedule.is_evaluation(state.step)
+    ends_early = is_evaluated and checkpoints.best.ends_early(config.stop_patience)
+    is_last = is_logged and state.step >= schedule.end_step
+    if ends_early or is_last:
+        status = "finished" if ends_early else schedule.status(state.step)
+        write_status(folder, status, step=state.step)
         log.info(f"nothing to do: {schedule.describe(state.step)}")
         return 0
 
     is_stopped = run_steps(program, state, data, checkpoints, is_logged=is_logged)
 
-    if checkpoints.last_save_failed:  # `checkpoints.close` in `run_steps` has broadcast it from rank 0
+    if checkpoints.last_save_failed:  # equal on all ranks, because rank 0 has broadcast it
         abort_all(f"the last checkpoint was not saved: {config.checkpoint_path} lacks the newest steps")
     reached = schedule.describe(state.step)
     if not is_stopped:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    # After a signal, `end_torchrun` stops torchrun on every node, and returns 0. It does not stop an elastic
-    # torchrun (--nnodes MIN:MAX). There it returns a status with which torchrun starts the processes again,
-    # on the machines that remain.
+    # A signal stopped the run. `end_torchrun` stops torchrun on every node, and returns 0. If torchrun is
+    # elastic (--nnodes MIN:MAX), it returns another status instead. torchrun then starts the processes again
+    # on the remaining nodes.
     return end_torchrun()
 
 
@@ -128,15 +133,19 @@ def run_steps(
 ) -> bool:
     """Runs the training steps, and between steps the work that is due. All ranks call it.
 
-    With `local_steps`, each rank trains separately, and the ranks merge their weights every few steps. The
-    weights of the ranks are equal only after a merge. Work that falls due between two merges is done after
-    the next merge.
+    With local_steps > 1, each rank trains by itself, and the ranks merge their weights every `local_steps`
+    steps. If work falls due between two merges, the schedule moves it to the next merge.
 
-    is_logged: Whether metrics.jsonl already contains the row of `state.step`. True at step 0.
+    is_logged: Whether metrics.jsonl has a row for `state.step`, or the step is 0.
 
     Returns whether a signal stopped the run.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
+    # - batches: Iterator over the batches of this rank, from the step after `state.step`.
+    # - checkpoints: Saves checkpoints in a thread. At the end of the block, it waits for the thread.
+    # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
+    # - interruption: Makes a signal, such as Ctrl-C, a request to stop. If one rank has a request,
+    #   `is_agreed()` becomes True on all ranks, after the same step.
     with (
         data.read_train_batches(first_step=state.step, ranks=state.ranks, device=program.device) as batches,
         checkpoints,
@@ -144,82 +153,88 @@ def run_steps(
         Interruption(program.watchdog.is_paused) as interruption,
     ):
         # Evaluate one batch of each set, so that an error in the evaluation appears before the training.
-        # `check` warns if the evaluation lacks the metric `keep_best`.
+        # `check` warns if the metric of the key `keep_best` is not among the results.
         if config.sanity_check and state.step == 0:
             with monitor.paused():
-                checkpoints.best.check(evaluate(config, state, data, only_first_batches=True))
+                results = evaluate(config, state, data, only_first_batches=True)
+                checkpoints.best.check(results)
 
         ends_early = False
         while True:
-            # Save before evaluating, so that a failed evaluation loses no training. `save` does nothing if it
-            # was already called at this step, or if the run was resumed from this step.
+            # Save before evaluating, so that a failed evaluation loses no training. `save` does nothing for a
+            # step that is already saved, such as the step from which the run was resumed.
             if schedule.is_checkpoint(state.step):
                 with monitor.paused():
                     checkpoints.save(state)
 
-            # Log a row of metrics.jsonl: the training metrics since the last row, summed over all ranks, and
-            # the evaluation if one is due. If a signal interrupts the evaluation, this row is not logged. The
-            # next launch evaluates again, and logs the row. It finds the metric sums in the checkpoint,
-            # because only `monitor.log` resets them.
+            # Log a row of metrics.jsonl. It contains the training metrics since the previous row, over all
+            # ranks. If an evaluation is due, it also contains the results.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
-                if schedule.is_evaluation(state.step):
+                has_evaluation = schedule.is_evaluation(state.step)
+                if has_evaluation:
                     with monitor.paused("evaluating"):
                         results = evaluate(config, state, data, interruption)
                     if results is None:
+                        # A signal interrupted the evaluation, so this row is not logged. The next launch
+                        # evaluates again, and logs the row. The sums of its training metrics are in the
+                        # checkpoint, because only `monitor.log` resets them.
                         break
                     row |= results
                     monitor.show_puzzles(state)
                 monitor.log(state, row)
-                if schedule.is_evaluation(state.step):
+                if has_evaluation:
                     ends_early = checkpoints.best.ends_early(config.stop_patience)
 
-            # Stop after an evaluation that ends the run (`stop_patience`), a signal, or the last step.
+            # Stop if the evaluation ends the run (`stop_patience`), after a signal, or at the last step.
             if ends_early or interruption.is_agreed() or state.step >= schedule.end_step:
                 break
 
-            # Read this rank's part of the next global batch: one puzzle for each slot. Slots that have not
-            # halted ignore theirs. All puzzles of a batch are from one training set. With a curriculum, the
-            # step decides which data are read.
+            # Read this rank's part of the next global batch: one puzzle for each slot. A slot that has not
+            # halted skips its puzzle. All puzzles of a batch are from the training set `set_name`. With a
+            # curriculum, the step decides which data are read.
             with monitor.reading():
                 set_name, batch = next(batches)
 
-            # Run one training step. It adds 1 to `state.step`. `rates` are the learning rates of the step.
-            # `reasoning` contains the number of cycles, and a curriculum may change it between steps.
-            #
-            # A signal may reach only one rank, but all ranks must stop after the same step. So each rank
-            # sends a stop request (0 or 1) together with its gradients, and all ranks stop if the sum over
-            # ranks, `result.stop_requests`, is positive. `record_requests` reads this sum. On CUDA, it reads
-            # the sum of the step before, so that the host does not wait for the device. With `local_steps`,
-            # requests are sent at a merge. After other steps, the sum is None.
+            # Run one training step. It adds 1 to `state.step`. The schedule gives the learning rates of the
+            # step, and the number of cycles (`reasoning`). A curriculum may change this number.
+            next_step = state.step + 1
             result = train_step(
                 state,
                 batch.to(program.device),
                 config=config,
-                rates=schedule.learning_rates(state.step + 1),
+                rates=schedule.learning_rates(next_step),
                 clock=monitor.clock,
-                reasoning=schedule.reasoning(state.step + 1, state.model.reasoning),
+                reasoning=schedule.reasoning(next_step, state.model.reasoning),
                 is_asked_to_stop=interruption.is_requested,
             )
+            # A signal may reach only one rank, but all ranks must stop after the same step. So each rank
+            # sends a stop request, 0 or 1, together with its gradients. `result.stop_requests` is their sum
+            # over ranks. If it is positive, `interruption.is_agreed()` is True from now on. On CUDA, this
+            # call reads the sum of the previous step, so that the host does not wait for the GPU. All ranks
+            # then stop one step later. With local_steps > 1, requests are sent only at a merge. After other
+            # steps, the sum is None.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
-            # Compare the tensors that should be equal on several ranks, and end the run if they differ.
+            # Compare the tensors that must be equal on several ranks. If they differ, the run ends.
             if schedule.is_replica_check(state.step):
                 with monitor.paused():
                     state.check_replicas()
 
-        # End the run: save the last step and wait until it is written. Then rank 0 writes the status and the
-        # report. After a failed save, the old status stays. `checkpoints` and `monitor` are closed here,
-        # because the watchdog must be paused meanwhile. The `with` block closes them after an error.
+        # End the launch. `close` waits until the last checkpoint is written. If this save failed, the status
+        # file keeps its old status. The `with` block above would also close `checkpoints` and `monitor`, but
+        # without stopping the watchdog.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)
             checkpoints.close()
             if not checkpoints.last_save_failed:
-                # The row of this step is missing if a signal has interrupted its evaluation.
-                status = schedule.status(state.step, lacks_row=monitor.is_row_due(state.step))
-                write_status(folder, "finished" if ends_early else status, step=state.step)
+                # If a signal interrupted the evaluation, the row of this step is missing. The status is then
+                # "stopped", also at the last step.
+                lacks_row = monitor.is_row_due(state.step)
+                status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
+                write_status(folder, status, step=state.step)
             if config.report and not is_stopped:
                 from report.page import report_run
 
@@ -258,7 +273,8 @@ def run(overrides: Sequence[str], *, processes: int = 1) -> Trained:
     Raises:
         ValueError: If the config is wrong, or the run fails.
     """
-    quiet = io.StringIO()  # discard the warnings, because the new processes print them again
+    # Discard the warnings of this call, because the new processes print them again.
+    quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
         config = compose_run(overrides, processes=processes)
     if config is None:

@@ -4,6 +4,7 @@
     python -m benchmarks.parallel scaling --processes 1 2 4
     python -m benchmarks.parallel exchange --line 100mbit 25     # emulated machines (root): rate, one-way ms
     python -m benchmarks.parallel layout --device cuda --layout pipeline_parallel_degree=2
+    python -m benchmarks.parallel scaling --at-least 0.85        # exit status 1 if two processes scale worse
     torchrun ... -m benchmarks.parallel --at-least 0.85          # on the machines of a run
 
 exchange: times a training step with each method to sum gradients. `alone` is the step without messages.
@@ -13,6 +14,7 @@ gradients in memory on each rank. This is the lower limit of `shared`.
 
 scaling: efficiency relative to one process. weak: --puzzles in every process. strong: --puzzles over all
 processes. apart: the same processes without messages. This is the limit of memory and caches on this machine.
+The program exits with status 1 if a weak efficiency is below --at-least.
 
 memory: MiB that each rank stores, and its peak, with and without sharding.
 
@@ -88,9 +90,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if world_size() > 1:
         return measure_cluster(options)
     if options.at_least is not None:
-        parser.error(
-            "--at-least needs torchrun with several processes. Remove it, or start the program with torchrun."
-        )
+        if options.questions != ["scaling"]:
+            parser.error("--at-least applies only to scaling and under torchrun. Pass only scaling.")
+        most = max(options.processes or [2])
+        if most == 1 or (options.device == "cpu" and most > num_cores()):
+            parser.error(
+                f"--at-least cannot compare {most} processes with one on {num_cores()} cores. Pass "
+                "--processes from 2 to the number of cores."
+            )
     if options.line and options.questions != ["exchange"]:
         parser.error("--line applies only to exchange. Remove it, or pass only exchange.")
     questions = options.questions or list(_QUESTIONS)
@@ -118,7 +125,7 @@ def _parser() -> OneLineParser:
         "--rows", type=positive, default=10**6, metavar="N", help="memory: number of puzzle embeddings"
     )
     line = "emulate machines with one process each (needs root): bandwidth for tc, one-way delay in ms"
-    least = "under torchrun: minimum efficiency. If it is lower, the exit status is 1"
+    least = "scaling, or under torchrun: minimum efficiency. If it is lower, the exit status is 1"
     parser.add_argument("--at-least", type=float, metavar="FRACTION", help=least)
     parser.add_argument(
         "--layout", nargs="+", default=(), metavar="KEY=VALUE", help="layout: keys of pretrain.py"
@@ -305,6 +312,9 @@ def measure_scaling(options: argparse.Namespace) -> None:
         notes=[f"{options.puzzles} puzzles. weak: per process. strong: in total. apart: no messages."],
         result=result,
     )
+    for count in counts[1:] if options.at_least is not None else ():
+        if (efficiency := result[f"weak_efficiency_{count}"]) < options.at_least:
+            fail(f"efficiency {efficiency:.3f} of {count} processes is below --at-least {options.at_least:g}")
 
 
 # ---------------------------------------------------------------------------------------------------- memory

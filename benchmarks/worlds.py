@@ -28,6 +28,7 @@ from distributed.collectives import barrier, broadcast_object
 from distributed.errors import local_errors
 from distributed.launch import keep_freed_memory
 from distributed.process_group import choose_device, process_group, set_cpu_threads, world_size
+from distributed.progress import Progress
 from distributed.shards import tensor_of
 from distributed.signals import stop_signals
 from optimizers.learning_rate import learning_rates
@@ -191,7 +192,8 @@ def take_turns(
     warm_calls: Number of untimed calls before each timed call.
     """
     seconds = {name: [] for name in turns}
-    for _ in range(warmup_rounds + rounds):
+    numbers = range(warmup_rounds + rounds)
+    for _ in Progress(iterable=numbers, desc="measuring", unit="round", leave=False):
         for name, (world, turn) in turns.items():
             seconds[name].append(max(world.call("time", turn, warm_calls)))
     return {name: measurement(values[warmup_rounds:]) for name, values in seconds.items()}

@@ -2,7 +2,9 @@
 
 A model's class is derived from `ArchConfig`, or from `TokenConfig` if the model has one vector for each cell.
 
-The meaning and the default of each key are in config/arch/*.yaml.
+A class declares only the type and the bounds of each key. The default and the meaning of the key are in
+config/arch/<name>.yaml. If an old checkpoint lacks a key, the key gets its default from this file, too
+(`fill_defaults` in config/files.py). So the default of a new key must be the behavior before the key.
 """
 
 import math
@@ -32,13 +34,13 @@ _QTarget = Literal["exact", "deferred"]
 
 
 class Strict(pydantic.BaseModel):
-    """The base class of all configs: immutable; unknown keys and values of another type are errors."""
+    """The base class of all configs. A config is immutable. Unknown keys and wrong types are errors."""
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
-    VERBATIM: ClassVar[tuple[str, ...]] = ()  # text keys taken literally: never a path, a list or null
+    VERBATIM: ClassVar[tuple[str, ...]] = ()  # keys with texts that are never read as a path, a list or null
 
     def mistakes(self) -> Iterator[str]:
-        """Yields a message for each wrong combination of keys; validation raises the first one."""
+        """Yields a message for each wrong combination of keys. The validation raises the first message."""
         yield from ()
 
     @pydantic.model_validator(mode="after")
@@ -49,7 +51,7 @@ class Strict(pydantic.BaseModel):
 
 
 class LossConfig(Strict):
-    """The keys of the training loss: its kind, and the weights of the halting loss and of thinking steps."""
+    """The keys `arch.loss.*` of the training loss. models/objective.py has its formula."""
 
     loss_type: Literal["stablemax_cross_entropy", "softmax_cross_entropy"]
     label_smoothing: Annotated[float, Field(ge=0, lt=1)]
@@ -58,20 +60,31 @@ class LossConfig(Strict):
 
 
 class ArchConfig(Strict):
-    """The base class of every model's config: the keys that all models have, and facts for other packages.
+    """The base class of every model's config: the keys that all models have, and facts about the model.
 
-    title: Short name of the model in papers. paper: Full name of the model, and the arXiv number.
+    The class variables are the facts. Other packages read them, so that they need not know the models.
+
+    Attributes:
+        title: Short name of the model in papers.
+        paper: Full name of the model, and the arXiv number.
+        cycle_keys: Keys that a curriculum stage may change.
+        has_q_continue: Whether the model has the output q_continue_logits.
+        finds_candidates: Whether the model needs `Metadata.candidates`. They are read from the data.
+        confuses_symbols: Whether the model gives equal logits to padding and to symbols that the input lacks.
+        no_mesh: Reason why pipeline and tensor parallelism are impossible. Empty if they are possible.
+        reads_any_length: Whether the weights fit puzzles with another number of cells.
+        eval_changes: Keys of cycles that have other values in an evaluation, with these values.
     """
 
     title: ClassVar[str] = ""
     paper: ClassVar[tuple[str, str] | None] = None
-    cycle_keys: ClassVar[tuple[str, ...]] = ()  # the keys that a curriculum stage may change
-    has_q_continue: ClassVar[bool] = False  # True: the model has the output q_continue_logits
-    finds_candidates: ClassVar[bool] = False  # True: the model needs `Metadata.candidates`, found in the data
-    confuses_symbols: ClassVar[bool] = False  # True: padding and symbols not in the input get equal logits
-    no_mesh: ClassVar[str] = ""  # why pipeline and tensor parallelism are impossible; empty: possible
-    reads_any_length: ClassVar[bool] = False  # True: the weights fit puzzles with another number of cells
-    eval_changes: ClassVar[dict[str, int]] = {}  # cycles of an evaluation that differ from those of training
+    cycle_keys: ClassVar[tuple[str, ...]] = ()
+    has_q_continue: ClassVar[bool] = False
+    finds_candidates: ClassVar[bool] = False
+    confuses_symbols: ClassVar[bool] = False
+    no_mesh: ClassVar[str] = ""
+    reads_any_length: ClassVar[bool] = False
+    eval_changes: ClassVar[dict[str, int]] = {}
 
     hidden_size: _AtLeastOne
     num_heads: _AtLeastOne

@@ -201,7 +201,7 @@ class PretrainConfig(MachineConfig):
     checkpoint_async: MayChange[bool]
     resume: MayChange[Text]
     evaluators: MayChange[list[str] | None]
-    halting: MayChange[Literal["max", "act"]]
+    halting: Literal["max", "act"]  # may not change, because the best checkpoint compares all evaluations
     raw: MayChange[bool]
     save_outputs: MayChange[list[SavedOutput]]
     report: MayChange[bool]

@@ -19,6 +19,10 @@ from models.random import SlotRng
 Draw = Callable[[Carry], SlotRng | None]  # returns the random numbers of the slots' next step
 OnStep = Callable[[StepOutput, Tensor], None]  # (output, bool [slots]: True at the first wish to halt)
 
+# What a rank of a pipeline needs next. All ranks do what the largest of these numbers says, because they must
+# make the same calls of the network.
+_NOTHING, _STEP, _BATCH = 0, 1, 2
+
 
 class Race:
     """Decides which of several runs of the same puzzle answers: the first one to halt.
@@ -114,10 +118,11 @@ def answer_batches(
         num_running = 0 if running is None else len(running.steps)
         num_rows = num_running + (0 if waiting is None else len(waiting.rows))
         needs_batch = has_more and (waiting is None or num_rows < num_slots)
-        (wishes,) = stages.all_gather_counts(2 if needs_batch else int(num_rows > 0), device=device)
-        if max(wishes) == 0:
+        need = _BATCH if needs_batch else _STEP if num_rows else _NOTHING
+        (needs,) = stages.all_gather_counts(need, device=device)
+        if max(needs) == _NOTHING:
             return
-        if max(wishes) == 2:
+        if max(needs) == _BATCH:
             if has_more := (batch := next(batches, None)) is not None:
                 num_slots = max(num_slots, len(batch.rows))
                 idle = batch._replace(rows=torch.full_like(batch.rows, -1))

@@ -23,6 +23,7 @@ from distributed.progress import Progress
 from evaluation.evaluators import Evaluators
 from evaluation.leaks import Leak
 from evaluation.loop import answer_batches
+from evaluation.names import written_name
 from evaluation.selection import ScoreKey, Scores, Settings, predicted_tokens
 from evaluation.test_time import build_draw, run_settings
 from models import HaltingModel
@@ -30,12 +31,6 @@ from models.carry import Reasoning, StepOutput
 from models.network import Network
 from models.objective import correct_sequences, divide, sum_names
 from models.search import Search
-
-# {metric: its name on the console}. The report uses the same names (docs/metrics.md).
-WORDS = {
-    **{"exact_accuracy": "solved", "wrong": "wrong", "undecided": "undecided", "accuracy": "cells right"},
-    **{"lm_loss": "loss", "act_steps": "thinking steps"},
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +254,7 @@ class _SetSums:
         sums = self._metrics.own()
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
         names = [name for name in ("exact_accuracy", "accuracy") if name in metrics]
-        return "  ".join(f"{WORDS[name]} {metrics[name]:.3f}" for name in names)
+        return "  ".join(f"{written_name(name)} {metrics[name]:.3f}" for name in names)
 
     def _leak_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Returns metrics that depend on which test puzzles the model was trained on. All ranks call it.

@@ -21,7 +21,8 @@ from dataset.kinds.kind import SUBMISSION_FILE, TASKS_FILE
 from dataset.mixture import fingerprint_of
 from distributed import log
 from evaluation.intervals import mean_and_deviation, wilson_interval
-from evaluation.passes import WORDS, SetResult
+from evaluation.names import both_names
+from evaluation.passes import SetResult
 from evaluation.selection import ORACLE
 from runtime.reading import read_json
 from runtime.writing import replace_file, write_json
@@ -318,12 +319,11 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
 def metrics_table(metrics: _Columns, *, title: str) -> str:
     """Returns a text table with one line for each metric and one column for each set.
 
-    A cell also shows the interval or the standard deviation of its metric. Known metrics are shown with a
-    short name, for example "solved (exact_accuracy)".
+    A cell also shows the interval or the standard deviation of its metric. Known metrics are shown with both
+    names, for example "solved (exact_accuracy)".
     """
     names = metric_names(metrics)
-    words = {name: word for name, word in WORDS.items() if name != word}
-    columns = [["", *(f"{words[name]} ({name})" if name in words else name for name in names)]]
+    columns = [["", *map(both_names, names)]]
     for set_name, values in metrics.items():
         cells = [metric_cell(values, name) for name in names]
         columns.append([set_name.rjust(max(12, *map(len, cells), len(set_name))), *cells])

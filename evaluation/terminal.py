@@ -74,7 +74,7 @@ def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
     steps: Consecutive steps.
     """
     first, last = steps[0], steps[-1]
-    title = f"step {first.number}" + (f" (same to {last.number})" if last is not first else "")
+    title = f"step {first.number}" if last is first else f"steps {first.number} to {last.number}"
     marked = {"confidence": last.confidence, "changed": first.changed}
     drawing = _draw_grid(title, answer, first.tokens, **marked, color=color)
     if answer.is_search:
@@ -158,7 +158,7 @@ def _verdict(answer: Answer) -> Iterator[str]:
     if answer.puzzle.remark:
         yield answer.puzzle.remark
     if answer.num_samples > 1:
-        yield f"sample {answer.sample + 1} of {answer.num_samples} answers: {_RULES[answer.select]}"
+        yield f"from sample {answer.sample + 1} of {answer.num_samples}: {_RULES[answer.select]}"
     yield f"thinking step {answer.number} of {len(answer.steps)}"
     if not answer.is_search:
         yield f"probability that the answer is right: {answer.q_halt:.2f}"

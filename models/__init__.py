@@ -1,14 +1,19 @@
-"""Models: networks, halting, losses. One training step calls, in this order (training/step.py):
+"""Models: networks, halting, losses. One training step (training/step.py) calls, in this order:
 
-network.sample_randomness     samples random numbers on the host (models/halting.py: exploration)
-HaltingModel.refill           starts halted slots on new puzzles (models/halting.py)
-HaltingModel.forward          calls network.forward, one thinking step (models/trm.py, models/hrm.py, ...),
-                              then HaltingModel.halts, which says which slots halt (models/halting.py)
-objective.losses              computes the loss and the metrics (models/objective.py; LDT: models/ldt.py)
+network.sample_randomness  samples random numbers on the host, by default those of exploration
+HaltingModel.refill        starts halted slots on new puzzles
+HaltingModel.forward       calls network.forward, one thinking step, then HaltingModel.halts
+objective.losses           computes the loss and the metrics
 
-Networks are built from models/network.py (embedding of the puzzle, answer), models/blocks.py and
-models/layers.py. models/carry.py defines the types State, Reasoning, Prediction, Carry and StepOutput.
-config/arch/<name>.yaml lists every key of a model, with its default and its meaning.
+What to read:
+
+models/trm.py, hrm.py, ...  a network: its thinking step and its gradient. Start here
+models/network.py           the base classes of networks: puzzle embedding, output heads
+models/halting.py           `HaltingModel`, and the rules by which slots halt
+models/objective.py         the loss, its divisor, and the metrics (LDT: models/ldt.py)
+models/carry.py             the types State, Reasoning, Prediction, Carry and StepOutput
+models/blocks.py            transformer blocks, from models/layers.py
+config/arch/<name>.yaml     the keys of a model, with their defaults and meanings
 """
 
 import importlib
@@ -28,15 +33,16 @@ def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
 
 
 def network_class(name: str) -> type[Network]:
-    """Returns `NETWORK` of models/<name>.py, or of the plugin with the model of this name."""
+    """Returns the network class of an architecture: `NETWORK` of models/<name>.py, or of a plugin."""
     plugin = plugin_of("Config", architectures()[name])
     return (plugin or importlib.import_module(f"models.{name}")).NETWORK
 
 
 def recompute_blocks(model: HaltingModel) -> None:
-    """Makes the backward pass recompute the activations of every block from the block's input.
+    """Turns on activation checkpointing (arXiv 1604.06174) for every block.
 
-    This needs less memory and more time. The gradients are the same (arXiv 1604.06174).
+    The backward pass computes the activations of a block again, from the block's input. This needs less
+    memory and more time. The gradients do not change.
     """
     for module in model.modules():
         if isinstance(module, Level):

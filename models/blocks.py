@@ -1,4 +1,4 @@
-"""Blocks of layers, and the levels that stack them."""
+"""Transformer blocks, and `Level`, a stack of blocks that a network calls as one function."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,12 +15,15 @@ from models.layers import Attention, Convolution, SwiGLU, rms_norm
 class Block(nn.Module):
     """A post-norm transformer block on h, [batch, positions, hidden].
 
-        h = rms(h + self_attn(h))
-        h = rms(h + mlp(h))
+        h = rms_norm(h + self_attn(h))
+        h = rms_norm(h + mlp(h))
 
-    Two keys change how positions are mixed. With arch.conv, a convolution over the grid of cells replaces the
-    attention (instead), or its result is added (beside). With arch.mlp_t, a SwiGLU over the axis of positions
-    replaces the attention, and the norm after it is over the same axis (arXiv 2510.04871, section 4.5).
+    Two config keys replace self_attn:
+
+    arch.conv=instead  a convolution over the grid of cells
+    arch.conv=beside   the sum of the attention and this convolution
+    arch.mlp_t=true    a SwiGLU over the axis of positions. The norm after it is over the same axis
+                       (arXiv 2510.04871, section 4.5)
     """
 
     def __init__(
@@ -55,7 +58,10 @@ class Block(nn.Module):
 
 
 def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] = SwiGLU) -> Block:
-    """Builds a block of an architecture. ValueError: arch.conv is set, but the puzzles are not grids."""
+    """Builds a block of an architecture. Raises ValueError if arch.conv is set but puzzles are not grids.
+
+    mlp: Class of the MLP.
+    """
     width, mixing = arch.hidden_size, {}
     if arch.mlp_t:
         length = arch.num_puzzle_positions + metadata.seq_len
@@ -69,10 +75,11 @@ def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] =
 
 
 class Level(nn.Module):
-    """A stack of blocks. level(z, injection) is blocks(z + injection).
+    """A stack of blocks. level(z, injection) is blocks(z + injection), in the shape of z.
 
     Attributes:
-        recomputes_blocks: Whether the backward pass recomputes the activations of each block.
+        layers: The blocks.
+        recomputes_blocks: Whether the backward pass computes the activations of each block again.
         is_compiled: Whether torch compiles the blocks.
     """
 
@@ -84,11 +91,15 @@ class Level(nn.Module):
         self.recomputes_blocks = False
 
     def forward(self, z: Tensor, injection: Tensor | int, *context: Any) -> Tensor:
-        """Returns the new state, in the shape of z. context: Other arguments of every block."""
+        """Returns the new state, in the shape of z.
+
+        z: State. injection: Tensor in the shape of z, or 0. It is added to z. context: Arguments that every
+        block gets after h, such as the rotary table.
+        """
         return self.run_blocks(z + injection, *context)
 
     def run_blocks(self, h: Tensor, *context: Any) -> Tensor:
-        """Applies the blocks to h."""
+        """Applies the blocks to h, one after the other. context: As in `forward`."""
         for layer in self.layers.children():
             if self.recomputes_blocks and torch.is_grad_enabled():
                 h = checkpoint(layer, h, *context, use_reentrant=False, preserve_rng_state=False)
@@ -98,18 +109,21 @@ class Level(nn.Module):
 
 
 def levels_of(network: nn.Module) -> dict[str, Level]:
-    """Returns the levels of a network by the names of their modules."""
-    return {name: each for name, each in network.named_modules() if isinstance(each, Level)}
+    """Returns the levels of a network: {name of the module: level}."""
+    return {name: module for name, module in network.named_modules() if isinstance(module, Level)}
 
 
 def block_weights(network: nn.Module) -> frozenset[str]:
-    """Returns the names of the weights inside blocks. All uses of them are in the forward dtype."""
+    """Returns the names of the weights inside blocks. The network uses them only in the forward dtype."""
     levels = tuple(f"{name}.layers." for name in levels_of(network))
     return frozenset(name for name, _ in network.named_parameters() if name.startswith(levels))
 
 
 def cast_blocks_(network: nn.Module) -> None:
-    """Casts the weights inside blocks to the forward dtype, so that no call casts them. Not for training."""
+    """Casts the weights inside blocks to the forward dtype, in place. Not for training.
+
+    Otherwise, every call of a layer would cast them.
+    """
     for name in block_weights(network):
         weight = network.get_parameter(name)
         weight.data = weight.data.to(network.dtype)

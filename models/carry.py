@@ -1,7 +1,8 @@
 """The types that all models share: the carry of the slots, the settings and the result of a thinking step.
 
-A slot is one position of the batch, and works on one puzzle at a time. `HaltingModel.forward` turns the
-`Carry` of all slots into a `StepOutput`: the carry for the next thinking step, and a `Prediction`.
+A slot is one position of the batch, and works on one puzzle at a time. `HaltingModel.forward` runs one
+thinking step: it takes the `Carry` of all slots, and returns a `StepOutput`. This contains the carry for the
+next thinking step, and a `Prediction`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from torch import Tensor
 
 from dataset.loader import Batch
 
-# The state of a network between thinking steps: {name: tensor of [batch, ...]}. Latent states have names z_X,
-# such as z_H, and are [batch, ..., hidden] in the forward dtype. Only these get noise. Other names contain no
-# dot. A web page passes every state as float32 (share/onnx.py), so store other numbers in float32, too.
+# The state of a network between thinking steps: {name: tensor [batch, ...]}. Rules for names and dtypes:
+# - A name that starts with z_, such as z_H, is a latent state, [batch, ..., hidden] in the forward dtype. The
+#   noise of models/noise.py changes only latent states.
+# - Any other name is free, but without a dot, and not steps or halted: `Carry.tensors` uses such names.
+# - Its dtype is float32, because a web page passes every state as float32 (share/onnx.py). Example: the step
+#   size of FPRM. Only LDT has other dtypes, and another kind of web page.
 State = dict[str, Tensor]
 
 
@@ -33,12 +37,13 @@ class Reasoning:
         init_noise: Standard deviation of a random initial state. 0: The initial state is fixed.
         state_noise: Standard deviation of the noise on the result of every call of a level.
         step_noise: Standard deviation of the noise on the state before every thinking step.
-        damping: Fraction of the state that a call of a level replaces. 1: All of it.
+        damping: A call of a level moves the state by this fraction of the way to the result. 1: All the way.
         progress: Fraction of the run's training steps that are done, in [0, 1]. LDT uses it in training.
-        decision_cell: Cell in which a search guesses. "uniform": any open cell. "fewest": one with the
-            fewest candidates.
-        decision_value: Value that a search guesses. "drawn": sampled. "best": the most likely one.
-        eval_conflict_threshold: A search resets a board if the probability of a contradiction is higher.
+        decision_cell: Cell in which LDT guesses. "uniform": any open cell. "fewest": one with the fewest
+            candidates.
+        decision_value: Value that LDT guesses. "drawn": sampled. "best": the most likely one.
+        eval_conflict_threshold: In evaluation, LDT calls a board contradictory if its predicted probability
+            of having lost the solution is higher.
     """
 
     max_steps: int
@@ -57,9 +62,9 @@ class Reasoning:
 
     @classmethod
     def of_arch(cls, arch: Any, *, max_steps: int, halting: Literal["max", "act"]) -> Reasoning:
-        """Returns the settings of an architecture: the keys with names of fields, such as H_cycles.
+        """Returns the settings of an architecture. Every key with the name of a field sets this field.
 
-        All other fields have their defaults.
+        Example: arch.H_cycles sets H_cycles. All other fields have their defaults.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         keys = {key: value for key, value in arch.model_dump().items() if key in names}
@@ -92,8 +97,8 @@ class Carry(NamedTuple):
 
     Attributes:
         state: State of the network.
-        steps: Number of thinking steps on the present puzzle, int32 [batch].
-        halted: Whether the slot has halted, bool [batch]. `HaltingModel.refill` then starts a new puzzle.
+        steps: Number of thinking steps that the slot has made on its puzzle, int32 [batch].
+        halted: Whether the slot has halted, bool [batch]. `HaltingModel.refill` starts it on a new puzzle.
         data: The puzzles, with their labels.
     """
 
@@ -109,7 +114,7 @@ class Carry(NamedTuple):
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Carry:
-        """Returns the carry of such tensors. Other names than steps, halted and data.X are the state."""
+        """Returns the carry with these tensors, the inverse of `tensors`."""
         state = dict(tensors)
         return cls(
             steps=state.pop("steps"),

@@ -29,9 +29,10 @@ COMPILER_OPTIONS = {
 
 
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Returns whether to compile.
+    """Returns whether to compile the blocks of a run.
 
-    choice: True, False, or "auto" (compile if this saves time). num_steps: Steps of the run, in all launches.
+    choice: True, False, or "auto". With "auto", the result is True if compiling saves time. num_steps: Number
+    of steps of the run, in all launches.
     """
     return num_steps >= _STEPS_TO_PAY.get(device.type, float("inf")) if choice == "auto" else bool(choice)
 
@@ -93,8 +94,8 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def eager_blocks(*, is_rare: bool = True) -> contextlib.AbstractContextManager:
-    """Returns a context in which compiled blocks run uncompiled. With is_rare=False, it changes nothing.
+    """Returns a context in which compiled blocks run uncompiled. If not `is_rare`, it changes nothing.
 
-    Use it for batch sizes that occur rarely, because each size is compiled separately.
+    Use it for a batch size that occurs rarely. Otherwise, torch would compile the blocks for this size.
     """
     return torch.compiler.set_stance("force_eager") if is_rare else contextlib.nullcontext()

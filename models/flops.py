@@ -1,6 +1,9 @@
-"""Counts the floating-point operations (FLOPs) of a thinking step. The step runs on the meta device.
+"""Counts the floating-point operations (FLOPs) of a thinking step.
 
-As in torch's FlopCounterMode, the multiplications and additions of matrix products and convolutions count.
+`StepCounter` runs `forward` of the network on torch's meta device, which computes shapes but no numbers. It
+counts the calls of levels that the network really makes. So this file needs no formula of any model.
+
+Multiplications and additions of matrix products and convolutions count, as in torch's FlopCounterMode.
 Elementwise operations, the optimizer and the recomputation of `activation_checkpointing` do not count.
 """
 
@@ -24,7 +27,8 @@ class Step(NamedTuple):
 
     Attributes:
         flops: Number of floating-point operations.
-        calls: For each level: (level, number of calls, number of calls with gradient, elements of its input).
+        calls: For each level, (level, number of calls, number of calls with gradient, number of elements of
+            its input).
     """
 
     flops: float
@@ -32,7 +36,10 @@ class Step(NamedTuple):
 
 
 class StepCounter:
-    """Counts the cost of thinking steps, and caches it. model: Model with all weights, on the meta device."""
+    """Counts the cost of thinking steps, and caches the results.
+
+    model: The full model, built on the meta device.
+    """
 
     def __init__(self, model: HaltingModel, *, seq_len: int):
         self.model, self._seq_len = model.to("meta"), seq_len  # buffers from NumPy were on the CPU
@@ -72,43 +79,46 @@ class StepCounter:
         rng = SlotRng.of_training(0, step=0, slots=range(1), device=device, **arrays)
         batch = Batch(tokens, tokens, rows.int(), rows)
         state = network.start(batch, reasoning, None, rows == 0)
-        # Here, only record the calls of a level. The blocks are counted below, once for each kind of call.
-        levels, noted = levels_of(network), collections.defaultdict(list)
+        # While the network runs, `record_call` replaces the blocks of every level, and only records the call.
+        # The blocks are counted afterwards, once for each kind of call. This saves time.
+        levels, calls_of_level = levels_of(network), collections.defaultdict(list)
 
-        def note(name: str, h: torch.Tensor, *context: Any) -> torch.Tensor:
-            noted[name].append((h, torch.is_grad_enabled(), context))
+        def record_call(name: str, h: torch.Tensor, *context: Any) -> torch.Tensor:
+            calls_of_level[name].append((h, torch.is_grad_enabled(), context))
             return h + torch.zeros((), device=device, requires_grad=torch.is_grad_enabled())
 
         try:
             for name, level in levels.items():
-                level.run_blocks = functools.partial(note, name)
+                level.run_blocks = functools.partial(record_call, name)
             with _counter() as counter, torch.set_grad_enabled(trains):
                 _, prediction = network(state, tokens, rows.int(), reasoning=reasoning, rng=rng)
                 if trains:
-                    graded = [each for each in prediction if each is not None and each.requires_grad]
-                    sum(each.float().sum() for each in graded).backward()
+                    outputs = [each for each in prediction if each is not None and each.requires_grad]
+                    sum(output.float().sum() for output in outputs).backward()
         finally:
             for level in levels.values():
                 del level.run_blocks
-        flops, calls, known = counter.get_total_flops(), [], {}
-        for name, each in noted.items():
-            for h, is_graded, context in each:
-                kind = name, tuple(h.shape), h.requires_grad, is_graded
+        flops, counts, known = counter.get_total_flops(), [], {}
+        for name, calls in calls_of_level.items():
+            for h, has_gradient, context in calls:
+                kind = name, tuple(h.shape), h.requires_grad, has_gradient
                 if kind not in known:
-                    known[kind] = _count_blocks(levels[name], h, is_graded, context)
+                    known[kind] = _count_blocks(levels[name], h, has_gradient, context)
                 flops += known[kind]
-            graded = sum(is_graded for _, is_graded, _ in each)
-            calls.append((levels[name], len(each), graded, each[0][0].numel()))
+            num_with_gradient = sum(has_gradient for _, has_gradient, _ in calls)
+            first_input = calls[0][0]
+            counts.append((levels[name], len(calls), num_with_gradient, first_input.numel()))
         network.zero_grad()
         if network.puzzle_emb is not None:
             network.puzzle_emb.pop_gradients()
-        return Step(flops, calls)
+        return Step(flops, counts)
 
 
-def _count_blocks(level: Level, h: torch.Tensor, is_graded: bool, context: tuple) -> float:
-    h = h.detach().requires_grad_(h.requires_grad and is_graded)
+def _count_blocks(level: Level, h: torch.Tensor, has_gradient: bool, context: tuple) -> float:
+    """Returns the FLOPs of the blocks of a level, with the backward pass if the call has a gradient."""
+    h = h.detach().requires_grad_(h.requires_grad and has_gradient)
     context = [each.detach() if torch.is_tensor(each) else each for each in context]
-    with _counter() as counter, torch.set_grad_enabled(is_graded):
+    with _counter() as counter, torch.set_grad_enabled(has_gradient):
         out = level.run_blocks(h, *context)
         if out.requires_grad:
             out.float().sum().backward()

@@ -1,6 +1,8 @@
 """The Fixed-Point Reasoning Model (FPRM, arXiv 2606.18206): updates one state until it hardly changes.
 
-The loss is that of models/objective.py. The Q head is trained, but the residual decides about halting.
+A slot halts if its state hardly changes any more (`wants_to_halt`), or after the largest number of steps. The
+Q head is trained, but it does not decide about halting. Puzzle embedding and loss are the same as in
+models/trm.py, where they are explained.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ _LEAST_STEP = 1e-3  # a slot with a smaller step size wants to halt
 
 
 class ScaledBlock(nn.Module):
-    """A pre-norm block with scaled branches: y = a y + b attn(rms(y)), then y = a y + b mlp(rms(y))."""
+    """A pre-norm transformer block with scaled branches, on y, [batch, positions, hidden].
+
+        y = a y + b self_attn(rms_norm(y))
+        y = a y + b mlp(rms_norm(y))
+
+    a and b, [hidden], are arguments of `forward`.
+    """
 
     def __init__(self, arch: FPRMConfig):
         super().__init__()
@@ -37,7 +45,7 @@ class ScaledBlock(nn.Module):
 
 
 class FixedPointLevel(Level):
-    """The level f of FPRM: f(y) = blocks(a2 conv(y) + b2 e), with `ScaledBlock`s that have a = a1, b = b1.
+    """The level f of FPRM: f(y) = blocks(a2 conv(y) + b2 e). The blocks are `ScaledBlock`s with a1 and b1.
 
     conv is a depthwise convolution over the cells. Its kernel has 3 x 3 cells of the grid (conv2d), or a cell
     and the 3 cells before it (conv1d). With norm_placement=output, an RMS norm follows the blocks.
@@ -81,27 +89,29 @@ class FixedPointLevel(Level):
 class FPRM(TokenNetwork):
     """The network of FPRM. A slot keeps the state z_H (y in the paper), a step size w, and a residual r.
 
-    A thinking step, with the embedded puzzle e and the level f:
+    One thinking step, with the embedded puzzle e and the level f (`FixedPointLevel`, which also reads e):
 
         L_cycles times:
             z = f(z_H)
+            r = max over positions of (max over features of |z_H - z|) / (max over features of |z|)
             z_H = z_H + w (z - z_H)
-            r = max over positions of (max |z_H before - z| / max |z|), max over features
             w = decay * w  if r has had no new minimum for `decay_patience` calls, and r >= fp_thresh
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
+
+    decay is arch.stepsize_decay_train or arch.stepsize_decay_eval.
 
     By default (config/arch/fprm.yaml), a thinking step has 6 calls of a level of 2 blocks in training, and 1
     call in evaluation. All calls of a thinking step have gradient. The new state is detached.
 
     The state of a slot (`initial_state` makes it):
 
-        z_H        [batch, positions, hidden]  initially noise (init_noise), or 0 without; forward dtype.
-                                               Positions: puzzle embedding, then the cells
+        z_H        [batch, positions, hidden]  in the forward dtype. Initially noise, or 0 if init_noise is 0.
+                                               The positions: puzzle embedding, then the cells
         step_size  float32 [batch]             w, initially 1
         residual   float32 [batch]             r of the last call
         best       float32 [batch]             smallest r so far
-        patience   float32 [batch]             calls without a new minimum that are left before w shrinks
+        patience   float32 [batch]             number of calls without a new minimum until w shrinks
 
     A slot wants to halt if r < fp_thresh or w < 0.001 (`wants_to_halt`), instead of q_halt > 0.
     """
@@ -110,8 +120,8 @@ class FPRM(TokenNetwork):
 
     def __init__(self, arch: FPRMConfig, metadata: Metadata):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
-        # The heads are initialized first, because recorded results depend on this order of random numbers.
-        # Then all modules are registered in the order of use.
+        # All weights are sampled from one random generator, so the order of creation (heads, level) fixes the
+        # initial weights. The order of assignment (level, heads) is the order in which `forward` uses them.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = FixedPointLevel(arch, metadata)
         self.lm_head, self.q_head = lm_head, q_head
@@ -145,7 +155,10 @@ class FPRM(TokenNetwork):
         return (state["residual"] < self.arch.fp_thresh) | (state["step_size"] < _LEAST_STEP)
 
     def _judge(self, state: State, y: Tensor, z: Tensor) -> State:
-        """Returns step_size, patience, best and residual of each slot after a call. y: Input. z: Result."""
+        """Returns step_size, patience, best and residual of each slot after a call of the level.
+
+        y, z: Input and result of the call.
+        """
         change, size = (each.float().abs().amax(-1) for each in (y - z, z))
         residual = (change / (size + 1e-8)).amax(-1)
         full = torch.full_like(state["patience"], self.arch.decay_patience)

@@ -1,7 +1,11 @@
-"""When a slot halts: the whole rule, and the model that applies it.
+"""When a slot halts: the rules, and the model that applies them.
 
-A slot works on one puzzle at a time. Each call of `HaltingModel` is one thinking step of every slot. If a
-slot halts, its answer counts, and the next step starts it on another puzzle (`HaltingModel.refill`).
+A slot is one position of the batch, and works on one puzzle at a time. Each call of `HaltingModel` is one
+thinking step of every slot. If a slot halts, its answer counts in the metrics, and the slot starts on another
+puzzle (`HaltingModel.refill`). In training, it starts in the next training step. In an evaluation with
+halting=act, it starts before the next call of the model (evaluation/loop.py).
+
+Every slot halts after the largest number of steps. It may halt earlier:
 
     thinking step of          largest number of steps    halts earlier
     ------------------------  -------------------------  ----------------------------------------------------
@@ -15,19 +19,19 @@ slot halts, its answer counts, and the next step starts it on another puzzle (`H
     evaluation, LDT           arch.eval_halt_max_steps   if the board is solved. `halting` has no effect
     trace of an answer        arch.eval_halt_max_steps   never
 
-max. steps   If arch.eval_halt_max_steps is null, arch.halt_max_steps counts. `evaluate.py halt_max_steps=N`
-             and `solve.py steps=N` set another number.
-halting      A key of pretrain.py (for the evaluations in a run), evaluate.py and solve.py. All have the
-             default max. With max and one run of each puzzle (no lists of steps, no samples), an evaluation
-             also reports what act would give (act_exact_accuracy).
-Q head       Wants to halt if q_halt > 0, that is, if the answer is more likely right than wrong. With
-             arch.no_ACT_continue=false (HRM), it wants to halt if q_halt > q_continue.
-exploration  In every training step, each slot explores with probability arch.halt_exploration_prob, also in
-             the middle of a puzzle. An exploring slot gets a random number from 2 to the largest number of
-             steps. If it has made fewer steps, it does not halt in this step. In the next step, all of this
-             is sampled from scratch.
-
-`SlotRng` gives each slot its own random numbers. So results do not depend on the number of processes.
+eval_halt_max_steps  If this key is null, arch.halt_max_steps applies. `evaluate.py halt_max_steps=8` and
+                     `solve.py steps=8` replace the number for one evaluation. evaluate.py also takes a list.
+                     Example: With halt_max_steps=[4,8], it runs 8 steps, and reports the metrics after step 4
+                     and after step 8.
+halting              A key of pretrain.py (for the evaluations in a run), evaluate.py and solve.py. The
+                     default is max. An evaluation with max also reports the accuracy that act would give
+                     (act_exact_accuracy), except with lists of steps or several samples.
+Q head               It wants to halt if q_halt > 0. This means that the answer is more likely right than
+                     wrong. With arch.no_ACT_continue=false (HRM), it wants to halt if q_halt > q_continue.
+exploration          In every training step, each slot explores with probability arch.halt_exploration_prob.
+                     An exploring slot gets a minimum number of steps, uniform from 2 to the largest number.
+                     If it has made fewer steps on its puzzle, it does not halt in this training step. The
+                     next training step samples again, also for slots in the middle of a puzzle.
 """
 
 from __future__ import annotations
@@ -50,16 +54,17 @@ if TYPE_CHECKING:
 
 
 def q_head_wants_to_halt(prediction: Prediction, arch: ArchConfig) -> Tensor:
-    """Returns which slots the Q head would stop: bool [batch]."""
+    """Returns the slots that the Q head would halt: bool [batch]. The docstring of this file has the rule."""
     return prediction.q_halt > (0 if arch.no_ACT_continue else prediction.q_continue)
 
 
 def sample_exploration(
     arch: ArchConfig, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
 ) -> dict[str, np.ndarray]:
-    """Samples `min_steps`, int32 [batch_size]: no slot may halt in this step after fewer thinking steps.
+    """Samples the exploration of a training step: {"min_steps": int32 [batch_size]}.
 
-    Returns {} if the model never explores.
+    A slot that has made fewer than min_steps thinking steps does not halt in this training step. A slot that
+    does not explore has 0. Returns {} if the model never explores.
     """
     if not arch.halt_exploration_prob or reasoning.max_steps == 1:
         return {}
@@ -70,9 +75,11 @@ def sample_exploration(
 
 
 class HaltingModel(nn.Module):
-    """The model of a run: calls the network once per step on every slot, and decides which slots halt.
+    """The model of a run. A call runs one thinking step of every slot, and decides which slots halt.
 
-    reasoning: Settings of thinking steps in training. `eval_reasoning` returns those of an evaluation.
+    Attributes:
+        network: The network, such as `models.trm.TRM`.
+        reasoning: Settings of thinking steps in training. `eval_reasoning` returns those of an evaluation.
     """
 
     def __init__(self, network: Network):
@@ -83,7 +90,7 @@ class HaltingModel(nn.Module):
     def eval_reasoning(self, halting: Literal["max", "act"]) -> Reasoning:
         """Returns the settings of thinking steps in an evaluation.
 
-        halting: The key of the program. A search (LDT) ignores it and always has act.
+        halting: Value of the config key. For a search (LDT), the result always has "act".
         """
         arch = self.network.arch
         max_steps = arch.eval_halt_max_steps or arch.halt_max_steps
@@ -92,16 +99,20 @@ class HaltingModel(nn.Module):
         return dataclasses.replace(reasoning, **arch.eval_changes)  # other cycles in evaluation (FPRM)
 
     def initial_carry(self, batch: Batch) -> Carry:
-        """Returns a carry with as many slots as `batch`, all halted, so that `refill` starts every slot."""
+        """Returns a carry in which all slots have halted, so that `refill` starts every slot on a puzzle.
+
+        It has as many slots as `batch` has puzzles.
+        """
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
         state = self.network.start(batch, self.reasoning, None, steps == 0)
         return Carry(state, steps, steps == 0, batch)
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, rng: SlotRng | None = None) -> Carry:
-        """Starts halted slots on their row of `batch`, and leaves the others. Returns new tensors.
+        """Returns a carry in which halted slots start on their puzzle of `batch`, with a new state.
 
-        Each row of the result depends only on the same row of the arguments.
+        The other slots keep their puzzle and state. The puzzle that `batch` has for them is not used. The
+        result has new tensors. Each slot depends only on the same slot of the arguments.
         """
         halted = carry.halted
         data = Batch(*(where(halted, new, old) for new, old in zip(batch, carry.data, strict=True)))
@@ -110,7 +121,10 @@ class HaltingModel(nn.Module):
         return Carry(state, torch.where(halted, 0, carry.steps), torch.zeros_like(halted), data)
 
     def forward(self, carry: Carry, reasoning: Reasoning, rng: SlotRng | None = None) -> StepOutput:
-        """Runs one thinking step. carry: Result of `refill`; in evaluation also of the last call."""
+        """Runs one thinking step. Returns the new carry, with the slots that now halt, and the prediction.
+
+        carry: Result of `refill`. In evaluation, it may also be the carry of the previous call.
+        """
         data, state = carry.data, with_step_noise(carry.state, reasoning, rng)
         state, prediction = self.network(
             state, data.inputs, data.puzzle_identifiers, reasoning=reasoning, rng=rng
@@ -123,23 +137,25 @@ class HaltingModel(nn.Module):
     def halts(
         self, carry: Carry, prediction: Prediction, reasoning: Reasoning, rng: SlotRng | None
     ) -> Tensor:
-        """Returns which slots halt after a thinking step: bool [batch]. This is the rule of the table above.
+        """Returns which slots halt after a thinking step: bool [batch].
 
-        carry, prediction: Results of the thinking step.
+        The table in the docstring of this file describes the rule. carry, prediction: Results of the
+        thinking step.
         """
         is_last = carry.steps >= reasoning.max_steps
         if reasoning.halting == "max":
             return is_last
         wants_to_halt = self.network.wants_to_halt(carry.state, prediction, rng)
-        # Exploration: training/step.py samples `min_steps` (`sample_exploration`). An evaluation has none.
+        # Only a training step has `min_steps` (`sample_exploration`).
         if rng is not None and "min_steps" in rng.arrays:
             wants_to_halt = wants_to_halt & (carry.steps >= rng.arrays["min_steps"])
         return is_last | wants_to_halt
 
     def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
-        """Returns the carry of a run's step 0, all slots halted. A checkpoint can be loaded into it.
+        """Returns the carry of step 0 of a run, in which all slots have halted.
 
-        If slots hold several boards in training (LDT), each tensor is [num_slots, boards, ...].
+        If slots hold several boards in training (LDT), each tensor is [num_slots, boards, ...]. The tensors
+        share no memory, so a checkpoint can be loaded into them.
         """
         tokens = torch.zeros(num_slots, seq_len, dtype=torch.int32, device=device)
         rows = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -147,5 +163,5 @@ class HaltingModel(nn.Module):
         tensors = self.initial_carry(Batch(tokens, tokens, rows.int(), rows)).tensors()
         if boards > 1:
             tensors = {k: t[:, None].expand(-1, boards, *t.shape[1:]) for k, t in tensors.items()}
-        # Slots share memory in expanded tensors. A checkpoint cannot be loaded into these.
+        # In an expanded tensor, several slots share memory. Copy it.
         return Carry.from_tensors({name: tensor.contiguous().clone() for name, tensor in tensors.items()})

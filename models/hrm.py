@@ -1,4 +1,20 @@
-"""The Hierarchical Reasoning Model (HRM, arXiv 2506.21734): a slow and a fast level, called in turns."""
+"""The Hierarchical Reasoning Model (HRM, arXiv 2506.21734): a slow and a fast level, called in turns.
+
+A slot is one position of the batch, and works on one puzzle at a time. A training step runs one thinking step
+of every slot. With the default keys (config/arch/hrm.yaml):
+
+A thinking step    `HRM.forward` below.
+Gradient           The last call of each level has gradient. None flows into an earlier thinking step.
+Puzzle embedding   A learned vector for each puzzle identifier. `TokenNetwork.embed` (models/network.py) puts
+                   it before the cells. Sign SGD updates the vectors of the puzzles in a step
+                   (models/puzzle_embedding.py).
+Halting            In training, a slot halts if q_halt > q_continue, or after 16 steps. Exploration delays
+                   some halts. In evaluation, every slot runs 16 steps, or with halting=act it halts as in
+                   training without exploration (models/halting.py).
+Loss               Cross-entropy of the cells, plus 0.5 times the binary cross-entropies of q_halt ("the
+                   answer is right") and q_continue (the value of one more thinking step). The sum over slots
+                   is divided by the number of slots of the global batch (models/objective.py).
+"""
 
 from torch import Tensor
 
@@ -15,7 +31,7 @@ from models.random import SlotRng
 class HRM(TokenNetwork):
     """The network of HRM. A slot keeps two states between thinking steps, the slow z_H and the fast z_L.
 
-    A thinking step, with the embedded puzzle e and two levels, L of `L_layers` and H of `H_layers` blocks:
+    One thinking step:
 
         H_cycles times:
             L_cycles times:  z_L = L(z_L + z_H + e)
@@ -23,13 +39,15 @@ class HRM(TokenNetwork):
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    By default (config/arch/hrm.yaml), a thinking step has 2 H cycles of 2 + 1 calls of levels of 4 blocks.
-    e, z_H and z_L are [batch, positions, hidden] in the forward dtype: the positions of the puzzle embedding
-    (by default 1), then the cells (seq_len).
+    e is the embedded puzzle. The levels L and H are stacks of `L_layers` and `H_layers` transformer blocks.
+    By default, H_cycles and L_cycles are 2, and each level has 4 blocks.
 
-    If gradient_cycles is 0, its default, only the last call of L and the last call of H have gradient
-    (section 2 of the paper). Otherwise all calls in the last `gradient_cycles` H cycles do. The new state is
-    detached, so no gradient flows into the thinking step before.
+    Shapes: e, z_H, z_L and the result of every call are [batch, positions, hidden] in the forward dtype. The
+    positions are those of the puzzle embedding (by default 1), then the cells (seq_len).
+
+    Gradient: If gradient_cycles is 0, as by default, only the last call of L and the last call of H have
+    gradient (section 2 of the paper). Otherwise all calls in the last `gradient_cycles` H cycles have
+    gradient. The new state is detached, so no gradient flows into the previous thinking step.
     """
 
     def __init__(self, arch: HRMConfig, metadata: Metadata):
@@ -37,8 +55,8 @@ class HRM(TokenNetwork):
         # The state of a slot that starts: random vectors, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # Create the heads before the level, because recorded results depend on this order of random numbers.
-        # Assign them after the level, because modules are registered in the order of use.
+        # All weights are sampled from one random generator, so the order of creation (heads, H, L) fixes the
+        # initial weights. The order of assignment (L, H, heads) is the order in which `forward` uses them.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         H_level = Level(build_block(arch, metadata) for _ in range(arch.H_layers))
         self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
@@ -58,19 +76,24 @@ class HRM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) returns blocks(z + x, rotary). The formulas above write it as L(z + x). Damping and noise
-        # (models/noise.py) are off by default.
+        # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
+        # adds damping and noise (models/noise.py). Both are off by default. The names "H" and "L" only give
+        # the noise of the two levels different random numbers.
         H = perturbed(self.H_level, reasoning, rng, self.rotary, name="H")
         L = perturbed(self.L_level, reasoning, rng, self.rotary, name="L")
         z_H, z_L = state["z_H"], state["z_L"]
-        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles  # the first such H cycle
+        # The first H cycle in which all calls have gradient. With gradient_cycles=0, there is no such cycle.
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
         for cycle in range(reasoning.H_cycles):
-            has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
-            x = z_H + e  # once per cycle: all calls for z_L read the same sum
+            has_gradient, is_last_cycle = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
+            # All calls of L in a cycle read the same x. It is computed with gradient, so that e gets a
+            # gradient from the calls that have one.
+            x = z_H + e
             for call in range(reasoning.L_cycles):
-                with gradient_if(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
+                is_last_call = is_last_cycle and call == reasoning.L_cycles - 1
+                with gradient_if(has_gradient or is_last_call):
                     z_L = L(z_L, x)
-            with gradient_if(has_gradient or is_last):
+            with gradient_if(has_gradient or is_last_cycle):
                 z_H = H(z_H, z_L)
         return {"z_H": z_H.detach(), "z_L": z_L.detach()}, self.answer(z_H)
 

@@ -1,4 +1,7 @@
-"""TRM with InfiLoop's gate (arXiv 2610.11570): a state is a weighted mean of all results of the level."""
+"""TRM with InfiLoop's gate (arXiv 2610.11570): a state is a weighted mean of all results of the level.
+
+models/trm.py explains all other parts: gradient, puzzle embedding, halting and loss.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -52,14 +55,15 @@ class Gate(nn.Module):
 class InfiLoop(TokenNetwork):
     """The network of TRM with a gate for each state. A slot keeps z_H, z_L, log_D_H and log_D_L.
 
-    A thinking step, with the embedded puzzle e and the level L, a stack of `L_layers` blocks:
+    One thinking step, with the embedded puzzle e and the level L (a stack of `L_layers` transformer blocks):
 
         H_cycles times:
             L_cycles times:  z_L, log_D_L = gate_L(z_L, L(z_L + z_H + e), log_D_L)
             once:            z_H, log_D_H = gate_H(z_H, L(z_H + z_L), log_D_H)
 
-    Shapes, heads and gradient are those of `models.trm.TRM`. log_D_H and log_D_L are float32 [batch,
-    positions].
+    gate_H and gate_L are two `Gate` modules. The logits and Q values are read from z_H, as in
+    `models.trm.TRM`. The shapes and the calls with gradient are also the same. log_D_H and log_D_L are
+    float32 [batch, positions].
     """
 
     undecayed = ("gate_H.q", "gate_H.beta_logit", "gate_L.q", "gate_L.beta_logit")
@@ -68,6 +72,7 @@ class InfiLoop(TokenNetwork):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
+        # The order of creation (heads, level) fixes the initial weights. See models/trm.py.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head
@@ -89,20 +94,22 @@ class InfiLoop(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) returns blocks(z + x, rotary). The formulas above write it as L(z + x). Damping and noise
-        # (models/noise.py) are off by default.
+        # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
+        # adds damping and noise (models/noise.py). Both are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
         log_D_H = self.gate_H.start(z_H, state["log_D_H"])
         log_D_L = self.gate_L.start(z_L, state["log_D_L"])
-        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles  # the first such H cycle
+        # The first H cycle in which all calls have gradient. With gradient_cycles=0, there is no such cycle.
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
         for cycle in range(reasoning.H_cycles):
-            has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
-            x = z_H + e  # once per cycle: all calls for z_L read the same sum
+            has_gradient, is_last_cycle = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
+            x = z_H + e  # all calls for z_L in a cycle read the same x
             for call in range(reasoning.L_cycles):
-                with gradient_if(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
+                is_last_call = is_last_cycle and call == reasoning.L_cycles - 1
+                with gradient_if(has_gradient or is_last_call):
                     z_L, log_D_L = self.gate_L(z_L, L(z_L, x), log_D_L)
-            with gradient_if(has_gradient or is_last):
+            with gradient_if(has_gradient or is_last_cycle):
                 z_H, log_D_H = self.gate_H(z_H, L(z_H, z_L), log_D_H)
         after = {"z_H": z_H, "z_L": z_L, "log_D_H": log_D_H, "log_D_L": log_D_L}
         return {name: tensor.detach() for name, tensor in after.items()}, self.answer(z_H)

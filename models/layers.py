@@ -1,8 +1,7 @@
 """The layers of blocks: projections, norms, attention, convolution, dropout, SwiGLU.
 
-A layer casts its weights to the dtype of the activations in each call. There is no autocast. Weights in
-blocks may have this dtype already (`models.blocks.block_weights`). Parameters have the names of the published
-checkpoints.
+In each call, a layer casts its weights to the dtype of its input. torch's autocast is not used. The
+parameters have the names of the published checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ _SHORT_LENGTH = 256
 
 
 def truncated_normal(*shape: int, std: float) -> Tensor:
-    """Returns normal float32 numbers, cut at 2 sigma. std: Standard deviation after the cut."""
+    """Returns random float32 numbers of a normal distribution that is cut at 2 sigma.
+
+    std: Standard deviation after the cut.
+    """
     if std == 0:
         return torch.zeros(shape)
     sigma = std / STD_AFTER_CUT
@@ -32,7 +34,10 @@ def truncated_normal(*shape: int, std: float) -> Tensor:
 
 
 class Linear(nn.Module):
-    """A projection, x @ weight.T (+ bias), in the dtype of x, with initial std 1 / sqrt(fan_in)."""
+    """A projection, x @ weight.T + bias, in the dtype of x. Without `bias`, no bias is added.
+
+    The weight is initialized with standard deviation 1 / sqrt(in_features), and the bias with 0.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False):
         super().__init__()
@@ -44,7 +49,10 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """An embedding table. Calls return rows in `dtype`. std: Standard deviation of the initial values."""
+    """An embedding table with float32 rows. Calls return rows in `dtype`.
+
+    std: Standard deviation of the initial values.
+    """
 
     def __init__(self, num_embeddings: int, size: int, *, std: float, dtype: torch.dtype):
         super().__init__()
@@ -67,10 +75,12 @@ def rotary_table(angles: Tensor) -> Tensor:
 
 
 def rotary_angles(positions: Tensor | int, dim: int, *, base: float) -> Tensor:
-    """Returns the angles p * base^(-2i / dim): float32 [length, dim / 2].
+    """Returns the rotary angles p * base^(-2i / dim) of positions p, for i from 0 to dim / 2 - 1.
 
-    The result is on the CPU, because the first product on the device "meta" makes torch import its compiler.
-    positions: The p, [length], on the CPU. An integer n stands for 0 to n - 1.
+    The result is float32 [length, dim / 2] on the CPU, also if torch's default device is "meta". There, the
+    first product would make torch import its compiler.
+
+    positions: Positions p, [length], on the CPU. An integer n stands for the positions 0 to n - 1.
     """
     if isinstance(positions, int):
         positions = torch.arange(positions, device="cpu")
@@ -81,16 +91,18 @@ def rotary_angles(positions: Tensor | int, dim: int, *, base: float) -> Tensor:
 def grid_angles(num_cells: int, num_columns: int, head_dim: int, *, base: float) -> Tensor:
     """Returns rotary angles of grid cells, [cells, head_dim / 2]: half by row, half by column."""
     positions = torch.arange(num_cells, device="cpu")
-    lines = positions // num_columns, positions % num_columns
-    return torch.cat([rotary_angles(each, head_dim // 2, base=base) for each in lines], dim=1)
+    rows, columns = positions // num_columns, positions % num_columns
+    angles = [rotary_angles(lines, head_dim // 2, base=base) for lines in (rows, columns)]
+    return torch.cat(angles, dim=1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions to x, [batch * n, length, heads, head_dim], computed in float32.
+    """Applies rotary positions to x, [rows, length, heads, head_dim], computed in float32.
 
-    x1 and x2 are the halves of a head. The result is x1 cos - x2 sin and x2 cos + x1 sin.
-    cos, sin: [length, head_dim / 2], or [batch, length, heads, head_dim / 2]. In the second case, those of an
-    example are for n consecutive rows of x.
+    If x1 and x2 are the halves of a head, the halves of the result are x1 cos - x2 sin and x2 cos + x1 sin.
+
+    cos, sin: The same angles for all rows and heads, [length, head_dim / 2], or angles for each example,
+    [batch, length, heads, head_dim / 2]. An example then has rows / batch consecutive rows of x.
     """
     rows = x if cos.ndim == 2 else x.unflatten(0, (len(cos), -1))
     x1, x2 = rows.float().chunk(2, dim=-1)
@@ -101,10 +113,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Applies rotary positions as `rotate` does, with complex numbers.
+    """Applies rotary positions as `rotate` does, but to features in another order, with complex numbers.
 
-    The order of features in x is x1[0], x2[0], x1[1], x2[1], and so on. This saves 6 % of a forward and
-    backward pass on a CPU. torch.compile does not support complex numbers.
+    The features of a head are x1[0], x2[0], x1[1], x2[1], and so on (`order_pairs`). This saves 6 % of a
+    forward and backward pass on a CPU. torch.compile does not support complex numbers.
     """
     turns = torch.complex(cos, sin).repeat(1, x.shape[-2])
     pairs = torch.view_as_complex(x.float().flatten(-2).unflatten(-1, (-1, 2)))
@@ -112,7 +124,10 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def order_pairs(weight: Tensor, num_heads: int) -> Tensor:
-    """Returns a fused weight of q, k and v with the rows of q and k in the order for `rotate_pairs`."""
+    """Returns the fused weight of q, k and v, with the rows of q and k in the order for `rotate_pairs`.
+
+    weight: Fused weight with the rows in the order for `rotate`, [3 * width, hidden].
+    """
     width, hidden = len(weight) // 3, weight.shape[1]
     qk, v = weight.split((2 * width, width))
     qk = qk.view(2 * num_heads, 2, -1, hidden).transpose(1, 2)
@@ -120,13 +135,14 @@ def order_pairs(weight: Tensor, num_heads: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, dropout: Dropout | None = None) -> Tensor:
-    """Returns softmax(q k^T / sqrt(head_dim)) v on [batch, heads, length, head_dim].
+    """Returns softmax(q k^T / sqrt(head_dim)) v. All tensors are [batch, heads, length, head_dim].
 
-    Uses torch's fused kernel except in two cases. With dropout, the kernel would use torch's random numbers.
+    Uses torch's fused kernel, except in two cases. With dropout, the kernel would use torch's random numbers.
     For short sequences on a CPU, plain products are faster, except in float32 without gradient.
 
-    Measured (AVX2), time of the kernel over time of plain products: in the backward pass in bfloat16, 11 for
-    17 positions, 6 for 81, and 1 for 900. In float32 without gradient, 0.4 to 0.5 for 82 and 97 positions.
+    Measured (AVX2), time of the kernel divided by time of plain products: in the backward pass in bfloat16,
+    11 for 17 positions, 6 for 81, and 1 for 900. In float32 without gradient, 0.4 to 0.5 for 82 and 97
+    positions.
     """
     if dropout is None and (_is_long(q) or _is_faster_fused(q)):
         return F.scaled_dot_product_attention(q, k, v)
@@ -145,11 +161,14 @@ def _is_faster_fused(q: Tensor) -> bool:
 
 
 class Dropout(NamedTuple):
-    """A dropout (arXiv 1207.0580). The zeros do not depend on the number of micro-batches and ranks.
+    """A dropout (arXiv 1207.0580) in which each slot has its own random key.
 
-    keys: Random keys of the slots, int64 [batch] (`models.random`). stream: Index of this dropout in the
-    network. It gives each dropout different zeros. probability: Probability of a zero. Other values are
-    divided by 1 - probability.
+    So the zeros do not depend on the number of micro-batches and ranks.
+
+    Attributes:
+        keys: Random keys of the slots, int64 [batch] (`models.random`).
+        stream: Index of this dropout in the network. It gives each dropout different zeros.
+        probability: Probability that a value becomes 0. Other values are divided by 1 - probability.
     """
 
     keys: Tensor
@@ -157,14 +176,17 @@ class Dropout(NamedTuple):
     probability: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns x with zeros. x: [batch * n, ...]. n consecutive rows belong to one slot."""
+        """Returns x with zeros. x: [rows, ...]. Each slot has rows / batch consecutive rows."""
         bits = random_bits(self.keys, x.numel() // max(len(self.keys), 1), stream=self.stream)
         kept = (bits >= round(self.probability * 2**32)).view(x.shape)
         return x * kept.to(x.dtype) * (1 / (1 - self.probability))
 
 
 class Attention(nn.Module):
-    """A multi-head self-attention, not causal. If `forward` gets a table, it has rotary positions.
+    """A multi-head self-attention, not causal.
+
+    `forward` gets x, [batch, positions, hidden], and the table of rotary positions (`rotary_table`). If the
+    table is None, it uses no rotary positions.
 
     head_dim: Width of a head. If None, hidden_size / num_heads. bias: Whether q, k, v and the output have
     biases. has_rotary: If False, k has no bias, because it would have no effect without rotary positions.
@@ -194,6 +216,7 @@ class Attention(nn.Module):
         if self.q_bias is not None:
             k_bias = torch.zeros_like(self.q_bias) if self.k_bias is None else self.k_bias
             bias = torch.cat((self.q_bias, k_bias, self.v_bias)).to(x.dtype)
+        # On a CPU, `rotate_pairs` is faster. It needs one table for all examples, and no compilation.
         in_pairs = rotary is not None and rotary.ndim == 3 and x.device.type == "cpu"
         in_pairs = in_pairs and not torch.compiler.is_compiling()
         num_heads = len(weight) // (3 * self.head_dim)
@@ -205,18 +228,22 @@ class Attention(nn.Module):
         if rotary is not None:
             qk = (rotate_pairs if in_pairs else rotate)(qk, *rotary)
         q, k = qk.chunk(2, dim=2)
-        mixed = attend(*(each.transpose(1, 2) for each in (q, k, v)), dropout=dropout)
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))  # [batch, heads, positions, head_dim]
+        mixed = attend(q, k, v, dropout=dropout)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class Convolution(Linear):
-    """A 3x3 convolution over the grid of cells, with all input features for each output feature.
+    """A 3x3 convolution over the grid of cells, with zero padding. Every output reads all input features.
 
-    The padding is zero. Each call moves information by one cell, so with more calls the same weights solve
-    larger mazes (Schwarzschild et al., arXiv 2106.04537; Bansal et al., arXiv 2202.05826).
+    Each call moves information by one cell, so with more calls the same weights solve larger mazes
+    (Schwarzschild et al., arXiv 2106.04537; Bansal et al., arXiv 2202.05826).
 
-    num_columns: Columns of the grid. The positions fill it row by row. num_before: Number of positions before
-    the grid. weight: [hidden, hidden * 9]: for each pair of features a 3x3 kernel, row by row.
+    Args:
+        num_columns: Number of columns of the grid. The positions fill it row by row.
+        num_before: Number of positions before the grid, those of the puzzle embedding.
+    Attributes:
+        weight: Kernels, [hidden, hidden * 9]. Each pair of features has a 3x3 kernel, row by row.
     """
 
     def __init__(self, hidden_size: int, *, num_columns: int, num_before: int = 0):
@@ -233,7 +260,10 @@ class Convolution(Linear):
 
 
 class SwiGLU(nn.Module):
-    """A gated MLP without biases, down(silu(gate) * up) (arXiv 2002.05202)."""
+    """A gated MLP without biases (arXiv 2002.05202): down_proj(silu(gate) * up), on the last axis.
+
+    gate and up are projections of the input (gate_up_proj). Their width is `inner_width`.
+    """
 
     def __init__(self, width: int, *, expansion: float):
         super().__init__()
@@ -251,7 +281,7 @@ def inner_width(width: int, expansion: float) -> int:
 
 
 def gated(x: Tensor, gate_up: Linear) -> Tensor:
-    """Returns silu(gate) * up, [..., inner]. gate_up: Projection of x to [gate, up]."""
+    """Returns silu(gate) * up, [..., inner]. gate_up: Projection of x to gate and up, concatenated."""
     gate, up = (F.linear(x, half) for half in gate_up.weight.to(x.dtype).chunk(2))
     # Multiply in place. This saves memory in calls without gradient.
     return F.silu(gate).mul_(up)

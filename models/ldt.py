@@ -1,26 +1,33 @@
 """The Lattice Deduction Transformer (LDT, arXiv 2605.08605): removes candidates, and guesses.
 
-A board is a puzzle on which the model works: a set of candidate values for each cell. A thinking step is one
-forward pass and one move (`LDT.forward`):
+LDT solves a puzzle by a search. It works on a board: a set of candidate values for each cell. A slot is one
+position of the batch. The state of a slot is a board, and not a latent vector. With the default keys
+(config/arch/ldt.yaml):
 
-1. `LDT.look` runs the network on the board. It predicts which candidates are right, the value of each cell,
-   and whether the board has lost the solution. It sees the board under a random symmetry.
-2. `models.lattice.move` removes unlikely candidates. If the board is then neither solved nor contradictory,
-   it guesses the value of one open cell.
+A thinking step    `LDT.forward` below. The network (`LDT.look`) predicts for each candidate whether it is
+                   right, for each cell its value, and whether the board has lost the solution. Then a move
+                   (`move` in models/lattice.py) removes unlikely candidates, and may guess the value of a
+                   cell.
+Gradient           All loops of `look` have gradient. The move has none, so no gradient flows into another
+                   thinking step.
+Puzzle embedding   LDT has none.
+Halting            In training, a board leaves its slot if it is solved, if it is rightly called
+                   contradictory, or after 101 moves. In evaluation, a contradictory board is reset to its
+                   start, and the search guesses again. The slot halts if the board is solved. After 1000
+                   moves without an answer, the puzzle is undecided (tables in models/lattice.py and
+                   models/halting.py).
+Loss               Three terms compare the predictions for the board before the move with the solution. Two
+                   are divided by the number of slots, one by a number of cells (`BoardObjective.losses`).
 
-The new board is the state of the next thinking step. It has no gradient.
+The caller of the network is the same as for all models: training/step.py in training, and evaluation/loop.py
+in evaluation. There is no Q head. q_halt is 5 if the board is solved, else -5.
 
-Training    `BoardObjective.losses` compares the predictions for the board before the move with the solution.
-            `models.lattice` has a table of when a board leaves its slot. Then the slot starts a new puzzle
-            (`LDT.start`). With arch.boards_per_slot > 1, a slot holds several boards, and each training step
-            picks one of them.
-Evaluation  A search. A contradictory board is reset to its start, and the search makes other random guesses.
-            The search ends when the board looks solved. After eval_halt_max_steps moves, the puzzle is
-            undecided.
+With arch.boards_per_slot > 1, a slot holds several boards in training. Each training step picks one of them
+at random, and the others wait.
 
-There is no Q head, and `models.objective.Objective` is not used. In the paper's code, a second pass after the
-update of the weights moves the boards. Here, the pass that computes the loss moves them. So the boards move
-by the weights before the update, with dropout.
+In the paper's code, a second forward pass after the update of the weights moves the boards. Here, one pass
+gives the outputs for the loss and for the move. So the boards move by the weights before the update, with
+dropout.
 """
 
 from __future__ import annotations
@@ -43,8 +50,8 @@ from models.lattice import (
     SOLVED,
     Outputs,
     digit_cells,
-    holds,
-    is_bad,
+    has_lost_solution,
+    is_sound,
     leaves,
     move,
     sums_of_moves,
@@ -54,14 +61,17 @@ from models.objective import Divisors, Metrics, Sums, correct_sequences
 from models.random import SlotRng
 from models.search import NO_GUESS, RESET, Search, SearchView
 
-_HALF_TURNS = (0, 1, 4, 5)  # the symmetries of a grid that map rows to rows (`_turned_cells`)
+_HALF_TURNS = (0, 1, 4, 5)  # numbers of the symmetries that map rows to rows (`_turned_cells`)
 
 
 class LDTPrediction(NamedTuple):
     """The `Prediction` of LDT, with the fields of `models.lattice.Outputs`.
 
-    logits: The answer of the moved board, [batch, seq_len, vocab] in the forward dtype. q_halt: 5 if the
-    moved board is solved, else -5, float32 [batch]. keep, digit, conflict: For the board before the move.
+    Attributes:
+        logits: Logits of the answer, from the board after the move, [batch, seq_len, vocab] in the forward
+            dtype.
+        q_halt: 5 if the board after the move is solved, else -5, float32 [batch].
+        keep, digit, conflict: Predictions for the board before the move, after each loop.
     """
 
     logits: Tensor
@@ -73,28 +83,36 @@ class LDTPrediction(NamedTuple):
 
 
 class BoardObjective:
-    """The objective of LDT: three losses. It has the members of `models.objective.Objective`."""
+    """The loss and the metrics of LDT. It has the same methods as `models.objective.Objective`."""
 
+    # {metric: the sum that divides it}. "count" is the number of puzzles with a label.
     metrics: ClassVar[Metrics] = {
         "count": None,
-        **dict.fromkeys(("exact_accuracy", "wrong", "undecided", "steps"), "count"),
+        "exact_accuracy": "count",
+        "wrong": "count",
+        "undecided": "count",
+        "steps": "count",
     }
-    # Name of a sum: name of the sum that divides it, as in `Objective.metrics`. bad: Boards that have lost
-    # the solution. alarms: Boards that the network calls contradictory. sound: All boards that are not bad.
-    # kills: Candidates that the step removes, per sound board. left: Boards that leave their slot. solved:
-    # Boards that leave because they look solved.
     training_metrics: ClassVar[Metrics] = {
-        **{"keep_loss": "slots", "digit_loss": "digit_cells", "conflict_loss": "slots"},
-        **{"bad": "slots", "conflict_recall": "bad", "conflict_precision": "alarms"},
-        **{"kills": "sound", "wrong_kills": "kills"},
-        **{"left": None, "steps": "left", "solved": "left", "solved_right": "solved"},
+        "keep_loss": "slots",
+        "digit_loss": "digit_cells",
+        "conflict_loss": "slots",
+        "bad": "slots",  # boards that have lost the solution
+        "conflict_recall": "bad",  # fraction of the bad boards that the network calls contradictory
+        "conflict_precision": "alarms",  # fraction of the boards called contradictory that are bad
+        "kills": "sound",  # candidates that a step removes from a board that is not bad
+        "wrong_kills": "kills",
+        "left": None,  # boards that left their slot
+        "steps": "left",
+        "solved": "left",  # boards that left because they were solved, right or wrong
+        "solved_right": "solved",
     }
 
     def __init__(self, arch: LDTConfig):
         self.arch = arch
 
     def divisors(self, carry: Carry) -> Sums:
-        return {"digit_cells": digit_cells(carry.state).sum(), "bad": is_bad(carry.state).sum()}
+        return {"digit_cells": digit_cells(carry.state).sum(), "bad": has_lost_solution(carry.state).sum()}
 
     def losses(
         self,
@@ -106,67 +124,92 @@ class BoardObjective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> tuple[Tensor, Sums]:
-        """Returns the loss, summed over slots, and the metric sums. Arguments: As in `Objective.losses`.
+        """Returns the loss of a micro-batch, and the metric sums. Arguments: As in `Objective.losses`.
 
-            loss = keep_loss + digit_weight * digit_loss + conflict_weight * conflict_loss
+        The caller divides the returned loss by divisors["slots"], and then it is:
 
-        Each loss is a mean over the loops. The targets are of the board before the move. The caller divides
-        the returned loss by divisors["slots"], the number of slots of the global batch.
+            loss = sum of keep_loss / slots
+                   + digit_weight * sum of digit_loss / digit_cells
+                   + conflict_weight * sum of conflict_loss / slots
 
-        keep_loss      Binary cross-entropy of `keep` against "a candidate, and right", the mean over all
-                       cells and values, also those without a candidate. The weight is keep_weight for right
-                       candidates, else kill_weight.
-        digit_loss     Cross-entropy of `digit`, the mean over the cells of `digit_cells` in the global batch.
-                       These are the cells without a given value, on boards that have the solution.
-        conflict_loss  Binary cross-entropy of `conflict` against "the board has lost the solution". With
-                       balanced_conflict, the boards that have lost it have half of the total weight.
+        The sums are over slots. slots is the number of slots of the global batch, and digit_cells is the
+        number of its cells that count in digit_loss. With local_steps > 1, both are those of this rank.
+
+        For each slot, every term is the mean over the loops. Targets are those of the board before the move.
+
+        keep_loss      Binary cross-entropy of `keep`, the mean over all cells and values. The target is 1 if
+                       the value is a candidate and right, else 0. Entries with target 1 have the weight
+                       keep_weight, and all others kill_weight.
+        digit_loss     Cross-entropy of `digit` against the solution, the sum over the cells that count. These
+                       are the cells of sound boards that are not given.
+        conflict_loss  Binary cross-entropy of `conflict`. The target is 1 if the board has lost the solution.
+                       With balanced_conflict, these boards have half of the total weight.
         """
         arch, state, slots = self.arch, before.state, divisors["slots"]
-        _, _, _, keep, digit, conflict = output.prediction
-        target, bad, cells = state["target"], is_bad(state), digit_cells(state)
+        prediction = output.prediction
+        keep, digit, conflict = prediction.keep, prediction.digit, prediction.conflict
+        target, has_lost, cells = state["target"], has_lost_solution(state), digit_cells(state)
 
-        kept = (state["alive"] & target)[:, None].to(keep.dtype)
-        log_keep = F.logsigmoid(keep)  # log_keep - keep is log(1 - sigmoid(keep))
-        of_entry = arch.keep_weight * kept * log_keep + arch.kill_weight * (1 - kept) * (log_keep - keep)
-        keep_loss = -of_entry.mean((1, 2, 3))
+        is_right = (state["alive"] & target)[:, None].to(keep.dtype)  # [batch, 1, cells, values]
+        log_keep = F.logsigmoid(keep)
+        log_kill = log_keep - keep  # equals log(1 - sigmoid(keep))
+        of_entry = arch.keep_weight * is_right * log_keep + arch.kill_weight * (1 - is_right) * log_kill
+        keep_loss = -of_entry.mean((1, 2, 3))  # [batch]
 
         values = target.argmax(-1)[:, None, :, None].expand(-1, digit.shape[1], -1, 1)
-        log_digit = digit.log_softmax(-1).gather(-1, values)[..., 0]
-        digit_loss = -torch.where(cells[:, None], log_digit, 0).sum(-1).mean(1)
-        num_cells = torch.as_tensor(divisors["digit_cells"], device=bad.device).clamp(min=1)
+        log_digit = digit.log_softmax(-1).gather(-1, values)[..., 0]  # [batch, loops, cells]
+        digit_loss = -torch.where(cells[:, None], log_digit, 0).sum(-1).mean(1)  # [batch]
+        num_cells = torch.as_tensor(divisors["digit_cells"], device=cells.device).clamp(min=1)
 
-        wanted = bad.to(keep.dtype)[:, None].expand_as(conflict)
+        wanted = has_lost.to(keep.dtype)[:, None].expand_as(conflict)
         conflict_loss = F.binary_cross_entropy_with_logits(conflict, wanted, reduction="none").mean(1)
         weight = arch.conflict_weight
         if arch.balanced_conflict:
-            num_bad = torch.as_tensor(divisors["bad"], device=bad.device)
-            weight = weight / 2 * slots / torch.where(bad, num_bad, slots - num_bad)
-        # The caller divides by slots, so the sum of digit_loss is divided by num_cells only.
+            num_lost = torch.as_tensor(divisors["bad"], device=has_lost.device)
+            weight = weight / 2 * slots / torch.where(has_lost, num_lost, slots - num_lost)  # [batch]
+        # The caller divides the result by slots. With the factor slots / num_cells, it divides digit_loss by
+        # num_cells.
         loss = keep_loss.sum() + arch.digit_weight * digit_loss.sum() * (slots / num_cells)
         loss = loss + (weight * conflict_loss).sum()
 
         alarms = conflict[:, -1].sigmoid() > arch.conflict_threshold
-        sums = {"keep_loss": keep_loss, "digit_loss": digit_loss, "conflict_loss": conflict_loss, "bad": bad}
-        sums |= {"digit_cells": cells, "alarms": alarms}
-        sums |= dict.fromkeys(("conflict_recall", "conflict_precision"), bad & alarms)
-        sums = {name: each.detach().sum() for name, each in sums.items()}
+        sums = {
+            "keep_loss": keep_loss,
+            "digit_loss": digit_loss,
+            "conflict_loss": conflict_loss,
+            "bad": has_lost,
+            "digit_cells": cells,
+            "alarms": alarms,
+            "conflict_recall": has_lost & alarms,
+            "conflict_precision": has_lost & alarms,
+        }
+        sums = {name: values.detach().sum() for name, values in sums.items()}
         return loss, sums | sums_of_moves(before, output.carry, keep[:, -1].detach(), self.arch)
 
     def more_calls(self, reasoning: Reasoning) -> float:
-        return 0
+        return 0  # `losses` does not call the network
 
     def sums(self, output: StepOutput) -> Sums:
-        labels = output.carry.data.labels
-        counted = (labels != IGNORE_LABEL_ID).any(-1)
-        _, is_exact = correct_sequences(output.prediction.logits, labels)
-        is_decided = output.prediction.q_halt > 0
-        sums = {"count": counted, "exact_accuracy": is_decided & is_exact, "wrong": is_decided & ~is_exact}
-        sums |= {"undecided": ~is_decided, "steps": output.carry.steps}
-        return {name: (counted * each).sum() for name, each in sums.items()}
+        """Returns the metric sums of final answers in an evaluation."""
+        labels, prediction = output.carry.data.labels, output.prediction
+        has_label = (labels != IGNORE_LABEL_ID).any(-1)
+        _, is_exact = correct_sequences(prediction.logits, labels)
+        is_decided = prediction.q_halt > 0
+        sums = {
+            "count": has_label,
+            "exact_accuracy": is_decided & is_exact,
+            "wrong": is_decided & ~is_exact,
+            "undecided": ~is_decided,
+            "steps": output.carry.steps,
+        }
+        return {name: (has_label * values).sum() for name, values in sums.items()}
 
 
 class PreNormBlock(nn.Module):
-    """A pre-norm transformer block: h += attn(norm(h)); h += down(gelu(up(norm(h)))), all with biases.
+    """A pre-norm transformer block with biases, on h, [batch, positions, hidden].
+
+        h = h + attn(norm1(h))
+        h = h + down_proj(gelu(up_proj(norm2(h))))
 
     number: Index of this block in the level. It gives each block different random numbers for dropout.
     """
@@ -180,34 +223,41 @@ class PreNormBlock(nn.Module):
         self.number = number
 
     def forward(self, h: Tensor, rotary: Tensor | None, dropout: Dropout | None) -> Tensor:
-        """Returns the new h. dropout: Dropout of the attention weights and of the output of both branches."""
+        """Returns the new h, after attention and MLP.
+
+        dropout: Dropout of the attention weights, and of the outputs of attention and MLP. None: no dropout.
+        """
         if dropout is None:
             h = h + self.attn(self.norm1(h), rotary, dropout=None)
             return h + self.down_proj(F.gelu(self.up_proj(self.norm2(h))))
-        weights, first, second = (dropout._replace(stream=3 * self.number + use) for use in range(3))
-        h = h + first(self.attn(self.norm1(h), rotary, dropout=weights))
-        return h + second(self.down_proj(F.gelu(self.up_proj(self.norm2(h)))))
+        # Each of the three dropouts of a block has a stream of random numbers.
+        of_weights, of_attn, of_mlp = (dropout._replace(stream=3 * self.number + use) for use in range(3))
+        h = h + of_attn(self.attn(self.norm1(h), rotary, dropout=of_weights))
+        return h + of_mlp(self.down_proj(F.gelu(self.up_proj(self.norm2(h)))))
 
 
 class LDT(Search):
     """The network of LDT, with its moves. `models.lattice` describes the state of a slot.
 
-    The forward pass of `look`, with a board of [batch, cells, values]:
+    `look` runs the network on a board, [batch, cells, values]:
 
-        h = h0 = input_proj(board)
+        h = h0 = input_proj(board)                  [batch, cells, hidden]
         loops times:
             x = [h + h0, cls]                       [batch, cells + 1, hidden]
-            u = blocks(x + positions)
+            u = blocks(x + positions)               [batch, cells + 1, hidden]
             h = layer_norm(x + u) at the cells      [batch, cells, hidden]
             keep, digit = keep_head(h), digit_head(h)
-            conflict = conflict_head(u at the last position)
+            conflict = conflict_head(u at cls)
 
-    All loops have gradient. A thinking step then moves the board by the outputs of the last loop.
+    [ , ] concatenates along the positions. cls is a learned vector. All loops have gradient. The loss uses
+    the outputs of all loops, and the move uses those of the last loop.
 
     Attributes:
-        values: Tokens that occur in labels of the training data, int64 [values].
-        candidates: uint8 [vocab, vocab], 1 if a cell with input token i may have label j.
-        symmetries: uint8 [2]: whether grids may be turned, and whether values may be permuted.
+        values: Tokens that occur in labels of the training data, int64 [values]. The axis "values" of boards
+            and outputs has this order.
+        candidates: Labels that a cell may have, by its input token, uint8 [vocab, vocab]. Entry (i, j) is 1
+            if a cell with input token i may have label j.
+        symmetries: Whether grids may be turned, and whether values may be permuted, uint8 [2].
         turned_cells: Source cell of each cell in each symmetry of the grid, int64 [symmetries, cells].
     """
 
@@ -225,15 +275,14 @@ class LDT(Search):
         values = np.flatnonzero(candidates.any(axis=0))
         self.register_buffer("candidates", torch.from_numpy(candidates))
         self.register_buffer("values", torch.from_numpy(values), persistent=False)
-        may = [bool(metadata.may_turn), bool(metadata.may_permute)]
-        self.register_buffer("symmetries", torch.tensor(may, dtype=torch.uint8))
-        self.may_permute = may[1]
+        may_turn, self.may_permute = bool(metadata.may_turn), bool(metadata.may_permute)
+        symmetries = torch.tensor([may_turn, self.may_permute], dtype=torch.uint8)
+        self.register_buffer("symmetries", symmetries)
         num_columns = columns_of(metadata, needed_by="arch=ldt")
         grid = np.arange(num_cells).reshape(-1, num_columns)
         # If values may be permuted, the puzzle is a Sudoku, and its grid has boxes.
-        self.register_buffer(
-            "turned_cells", _turned_cells(grid, may_turn=may[0], has_boxes=may[1]), persistent=False
-        )
+        turned_cells = _turned_cells(grid, may_turn=may_turn, has_boxes=self.may_permute)
+        self.register_buffer("turned_cells", turned_cells, persistent=False)
 
         self.input_proj = Linear(len(values), width, bias=True)
         self.row_embed = self.col_embed = rotary = None
@@ -248,7 +297,7 @@ class LDT(Search):
         self.cls_embed, self.cls_pos = (nn.Parameter(torch.randn(1, 1, width).mul_(0.02)) for _ in range(2))
         options = {"num_heads": arch.num_heads, "expansion": arch.expansion}
         options["has_rotary"] = self.row_embed is None
-        self.blocks = Level(PreNormBlock(width, number=n, **options) for n in range(arch.num_layers))
+        self.blocks = Level(PreNormBlock(width, number=index, **options) for index in range(arch.num_layers))
         self.loop_norm = LayerNorm(width)
         self.keep_head, self.digit_head = (Linear(width, len(values), bias=True) for _ in range(2))
         self.conflict_head = Linear(width, 1, bias=True)
@@ -276,15 +325,16 @@ class LDT(Search):
     # Boards.
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-        """Returns new boards. A cell has the candidates that its input token allows.
+        """Returns new boards for the puzzles of `data`.
 
-        In training, some boards get hints (`_with_hints`).
+        The candidates of a cell are the values that its input token allows. In training, some boards get
+        hints: some open cells start with only one candidate (`_with_hints`).
         """
-        entered = self.candidates[data.inputs.long()][..., self.values]
+        entered = self.candidates[data.inputs.long()][..., self.values]  # uint8 [batch, cells, values]
         solution = (data.labels[..., None] == self.values).to(torch.uint8)
         if self.training and rng is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
             entered = self._with_hints(entered, solution, rng)
-        target = solution * holds(entered, solution)[:, None, None]  # 0 if a wrong hint has lost the solution
+        target = solution * is_sound(entered, solution)[:, None, None]  # all 0 on a board with a wrong hint
         outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
         guess = torch.full_like(outcome, NO_GUESS, dtype=torch.int16)
         return {"alive": entered, "entered": entered, "target": target, "guess": guess, "outcome": outcome}
@@ -298,35 +348,43 @@ class LDT(Search):
     def _with_hints(self, entered: Tensor, solution: Tensor, rng: SlotRng) -> Tensor:
         """Returns `entered` with hints: some open cells of some boards have only one candidate.
 
-        With probability hint_prob, all hints of a board are right, for 0 to 100 % of the open cells. With
-        probability wrong_hint_prob, 10 to 100 % of the open cells get hints, and 1 to 30 % of the hints are
-        wrong, at least one. entered, solution: uint8 [batch, cells, values].
+        A board gets one of three kinds of hints:
+
+        - with probability hint_prob: right hints in 0 to 100 % of its open cells
+        - with probability wrong_hint_prob: hints in 10 to 100 % of its open cells. 1 to 30 % of them are
+          wrong, at least one
+        - otherwise: none
+
+        entered, solution: uint8 [batch, cells, values].
         """
-        # number: Hints of the board. The first num_wrong of them are wrong. The cells are in random order.
-        is_open = entered.sum(-1) > 1
-        num_open = is_open.sum(-1)
-        kind, share, part = rng.uniform((3,), use="hints").unbind(1)
-        is_wrong = kind < self.arch.wrong_hint_prob
-        is_hinted = kind < self.arch.wrong_hint_prob + self.arch.hint_prob
-        least_one = (num_open * (0.1 + 0.9 * share)).long().clamp(min=1)
-        number = torch.where(is_wrong, least_one, (num_open * share).long()) * is_hinted
-        num_wrong = (number * (0.01 + 0.29 * part)).long().clamp(min=1) * is_wrong
+        is_open = entered.sum(-1) > 1  # [batch, cells]
+        num_open = is_open.sum(-1)  # [batch], as all numbers of hints
+        kind, amount, wrong_amount = rng.uniform((3,), use="hints").unbind(1)
+        has_wrong = kind < self.arch.wrong_hint_prob
+        has_hints = kind < self.arch.wrong_hint_prob + self.arch.hint_prob
+        num_if_wrong = (num_open * (0.1 + 0.9 * amount)).long().clamp(min=1)
+        num_hints = torch.where(has_wrong, num_if_wrong, (num_open * amount).long()) * has_hints
+        num_wrong = (num_hints * (0.01 + 0.29 * wrong_amount)).long().clamp(min=1) * has_wrong
+        # Put the open cells of each board in random order. The first num_hints of them get hints. Of these,
+        # the first num_wrong get a wrong one.
         order = torch.where(is_open, rng.uniform(is_open.shape[1:], use="hint cells"), 2.0).argsort(-1)
-        rank = order.argsort(-1)
-        others = torch.where((entered > solution), rng.uniform(entered.shape[1:], use="wrong hints"), -1.0)
-        wrong = F.one_hot(others.argmax(-1), entered.shape[-1]).to(torch.uint8)
+        rank = order.argsort(-1)  # place of each cell in the order
+        scores = torch.where(entered > solution, rng.uniform(entered.shape[1:], use="wrong hints"), -1.0)
+        wrong = F.one_hot(scores.argmax(-1), entered.shape[-1]).to(torch.uint8)  # a random wrong candidate
         hint = torch.where((rank < num_wrong[:, None])[..., None], wrong, solution)
-        return torch.where((is_open & (rank < number[:, None]))[..., None], hint, entered)
+        return torch.where((is_open & (rank < num_hints[:, None]))[..., None], hint, entered)
 
     # Halting.
 
     def wants_to_halt(self, state: State, prediction: LDTPrediction, rng: SlotRng | None = None) -> Tensor:
+        """Returns the boards that leave their slot in training, or that are solved in evaluation."""
         return leaves(state) if self.training else prediction.q_halt > 0
 
     def sample_randomness(self, **_: Any) -> dict[str, np.ndarray]:
-        return {}
+        return {}  # LDT does not explore
 
     def pick_boards(self, rng: SlotRng) -> Tensor | None:
+        """Picks one board of each slot at random: indices, int64 [batch]. None if slots hold one board."""
         if self.boards_per_slot == 1:
             return None
         return rng.integers((), below=self.boards_per_slot, use="picked board")
@@ -342,23 +400,27 @@ class LDT(Search):
         reasoning: Reasoning,
         rng: SlotRng | None = None,
     ) -> tuple[State, LDTPrediction]:
-        """Runs one thinking step: the network on the boards, then one move.
+        """Runs one thinking step: the network on the boards, then one move. Returns the new boards.
 
-        In evaluation (a search), a contradictory board is reset. A solved board does not change. Only a trace
-        of an answer calls the network on solved boards.
+        In evaluation (a search), a contradictory board is reset to its start. A solved board does not change.
         """
         dropout = self.arch.dropout if self.training else 0.0
         outputs = self.look(state["alive"], rng, loops=reasoning.loops, dropout=dropout)
         moved = move(state, outputs.last(), self.arch, reasoning, rng, in_search=not self.training)
         if not self.training:
             moved["alive"] = where(moved["outcome"] == CONTRADICTORY, state["entered"], moved["alive"])
+            # A trace of an answer also calls the network after a board is solved.
             was_solved = state["outcome"] == SOLVED
-            moved = {name: where(was_solved, state[name], each) for name, each in moved.items()}
+            moved = {name: where(was_solved, state[name], tensor) for name, tensor in moved.items()}
         q_halt = torch.where(moved["outcome"] == SOLVED, 5.0, -5.0)
         return moved, LDTPrediction(self._logits(moved["alive"], inputs), q_halt, None, *outputs)
 
     def _logits(self, alive: Tensor, inputs: Tensor) -> Tensor:
-        """Returns logits of the answer. A cell with one candidate gets this value, else its input token."""
+        """Returns logits of the answer, [batch, seq_len, vocab]. They have only a few values.
+
+        The largest logit of a cell with one candidate is that of the candidate. For any other cell, it is
+        that of the input token.
+        """
         logits = alive.new_zeros(*alive.shape[:2], len(self.candidates), dtype=self.dtype)
         logits[..., self.values] = 8 * alive.to(self.dtype)
         is_open = (alive.sum(-1, keepdim=True) != 1).to(self.dtype)
@@ -367,17 +429,18 @@ class LDT(Search):
     def look(self, alive: Tensor, rng: SlotRng | None, *, loops: int, dropout: float = 0.0) -> Outputs:
         """Runs all loops on the boards. Returns the outputs of each loop.
 
-        In training and in a search, the network sees each board under a random symmetry, and the outputs are
-        transformed back. alive: Candidates of the boards, uint8 [batch, cells, values]. rng: If None, there
-        is no symmetry.
+        In training and in a search, the network sees each board under a random symmetry. Example: the grid is
+        turned, and the values are permuted. The outputs are transformed back.
+
+        alive: Candidates of the boards, uint8 [batch, cells, values]. rng: If None, there is no symmetry.
         """
-        num_boards, num_cells, num_values = alive.shape
-        seen, index = alive, None
+        num_boards, num_cells = alive.shape[:2]
+        seen, sources = alive, None
         if rng is not None:
-            index = self._sample_symmetry(rng)
-            seen = alive.flatten(1).gather(1, index).view(alive.shape)
+            sources = self._sample_symmetry(rng)
+            seen = alive.flatten(1).gather(1, sources).view(alive.shape)
         keys = None
-        if dropout:
+        if dropout:  # a random key of 46 bits for each board
             high, low = rng.integers((2,), below=1 << 23, use="look dropout").unbind(1)
             keys = high << 23 | low
         outputs = []
@@ -387,20 +450,25 @@ class LDT(Search):
         for loop in range(loops):
             x = torch.cat((h + h0, cls), dim=1)
             drops = None if keys is None else Dropout(keys + loop, 0, dropout)
-            u = self.blocks(x, positions, self.rotary, drops)
+            u = self.blocks(x, positions, self.rotary, drops)  # a level adds its first two arguments
             h = self.loop_norm((x + u)[:, :-1])
             outputs.append((self.keep_head(h), self.digit_head(h), self.conflict_head(u[:, -1])))
-        keep, digit, conflict = (torch.stack(each, dim=1).float() for each in zip(*outputs, strict=True))
-        if index is not None:
-            index = index[:, None].expand(-1, loops, -1)  # the scatter undoes the gather above
-            keep, digit = (
-                torch.zeros_like(index, dtype=each.dtype).scatter(2, index, each.flatten(2)).view(each.shape)
-                for each in (keep, digit)
-            )
+        keep, digit, conflict = (torch.stack(logits, dim=1).float() for logits in zip(*outputs, strict=True))
+        if sources is not None:
+            targets = sources[:, None].expand(-1, loops, -1)
+
+            def turn_back(logits: Tensor) -> Tensor:  # [batch, loops, cells, values]
+                zeros = torch.zeros_like(targets, dtype=logits.dtype)
+                return zeros.scatter(2, targets, logits.flatten(2)).view(logits.shape)
+
+            keep, digit = turn_back(keep), turn_back(digit)
         return Outputs(keep, digit, conflict[..., 0])
 
     def _sample_symmetry(self, rng: SlotRng) -> Tensor:
-        """Samples a symmetry of each board: int64 [batch, cells * values], the source of each entry."""
+        """Samples a symmetry of each board: int64 [batch, cells * values].
+
+        Entry i of the board that the network sees is the entry of `alive` with this index.
+        """
         number = rng.integers((), below=len(self.turned_cells), use="look symmetry")
         values = torch.arange(len(self.values), device=number.device).expand(len(number), -1)
         if self.may_permute:

@@ -1,6 +1,7 @@
 """The interface of a network: one thinking step, from a state and puzzles to the next state and an answer.
 
-`Network` is the base of all networks, and `TokenNetwork` of those with one vector for each cell.
+`Network` is the base class of all networks. `TokenNetwork` is the base class of networks with one vector for
+each cell, such as HRM and TRM. It embeds the puzzle (`embed`) and reads the answer from a state (`answer`).
 """
 
 import contextlib
@@ -23,17 +24,19 @@ from models.objective import Objective
 from models.puzzle_embedding import PuzzleEmbedding
 from models.random import SlotRng
 
-_Q_HEAD_BIAS = -5.0  # initially q_halt is -5, so that no slot wants to halt
+# Initially q_halt and q_continue are both -5. So no slot halts early, whether the rule is q_halt > 0 or
+# q_halt > q_continue.
+_Q_HEAD_BIAS = -5.0
 
 
 class Network(nn.Module):
-    """The base of networks. The file of a model defines a subclass and assigns it to `NETWORK`.
+    """The base class of networks. The file of a model defines a subclass and assigns it to `NETWORK`.
 
     A subclass defines three methods:
 
-    __init__(arch, metadata)  builds the modules, and registers them in the order of use. The backward pass
-                              then completes the gradients in about the reverse order, and ranks send them
-                              in that order.
+    __init__(arch, metadata)  builds the modules, and assigns them in the order in which `forward` uses them.
+                              The backward pass then completes the gradients in about the reverse order. Ranks
+                              send gradients in this reverse order.
     initial_state             returns the state of a slot that starts on a puzzle
     forward                   runs one thinking step
 
@@ -58,13 +61,17 @@ class Network(nn.Module):
         self.dtype, self.puzzle_emb = dtype_of(arch), None
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        """Returns the state of slots that start, by names such as z_H, each [batch_size, ..., hidden]."""
+        """Returns the state of slots that start on a puzzle: {name: tensor [batch_size, ...]}.
+
+        `models.carry.State` has the rules for the names. A latent state, such as z_H, has shape
+        [batch_size, ..., hidden].
+        """
         return {}
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-        """Returns the state of slots that start on `data`. Callers ignore the rows that are not fresh.
+        """Returns a new state for every slot of `data`. The caller uses only the rows of slots that start.
 
-        fresh: The slots that start, bool [batch]. With `init_noise`, their states are noise.
+        It is `initial_state`, or with `init_noise` a random state. fresh: The slots that start, bool [batch].
         """
         state = self.initial_state(len(data.inputs), seq_len=data.inputs.shape[1])
         return with_initial_noise(state, reasoning, rng, fresh)
@@ -86,32 +93,40 @@ class Network(nn.Module):
         raise NotImplementedError
 
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
-        """Returns which slots the model wants to halt: bool [batch]. By default, the Q head decides.
+        """Returns the slots in which the model would halt after a thinking step: bool [batch].
 
-        `HaltingModel.halts` then applies the limits (models/halting.py). state: After the step. rng: Random
-        numbers of the step. None in an evaluation without noise.
+        By default, the Q head decides: q_halt > 0, or q_halt > q_continue with no_ACT_continue=false.
+        `HaltingModel.halts` calls this method. It adds the largest number of steps and the exploration.
+
+        state, prediction: Results of the thinking step. rng: Random numbers of the step. None in an
+        evaluation without noise.
         """
         return q_head_wants_to_halt(prediction, self.arch)
 
     def sample_randomness(
         self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
     ) -> dict[str, np.ndarray]:
-        """Samples {name: [batch_size, ...]} on the host: a row for each slot of a step's global batch."""
+        """Samples random numbers of a training step on the host: {name: array [batch_size, ...]}.
+
+        There is a row for each slot of the global batch. By default, they are those of the exploration.
+        """
         return sample_exploration(self.arch, seed=seed, step=step, batch_size=batch_size, reasoning=reasoning)
 
     def pick_boards(self, rng: SlotRng) -> Tensor | None:
-        """Returns the puzzle of each slot on which a training step works: indices, int64 [batch].
+        """Returns which of its puzzles each slot works on in a training step: indices, int64 [batch].
 
-        None if slots hold one puzzle. Only LDT (boards_per_slot) holds several.
+        Returns None if each slot holds one puzzle. Only LDT can hold several (arch.boards_per_slot).
         """
         return None
 
 
 class TokenNetwork(Network):
-    """The base of networks with one vector for each cell: `embed` reads a puzzle, `answer` gives the answer.
+    """The base class of networks with one vector for each cell.
 
-    `__init__` builds the modules that `embed` needs. A subclass builds all others, and must have the heads
-    `lm_head` and `q_head` for `answer`.
+    `embed` returns the embedded puzzle. `answer` reads the logits and the Q values from a state.
+
+    `__init__` builds the modules that `embed` needs. A subclass builds all other modules. It must assign the
+    heads `lm_head` and `q_head`, because `answer` uses them.
     """
 
     def __init__(self, arch: TokenConfig, metadata: Metadata):
@@ -131,26 +146,28 @@ class TokenNetwork(Network):
         self.register_buffer("rotary", rotary, persistent=False)
 
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
-        """Returns the embedded puzzle e, [batch, positions, hidden]: the puzzle positions, then the cells.
+        """Returns the embedded puzzle e, [batch, positions, hidden] in the forward dtype.
 
             e = sqrt(hidden_size) * [puzzle embedding, token embeddings]
 
-        The factor makes the entries of the cells about 1, because token embeddings are initialized with
-        standard deviation 1 / sqrt(hidden_size). Puzzle embeddings start at 0. With pos_encodings=learned,
+        [ , ] concatenates along the positions: first the puzzle positions, then the cells. Token embeddings
+        are initialized with standard deviation 1 / sqrt(hidden_size), so the factor makes their entries about
+        1. Puzzle embeddings are initialized with 0.
+
+        If pos_encodings=learned, a learned vector of each position is added:
 
             e = sqrt(hidden_size) * sqrt(1/2) * ([puzzle embedding, token embeddings] + position embeddings)
 
-        Rotary positions are applied in the attention.
+        If pos_encodings=rope, nothing is added here. The attention rotates its queries and keys.
 
         inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: int32 [batch].
         """
         e = self.embed_tokens(inputs)
         if self.puzzle_emb is not None:
-            # The embedding of a puzzle has puzzle_emb_ndim numbers. They fill the puzzle positions from the
-            # left, and zeros fill the rest. Example: TRM has puzzle_emb_ndim = hidden_size and 16 puzzle
-            # positions. The embedding is at position 0. Positions 1 to 15 are zeros, unless position
-            # embeddings are added.
-            embedding = self.puzzle_emb(puzzle_identifiers).to(e.dtype)
+            # The puzzle embedding is one vector of puzzle_emb_ndim numbers. It is padded with zeros, and cut
+            # into puzzle positions of hidden_size numbers. Example: TRM has puzzle_emb_ndim = hidden_size and
+            # 16 puzzle positions. Position 0 is the puzzle embedding, and positions 1 to 15 are zeros.
+            embedding = self.puzzle_emb(puzzle_identifiers).to(e.dtype)  # [batch, puzzle_emb_ndim]
             num_zeros = self.num_puzzle_positions * e.shape[-1] - embedding.shape[-1]
             puzzle = F.pad(embedding, (0, num_zeros)).unflatten(1, (self.num_puzzle_positions, -1))
             e = torch.cat((puzzle, e), dim=1)
@@ -159,21 +176,25 @@ class TokenNetwork(Network):
         return math.sqrt(self.arch.hidden_size) * e
 
     def answer(self, z_H: Tensor) -> Prediction:
-        """Returns the tokens of the cells and the Q values, from a state [batch, positions, hidden]."""
+        """Returns logits, q_halt and q_continue. z_H: State after the thinking step.
+
+        z_H is [batch, positions, hidden], and the logits are [batch, seq_len, vocab].
+        """
         logits = self.lm_head(z_H)[:, self.num_puzzle_positions :]
         return Prediction(logits, *self.q_values(z_H))
 
     def q_values(self, z_H: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns q_halt and q_continue, float32 [batch] each. The Q head reads position 0.
+        """Returns q_halt and q_continue, each float32 [batch]. The Q head reads position 0 of z_H.
 
-        With arch.conv=instead, position 0 sees only cells near it. Then the Q head reads the mean of all.
+        If arch.conv=instead, position 0 depends only on the cells near it. The Q head then reads the mean of
+        z_H over all positions.
         """
         q = self.q_head(z_H.mean(dim=1) if self.arch.conv == "instead" else z_H[:, 0]).float()
         return q[:, 0], q[:, 1]
 
 
 def build_q_head(width: int) -> Linear:
-    """Builds the output head for q_halt and q_continue. Initially both are -5 for every state."""
+    """Builds the Q head, the output head for q_halt and q_continue. Initially both are -5 for every state."""
     q_head = Linear(width, 2, bias=True)
     nn.init.zeros_(q_head.weight)
     nn.init.constant_(q_head.bias, _Q_HEAD_BIAS)
@@ -181,11 +202,14 @@ def build_q_head(width: int) -> Linear:
 
 
 def gradient_if(has_gradient: bool) -> contextlib.AbstractContextManager:
-    """Returns a context without gradient, or one that changes nothing if `has_gradient`."""
+    """Returns `torch.no_grad()`, or a context that changes nothing if `has_gradient`."""
     return contextlib.nullcontext() if has_gradient else torch.no_grad()
 
 
 def dtype_of(arch: ArchConfig) -> torch.dtype:
-    """Returns the dtype of activations and states. The number format must be chosen already."""
+    """Returns the torch dtype of arch.forward_dtype, the dtype of activations and states.
+
+    The key must be bfloat16 or float32. The caller replaces "auto" before.
+    """
     assert arch.forward_dtype != "auto", "a network is built with a chosen number format"
     return getattr(torch, arch.forward_dtype)

@@ -1,12 +1,13 @@
 """Damping and noise of a network's state. They can improve answers at test time (docs/test_time.md).
 
-The names are those of `Reasoning`. All are off by default, except init_noise of FPRM.
+`models.carry.Reasoning` has a field for each kind. All are off by default, except init_noise of FPRM.
 
 init_noise   The initial state of a slot is noise. `Network.start` calls `with_initial_noise`.
 step_noise   Noise is added to the state before every thinking step. `HaltingModel.forward` calls
              `with_step_noise`.
 state_noise  Noise is added to the result of every call of a level. Networks call `perturbed` or `perturb`.
-damping      A call of a level moves the state only a part of the way to its result, in the same functions.
+damping      If a level returns f(z) for the state z, the new state is z + damping * (f(z) - z). Networks call
+             `perturbed` or `perturb`.
 """
 
 import itertools
@@ -23,10 +24,12 @@ from models.random import SlotRng
 def perturbed(
     level: nn.Module, reasoning: Reasoning, rng: SlotRng | None, *context: Any, name: str = "L"
 ) -> Callable[[Tensor, Tensor | int], Tensor]:
-    """Returns a function (z, injection) that calls the level, with damping and noise.
+    """Returns a function of (z, injection) that calls a level, and adds damping and noise to the result.
 
-    It calls level(z, injection, *context), then `perturb`. Without damping and noise, it only calls the
-    level. name: Name of the level. It gives the levels of a network different random numbers.
+    The function calls level(z, injection, *context), then `perturb`. If damping and noise are off, it only
+    calls the level.
+
+    name: Name of the level for random numbers. Levels with different names get different noise.
     """
 
     def call(z: Tensor, injection: Tensor | int) -> Tensor:
@@ -45,7 +48,7 @@ def perturbed(
 def perturb(z: Tensor, new: Tensor, reasoning: Reasoning, rng: SlotRng | None, *, use: str) -> Tensor:
     """Returns z + damping * (new - z), plus normal noise of standard deviation state_noise.
 
-    z: State before a call of a level. new: Result of the call. use: Purpose of the random numbers.
+    z: State before a call of a level. new: Result of the call. use: Name of the random numbers (`SlotRng`).
     """
     if reasoning.damping != 1:
         new = torch.lerp(z, new, reasoning.damping)
@@ -53,10 +56,11 @@ def perturb(z: Tensor, new: Tensor, reasoning: Reasoning, rng: SlotRng | None, *
 
 
 def with_initial_noise(state: State, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-    """Returns the initial states. With init_noise, every z_X of the slots that start is noise.
+    """Returns the initial state. With init_noise, all latent states of the slots that start become noise.
 
-    The noise is normal, cut at 2 sigma, with standard deviation init_noise after the cut. fresh: The slots
-    that start, bool [batch].
+    The noise is normal, cut at 2 sigma, with standard deviation init_noise after the cut.
+
+    state: Result of `Network.initial_state`. fresh: The slots that start, bool [batch].
     """
     if not reasoning.init_noise or rng is None:
         return state
@@ -69,7 +73,10 @@ def with_initial_noise(state: State, reasoning: Reasoning, rng: SlotRng | None, 
 
 
 def with_step_noise(state: State, reasoning: Reasoning, rng: SlotRng | None) -> State:
-    """Returns the state with step_noise added to z_L (PTRM), or to every z_X if there is no z_L."""
+    """Returns the state with step_noise added to z_L. If there is no z_L, adds it to all latent states.
+
+    The paper of this method is PTRM (docs/test_time.md).
+    """
     assert rng is not None or not reasoning.is_noisy, "noise without random numbers"
     if not reasoning.step_noise:
         return state
@@ -80,6 +87,7 @@ def with_step_noise(state: State, reasoning: Reasoning, rng: SlotRng | None) -> 
 
 
 def _latents(state: State) -> State:
+    """Returns the latent states: those with names such as z_H (`models.carry.State`)."""
     return {name: z for name, z in state.items() if name.startswith("z_")}
 
 

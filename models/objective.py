@@ -1,20 +1,27 @@
 """What training minimizes and measures, for models that answer with tokens and q_halt.
 
     loss of a slot = decay^(t - 1) * (lm_loss + halting_weight * (q_halt_loss + q_continue_loss))
-    loss of a step = sum over slots / number of slots in the global batch
+    loss of a step = sum of the losses of all slots / number of slots
 
-lm_loss          Cross-entropy of the cells with a label, the mean over these cells. By default it is computed
-                 with stablemax in place of softmax (`arch.loss.loss_type`).
-q_halt_loss      Binary cross-entropy of q_halt against "all cells with a label are right".
-q_continue_loss  Binary cross-entropy of q_continue against the value of another thinking step (section 2 of
-                 the HRM paper, arXiv 2506.21734). Only with arch.no_ACT_continue=false, HRM's default.
-halting_weight   `arch.loss.halting_weight`, by default 0.5.
-decay            `arch.loss.supervision_decay`, by default 1. t is the number of the thinking step, from 1.
+t                The number of the slot's thinking step on its puzzle, from 1.
+decay            arch.loss.supervision_decay, by default 1.
+halting_weight   arch.loss.halting_weight, by default 0.5.
+lm_loss          Cross-entropy of the tokens, the mean over the cells with a label. By default, stablemax
+                 replaces softmax (arch.loss.loss_type).
+q_halt_loss      Binary cross-entropy of q_halt. The target is 1 if all cells with a label are right, else 0.
+q_continue_loss  Binary cross-entropy of q_continue. The target is the value of one more thinking step,
+                 sigmoid(max(q_halt, q_continue)) after that step (`Objective.continue_targets`). Only HRM
+                 has this loss by default. With arch.no_ACT_continue=true, it is 0.
+number of slots  The size of the global batch (global_batch_size). With local_steps > 1, each rank trains by
+                 itself, and the number is that of its slots. Every slot counts, also a slot whose puzzle has
+                 no label. Such a slot adds 0 to the loss and to every metric sum. Only weight decay changes
+                 its puzzle embedding.
 
-Every slot counts in the divisor, also a slot with a puzzle that has no label. Such a slot adds 0 to the loss
-and to every metric. Its puzzle embedding still decays. `training.step.forward_and_backward` divides the loss.
+With gradient accumulation, the loss of every micro-batch is divided by the same number of slots. So the
+gradients of the micro-batches add up to the gradient of the loss of the step. `forward_and_backward` in
+training/step.py divides.
 
-LDT has an objective of its own with the same members (`models.ldt.BoardObjective`).
+LDT has another objective with the same methods (`models.ldt.BoardObjective`).
 """
 
 from __future__ import annotations
@@ -34,48 +41,50 @@ from models.random import SlotRng
 if TYPE_CHECKING:
     from models.network import Network
 
-# Detached scalars by name: sums over slots of this rank.
+# {name: sum over slots of this rank}, detached scalars.
 Sums = dict[str, Tensor]
-# Numbers by name that losses are divided by, over the global batch; "slots" is one of them.
+# {name: number that divides a term of the loss}. "slots" is the number of slots (docstring of this file).
 Divisors = dict[str, "float | Tensor"]
-# {metric: name of its divisor}. The value of a metric is the sum with its name, divided by the sum with the
-# name of the divisor. In a metric, "slots" is the number of slots, summed over the steps since the last row.
-# In an evaluation, it is the number of puzzles with a label. In the loss, it is global_batch_size.
-# None: the sum is logged undivided.
+# {metric: name of its divisor}. The value of a metric is sums[metric] / sums[divisor], or sums[metric] if the
+# divisor is None. The divisor "slots" is not in `sums`. In training, it is the number of slots, summed over
+# the steps since the last log row. In an evaluation, it is the number of puzzles with a label.
 Metrics = dict[str, "str | None"]
-ContinueTarget = tuple[Tensor, Tensor, Tensor]  # (logits, targets in [0, 1], mask), each [batch]
+# Targets of q_continue: (logits, values in [0, 1], mask of the slots that have a target). Each is [batch].
+ContinueTarget = tuple[Tensor, Tensor, Tensor]
 
 
 class Objective:
-    """The loss and the metrics of a model with a Q head, or of one with another q_halt (SE-RRM).
+    """The loss and the metrics of a model with q_halt. In SE-RRM, q_halt does not come from a Q head.
 
     Attributes:
-        metrics: Metrics of training and evaluation, from the sums that `losses` and `sums` return.
-        training_metrics: Metrics of training only, from the sums that `losses` returns.
+        metrics: Metrics of training and evaluation. `losses` and `sums` return their sums.
+        training_metrics: Metrics of training only. `losses` returns their sums.
     """
 
     metrics: ClassVar[Metrics] = {
         # Divided by "count", the number of slots that halted and have a label.
         "count": None,
-        "accuracy": "count",
-        "exact_accuracy": "count",
+        "accuracy": "count",  # fraction of right cells
+        "exact_accuracy": "count",  # fraction of puzzles with all cells right
         "q_halt_accuracy": "count",
         "steps": "count",
         "lm_loss": "slots",
         "q_halt_loss": "slots",
         "q_continue_loss": "slots",
     }
-    # The mean over slots with a label in their first thinking step. Unlike the others, it does not depend on
-    # halting.
+    # The mean over the slots with a label that are in their first thinking step. It does not depend on when
+    # slots halt.
     training_metrics: ClassVar[Metrics] = {"exact_accuracy_after_step_1": "first_step_count"}
 
     def __init__(self, arch: ArchConfig):
         self.arch, self.loss = arch, arch.loss
 
     def divisors(self, carry: Carry) -> Sums:
-        """Returns this rank's part of every divisor of a loss term, except "slots": scalars by name.
+        """Returns the divisors that depend on the data: {name: sum over the slots of this rank}. Here, {}.
 
-        They are summed over ranks. Called before the forward pass, with the input of the thinking step.
+        The caller sums them over ranks, and adds "slots". It calls this method before the forward pass.
+
+        carry: Input of the thinking step.
         """
         return {}
 
@@ -89,17 +98,20 @@ class Objective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> tuple[Tensor, Sums]:
-        """Returns the loss, summed over the slots of a micro-batch, and the metric sums.
+        """Returns the loss of a micro-batch, summed over its slots, and the metric sums.
 
-        The caller divides the loss by divisors["slots"]. If a term is a mean over something else, multiply it
-        by divisors["slots"] / divisors[name]. In the loss, thinking step t has the weight
-        supervision_decay^(t - 1) (arXiv 2511.08653). In the metric sums, all steps have the same weight.
+        The caller divides the loss by divisors["slots"]. A subclass may have a term that is divided by
+        another number, divisors[name]. It multiplies this term by divisors["slots"] / divisors[name].
+
+        The weight supervision_decay^(t - 1) (arXiv 2511.08653) applies to the loss, but not to the metric
+        sums. With q_target=deferred, the loss of step t also contains a q_continue loss of step t - 1. It
+        gets the weight of step t.
 
         Args:
-            network: The network. An objective keeps no reference to it.
+            network: The network. It is called again for targets of q_continue.
             before: Input of the thinking step, after `HaltingModel.refill`.
             output: Output of the thinking step.
-            divisors: "slots" and the divisors that `divisors` names, summed over ranks.
+            divisors: "slots", and the result of the method `divisors`, summed over ranks.
             reasoning: Settings of the thinking step.
             rng: Random numbers of the slots.
         """
@@ -119,7 +131,7 @@ class Objective:
     def _losses_and_sums(
         self, output: StepOutput, targets: list[ContinueTarget], *, label_smoothing: float
     ) -> tuple[dict[str, Tensor], Sums]:
-        """Returns {loss: [batch]}, and the sums without gradient."""
+        """Returns ({name of a loss: loss of each slot, [batch]}, metric sums)."""
         labels, prediction, steps = output.carry.data.labels, output.prediction, output.carry.steps
         labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)
         has_labels = labels_per_slot > 0
@@ -152,8 +164,6 @@ class Objective:
             sums = {name: values.sum() for name, values in (sums | losses).items()}
         return losses, sums
 
-    # Targets of q_continue.
-
     def continue_targets(
         self,
         network: Network,
@@ -162,12 +172,21 @@ class Objective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> list[ContinueTarget]:
-        """Returns the training targets of q_continue in this step; [] if q_continue is not trained.
+        """Returns the targets of q_continue that are known in this training step. Arguments: As in `losses`.
 
-        q_target=exact: One target for all slots, from one more call of the network, as published.
-        q_target=deferred: Slots that continue get their target from the call of the next training step. This
-        target trains only the Q head, because the graph of the earlier step is freed. Slots that halt get
-        their target from one more call for these slots. On CUDA, the host waits for their number.
+        The target is the value of one more thinking step: sigmoid(max(q_halt, q_continue)) after that step
+        (arXiv 2506.21734, section 2). If the slot has already made max_steps steps, it is sigmoid(q_halt)
+        after one more step (arXiv 2407.04811).
+
+        q_target=exact     One more call of the network on all slots, without gradient, gives the target of
+                           every slot. This is the published way.
+        q_target=deferred  If a slot continues, its next thinking step is part of the next training step. So
+                           the next training step returns the target of the q_continue of this step. It
+                           computes this q_continue again, from the state before its thinking step, so that
+                           only the Q head gets a gradient. If a slot halts, one more call on the halted slots
+                           gives its target now. On CUDA, the host waits for the number of halted slots.
+
+        Returns [] if q_continue is not trained: with no_ACT_continue=true, or if max_steps is 1.
         """
         if reasoning.max_steps == 1 or self.arch.no_ACT_continue:
             return []
@@ -175,13 +194,15 @@ class Objective:
         if self.arch.q_target == "exact":
             values = self._values_of_one_more_step(network, carry, reasoning, rng)
             return [(prediction.q_continue, values, torch.ones_like(carry.halted))]
+        # Targets of the previous step, in slots that have made one on this puzzle (before.steps > 0).
         best = torch.maximum(prediction.q_halt, prediction.q_continue).detach()
-        _, earlier_q_continue = network.q_values(before.state["z_H"])
-        targets = [(earlier_q_continue, torch.sigmoid(best), before.steps > 0)]
+        _, previous_q_continue = network.q_values(before.state["z_H"])
+        targets = [(previous_q_continue, torch.sigmoid(best), before.steps > 0)]
+        # Targets of this step, in slots that halt.
         slots = carry.halted.nonzero().flatten()
         if len(slots):
             values, rng = torch.zeros_like(best), None if rng is None else rng[slots]
-            with eager_blocks():
+            with eager_blocks():  # each number of halted slots would be compiled separately
                 halted = carry.select(slots)
                 values[slots] = self._values_of_one_more_step(network, halted, reasoning, rng)
             targets.append((prediction.q_continue, values, carry.halted))
@@ -191,10 +212,10 @@ class Objective:
     def _values_of_one_more_step(
         self, network: Network, carry: Carry, reasoning: Reasoning, rng: SlotRng | None
     ) -> Tensor:
-        """Returns sigmoid(max(q_halt, q_continue)) after one more call: [batch].
+        """Returns the targets of `continue_targets`, [batch], from one more thinking step.
 
-        After the last step, q_halt replaces the maximum (arXiv 2407.04811). The call uses the random numbers
-        of this step again.
+        carry: Output of this thinking step. rng: Random numbers of this step. The additional step uses them
+        again.
         """
         data = carry.data
         _, following = network(
@@ -204,16 +225,19 @@ class Objective:
         return torch.sigmoid(torch.where(carry.steps >= reasoning.max_steps, following.q_halt, best))
 
     def more_calls(self, reasoning: Reasoning) -> float:
-        """Returns the mean number of additional forward passes of a training step, for its targets."""
+        """Returns how many more forward passes of a slot a training step runs for targets of q_continue.
+
+        With q_target=deferred, this is an estimate: one for each max_steps steps.
+        """
         if self.arch.no_ACT_continue or reasoning.max_steps == 1:
             return 0
         return 1 if self.arch.q_target == "exact" else 1 / reasoning.max_steps
 
 
 def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
-    """Returns the cross-entropy of each cell: float32 [batch, length], 0 where the label is ignored.
+    """Returns the cross-entropy of each cell: float32 [batch, seq_len], 0 in cells without a label.
 
-    logits: [batch, length, vocab]. labels: [batch, length]. label_smoothing: Fraction of each label that is
+    logits: [batch, seq_len, vocab]. labels: [batch, seq_len]. label_smoothing: Fraction of each label that is
     spread evenly over the vocabulary (arXiv 1512.00567, section 7).
     """
     return F.cross_entropy(
@@ -226,10 +250,10 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: fl
 
 
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
-    """Returns the cross-entropy of each cell with stablemax (arXiv 2501.04697) in place of softmax.
+    """Returns the cross-entropy of each cell, with stablemax (arXiv 2501.04697) in place of softmax.
 
-    float64 [batch, length] (float32 on mps), 0 where the label is ignored. logits: [batch, length, vocab].
-    labels: [batch, length]. label_smoothing: As in `softmax_cross_entropy`.
+    stablemax is s(x) / sum of s(x), with s(x) = x + 1 if x >= 0, else 1 / (1 - x). The result is float64
+    (float32 on mps) [batch, seq_len], 0 in cells without a label. Arguments: As in `softmax_cross_entropy`.
     """
     wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
     s = torch.where(wide < 0, 1 / (1 - wide + 1e-30), wide + 1)
@@ -263,16 +287,17 @@ def _binary_cross_entropy(logits: Tensor, targets: Tensor, mask: Tensor) -> Tens
 
 
 def sum_names(metrics: Metrics) -> tuple[str, ...]:
-    """Returns the names of all sums from which `divide` computes the metrics."""
+    """Returns the names of all sums that `divide` needs for the metrics: sums of metrics and divisors."""
     divisors = {name for name in metrics.values() if name not in (None, "slots")}
     return (*metrics, *sorted(divisors - metrics.keys()))
 
 
 def divide(sums: dict[str, float], metrics: Metrics, *, slots: float) -> dict[str, float]:
-    """Returns {metric: value}. Metrics that are sums without divisor come last.
+    """Returns {metric: value}. Metrics without a divisor come last.
 
-    Leaves out a metric if its divisor is 0, and a sum without divisor if it is 0. sums: Sums over all ranks
-    and steps. slots: Value of the divisor "slots".
+    A metric is left out if its divisor is 0. A metric without a divisor is left out if it is 0.
+
+    sums: Sums over all ranks and steps. slots: Value of the divisor "slots".
     """
     divisors = {**sums, "slots": slots}
     means = {name: by for name, by in metrics.items() if by is not None and divisors.get(by) and name in sums}

@@ -1,4 +1,8 @@
-"""The table of puzzle embeddings: a learned vector for each puzzle identifier."""
+"""The table of puzzle embeddings: a learned vector for each puzzle identifier.
+
+A dataset gives each puzzle an identifier. In Sudoku, all puzzles have the same one. In ARC, all examples of a
+task have the same one, so that the vector can describe the rule of the task.
+"""
 
 from typing import ClassVar
 
@@ -7,15 +11,18 @@ from torch import Tensor, nn
 
 
 class PuzzleEmbedding(nn.Module):
-    """A table with one learned row for each puzzle identifier.
+    """A table with one learned row for each puzzle identifier. A call returns the rows of a batch.
 
-    The table may have a million rows, and a step uses a few hundred. So `weights` is a buffer, not a
-    parameter. A call copies the used rows. In training, the copy requires a gradient, so that the backward
-    pass stores the gradient of these rows in it. The table has a separate optimizer: sign SGD on these
-    gradients, with learning rate puzzle_emb_lr (`optimizers.puzzle_table`).
+    The table may have a million rows, and a training step uses a few hundred. So `weights` is a buffer, not a
+    parameter, and the optimizer of the dense weights does not update it. A call copies the rows of the batch.
+    In training, the backward pass stores the gradient of these rows in the copy. `optimizers.puzzle_table`
+    then sums these gradients over slots and ranks, and updates only the rows that were used. The update is
+    sign SGD with weight decay:
 
-    weights: The rows, float32 [num_puzzle_identifiers, ndim], initially 0. If the table is sharded, calls
-    read fetched rows instead (`read_from`).
+        row = (1 - puzzle_emb_lr * puzzle_emb_weight_decay) * row - puzzle_emb_lr * sign(gradient)
+
+    weights: The rows, float32 [num_puzzle_identifiers, ndim], initially 0. If ranks divide the table among
+    themselves (puzzle_emb_sharding=rows), calls read rows that were fetched before (`read_from`).
     """
 
     weights_name: ClassVar[str] = "puzzle_emb.weights"  # name in the state dict of a network
@@ -27,16 +34,17 @@ class PuzzleEmbedding(nn.Module):
         self._fetched: tuple[Tensor, Tensor] | None = None
 
     def read_from(self, identifiers: Tensor, rows: Tensor) -> None:
-        """Makes later calls read only these fetched rows [n, ndim].
+        """Makes later calls read `rows`, [n, ndim], in place of `weights`.
 
-        identifiers: Puzzle identifiers of the rows, int64 [n], ascending.
+        identifiers: Puzzle identifiers of these rows, int64 [n], ascending.
         """
         self._fetched = identifiers, rows
 
     def forward(self, identifiers: Tensor) -> Tensor:
         """Returns the rows of `identifiers` [batch]: float32 [batch, ndim].
 
-        In training mode with gradient, remembers the rows until `pop_gradients`.
+        In training mode, if gradients are enabled, the result requires a gradient. The object then keeps the
+        result until `pop_gradients`.
         """
         rows = self._look_up(identifiers)
         if self.training and torch.is_grad_enabled():
@@ -53,7 +61,7 @@ class PuzzleEmbedding(nn.Module):
         return rows[positions]
 
     def pop_gradients(self) -> tuple[Tensor, Tensor]:
-        """Returns the identifiers [n] and gradients [n, ndim] of all calls since the last pop.
+        """Returns the identifiers [n] and gradients [n, ndim] of all calls since the last `pop_gradients`.
 
         An identifier may occur several times.
         """

@@ -1,11 +1,12 @@
-"""Random numbers on the device. Each is a pure function of the seed, the step, the slot and a purpose.
+"""Random numbers of thinking steps. Each is a pure function of the seed, the step, the slot and a purpose.
 
 The random numbers of a slot therefore do not depend on the batch size or on the number of processes, and a
 checkpoint contains no generator state. The generator is Philox4x32-10 (Salmon et al. 2011, doi
 10.1145/2063384.2063405), as in numpy and on GPUs, but each slot has its own counter.
 
-The purpose is a text, the argument `use` of `SlotRng`, such as "picked board". Dropout uses integer keys
-instead (`random_bits`). It runs inside compiled blocks, and torch would compile a graph for every text.
+`SlotRng` samples on the device. The purpose is a text, the argument `use`, such as "picked board". Dropout
+uses integer keys instead (`random_bits`), because it runs inside compiled blocks. There, torch would compile
+a graph for every text.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _MASK = 0xFFFFFFFF
 _EXPLORATION_STREAM, _KEYS_STREAM = 1, 2
 
 CUT = 2.0  # truncated normal numbers are in [-CUT, CUT], in units of sigma
-# The fraction of a normal distribution within the cut, and the standard deviation of that part, in sigma.
+# Fraction of a normal distribution that is within the cut, and the standard deviation of this part, in sigma.
 _SHARE = math.erf(CUT / math.sqrt(2))
 STD_AFTER_CUT = math.sqrt(1 - 2 * CUT * math.exp(-(CUT**2) / 2) / math.sqrt(2 * math.pi) / _SHARE)
 
 
 def sample_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
-    """Returns `count` numbers in [0, 1) for the global batch of a training step: float64 array."""
+    """Returns `count` random numbers in [0, 1) for a training step, float64 [count], on the host."""
     generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
@@ -50,8 +51,9 @@ def sample_keys(*, seed: int, step: int, batch_size: int) -> np.ndarray:
 def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
     """Returns `count` uniform integers from 0 to 2**32 - 1 for each key: int64 [n, count].
 
-    keys: int64 [n], not negative. stream: Index of independent numbers for the same keys. The result for a
-    smaller `count` is the beginning of the result for a larger one.
+    The result for a smaller `count` is the beginning of the result for a larger one.
+
+    keys: int64 [n], not negative. stream: Different streams give independent numbers for the same keys.
     """
     blocks = torch.arange(-(-count // 4), device=keys.device)
     zeros = torch.zeros_like(blocks)
@@ -86,7 +88,8 @@ class SlotRng:
     Attributes:
         key: 64 bits, from the seed.
         counters: int64 [batch, 2], below 2**32 each, different for every step and slot.
-        arrays: The rows of these slots in the result of `Network.sample_randomness`, {name: [batch, ...]}.
+        arrays: Numbers that were sampled on the host, {name: [batch, ...]}. They are the rows of these slots
+            in the result of `Network.sample_randomness`.
     """
 
     key: int

@@ -27,8 +27,8 @@ class Call(NamedTuple):
         rows: Index of each slot's puzzle in its set, int64 [batch]. -1: padding. With several samples,
             index * samples + sample. 0 for the puzzle of `solve`.
         cycle: Number of the H cycle in the thinking step, from 1. 1 if the model has no H cycles.
-        call: Number of the call of a level in the cycle, from 1. All levels count. If the module runs outside
-            of a level, the number of the call before, or 0 before the first call.
+        call: Number of the call of a level in the cycle, from 1. Calls of all levels are counted together. If
+            the module runs outside of a level, it is the number of the previous call of a level, or 0.
         network: The network. `network.answer(output)` applies the output heads to z_H.
     """
 
@@ -53,8 +53,11 @@ def record(model: Any, names: Sequence[str]) -> Iterator[list[Call]]:
     """Records a model in evaluation mode while the block runs. Yields the list that receives the calls.
 
     The calls are in the order in which they end. Every output stays in memory. Only thinking steps in the
-    thread of the block are recorded. A model changes a state in the calls of a level: its value after a call
-    is the one that the next call reads, or at the end of a thinking step, the one that the network returns.
+    thread of the block are recorded.
+
+    A network changes a state by calls of a level. The recorded value of a state after a call is the value
+    that the next call for this state reads. After the last call of a thinking step, it is the value that the
+    network returns.
 
     Args:
         model: `HaltingModel` or its network, or the result of `solve.load`.

@@ -1,7 +1,8 @@
-"""The interface of networks that search in evaluation. LDT (models/ldt.py) is one.
+"""The interface of networks that search in evaluation. LDT (models/ldt.py) is the only one.
 
-`evaluation.loop` runs a search as it runs other networks: it calls `HaltingModel` until the slot halts. A
-slot halts if the search has found an answer (`wants_to_halt`), or after the largest number of steps.
+An evaluation runs a search like any other network: evaluation/loop.py calls `HaltingModel` until the slot
+halts. The slot halts if the search has found an answer (`wants_to_halt`), or after the largest number of
+steps. The methods below serve other programs: they display a search, or run it in a web page.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -16,9 +17,10 @@ from models.network import Network
 class SearchView(NamedTuple):
     """The state of a search on each puzzle, for display.
 
-    candidates: Tokens that are still possible in each cell, bool [batch, seq_len, vocab].
-    guess: Cell in which the last step guessed a value, int16 [batch]. NO_GUESS: it did not guess. RESET: it
-    reset the board.
+    Attributes:
+        candidates: Tokens that are still possible in each cell, bool [batch, seq_len, vocab].
+        guess: Cell in which the last step guessed a value, int16 [batch]. If the step did not guess, it is
+            NO_GUESS. If the step reset the board to its start, it is RESET.
     """
 
     candidates: Tensor
@@ -29,12 +31,14 @@ NO_GUESS, RESET = -1, -2
 
 
 class Search(Network):
-    """The base of networks that search in evaluation.
+    """The base class of networks that search in evaluation.
 
-    If the search finds no answer within the largest number of steps, the puzzle is undecided. With several
-    samples, the sample that halts first gives the answer. Every thinking step needs a `SlotRng`.
+    If the search finds no answer within the largest number of steps, the puzzle is undecided. If several
+    samples of a puzzle run, the sample that halts first gives the answer. Every thinking step needs random
+    numbers (`SlotRng`).
 
-    of_data: Names of the stored tensors that describe the training data, and are not learned.
+    Attributes:
+        of_data: Names of the tensors of a checkpoint that describe the training data, and are not learned.
     """
 
     is_search: ClassVar[bool] = True
@@ -42,7 +46,7 @@ class Search(Network):
 
     @staticmethod
     def complete(metadata: Metadata, weights: State) -> Metadata:
-        """Returns the metadata, with the facts about the training data that `weights` contains.
+        """Returns the metadata, completed with the tensors of `weights` that `of_data` names.
 
         weights: State dict of a trained network.
         """

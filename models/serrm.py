@@ -5,7 +5,8 @@ if the symbols of a puzzle are permuted, the answer has the same permutation. Th
 numbers of symbols and, without learned positions, other sizes of the grid. Tokens 0 and 1 (padding, and the
 empty cell or the end of a grid) have separate weights.
 
-The loss is that of models/objective.py. There is no Q head, so `q_halt_loss` has no gradient.
+The loss is that of models/objective.py. There is no Q head. q_halt is computed from the logits without
+gradient, so q_halt_loss changes no weight.
 """
 
 import math
@@ -69,21 +70,21 @@ class AxialBlock(nn.Module):
 class SERRM(Network):
     """The network of SE-RRM. A slot keeps one state between thinking steps, z_H.
 
-    A thinking step, with the embedded puzzle e and the level L, a stack of `L_layers` axial blocks:
+    One thinking step, with the embedded puzzle e and the level L (a stack of `L_layers` axial blocks):
 
         H_cycles x L_cycles times:  z_H = L(z_H + e)
         logits = lm_head(z_H at the cells)
-        q_halt = log(p / (1 - p)) of the least certain cell, with p of its most likely symbol
+        q_halt = minimum over the cells of log(p / (1 - p)), with the probability p of the most likely symbol
 
     By default (config/arch/serrm.yaml), a thinking step has 3 x 6 calls of a level of 2 blocks. e and z_H are
     [batch, symbols, positions, hidden] in the forward dtype. The positions are the cells (seq_len), then
     `add_tokens` learned positions.
 
-    The calls of the last `gradient_cycles` H cycles (by default 1) have gradient. If it is 0, only the last
-    call does. q_halt and the new state have no gradient.
+    Gradient: All calls in the last `gradient_cycles` H cycles have gradient, by default in the last one. If
+    gradient_cycles is 0, only the last call has gradient. q_halt and the new state have no gradient.
 
-    Halting (`wants_to_halt`): in training a random slot, with probability halt_exploration_prob, and in
-    evaluation a slot if all cells have p > 1/2.
+    Halting (`wants_to_halt`): In training, a slot halts with probability halt_exploration_prob in each step.
+    In evaluation, it halts if all cells have p > 1/2.
     """
 
     def __init__(self, arch: SERRMConfig, metadata: Metadata):
@@ -149,7 +150,10 @@ class SERRM(Network):
         return {"z_H": z_H.detach()}, Prediction(logits, q_halt, None)
 
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
-        """Returns the slots that `sample_randomness` chose in training, and q_halt > 0 in evaluation."""
+        """Returns the slots in which the model would halt: bool [batch].
+
+        In training, these are the slots that `sample_randomness` chose. In evaluation, q_halt > 0.
+        """
         if not self.training:
             return prediction.q_halt > 0
         never = torch.zeros_like(prediction.q_halt, dtype=torch.bool)
@@ -170,10 +174,14 @@ class SERRM(Network):
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
         """Returns the embedded puzzle e, [batch, symbols, positions, hidden].
 
-        In each cell, the symbol of this cell has sqrt(symbols) * (vector of the symbol), and all others have
-        0. The embeddings of the position (if learned) and of the puzzle are added. The puzzle embedding has
-        hidden_size + symbols numbers. The first hidden_size are added to every symbol and cell. Each of the
-        rest is added to all features of one symbol. `add_tokens` learned positions follow the cells.
+        In each cell, the entry of the symbol in this cell is sqrt(symbols) * (vector of the symbol). The
+        entries of all other symbols are 0.
+
+        Position embeddings (with pos_encodings=learned) and the puzzle embedding are added. The puzzle
+        embedding has hidden_size + symbols numbers. The first hidden_size numbers are added to every symbol
+        and cell. Each of the other numbers belongs to one symbol, and is added to all features of it.
+
+        `add_tokens` learned positions follow the cells.
         """
         if self.is_equivariant:
             symbols = self._of_symbols(self.embed_special_tokens, self.embed_symbol_tokens)

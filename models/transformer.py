@@ -1,4 +1,8 @@
-"""The baseline of the papers: a transformer of the same blocks that answers in one pass."""
+"""The baseline of the papers: a transformer of the same blocks that answers in one forward pass.
+
+A slot halts after each thinking step. Puzzle embedding and loss are the same as in models/trm.py, where they
+are explained.
+"""
 
 from torch import Tensor
 
@@ -14,15 +18,15 @@ from models.random import SlotRng
 class Transformer(TokenNetwork):
     """The baseline network: a stack of `num_layers` blocks. It has no state and only one thinking step.
 
-    H_init and L_init are not used.
+    Checkpoints contain the buffers H_init and L_init. The network does not use them.
     """
 
     def __init__(self, arch: TransformerConfig, metadata: Metadata):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # The heads are initialized first, because recorded results depend on this order of random numbers.
-        # Then all modules are registered in the order of use.
+        # All weights are sampled from one random generator, so the order of creation (heads, level) fixes the
+        # initial weights. The order of assignment (level, heads) is the order in which `forward` uses them.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.blocks = Level(build_block(arch, metadata) for _ in range(arch.num_layers))
         self.lm_head, self.q_head = lm_head, q_head

@@ -1,4 +1,20 @@
-"""The Tiny Recursive Model (TRM, arXiv 2510.04871): one small level updates both z_L and z_H."""
+"""The Tiny Recursive Model (TRM, arXiv 2510.04871): one small level updates both z_L and z_H.
+
+A slot is one position of the batch, and works on one puzzle at a time. A training step runs one thinking step
+of every slot. With the default keys (config/arch/trm.yaml):
+
+A thinking step    `TRM.forward` below.
+Gradient           All calls of the last H cycle have gradient. None flows into an earlier thinking step.
+Puzzle embedding   A learned vector for each puzzle identifier. `TokenNetwork.embed` (models/network.py) puts
+                   it before the cells. Sign SGD updates the vectors of the puzzles in a step
+                   (models/puzzle_embedding.py).
+Halting            In training, a slot halts if q_halt > 0, or after 16 steps. Exploration delays some halts.
+                   In evaluation, every slot runs 16 steps, or with halting=act it halts as in training
+                   without exploration (models/halting.py).
+Loss               Cross-entropy of the cells, plus 0.5 times the binary cross-entropy of q_halt ("the answer
+                   is right"). The sum over slots is divided by the number of slots of the global batch
+                   (models/objective.py).
+"""
 
 from torch import Tensor
 
@@ -15,7 +31,7 @@ from models.random import SlotRng
 class TRM(TokenNetwork):
     """The network of TRM. A slot keeps two states between thinking steps, z_H and z_L (y and z in the paper).
 
-    A thinking step, with the embedded puzzle e and the level L, a stack of `L_layers` blocks:
+    One thinking step:
 
         H_cycles times:
             L_cycles times:  z_L = L(z_L + z_H + e)
@@ -23,16 +39,16 @@ class TRM(TokenNetwork):
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    By default (config/arch/trm.yaml), a thinking step has 3 H cycles of 6 + 1 calls of a level of 2 blocks.
-    e, z_H and z_L are [batch, positions, hidden] in the forward dtype. The positions are those of the puzzle
-    embedding (`arch.puzzle_emb_len`, by default 16), then the cells (seq_len).
+    e is the embedded puzzle. The level L is a stack of `L_layers` transformer blocks. By default, H_cycles is
+    3, L_cycles is 6, and the level has 2 blocks. q_continue is used only with no_ACT_continue=false.
 
-    Only the calls in the last `gradient_cycles` H cycles (by default 1) have gradient. If it is 0,
-    only the last call for z_L and the last call for z_H do (the one-step gradient of HRM). The new state is
-    detached, so no gradient flows into the thinking step before.
+    Shapes: e, z_H, z_L and the result of every call are [batch, positions, hidden] in the forward dtype. The
+    positions are those of the puzzle embedding (`arch.puzzle_emb_len`, by default 16), then the cells
+    (seq_len).
 
-    When a slot halts: models/halting.py. The loss: models/objective.py. The table of puzzle embeddings:
-    models/puzzle_embedding.py.
+    Gradient: All calls in the last `gradient_cycles` H cycles have gradient, by default in the last one. If
+    gradient_cycles is 0, only the last call for z_L and the last call for z_H have gradient, as in HRM. The
+    new state is detached, so no gradient flows into the previous thinking step.
     """
 
     def __init__(self, arch: TRMConfig, metadata: Metadata):
@@ -40,8 +56,8 @@ class TRM(TokenNetwork):
         # The state of a slot that starts: random vectors, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # Create the heads before the level, because recorded results depend on this order of random numbers.
-        # Assign them after the level, because modules are registered in the order of use.
+        # All weights are sampled from one random generator, so the order of creation (heads, level) fixes the
+        # initial weights. The order of assignment (level, heads) is the order in which `forward` uses them.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head
@@ -60,21 +76,22 @@ class TRM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) returns blocks(z + x, rotary). The formulas above write it as L(z + x). Damping and noise
-        # (models/noise.py) are off by default.
+        # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
+        # adds damping and noise (models/noise.py). Both are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
-        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles  # the first such H cycle
+        # The first H cycle in which all calls have gradient. With gradient_cycles=0, there is no such cycle.
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
         for cycle in range(reasoning.H_cycles):
-            has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
+            has_gradient, is_last_cycle = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
             # All calls for z_L in a cycle read the same x. It is computed with gradient, so that e gets a
             # gradient from the calls that have one.
             x = z_H + e
             for call in range(reasoning.L_cycles):
-                # The part with `is_last` matters only if gradient_cycles is 0.
-                with gradient_if(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
+                is_last_call = is_last_cycle and call == reasoning.L_cycles - 1
+                with gradient_if(has_gradient or is_last_call):
                     z_L = L(z_L, x)
-            with gradient_if(has_gradient or is_last):
+            with gradient_if(has_gradient or is_last_cycle):
                 z_H = L(z_H, z_L)
         return {"z_H": z_H.detach(), "z_L": z_L.detach()}, self.answer(z_H)
 

@@ -1,4 +1,7 @@
-"""TRM with one state in place of z_H and z_L (table 2 of the paper, arXiv 2510.04871)."""
+"""TRM with one state in place of z_H and z_L (table 2 of the paper, arXiv 2510.04871).
+
+models/trm.py explains all other parts: gradient, puzzle embedding, halting and loss.
+"""
 
 from torch import Tensor
 
@@ -15,7 +18,7 @@ from models.random import SlotRng
 class TRMSingleZ(TokenNetwork):
     """The network of TRM with one state, z_H, which a slot keeps between thinking steps.
 
-    A thinking step, with the embedded puzzle e and the level L, a stack of `L_layers` blocks:
+    One thinking step, with the embedded puzzle e and the level L (a stack of `L_layers` transformer blocks):
 
         H_cycles times:
             L_cycles times:  z_H = L(z_H + e)
@@ -23,15 +26,15 @@ class TRMSingleZ(TokenNetwork):
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    Shapes and gradient are those of `models.trm.TRM`.
+    The shapes and the calls with gradient are the same as in `models.trm.TRM`.
     """
 
     def __init__(self, arch: TRMSingleZConfig, metadata: Metadata):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
         # The state of a slot that starts: a random vector, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # Create the heads before the level, because recorded results depend on this order of random numbers.
-        # Assign them after the level, because modules are registered in the order of use.
+        # All weights are sampled from one random generator, so the order of creation (heads, level) fixes the
+        # initial weights. The order of assignment (level, heads) is the order in which `forward` uses them.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head
@@ -50,17 +53,19 @@ class TRMSingleZ(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) returns blocks(z + x, rotary). The formulas above write it as L(z + x). Damping and noise
-        # (models/noise.py) are off by default.
+        # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
+        # adds damping and noise (models/noise.py). Both are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H = state["z_H"]
-        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles  # the first such H cycle
+        # The first H cycle in which all calls have gradient. With gradient_cycles=0, there is no such cycle.
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
         for cycle in range(reasoning.H_cycles):
-            has_gradient, is_last = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
+            has_gradient, is_last_cycle = cycle >= first_with_gradient, cycle == reasoning.H_cycles - 1
             for call in range(reasoning.L_cycles):
-                with gradient_if(has_gradient or (is_last and call == reasoning.L_cycles - 1)):
+                is_last_call = is_last_cycle and call == reasoning.L_cycles - 1
+                with gradient_if(has_gradient or is_last_call):
                     z_H = L(z_H, e)
-            with gradient_if(has_gradient or is_last):
+            with gradient_if(has_gradient or is_last_cycle):
                 z_H = L(z_H, 0)
         return {"z_H": z_H.detach()}, self.answer(z_H)
 

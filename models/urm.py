@@ -1,4 +1,7 @@
-"""The Universal Reasoning Model (URM, arXiv 2512.14693): one state, updated repeatedly by the same blocks."""
+"""The Universal Reasoning Model (URM, arXiv 2512.14693): one state, updated repeatedly by the same blocks.
+
+Puzzle embedding, halting and loss are the same as in models/trm.py, where they are explained.
+"""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,24 +40,28 @@ class ConvSwiGLU(nn.Module):
 class URM(TokenNetwork):
     """The network of URM. A slot keeps one state between thinking steps, z_H.
 
-    A thinking step, with the embedded puzzle e and the level L, a stack of `L_layers` blocks:
+    One thinking step, with the embedded puzzle e and the level L (a stack of `L_layers` transformer blocks):
 
         H_cycles x L_cycles times:  z_H = L(z_H + e)
         logits = lm_head(z_H at the cells)
         q_halt, q_continue = q_head(z_H at position 0)
 
-    By default (config/arch/urm.yaml), a thinking step has 2 x 6 calls of a level of 4 blocks. e and z_H are
-    [batch, positions, hidden] in the forward dtype: the positions of the puzzle embedding (by default 1),
-    then the cells (seq_len). The calls of the last `gradient_cycles` H cycles (by default 1) have gradient.
-    If it is 0, only the last call does.
+    By default (config/arch/urm.yaml), a thinking step has 2 x 6 calls of a level of 4 blocks.
+
+    Shapes: e and z_H are [batch, positions, hidden] in the forward dtype. The positions are those of the
+    puzzle embedding (by default 1), then the cells (seq_len).
+
+    Gradient: All calls in the last `gradient_cycles` H cycles have gradient, by default in the last one. If
+    gradient_cycles is 0, only the last call has gradient. The new state is detached, so no gradient flows
+    into the previous thinking step.
     """
 
     def __init__(self, arch: URMConfig, metadata: Metadata):
         super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
         # The state of a slot that starts: a random vector, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # Create the heads before the level, because recorded results depend on this order of random numbers.
-        # Assign them after the level, because modules are registered in the order of use.
+        # All weights are sampled from one random generator, so the order of creation (heads, level) fixes the
+        # initial weights. The order of assignment (level, heads) is the order in which `forward` uses them.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = Level(build_block(arch, metadata, mlp=ConvSwiGLU) for _ in range(arch.L_layers))
         self.lm_head, self.q_head = lm_head, q_head
@@ -73,8 +80,8 @@ class URM(TokenNetwork):
         rng: SlotRng | None = None,
     ) -> tuple[State, Prediction]:
         e = self.embed(inputs, puzzle_identifiers)
-        # L(z, x) returns blocks(z + x, rotary). The formulas above write it as L(z + x). Damping and noise
-        # (models/noise.py) are off by default.
+        # L(z, x) is blocks(z + x), in the shape of z. The formulas above write it as L(z + x). `perturbed`
+        # adds damping and noise (models/noise.py). Both are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H = state["z_H"]
         num_calls = reasoning.H_cycles * reasoning.L_cycles

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from evaluation.names import written_name
 from report.charts import Chart, Line, line_chart
 from report.page import check_output, check_packages, render, write_page
 from report.run import Curve, RunRecord, read_run
@@ -81,7 +82,7 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     other_metrics = dict.fromkeys(
         name for group in groups for run in group.runs for name in run.other_metrics
     )
-    of_networks = [(f"{name}, training", f"train/{name}", {}) for name in other_metrics]
+    of_networks = [(f"{written_name(name)}, training", f"train/{name}", {}) for name in other_metrics]
     for title, metric, options in (*_METRICS, *of_networks):
         has_dots, lines = metric.startswith("eval/"), []
         for group in groups:

@@ -16,6 +16,7 @@ from dataset.kinds.kind import to_grid
 from distributed import log
 from distributed.process_group import is_main
 from evaluation.intervals import wilson_interval
+from evaluation.names import written_name
 from evaluation.results import (
     INTERVAL_ENDS,
     independent_count,
@@ -308,15 +309,18 @@ def _moment(text: Any) -> str:
 def _results_table(run: RunRecord) -> dict[str, Any]:
     """Returns a table of test results as {"sets": list, "counts": list, "rows": list}.
 
-    "sets" contains the names of the test sets, "counts" their numbers of puzzles. A row is (metric, [(value,
-    interval) for each test set]). All values are texts.
+    "sets" contains the names of the test sets, "counts" their numbers of puzzles. A row is (metric, written
+    name, [(value, interval) for each test set]). All values are texts.
     """
     drawn = [
         metric
         for metric in metric_names(run.evaluation)
         if "@" not in metric and "_after_step_" not in metric and metric != "count"
     ]
-    rows = [(metric, [_cell(values, metric) for values in run.evaluation.values()]) for metric in drawn]
+    rows = [
+        (metric, written_name(metric), [_cell(values, metric) for values in run.evaluation.values()])
+        for metric in drawn
+    ]
     counts = [f"{values.get('count', 0):,.0f}" for values in run.evaluation.values()]
     return {"sets": list(run.evaluation), "counts": counts, "rows": rows}
 
@@ -373,7 +377,7 @@ def learning_charts(run: RunRecord) -> list[Chart]:
         ("Thinking steps until halting", steps, {}, of_steps),
         ("Q head right", curves("q_halt_accuracy"), share, of_q_head),
         ("Halting loss", curves("q_halt_loss"), log, "Binary cross-entropy of the Q head."),
-        *((name, curves(name), {}, "") for name in run.other_metrics),
+        *((written_name(name), curves(name), {}, "") for name in run.other_metrics),
         ("Gradient norm", [trained("grad_norm")], log, "Before clipping, if any."),
         ("Throughput", [trained("examples_per_second")], zero, "Examples per second, summed over processes."),
         ("Learning rate", [trained("lr")], zero, "Learning rate of the dense weights."),

@@ -23,7 +23,8 @@ NOTE = (
 )
 _NAMES = ("run_name", "project_name", "checkpoint_path", "wandb_group")
 _OF_ONE_RUN = ("seed", *_NAMES)
-_MOST_DIFFERENCES = 6  # with more differing keys, they become neither columns nor a label
+_MOST_DIFFERENCES = 6  # with more differing keys, only _ALWAYS_SHOWN become columns, and none is in the label
+_ALWAYS_SHOWN = ("arch.name", "halting")  # accuracies with other values of these keys are not comparable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,11 +238,13 @@ def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -
                     f"--columns: no run has {column}. Choose from {known}, or a metric of the log."
                 )
     settings = list(groups[0].settings)
-    settings = settings if len(settings) <= _MOST_DIFFERENCES else []
+    is_labeled = not 0 < len(settings) <= _MOST_DIFFERENCES
+    settings = [key for key in _ALWAYS_SHOWN if key in settings] if is_labeled else settings
     first = [share for run in groups[0].runs if (share := _solved(run)) is not None]
     rows, records = [], []
     for index, group in enumerate(groups):
-        named = {key: group.settings[key] for key in settings} or {"runs": group.label}
+        named = {"runs": group.label} if is_labeled else {}
+        named |= {key: group.settings[key] for key in settings}
         shares = [share for run in group.runs if (share := _solved(run)) is not None]
         mean, ends = fmean(shares) if shares else None, _interval(group.runs, shares)
         p = difference_p(shares, first) if index and shares and first else None

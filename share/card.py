@@ -12,6 +12,7 @@ from checkpointing.pretrained import Checkpoint
 from config.files import changed_words, load_defaults, word
 from dataset.build import builders
 from dataset.format import read_builder
+from evaluation.names import written_name
 from evaluation.questions import find_info
 from evaluation.results import (
     EVALUATION_FILE,
@@ -79,6 +80,7 @@ def model_card(
         data_name=data_name,
         kind=kind,
         sets=list(metrics),
+        written_name=written_name,
         rows={
             metric: [metric_cell(of_set, metric).strip() for of_set in metrics.values()]
             for metric in metric_names(metrics)

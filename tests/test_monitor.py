@@ -72,7 +72,9 @@ def test_a_line_says_when_the_run_ends(loggers, capsys, monkeypatch):
     for _ in range(3):
         loggers.step_done()
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"about 0 h 0 min of training remain, until \d{4}-.*", line)
+    assert re.fullmatch(r"about 1 min of training remain, until \d{4}-.*", line)
+    training.console._show_end(2 * 3600)
+    assert capsys.readouterr().err.startswith("about 2 h 0 min of training remain")
     training.console._show_end(100 * 86400)
     line = capsys.readouterr().err
     assert "takes about 100 more days on this machine. Training continues. Smaller experiments: " in line
@@ -88,7 +90,7 @@ def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, m
     loggers.log(3, row | {"best/selected_by": "test"})
     loggers.log(9, row | {"best/selected_by": "test"})
     first, second = (re.sub(" +", " ", line) for line in capsys.readouterr().err.splitlines())
-    values = "valid 0.580 cells right 0.950 thinking steps 7.6"
+    values = "valid 0.580 cells right 0.950 steps until halting 7.6"
     assert re.fullmatch(rf"step 3 \d\d:\d\d solved 0\.571 \(best\) {values}", first)
     assert re.fullmatch(rf"step 9 \d\d:\d\d solved 0\.571 {values}", second)
     loggers.log(9, row | {"eval/all/trained_on": 4.0, "eval/all/unseen/exact_accuracy": 0.4})

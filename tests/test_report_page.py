@@ -40,6 +40,7 @@ from tests import refusals
 from tests.arc_set import write_arc
 from tests.refusals import cases, check
 from tests.report_runs import random_traces, write_run
+from tests.tiny import tiny_arch
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
 
@@ -205,6 +206,17 @@ def test_runs_that_differ_only_in_their_seed_are_a_group(sudoku_folder, tmp_path
         part = page.split(f'data-over="{axis}"')[1].split("data-over")[0]
         assert f"lr=0.001 0.500 at {last} {axis}" in part
         assert f"lr=0.01 0.900 at {last} {axis}" in part
+
+
+def test_a_table_of_many_differences_still_shows_the_architecture_and_halting(tmp_path, sudoku_folder):
+    """Many other keys differ too. They are not shown."""
+    options = {"has_checkpoint": False, "weight_decay": 0.5, "beta1": 0.8, "lr": 0.1, "lr_warmup_steps": 3}
+    options |= {"arch": tiny_arch("hrm").model_dump(), "halting": "act"}
+    folders = [write_run(tmp_path / "a", sudoku_folder, has_checkpoint=False)]
+    folders.append(write_run(tmp_path / "b", sudoku_folder, **options))
+    table = build_table(group_runs([read_run(folder) for folder in folders]))
+    assert table.columns[:4] == ["runs", "arch.name", "halting", "seeds"]
+    assert [row[:4] for row in table.rows] == [["a", "trm", "max", "1"], ["b", "hrm", "act", "1"]]
 
 
 def test_columns_are_chosen_and_the_newest_finished_run_of_a_seed_counts(tmp_path):

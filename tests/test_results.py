@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from config.architecture import architectures
 from config.compose import config_with
 from config.programs import EvaluateConfig
 from evaluation.intervals import wilson_interval
+from evaluation.names import NAMES, written_name
 from evaluation.passes import SetResult
 from evaluation.results import (
     all_metrics,
@@ -22,8 +24,10 @@ from evaluation.results import (
     with_intervals,
     write_measured,
 )
+from models import network_class
 from report.compute import compute_picture
 from runtime.writing import write_json
+from tests.ranks import REPOSITORY
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 400, 10**6])
@@ -90,13 +94,37 @@ def test_a_table_of_the_best_checkpoints_says_who_chose_them():
     summary = summarize(runs)
     assert summary["all"]["selected_by"] == "test"
     for table in (metrics_table(runs[0], title="one"), metrics_table(summary, title="two")):
-        assert ["selected_by", "test"] in [line.split() for line in table.splitlines()]
+        assert ["selected", "on", "(selected_by)", "test"] in [line.split() for line in table.splitlines()]
     assert metrics_table(runs[0], title="").splitlines()[2].split()[:2] == ["solved", "(exact_accuracy)"]
     corner = {"accuracy@steps=2,samples=1": 0.5, "accuracy_low@steps=2,samples=1": 0.4}
     names = {"accuracy@steps=2,samples=1", "accuracy_deviation@steps=2,samples=1"}
     assert summarize([{"all": corner}, {"all": corner}])["all"].keys() == names
     mixed = [runs[0], all_metrics({"all": result}, selected_by="validation")]
     assert summarize(mixed)["all"]["selected_by"] == "test, validation"
+
+
+def test_every_metric_has_a_written_name_that_the_docs_list():
+    """The console, the tables, the report and the model card use it. metrics.json keeps the metric's name."""
+    for arch in architectures():
+        objective = network_class(arch).objective_class
+        names = objective.metrics | objective.training_metrics
+        assert [each for each in names if each not in NAMES and written_name(each) == each] == []
+    page = (REPOSITORY / "docs/metrics.md").read_text()
+    assert [
+        (metric, name) for metric, name in NAMES.items() if f"| *{name}* | `{metric}` |" not in page
+    ] == []
+    for metric, name in {
+        "q_halt_accuracy": "Q head right",
+        "unseen/arc/pass@2": "pass@2 of the others",
+        "arc/outputs/pass@2": "pass@2 of test inputs",
+        "exact_accuracy_after_step_3": "solved after step 3",
+        "any_exact_accuracy@steps=4,samples=2": "solved by any@steps=4,samples=2",
+        "sudoku/valid_accuracy": "valid",
+        "sudoku/exact_accuracy": "solved, sudoku",
+    }.items():
+        assert written_name(metric) == name
+        rows = metrics_table({"all": {metric: 0.5}}, title="").splitlines()
+        assert rows[2].startswith(f"{name} ({metric})  ")
 
 
 def _scaling(*, calls: int = 400, **exact: int) -> dict:

@@ -9,12 +9,13 @@ from datetime import datetime, timedelta
 from config.schema import PretrainConfig
 from distributed import log
 from distributed.progress import Progress
-from evaluation.passes import WORDS
+from evaluation.names import written_name
 from evaluation.results import is_count, is_share, metrics_by_set
 from runtime.reading import printable
 
 _TRAINED = ("lm_loss", "exact_accuracy", "accuracy")  # on the progress bar
-_UNSEEN = {"trained_on": "trained on", "unseen/exact_accuracy": "solved of the others"}
+_EVALUATED = ("wrong", "undecided", "accuracy", "lm_loss", "act_steps")
+_UNSEEN = ("trained_on", "unseen/exact_accuracy")
 _SPLITS = ("validation", "eval", "eval_raw", "test")
 # After so many seconds of training, a line says when the run ends. From so many hours on, it is a warning.
 _FORECAST_SECONDS, _MANY_HOURS = 60, 48
@@ -45,7 +46,7 @@ class Console:
         known = [name for name in _TRAINED if name in trained]
         shown = known or list(trained)[:_MOST]  # a network without these metrics shows its first ones
         self._bar.set_postfix_str(
-            "  ".join(f"{WORDS.get(name, name)} {trained[name]:.3f}" for name in shown), refresh=False
+            "  ".join(f"{written_name(name)} {trained[name]:.3f}" for name in shown), refresh=False
         )
         sets = {
             (split, name): each for split in _SPLITS for name, each in metrics_by_set(metrics, split).items()
@@ -103,9 +104,10 @@ def _show_end(seconds: float) -> None:
     seconds: Time that the remaining steps need.
     """
     end = datetime.now() + timedelta(seconds=seconds)
-    hours, minutes = divmod(round(seconds / 60), 60)
+    hours, minutes = divmod(max(1, round(seconds / 60)), 60)
     if hours < _MANY_HOURS:
-        log.note(f"about {hours} h {minutes} min of training remain, until {end:%Y-%m-%d %H:%M}")
+        time_left = f"{hours} h {minutes} min" if hours else f"{minutes} min"
+        log.note(f"about {time_left} of training remain, until {end:%Y-%m-%d %H:%M}")
         return
     log.warning(
         f"this run takes about {hours / 24:,.0f} more days on this machine. Training continues. Smaller "
@@ -120,7 +122,7 @@ def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Itera
     """
     of_kind = [name for name in metrics if "/" in name and is_share(name) and "unseen/" not in name]
     of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")][:2]  # pass@1, pass@2
-    names = [name for name in ("exact_accuracy", *of_kind, *WORDS) if name in metrics]
+    names = [name for name in ("exact_accuracy", *of_kind, *_EVALUATED) if name in metrics]
     if not names:  # a network without these metrics
         names = [name for name in metrics if not is_count(name)][:_MOST]
     if not names and "arc/votes" in metrics:
@@ -128,6 +130,5 @@ def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Itera
     names += [name for name in _UNSEEN if metrics.get("trained_on") and name in metrics]
     chosen = [name for name in metrics if keep_best and f"/{keep_best}".endswith(f"/{name}")]
     for name in dict.fromkeys([*chosen[:1], *names]):
-        usual = name.rpartition("/")[2].removesuffix("_accuracy")
         digits = 0 if name == "trained_on" else 1 if "steps" in name else 3
-        yield (WORDS | _UNSEEN).get(name, printable(usual)), f"{metrics[name]:.{digits}f}"
+        yield written_name(name), f"{metrics[name]:.{digits}f}"

@@ -55,3 +55,12 @@ def test_a_cluster_is_measured_by_its_ranks(least, status):
     result = json.loads(finished.stdout.splitlines()[-1])
     assert result["efficiency"] > 0
     assert finished.stderr.count("is below --at-least 5") == 2 * status, "once, and in torchrun's own words"
+
+
+@pytest.mark.parametrize(("least", "status"), [("0", 0), ("5", 1)])
+def test_scaling_on_one_machine_needs_no_torchrun(least, status):
+    words = ("-m", "benchmarks.parallel", "scaling", "--quick", "--at-least", least)
+    finished = _run(sys.executable, *words)
+    assert finished.returncode == status, finished.stderr
+    assert json.loads(finished.stdout.splitlines()[-1])["weak_efficiency_2"] > 0
+    assert finished.stderr.count("is below --at-least 5") == status

@@ -45,7 +45,7 @@ def test_the_demo_learns_with_avx2(tmp_path):
     assert "arch.forward_dtype=auto: float32, because torch finds no bfloat16 instructions (avx2)" in said
     said = _run(*torchrun, "evaluate.py", f"checkpoint={run}", "evaluators=[sudoku]", cache=tmp_path)
     assert float(re.search(r"^solved \(exact_accuracy\) +([01][.\d]*)", said, re.MULTILINE)[1]) > 0.97
-    assert re.search(r"^forward_dtype +float32$", said, re.MULTILINE)
+    assert re.search(r"^number format \(forward_dtype\) +float32$", said, re.MULTILINE)
     said = _run(sys.executable, "solve.py", f"checkpoint={run}", "puzzle=1... ..2. .3.. ...4", cache=tmp_path)
     assert "valid" in said
 

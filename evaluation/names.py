@@ -1,0 +1,74 @@
+"""The written names of metrics, for consoles, tables and pages. Files and loggers keep the metrics' names."""
+
+from runtime.reading import printable
+
+# {metric: written name}
+NAMES = {
+    "exact_accuracy": "solved",
+    "accuracy": "cells right",
+    "wrong": "wrong",
+    "undecided": "undecided",
+    "lm_loss": "loss",
+    "q_halt_accuracy": "Q head right",
+    "q_halt_loss": "halting loss",
+    "q_continue_loss": "continuing loss",
+    "steps": "thinking steps",
+    "act_steps": "steps until halting",
+    "act_exact_accuracy": "solved at halting",
+    "calls": "network calls",
+    "count": "puzzles",
+    "distinct_count": "different puzzles",
+    "trained_on": "trained on",
+    "trained_on_rate": "fraction of training puzzles known",
+    "unseen/count": "not trained on",
+    "arc/count": "tasks",
+    "arc/outputs/count": "labeled test inputs",
+    "arc/test_inputs": "test inputs",
+    "arc/votes": "votes",
+    "identifiers_common": "identifiers known",
+    "identifiers_missing": "identifiers unknown",
+    "identifiers_other_task": "identifiers of other tasks",
+    "identifiers_additional": "identifiers without puzzles",
+    "selected_by": "selected on",
+    "forward_dtype": "number format",
+    # LDT in training
+    "keep_loss": "candidate loss",
+    "digit_loss": "digit loss",
+    "conflict_loss": "conflict loss",
+    "bad": "bad boards",
+    "conflict_recall": "bad boards found",
+    "conflict_precision": "boards rightly called bad",
+    "kills": "candidates removed",
+    "wrong_kills": "candidates wrongly removed",
+    "left": "boards that left",
+    "solved": "boards solved",
+    "solved_right": "solved boards right",
+}
+_AFTER_STEP, _UNSEEN, _OUTPUTS, _ANY = "exact_accuracy_after_step_", "unseen/", "arc/outputs/", "any_"
+
+
+def written_name(metric: str) -> str:
+    """Returns the written name of a metric. Other metrics, such as a plugin's, keep their names.
+
+    metric: Name without split and set.
+    """
+    if metric in NAMES:
+        return NAMES[metric]
+    metric, setting, values = metric.partition("@steps=")
+    if setting:
+        return f"{written_name(metric)}{setting}{values}"
+    if metric.startswith(_AFTER_STEP):
+        return f"solved after step {printable(metric.removeprefix(_AFTER_STEP))}"
+    for start, text in ((_UNSEEN, "{} of the others"), (_OUTPUTS, "{} of test inputs"), (_ANY, "{} by any")):
+        if metric.startswith(start):
+            return text.format(written_name(metric.removeprefix(start)))
+    evaluator, slash, name = metric.rpartition("/")
+    if slash and name in NAMES:
+        return f"{NAMES[name]}, {printable(evaluator)}"
+    return printable(name.removesuffix("_accuracy"))
+
+
+def both_names(metric: str) -> str:
+    """Returns `<written name> (<metric>)`, or the metric if the names are equal."""
+    written = written_name(metric)
+    return written if written == metric else f"{written} ({printable(metric)})"
