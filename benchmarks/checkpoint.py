@@ -45,23 +45,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(parser, argv)
     set_cpu_threads(options.threads)
     device, rows, result = choose_device(options.device), [], {}
-    for name, words, num_rows in (("demo", ["experiment=demo"], 2), ("hrm_27m", [], options.rows)):
-        words += TINY if options.quick else ()
-        trainer = Trainer(device, *words, puzzles=8, rows=100 if options.quick else num_rows)
+    for model, overrides, num_rows in (("demo", ["experiment=demo"], 2), ("hrm_27m", [], options.rows)):
+        overrides += TINY if options.quick else ()
+        trainer = Trainer(device, *overrides, puzzles=8, rows=100 if options.quick else num_rows)
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             ways = {"ours": _ours, "torch.save": _torch_save}
             turns = {way: build(Path(folder), trainer) for way, build in ways.items()}
             rounds = [{way: next(turn) for way, turn in turns.items()} for _ in range(1 + options.rounds)]
         times = {
-            (way, part): measurement([each[way][number] for each in rounds[1:]])  # the first is a warm-up
+            # The first round is a warm-up.
+            (way, part): measurement([turns_of_round[way][index] for turns_of_round in rounds[1:]])
             for way in ways
-            for number, part in enumerate(_PARTS)
+            for index, part in enumerate(_PARTS)
         }
         size = sum(tensor.nbytes for tensor in _tensors(trainer).values()) / 2**20
         for way in ways:
             parts = [cell for part in _PARTS for cell in cells(times[way, part])]
-            rows.append([f"{name} {way}, {size:.0f} MiB", *parts])
-        result[f"stall_over_torch_save_{name}"] = ratio(times["ours", "stall"], times["torch.save", "stall"])
+            rows.append([f"{model} {way}, {size:.0f} MiB", *parts])
+        result[f"stall_over_torch_save_{model}"] = ratio(times["ours", "stall"], times["torch.save", "stall"])
     print_report(
         "checkpoint",
         options,

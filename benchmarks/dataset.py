@@ -89,14 +89,14 @@ def _read(folder: Path, rounds: int, device: torch.device, *, num_batches: int) 
     """
     data = open_dataset(folder, splits=("train",), read_everything=False)
     sets = data.splits["train"].sets
-    num_groups = sum(len(each.group_indices) - 1 for each in sets.values())
+    num_groups = sum(len(puzzle_set.group_indices) - 1 for puzzle_set in sets.values())
     epochs = -(-num_batches * (2 + rounds) * _BATCH_SIZE // num_groups)
     plan = TrainPlan(sets, [Stage((0,), epochs, epochs)], seed=0, global_batch_size=_BATCH_SIZE)
     marks = []
     dataset = PuzzleDataset(data, "train", plan, rank=0, world_size=1)
     with read_batches(dataset, device=device) as batches:
-        for number, _ in enumerate(batches, 1):
-            if number % num_batches == 0:
+        for count, _ in enumerate(batches, 1):
+            if count % num_batches == 0:
                 marks.append(time.perf_counter())
                 if len(marks) == 1 + rounds:
                     break

@@ -66,11 +66,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     times = {halting: measurement(values[1:]) for halting, values in seconds.items()}
     rows, exact, steps = [], {}, {}
     for halting, found in times.items():
-        sets = [each.metrics for each in results[halting].values() if each.metrics]
+        sets = [result.metrics for result in results[halting].values() if result.metrics]
         count = sum(metrics["count"] for metrics in sets)
         exact[halting], steps[halting] = (
-            sum(metrics[name] * metrics["count"] for metrics in sets) / count
-            for name in ("exact_accuracy", "steps")
+            sum(metrics[metric] * metrics["count"] for metrics in sets) / count
+            for metric in ("exact_accuracy", "steps")
         )
         rate = f"{count / found.median:.0f}"
         rows.append([halting, f"{exact[halting]:.4f}", f"{steps[halting]:.2f}", rate, *cells(found)])

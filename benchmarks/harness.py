@@ -42,8 +42,8 @@ def run_main(main: Callable[[], None]) -> None:
 
     Signals such as SIGTERM raise SystemExit, so that `main` can end its child processes.
     """
-    for number in {*stop_signals()} - {signal.SIGINT}:
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for signal_number in {*stop_signals()} - {signal.SIGINT}:
+        signal.signal(signal_number, lambda signal_number, _: sys.exit(128 + signal_number))
     try:
         main()
     except (OSError, ValueError) as error:
@@ -136,8 +136,8 @@ class Load:
         now = cpu_seconds()
         if now is None or self._cpu is None:
             return None
-        everyone, own = (after - before for after, before in zip(now, self._cpu, strict=True))
-        return max(everyone - own, 0.0) / (time.perf_counter() - self._began)
+        everyone, ours = (after - before for after, before in zip(now, self._cpu, strict=True))
+        return max(everyone - ours, 0.0) / (time.perf_counter() - self._began)
 
 
 def cpu_seconds() -> tuple[float, float] | None:
@@ -178,12 +178,12 @@ def print_report(
     print(*table([header, *rows]), *notes, sep="\n")
     device_name = torch.cuda.get_device_name() if options.device == "cuda" else describe_processor()
     machine = {"device": device_name, "cores": num_cores(), "torch": torch.__version__, "commit": commit()}
-    told = {"rounds": options.rounds, "threads": options.threads, "quick": options.quick}
-    print(", ".join(f"{key} {value}" for key, value in (machine | told).items()))
+    settings = {"rounds": options.rounds, "threads": options.threads, "quick": options.quick}
+    print(", ".join(f"{key} {value}" for key, value in (machine | settings).items()))
     others = options.load.other_cores()
     if others is not None and others > BUSY_CORES:
         print(f"other programs used {others:.1f} cores meanwhile. Times and ratios are only estimates.")
-    last = {"benchmark": name, **result, **machine, **told, "other_cores": others}
+    last = {"benchmark": name, **result, **machine, **settings, "other_cores": others}
     print(json.dumps({key: _rounded(value) for key, value in last.items()}), flush=True)
 
 
@@ -213,8 +213,8 @@ def commit() -> str:
     git = ["git", "-C", str(REPOSITORY)]
     code = [".", *(f":(exclude){what}" for what in ("records/*/*", "docs", "*.md"))]
     try:
-        words = [*git, "rev-parse", "--short", "HEAD"]
-        head = subprocess.run(words, capture_output=True, text=True, check=True)
+        command = [*git, "rev-parse", "--short", "HEAD"]
+        head = subprocess.run(command, capture_output=True, text=True, check=True)
         changes = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", *code], capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -222,29 +222,29 @@ def commit() -> str:
 
 
 # -------------------------------------------------------------------------------------------------- programs
-def program(*words: object, processes: int = 1) -> list[str]:
+def program(*arguments: object, processes: int = 1) -> list[str]:
     """Returns the command line that starts a Python program of this repository.
 
     If there are several processes, torchrun starts them.
 
-    words: Arguments of python, such as "pretrain.py", "experiment=demo".
+    arguments: Arguments of python, such as "pretrain.py", "experiment=demo".
     """
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes > 1 else []
-    return [sys.executable, *map(str, [*torchrun, *words])]
+    return [sys.executable, *map(str, [*torchrun, *arguments])]
 
 
 def program_environment(threads: int = 1) -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": str(threads), "WANDB_MODE": "disabled"}
 
 
-def run_program(*words: object, processes: int = 1, threads: int = 1) -> None:
+def run_program(*arguments: object, processes: int = 1, threads: int = 1) -> None:
     """Runs a Python program of this repository. If it fails, exits with the last line of its output.
 
-    words: Arguments of python, such as "pretrain.py", "experiment=demo".
+    arguments: Arguments of python, such as "pretrain.py", "experiment=demo".
     threads: Number of threads in each process.
     """
     finished = subprocess.run(
-        program(*words, processes=processes),
+        program(*arguments, processes=processes),
         cwd=REPOSITORY,
         env=program_environment(threads),
         stdout=subprocess.PIPE,
@@ -252,4 +252,4 @@ def run_program(*words: object, processes: int = 1, threads: int = 1) -> None:
         text=True,
     )
     if finished.returncode:
-        fail(f"{' '.join(map(str, words))}: {''.join(finished.stdout.strip().splitlines()[-1:])}")
+        fail(f"{' '.join(map(str, arguments))}: {''.join(finished.stdout.strip().splitlines()[-1:])}")

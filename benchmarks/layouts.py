@@ -26,7 +26,7 @@ from training.layout import layout_of
 from training.model import count_steps
 from training.state import TrainState
 
-_WORDS = ("arch.q_target=exact", "arch.forward_dtype=bfloat16", "ema=0.999", "sync=flat")
+_OVERRIDES = ("arch.q_target=exact", "arch.forward_dtype=bfloat16", "ema=0.999", "sync=flat")
 _TINY = (*TINY, "arch.H_layers=2", "arch.L_layers=2")
 _RING_SECONDS = 60  # includes the time that NCCL needs to open connections
 # {function of torch.distributed: (index of the message argument, times that each of n ranks sends it)}.
@@ -82,17 +82,17 @@ def counting() -> Iterator[dict[str, Sent]]:
             setattr(dist, name, function)
 
 
-def kept(state: TrainState) -> dict[str, int]:
+def stored_bytes(state: TrainState) -> dict[str, int]:
     """Returns how many bytes this rank stores between training steps.
 
     Example: {"weights": 4096, "moments": 8192}. The keys are those of `Needs.memory`.
     """
     weights = list(state.model.network.parameters())
-    gradients = [each for flat in state.weights.flats for each in flat.views(flat.gradients).values()]
+    gradients = [view for flat in state.weights.flats for view in flat.views(flat.gradients).values()]
     parts = {
         "weights": weights,
         "gradients": gradients,
-        "moments": [each for each in map(tensor_of, state.strategy.moments().values()) if each.ndim],
+        "moments": [tensor for tensor in map(tensor_of, state.strategy.moments().values()) if tensor.ndim],
         "averages": map(tensor_of, state.average.tensors().values()),
         "puzzle rows": map(tensor_of, state.table.rows().values()),
         "averages of rows": map(tensor_of, state.table.average.tensors().values()),
@@ -117,7 +117,7 @@ def computed(config: PretrainConfig, metadata: Metadata) -> tuple[dict[str, floa
 def _covered(tensors: Iterable[Tensor]) -> int:
     """Returns how many bytes of memory some contiguous tensors use. Memory that tensors share counts once."""
     total, end = 0, 0
-    for begin, length in sorted((each.data_ptr(), each.nbytes) for each in tensors):
+    for begin, length in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors):
         total += max(0, begin + length - max(begin, end))
         end = max(end, begin + length)
     return total
@@ -138,16 +138,16 @@ class _Ring:
 
         Returns one element of the result. It should be 1 + 5 * number of ranks.
         """
-        own = self._own
+        tensor = self._own
         for is_forward in (True, True, True, False, False):
-            own = circulate(self._ring, own, lambda _, received: received + 1, forward=is_forward)
-        return float(own[0, 0])
+            tensor = circulate(self._ring, tensor, lambda _, received: received + 1, forward=is_forward)
+        return float(tensor[0, 0])
 
 
 class _Layout:
     def __init__(self, device: torch.device, options: argparse.Namespace):
-        words = (*(_TINY if options.quick else ()), *_WORDS, *options.layout)
-        self._trainer = Trainer(device, *words, puzzles=options.puzzles)
+        overrides = (*(_TINY if options.quick else ()), *_OVERRIDES, *options.layout)
+        self._trainer = Trainer(device, *overrides, puzzles=options.puzzles)
 
     def count(self) -> tuple[dict[str, float], dict[str, float]]:
         """Returns stored and sent bytes as ({what: counted bytes}, {what: computed bytes}).
@@ -159,8 +159,10 @@ class _Layout:
         with counting() as sent:
             trainer.step()
         memory, formulas = computed(trainer.config, trainer.metadata)
-        found = {what: each.bytes for what, each in sent.items()}
-        return kept(trainer.state) | found, memory | {what: each.bytes for what, each in formulas.items()}
+        found = {what: total.bytes for what, total in sent.items()}
+        return stored_bytes(trainer.state) | found, memory | {
+            what: total.bytes for what, total in formulas.items()
+        }
 
 
 def measure_layout(options: argparse.Namespace) -> None:
@@ -178,10 +180,10 @@ def measure_layout(options: argparse.Namespace) -> None:
     with World(options, _Layout, options, processes=processes) as world:
         counted, formulas = zip(*world.call("count"), strict=True)
     rows, result = [], {}
-    for what, number in formulas[0].items():
-        mean = sum(each.get(what, 0) for each in counted) / processes
-        rows.append([what, f"{mean / 1e6:.3f}", f"{number / 1e6:.3f}"])
-        result[what.replace(" ", "_")] = mean / number
+    for what, num_bytes in formulas[0].items():
+        mean = sum(bytes_of_process.get(what, 0) for bytes_of_process in counted) / processes
+        rows.append([what, f"{mean / 1e6:.3f}", f"{num_bytes / 1e6:.3f}"])
+        result[what.replace(" ", "_")] = mean / num_bytes
     print_report(
         "parallel layout",
         options,

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     with World(options, _Updates, options) as world:
         (num_weights,) = world.call("count_weights")
-        turns = {each: (world, each) for each in _CONTENDERS}
+        turns = {contender: (world, contender) for contender in _CONTENDERS}
         times = take_turns(turns, rounds=options.rounds, warmup_rounds=3)
     count = _UPDATES[options.device]
     times = {name: measurement(found.raw_times, repeats=count) for name, found in times.items()}
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, found in times.items():
         kind = name.partition(" ")[0]
         over = [ratio(times[f"{kind} loop"], found), ratio(found, times[f"{kind} traffic"])]
-        rows.append([name, *cells(found, digits=2), *(f"{each:.2f}" for each in over)])
+        rows.append([name, *cells(found, digits=2), *(f"{quotient:.2f}" for quotient in over)])
         if name.endswith("ours"):
             result |= {f"{kind}_speedup_over_loop": over[0], f"{kind}_over_traffic": over[1]}
     print_report(
@@ -69,23 +69,24 @@ class _Updates:
 
     def __init__(self, device: torch.device, options: argparse.Namespace):
         # In float32 our update moves the parameters; in bfloat16 master weights, which a gather casts later.
-        words = (*(TINY if options.quick else ()), f"ema={_EMA_RATE}", "lr_warmup_steps=1", "lr=1e-3")
-        words += ("arch.forward_dtype=float32",)
-        trainers = [Trainer(device, *words, puzzles=1, compiles=compiles) for compiles in (True, False)]
+        overrides = (*(TINY if options.quick else ()), f"ema={_EMA_RATE}", "lr_warmup_steps=1", "lr=1e-3")
+        overrides += ("arch.forward_dtype=float32",)
+        trainers = [Trainer(device, *overrides, puzzles=1, compiles=compiles) for compiles in (True, False)]
         parameters = [list(trainer.state.model.parameters()) for trainer in trainers]
         draw = torch.Generator().manual_seed(0)
         for compiled, eager in zip(*parameters, strict=True):
             gradient = torch.randn(compiled.shape, generator=draw).to(device)
             for parameter in (compiled, eager):
                 parameter.grad.copy_(gradient)
-        self.num_weights, self._config = sum(each.numel() for each in parameters[0]), trainers[0].config
+        self.num_weights = sum(parameter.numel() for parameter in parameters[0])
+        self._config = trainers[0].config
         weights = [parameter.detach().clone() for parameter in parameters[0]]
         gradients = [parameter.grad.clone() for parameter in parameters[0]]
         updates = {
             "adam_atan2 ours": trainers[0].update_weights,
             "adam_atan2 eager": trainers[1].update_weights,
             "adam_atan2 loop": self._loop(weights, gradients),
-            "adam_atan2 adamw": self._adamw([each.clone() for each in weights], gradients),
+            "adam_atan2 adamw": self._adamw([weight.clone() for weight in weights], gradients),
             "average ours": trainers[0].update_average,
             "average loop": self._average_loop(parameters[1]),
         }
@@ -99,7 +100,7 @@ class _Updates:
                 torch.testing.assert_close(parameter.detach(), looped, rtol=1e-4, atol=1e-5)
         count = _UPDATES[device.type]
         self.turns = {
-            name: lambda each=each: [each() for _ in range(count)] for name, each in updates.items()
+            name: lambda update=update: [update() for _ in range(count)] for name, update in updates.items()
         }
 
     def count_weights(self) -> int:
@@ -110,17 +111,17 @@ class _Updates:
 
         It uses separate torch operations, as the package adam-atan2-pytorch without its CUDA kernel.
         """
-        config, step = self._config, itertools.count(1)
+        config, steps = self._config, itertools.count(1)
         first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
 
         def update() -> None:
-            number = next(step)
+            step = next(steps)
             for p, g, m, v in zip(weights, gradients, first, second, strict=True):
                 p.mul_(1 - config.lr * config.weight_decay)
                 m.lerp_(g, 1 - config.beta1)
                 v.lerp_(g * g, 1 - config.beta2)
-                denominator = v.mul(1 / (1 - config.beta2**number)).sqrt_()
-                p.add_(m.clone().atan2_(denominator), alpha=-config.lr / (1 - config.beta1**number))
+                denominator = v.mul(1 / (1 - config.beta2**step)).sqrt_()
+                p.add_(m.clone().atan2_(denominator), alpha=-config.lr / (1 - config.beta1**step))
 
         return update
 
@@ -135,8 +136,8 @@ class _Updates:
 
         @torch.no_grad()
         def update() -> None:
-            for number, parameter in enumerate(parameters):
-                averages[number] = (1 - _EMA_RATE) * parameter + _EMA_RATE * averages[number]
+            for index, parameter in enumerate(parameters):
+                averages[index] = (1 - _EMA_RATE) * parameter + _EMA_RATE * averages[index]
 
         return update
 

@@ -13,7 +13,7 @@ This is a rewrite that computes in the same way as the public code:
   are faster for short inputs.
 
 On CUDA, the public code has a fused kernel for the dense optimizer. This module has no such kernel. It also
-compiles the complete model (`compile_whole`). tests/test_published.py checks that the step equals
+compiles the complete model (`compile_model`). tests/test_published.py checks that the step equals
 `training.step`, except for puzzles without labels and for the random numbers of exploration. Weights have the
 published names.
 """
@@ -278,7 +278,7 @@ class PublishedTrainer:
 
     config: Config of pretrain.py.
     weights: Initial weights, the state_dict of our network.
-    compile_whole: Whether to compile the complete model, as the public code does on CUDA.
+    compile_model: Whether to compile the complete model, as the public code does on CUDA.
     flash_attention: Whether HRM uses scaled_dot_product_attention also on CPUs. The public code uses plain
     matrix products there.
     """
@@ -290,7 +290,7 @@ class PublishedTrainer:
         weights: dict[str, Tensor],
         *,
         device: torch.device,
-        compile_whole: bool = False,
+        compile_model: bool = False,
         flash_attention: bool = False,
     ):
         self.config, self.device, self.num_steps = config, device, 0
@@ -299,9 +299,12 @@ class PublishedTrainer:
         )
         self.network.load_state_dict(weights)
         self.model = _ModelWithLoss(self.network.to(device)).train()
-        if compile_whole:
+        if compile_model:
             self.model.compile(dynamic=False)
-        self._moments = [(p, torch.zeros_like(p), torch.zeros_like(p)) for p in self.network.parameters()]
+        self._moments = [
+            (parameter, torch.zeros_like(parameter), torch.zeros_like(parameter))
+            for parameter in self.network.parameters()
+        ]
         self.carry = self._initial_carry(metadata)
 
     def step(self, batch: dict[str, Tensor]) -> dict[str, float]:

@@ -60,13 +60,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             build_dataset("sudoku", ["--output-dir", f"{folder}/data", "--box", "2x2", *size])
         for _ in range(options.rounds + (not options.quick)):
-            for name, tree in trees.items():
-                seconds.setdefault(f"{name}help", []).append(_seconds_of_help(tree))
+            for label, tree in trees.items():
+                seconds.setdefault(f"{label}help", []).append(_seconds_of_help(tree))
                 for num in options.processes:
                     run = Path(tempfile.mkdtemp(dir=folder))
                     first, step = _seconds_of_run(run, tree, num, options)
-                    seconds.setdefault(f"{name}first step of {num}", []).append(first)
-                    seconds.setdefault(f"{name}step of {num}", []).append(step)
+                    seconds.setdefault(f"{label}first step of {num}", []).append(first)
+                    seconds.setdefault(f"{label}step of {num}", []).append(step)
     times = {name: measurement(values[-options.rounds :]) for name, values in seconds.items()}
     rows, result = [], {}
     for name, found in times.items():
@@ -97,7 +97,7 @@ def _seconds_of_run(
     run: Run folder.
     tree: Checkout of the repository to run.
     """
-    words = (
+    arguments = (
         "pretrain.py",
         "experiment=demo",
         f"max_steps={options.steps}",
@@ -109,7 +109,7 @@ def _seconds_of_run(
     with log.open("w") as output:
         began = time.perf_counter()
         process = subprocess.Popen(
-            program(*words, *where, "global_batch_size=32", processes=processes),
+            program(*arguments, *where, "global_batch_size=32", processes=processes),
             cwd=tree,
             env=program_environment(threads=int(options.threads)),
             stdout=output,

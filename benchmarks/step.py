@@ -88,7 +88,7 @@ class Contender:
                 ours.metadata,
                 ours.state.model.network.state_dict(),
                 device=device,
-                compile_whole=name.endswith("compiled"),
+                compile_model=name.endswith("compiled"),
                 flash_attention=name.endswith("flash"),
             )
             spread_slots_(self._trainer.carry, halt_max_steps=ours.config.arch.halt_max_steps)
@@ -161,15 +161,15 @@ class Contender:
 
 
 def _overrides(arch: str, dtype: str, options: argparse.Namespace) -> list[str]:
-    words = [f"arch={arch.partition('_')[0]}", f"arch.hidden_size={options.hidden}"]
-    words += [f"arch.num_heads={options.heads}", f"arch.forward_dtype={dtype}"]
+    overrides = [f"arch={arch.partition('_')[0]}", f"arch.hidden_size={options.hidden}"]
+    overrides += [f"arch.num_heads={options.heads}", f"arch.forward_dtype={dtype}"]
     if arch == "ldt":
-        words = ["experiment=sudoku_extreme_search", "curriculum=[]", *words[1:]]
-        return [*words, f"arch.num_layers={options.layers or 4}"]
+        overrides = ["experiment=sudoku_extreme_search", "curriculum=[]", *overrides[1:]]
+        return [*overrides, f"arch.num_layers={options.layers or 4}"]
     layers = options.layers or (4 if arch == "hrm" else 2)
-    words += [f"arch.puzzle_emb_ndim={options.hidden}", f"arch.L_layers={layers}"]
-    words += [f"arch.H_layers={layers}"] if arch == "hrm" else []
-    return words
+    overrides += [f"arch.puzzle_emb_ndim={options.hidden}", f"arch.L_layers={layers}"]
+    overrides += [f"arch.H_layers={layers}"] if arch == "hrm" else []
+    return overrides
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -181,16 +181,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = [*_PUBLISHED, *_OURS]
     default = ["published", "published_flash", *_OURS]
     parser.add_argument("--contenders", choices=names, nargs="+", default=default, help="%(choices)s")
-    for name, size in _SIZES.items():
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help=f"default: {size}")
+    for option, size in _SIZES.items():
+        parser.add_argument(f"--{option}", type=positive, metavar="N", help=f"default: {size}")
     parser.add_argument("--length", type=positive, default=81, metavar="N", help="default: %(default)s")
     published = "hidden 512, 8 heads, 4 (+ 4) layers of HRM and 2 of TRM, batch 768"
     parser.add_argument("--published-sizes", action="store_true", help=published)
     options = parse(parser, argv)
     sizes = _PUBLISHED_SIZES if options.published_sizes else _QUICK_SIZES if options.quick else _SIZES
-    for name in _SIZES:
-        if getattr(options, name) is None:
-            setattr(options, name, sizes[name])
+    for option in _SIZES:
+        if getattr(options, option) is None:
+            setattr(options, option, sizes[option])
     if options.hidden % (2 * options.heads):
         parser.error(f"--hidden {options.hidden} must be a multiple of twice --heads {options.heads}")
     rows, result = [], {}
@@ -249,7 +249,7 @@ def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[l
     rounds.
     """
     label, rows, result = f"{arch}_{_DTYPES[dtype]}", [], {}
-    names = [each for each in options.contenders if not each.startswith(_WITHOUT[arch])]
+    names = [contender for contender in options.contenders if not contender.startswith(_WITHOUT[arch])]
     if not names:
         return rows, result
     with contextlib.ExitStack() as opened:
@@ -260,7 +260,7 @@ def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[l
             worlds[name] = opened.enter_context(world)
             (begun[name],) = world.call("begin")
         if options.rounds is None:
-            options.rounds = choose_rounds(sum(each["step"] for each in begun.values()))
+            options.rounds = choose_rounds(sum(measured["step"] for measured in begun.values()))
         times = take_turns(
             {name: (world, "step") for name, world in worlds.items()}, rounds=options.rounds, warm_calls=1
         )
@@ -272,8 +272,8 @@ def _compare(arch: str, dtype: str, options: argparse.Namespace) -> tuple[list[l
         compiling = begun[name]["compile"] if "compiled" in name else 0.0
         result |= {f"compile_seconds_{label}_{name}": compiling} if compiling else {}
         memory = f"{begun[name]['memory'] / 2**20:.0f}"
-        told = [f"{speedup:.2f}", f"{of_peak:.1%}", memory, f"{compiling:.0f}" if compiling else ""]
-        rows.append([f"{label} {name}", *cells(found), *told])
+        figures = [f"{speedup:.2f}", f"{of_peak:.1%}", memory, f"{compiling:.0f}" if compiling else ""]
+        rows.append([f"{label} {name}", *cells(found), *figures])
     return rows, result
 
 

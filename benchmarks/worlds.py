@@ -71,17 +71,17 @@ class World:
         context = multiprocessing.get_context(
             "fork"
         )  # fast, and safe because this process has computed nothing yet
-        for number in range(processes):
+        for rank in range(processes):
             environment = {
-                **{"RANK": "0" if apart else str(number), "WORLD_SIZE": "1" if apart else str(processes)},
-                **{"LOCAL_RANK": str(number), "LOCAL_WORLD_SIZE": str(processes), "WANDB_MODE": "disabled"},
+                **{"RANK": "0" if apart else str(rank), "WORLD_SIZE": "1" if apart else str(processes)},
+                **{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes), "WANDB_MODE": "disabled"},
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
             }
             if namespaces:
                 environment |= {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0", "LOCAL_RANK": "0"}
                 environment |= {"GROUP_WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": "1"}
             connection, other_end = multiprocessing.Pipe()
-            namespace = namespaces[number] if namespaces else ""
+            namespace = namespaces[rank] if namespaces else ""
             process = context.Process(
                 target=_serve,
                 args=(other_end, environment, namespace, options, build, arguments),
@@ -138,10 +138,9 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
     Ends when the parent sends None.
     """
     parent = os.getppid()
-    for (
-        number
-    ) in stop_signals():  # only the parent prints, and `terminate` must end a rank inside a collective
-        signal.signal(number, signal.SIG_DFL)
+    # Only the parent prints, and `terminate` must end a rank inside a collective.
+    for signal_number in stop_signals():
+        signal.signal(signal_number, signal.SIG_DFL)
     os.environ.update(environment)
     if namespace:
         with open(f"/run/netns/{namespace}") as entry:
@@ -156,9 +155,9 @@ def _serve(connection, environment, namespace, options, build, arguments) -> Non
             while not connection.poll(_POLL_SECONDS):
                 if os.getppid() != parent:
                     os._exit(1)
-            if (asked := connection.recv()) is None:
+            if (request := connection.recv()) is None:
                 break
-            method, values = asked
+            method, values = request
             is_turn = method == "time"
             connection.send(timed(contender, *values) if is_turn else getattr(contender, method)(*values))
         del contender  # nothing may refer to the group when it closes
@@ -224,9 +223,9 @@ class Trainer:
     ):
         if keeps_memory:
             keep_freed_memory(device)
-        words = [f"global_batch_size={puzzles * world_size()}", f"device={device.type}"]
-        words.append(f"compile={str(compiles).lower()}")
-        config = compose_overrides(PretrainConfig, [*words, *overrides])
+        defaults = [f"global_batch_size={puzzles * world_size()}", f"device={device.type}"]
+        defaults.append(f"compile={str(compiles).lower()}")
+        config = compose_overrides(PretrainConfig, [*defaults, *overrides])
         number_format = broadcast_object(find_format(config).name)  # ranks may have different processors
         self.config = with_format(config, number_format)
         self.metadata = metadata(rows=rows, seq_len=seq_len)
@@ -235,7 +234,7 @@ class Trainer:
         self.state.model.train()
         spread_slots_(self.state.carry, halt_max_steps=self.config.arch.halt_max_steps)
         count, first = len(self.state.slots), 4 * self.state.ranks.index
-        self.batches = [random_batch(count, self.metadata, seed=first + number) for number in range(4)]
+        self.batches = [random_batch(count, self.metadata, seed=first + index) for index in range(4)]
         self._device, self._clock = device, StepClock(device)
 
     def step(self) -> StepResult:
@@ -254,7 +253,10 @@ class Trainer:
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
         """Returns the tensors of this rank that a checkpoint would contain: {part: {name: tensor}}."""
         parts = self.state.sections()
-        return {part: {name: tensor_of(t) for name, t in each.items()} for part, each in parts.items()}
+        return {
+            part: {name: tensor_of(entry) for name, entry in section.items()}
+            for part, section in parts.items()
+        }
 
 
 def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:

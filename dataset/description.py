@@ -90,16 +90,19 @@ def with_candidates(data: Dataset) -> Dataset:
     occur with which input token. To find them, reads all training puzzles, but not their augmented copies.
     """
     metadata, found = data.metadata, set()
-    for each in data.splits["train"].sets.values():
-        puzzles = np.asarray(each.group_indices[:-1], np.int64)
+    for puzzle_set in data.splits["train"].sets.values():
+        puzzles = np.asarray(puzzle_set.group_indices[:-1], np.int64)
         for part in np.array_split(puzzles, -(-len(puzzles) // _CHUNK_PUZZLES)):
-            rows = rows_of(each.puzzle_indices, part)
-            inputs, labels = each.read(rows, part.repeat(np.diff(each.puzzle_indices)[part]))
+            rows = rows_of(puzzle_set.puzzle_indices, part)
+            inputs, labels = puzzle_set.read(rows, part.repeat(np.diff(puzzle_set.puzzle_indices)[part]))
             counted = labels != metadata.ignore_label_id
             found.update(np.unique(inputs[counted].astype(np.int64) * metadata.vocab_size + labels[counted]))
     kind = read_info(data.folders, metadata).kind
     family = find_augmentation(kind.augmentation) if kind else None
-    may = {name: family is not None and getattr(family, name) for name in ("may_turn", "may_permute")}
+    may = {
+        attribute: family is not None and getattr(family, attribute)
+        for attribute in ("may_turn", "may_permute")
+    }
     metadata = dataclasses.replace(metadata, candidates=tuple(map(int, sorted(found))), **may)
     train = dataclasses.replace(data.splits["train"], metadata=metadata)
     return dataclasses.replace(data, splits={**data.splits, "train": train})
@@ -206,10 +209,10 @@ class Vocabulary:
         if rows > self.num_rows or columns > self.num_columns:
             most = f"the dataset has at most {self.num_rows}x{self.num_columns}"
             raise ValueError(f"the grid has {rows}x{columns} cells, but {most}")
-        numbers = {symbol: number for number, symbol in enumerate(self.symbols)}
-        if unknown := [cell for row in grid for cell in row if cell not in numbers]:
+        index_of = {symbol: index for index, symbol in enumerate(self.symbols)}
+        if unknown := [cell for row in grid for cell in row if cell not in index_of]:
             raise ValueError(f"{unknown[0]!r} is not a symbol of the dataset ({self.list_symbols()})")
-        cells = np.array([[numbers[cell] for cell in row] for row in grid], np.uint8)
+        cells = np.array([[index_of[cell] for cell in row] for row in grid], np.uint8)
         return lay_out(cells, num_rows=self.num_rows, num_columns=self.num_columns)
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
@@ -264,9 +267,9 @@ def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
     lengths = [len(row) for row in rows]
     if not lengths or not lengths[0]:
         raise ValueError(f"{name} is empty")
-    for number, length in enumerate(lengths, 1):
+    for row_number, length in enumerate(lengths, 1):
         if length != lengths[0]:
-            raise ValueError(f"{name} is ragged: row {number} has {length} cells, row 1 has {lengths[0]}")
+            raise ValueError(f"{name} is ragged: row {row_number} has {length} cells, row 1 has {lengths[0]}")
     return len(lengths), lengths[0]
 
 

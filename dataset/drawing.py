@@ -17,7 +17,7 @@ import numpy as np
 from dataset.format import Metadata
 from dataset.kinds.kind import Style, crop, to_grid
 
-THEME, *SCRIPTS = (Path(__file__).with_name(name) for name in ("theme.css", "theme.js", "grid.js"))
+THEME, *SCRIPTS = (Path(__file__).with_name(file_name) for file_name in ("theme.css", "theme.js", "grid.js"))
 GREEN = "32"
 _WRONG = "41;97"  # white on red
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -65,7 +65,7 @@ def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.nda
     """
     numbers = np.array(regions_of(style, num_cells) or [0] * num_cells)
     grid = to_grid(numbers, num_columns=style.num_columns)
-    are_rectangles = all((crop(grid, grid == number) == number).all() for number in set(numbers.tolist()))
+    are_rectangles = all((crop(grid, grid == region) == region).all() for region in set(numbers.tolist()))
     return None if are_rectangles else numbers[cells]
 
 

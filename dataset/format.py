@@ -80,9 +80,9 @@ class Metadata:
         """Yields an error message for each contradiction between the fields."""
         symbols, num_columns = self.symbols, self.num_columns
         for id_field, size_field in _SIZE_OF_ID.items():
-            number, size = getattr(self, id_field), getattr(self, size_field)
-            if number >= size:
-                yield f"{id_field} is {number}, but {size_field} is {size}"
+            identifier, size = getattr(self, id_field), getattr(self, size_field)
+            if identifier >= size:
+                yield f"{id_field} is {identifier}, but {size_field} is {size}"
         if len(set(self.sets)) < len(self.sets):
             yield "sets contains a name twice"
         if self.augmentation is not None and find_augmentation(self.augmentation) is None:
@@ -92,8 +92,8 @@ class Metadata:
         if self.augmentation in ("square", "sudoku") and side**2 != self.seq_len:
             yield f"augmentation={self.augmentation} needs a square, but seq_len is {self.seq_len}"
         elif self.augmentation == "sudoku" and self.vocab_size != FIRST_SYMBOL + side:
-            wanted = f"a Sudoku of {self.seq_len} cells has {FIRST_SYMBOL + side}"
-            yield f"vocab_size is {self.vocab_size}, but {wanted}"
+            expected = f"a Sudoku of {self.seq_len} cells has {FIRST_SYMBOL + side}"
+            yield f"vocab_size is {self.vocab_size}, but {expected}"
         if (symbols is None) != (num_columns is None):
             yield "symbols and num_columns: one is set, the other is missing"
         elif symbols is not None:
@@ -245,7 +245,9 @@ def open_split(folder: Path, split: str) -> Split:
     Raises ValueError if the split is not valid.
     """
     metadata = load_metadata(folder, split)
-    return Split(metadata, {name: _open_set(folder, split, name, metadata) for name in metadata.sets})
+    return Split(
+        metadata, {set_name: _open_set(folder, split, set_name, metadata) for set_name in metadata.sets}
+    )
 
 
 def read_builder(folder: Path) -> dict[str, Any] | None:
@@ -302,8 +304,8 @@ def load_metadata(folder: Path, split: str) -> Metadata:
     return found
 
 
-def _open_set(folder: Path, split: str, name: str, metadata: Metadata) -> PuzzleSet:
-    paths = {field: array_path(folder, split, name, field) for field in fields_of(metadata.augmentation)}
+def _open_set(folder: Path, split: str, set_name: str, metadata: Metadata) -> PuzzleSet:
+    paths = {field: array_path(folder, split, set_name, field) for field in fields_of(metadata.augmentation)}
     arrays = {field: _open_array(path) for field, path in paths.items()}
     inputs, labels, identifiers, puzzle_indices, group_indices = (arrays[field] for field in FIELDS)
     family = find_augmentation(metadata.augmentation)
@@ -374,12 +376,12 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
     """
     vocab_size, ignored = data.metadata.vocab_size, data.metadata.ignore_label_id
     has_labels = split != "train"
-    for name, puzzle_set in data.sets.items():
+    for set_name, puzzle_set in data.sets.items():
         if puzzle_set.augmentation is not None:
             is_valid = find_augmentation(puzzle_set.augmentation).is_valid
             for start, chunk in _chunks(puzzle_set.transforms):
                 if not (valid := is_valid(chunk, data.metadata.seq_len)).all():
-                    path = array_path(folder, split, name, "transforms")
+                    path = array_path(folder, split, set_name, "transforms")
                     raise _broken(f"{path}: row {start + int(valid.argmin())} is not a valid transform")
         for field in ("inputs", "labels"):
             for start, chunk in _chunks(getattr(puzzle_set, field)):
@@ -391,7 +393,7 @@ def check_tokens(folder: Path, split: str, data: Split) -> None:
                     is_bad &= chunk != ignored
                 if is_bad.any():
                     row, column = np.argwhere(is_bad)[0]
-                    where = f"{array_path(folder, split, name, field)}: token {chunk[row, column]}"
+                    where = f"{array_path(folder, split, set_name, field)}: token {chunk[row, column]}"
                     outside = f"is outside 0..{vocab_size - 1} (vocab_size)"
                     raise _broken(f"{where} in row {start + row} {outside}")
     if not has_labels:

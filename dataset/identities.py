@@ -94,19 +94,19 @@ class Identities:
         data: Identities of the dataset.
         """
         with_folders = len(self.folders) > 1 or len(data.folders) > 1
-        known, wanted = (each.keys(with_folders=with_folders) for each in (self, data))
-        if known is None or wanted is None:
+        known, data_keys = (identities.keys(with_folders=with_folders) for identities in (self, data))
+        if known is None or data_keys is None:
             return None
         row_of = {key: row for row, key in reversed([*enumerate(known)])}  # of equal names, the first counts
-        rows = np.array([row_of.get(key, -1) for key in wanted], np.int64)
+        rows = np.array([row_of.get(key, -1) for key in data_keys], np.int64)
         theirs = np.where(rows >= 0, self.digests[rows], 0)
         is_other = (theirs != data.digests) & (theirs != 0) & (data.digests != 0)
-        num_additional = sum(not key.endswith(BLANK) for key in row_of.keys() - set(wanted))
+        num_additional = sum(not key.endswith(BLANK) for key in row_of.keys() - set(data_keys))
         return Match(np.where(is_other, -1, rows), is_other, len(known), num_additional)
 
     def to_bytes(self) -> bytes:
         """Returns the content of a file that stores these values. `read_identities` reads it."""
-        lengths = [len(each) for each in self.names]
+        lengths = [len(text) for text in self.names]
         header = json.dumps([*zip(self.folders, lengths, self.sizes, strict=True)]).encode()
         texts = {"folders": header, "names": b"".join(self.names)}
         arrays = {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}
@@ -162,7 +162,9 @@ def read_identities(path: Path) -> Identities | None:
     try:
         header, names, digests = read_arrays(path, ("folders", "names", "digests"), most=_MOST_BYTES)
         entries = parse_json(header.tobytes(), where="folders")
-        folders, lengths, sizes = zip(*((str(a), int(b), int(c)) for a, b, c in entries), strict=True)
+        folders, lengths, sizes = zip(
+            *((str(folder), int(length), int(size)) for folder, length, size in entries), strict=True
+        )
         is_valid = min(*lengths, *sizes) > 0 and sum(lengths) == len(names) and names.dtype == np.uint8
         is_valid = is_valid and digests.dtype == np.uint64 and digests.shape == (sum(sizes),)
     except MissingFileError:

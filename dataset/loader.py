@@ -88,9 +88,9 @@ class PuzzleDataset(IterableDataset):
         data = self.data.splits[self.split]
         for batch in self.plan.batches(self.first_step):
             rows, puzzles = batch.rows[self.slice], batch.puzzles[self.slice]
-            own = data.sets[batch.set_name], data.metadata
+            set_and_metadata = data.sets[batch.set_name], data.metadata
             size = self.local_batch_size if isinstance(self.plan, EvaluationPlan) else len(rows)
-            yield batch.set_name, load_batch(*own, rows, puzzles, size=size)
+            yield batch.set_name, load_batch(*set_and_metadata, rows, puzzles, size=size)
 
     def distinct_identifiers(self) -> np.ndarray:
         """Returns all puzzle identifiers that this rank will read: int64 [n], ascending.
@@ -158,11 +158,11 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
             batches.put(error)
 
     def take() -> Iterator[tuple[str, Batch]]:
-        while (each := batches.get()) is not None:
-            if isinstance(each, BaseException):
-                raise each
+        while (item := batches.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
             room.release()
-            yield each
+            yield item
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()

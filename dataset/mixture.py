@@ -53,19 +53,21 @@ def open_datasets(
     first_identifiers = (np.cumsum(sizes) - sizes).tolist()
     mixed, origins = {}, {}
     for split in splits:
-        parts = {}  # {name of the concatenated set: [(number of the folder, its set)]}
-        for number, data in enumerate(opened):
-            for own_name, puzzle_set in data.splits[split].sets.items():
-                name = own_name
+        parts = {}  # {name of the concatenated set: [(index of the folder, its set)]}
+        for folder_index, data in enumerate(opened):
+            for original_name, puzzle_set in data.splits[split].sets.items():
+                set_name = original_name
                 if split == "test":
-                    name = f"{names[number]}.{own_name}"
-                    origins[name] = Origin(folders[number], own_name, first_identifiers[number])
-                parts.setdefault(name, []).append((number, puzzle_set))
+                    set_name = f"{names[folder_index]}.{original_name}"
+                    origins[set_name] = Origin(
+                        folders[folder_index], original_name, first_identifiers[folder_index]
+                    )
+                parts.setdefault(set_name, []).append((folder_index, puzzle_set))
         sets = {}
-        for name, members in parts.items():
-            numbers, members = zip(*members, strict=True)
-            first = [first_identifiers[number] for number in numbers]
-            sets[name] = ConcatenatedSet(members, folders=numbers, first_identifiers=first)
+        for set_name, members in parts.items():
+            folder_indices, members = zip(*members, strict=True)
+            first = [first_identifiers[index] for index in folder_indices]
+            sets[set_name] = ConcatenatedSet(members, folders=folder_indices, first_identifiers=first)
         metadata = _mix_metadata([data.splits[split].metadata for data in opened], sets=tuple(sets))
         mixed[split] = Split(metadata, sets)
     return Dataset(tuple(folders), mixed, origins)
@@ -74,9 +76,9 @@ def open_datasets(
 def check_same_tokens(first: Dataset, data: Dataset) -> None:
     """Raises ValueError if two datasets differ in their tokens, so that one model could not train on both."""
     for field in _SHARED:
-        expected, own = getattr(first.metadata, field), getattr(data.metadata, field)
-        if own != expected:
-            unequal = f"{field} is {own}, but {expected} in {first.folders[0]}"
+        expected, actual = getattr(first.metadata, field), getattr(data.metadata, field)
+        if actual != expected:
+            unequal = f"{field} is {actual}, but {expected} in {first.folders[0]}"
             raise ValueError(f"{data.folders[0]}: {unequal}. One model cannot train on both.")
 
 
@@ -103,7 +105,9 @@ def fingerprint(folder: Path, splits: Sequence[str] = SPLITS) -> str:
         paths.append(folder / split / METADATA)
         metadata = load_metadata(folder, split)
         fields = fields_of(metadata.augmentation)
-        paths += [array_path(folder, split, name, field) for name in metadata.sets for field in fields]
+        paths += [
+            array_path(folder, split, set_name, field) for set_name in metadata.sets for field in fields
+        ]
     digests = _recorded_digests(folder, paths)
     if digests is None:
         digests = {path.relative_to(folder).as_posix(): sha256_of(path) for path in paths}

@@ -163,10 +163,10 @@ class ConcatenatedSet:
         """
         part_of_row = self._first_rows.searchsorted(rows, side="right") - 1
         read = np.empty((2, len(rows), self.parts[0][1].inputs.shape[1]), np.int32)
-        for number in np.unique(part_of_row):
-            here = part_of_row == number
-            own_rows, own_puzzles = rows[here] - self._first_rows[number], puzzles[here]
-            read[:, here] = self.parts[number][1].read(own_rows, own_puzzles - self._first_puzzles[number])
+        for part in np.unique(part_of_row):
+            here = part_of_row == part
+            part_rows, part_puzzles = rows[here] - self._first_rows[part], puzzles[here]
+            read[:, here] = self.parts[part][1].read(part_rows, part_puzzles - self._first_puzzles[part])
         return read[0], read[1]
 
 

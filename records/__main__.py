@@ -126,10 +126,10 @@ def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
 
     It has no paths and no number of processes of this machine.
     """
-    words = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
-    words += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
-    words += f" --dtype {forward_dtype}"
-    return words + (" --test-time" if arguments.test_time else "")
+    command = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
+    command += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")
+    command += f" --dtype {forward_dtype}"
+    return command + (" --test-time" if arguments.test_time else "")
 
 
 def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
@@ -146,7 +146,9 @@ def _run(rerun: Rerun, seeds: range, *, with_test_time: bool) -> dict[str, Any]:
     if with_test_time:
         for run in runs:
             run["test_time"] = rerun.reason_longer(run["seed"])
-            texts = ("{steps} x {samples}: {exact_accuracy:.4f}".format(**each) for each in run["test_time"])
+            texts = (
+                "{steps} x {samples}: {exact_accuracy:.4f}".format(**result) for result in run["test_time"]
+            )
             print(f"seed {run['seed']}, steps x samples at test time: {', '.join(texts)}", flush=True)
     return summarize(rerun.rung, runs) | rerun.machine | {"runs": runs}
 

@@ -91,43 +91,45 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
     """
     before = read_json(folder / _JSON) if (folder / _JSON).exists() else {"results": []}
     results = before["results"]
-    config = compose_overrides(PretrainConfig, [*_words(plan, next(iter(plan["models"]))), "data_path=data"])
+    config = compose_overrides(
+        PretrainConfig, [*_overrides(plan, next(iter(plan["models"]))), "data_path=data"]
+    )
     device = training_device(config, processes=plan["processes"])
     stored = before.get("forward_dtype", _FORMER_FORMAT) if results else None
-    chosen = find_format(folder, config, device, given=dtype, stored=stored)
+    chosen = find_format(folder, config, device, requested=dtype, stored=stored)
     content = {**describe_machine(device), "forward_dtype": chosen, "commit": commit(), "results": results}
     if not results:
         write_format(folder, chosen)
     rates = {row["model"]: row["lr"] for row in results}
     for training in plan["trainings"]:
         title = f"{training['rung']}, {training['petaflops']:g} PF"
-        for name in plan["models"]:
-            if name not in rates:
-                rates[name] = tune(plan, name, folder, forward_dtype=chosen)
+        for model_name in plan["models"]:
+            if model_name not in rates:
+                rates[model_name] = tune(plan, model_name, folder, forward_dtype=chosen)
             for seed in training["seeds"]:
-                key = {"training": title, "model": name, "seed": seed}
+                key = {"training": title, "model": model_name, "seed": seed}
                 if any(key.items() <= row.items() for row in results):
                     continue
                 options = {"forward_dtype": chosen}
-                rerun = build_rerun(plan, name, training, folder, f"lr={rates[name]}", **options)
-                results.append(train(rerun, seed) | key | {"lr": rates[name]})
+                rerun = build_rerun(plan, model_name, training, folder, f"lr={rates[model_name]}", **options)
+                results.append(train(rerun, seed) | key | {"lr": rates[model_name]})
                 write_results(plan, content, folder)
                 print("{training}, {model}, seed {seed}: {accuracies}".format(**results[-1]), flush=True)
 
 
-def tune(plan: dict[str, Any], name: str, folder: Path, *, forward_dtype: NumberFormat) -> float:
+def tune(plan: dict[str, Any], model_name: str, folder: Path, *, forward_dtype: NumberFormat) -> float:
     """Trains a model with each of its learning rates, and returns the best learning rate.
 
     The best one solves the most held-out training puzzles. If two are equal, the fraction of right cells
     decides.
 
-    name: Name of the model in the plan.
+    model_name: Name of the model in the plan.
     folder: Folder of the comparison.
     """
     tuning, found = plan["tuning"], {}
-    for lr in plan["models"][name]["rates"]:
-        words = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
-        rerun = build_rerun(plan, name, tuning, folder, *words, forward_dtype=forward_dtype)
+    for lr in plan["models"][model_name]["rates"]:
+        overrides = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
+        rerun = build_rerun(plan, model_name, tuning, folder, *overrides, forward_dtype=forward_dtype)
         rerun.train(tuning["seed"], data_seconds=0)
         rows, names = rerun.rows(tuning["seed"], data_seconds=0), ("exact_accuracy", "accuracy")
         found[lr] = [final_evaluation(rows, metric, of="validation") for metric in names]
@@ -136,10 +138,10 @@ def tune(plan: dict[str, Any], name: str, folder: Path, *, forward_dtype: Number
 
 def build_rerun(
     plan: dict[str, Any],
-    name: str,
+    model_name: str,
     training: dict[str, Any],
     folder: Path,
-    *words: str,
+    *overrides: str,
     forward_dtype: NumberFormat,
 ) -> Rerun:
     """Returns one training of the comparison. Does not start it, but builds its dataset if it is missing.
@@ -147,26 +149,30 @@ def build_rerun(
     The number of training steps is computed, so that the training costs the planned number of operations.
 
     plan: Content of records/comparison.yaml.
-    name: Name of the model in the plan.
+    model_name: Name of the model in the plan.
     training: Entry of the plan with the benchmark task ("rung") and the number of operations ("petaflops").
     folder: Folder of the comparison.
-    words: More key=value arguments of pretrain.py.
+    overrides: More key=value arguments of pretrain.py.
     forward_dtype: Dtype, unless the plan sets one for the model.
     """
-    model, rung = plan["models"][name], RUNGS[training["rung"]]
+    model, rung = plan["models"][model_name], RUNGS[training["rung"]]
     data = Rerun(rung, folder / rung.name, source=None)
     data.build_data()
-    own = data.folder / re.sub(r"\W+", "_", " ".join((name, f"{training['petaflops']:g}", *words)))
-    words = (*_words(plan, name), *words, f"data_path={data.folder / 'data'}")
-    if compose_overrides(PretrainConfig, words).arch.forward_dtype == "auto":
-        words = (*words, f"{FORMAT_KEY}={forward_dtype}")
-    config = compose_overrides(PretrainConfig, [*words, "train_steps=1"])
+    rerun_folder = data.folder / re.sub(
+        r"\W+", "_", " ".join((model_name, f"{training['petaflops']:g}", *overrides))
+    )
+    overrides = (*_overrides(plan, model_name), *overrides, f"data_path={data.folder / 'data'}")
+    if compose_overrides(PretrainConfig, overrides).arch.forward_dtype == "auto":
+        overrides = (*overrides, f"{FORMAT_KEY}={forward_dtype}")
+    config = compose_overrides(PretrainConfig, [*overrides, "train_steps=1"])
     opened = open_data(config)
     metadata = opened.dataset.metadata
     of_step = opened.schedule.petaflops(1, count_steps(config, metadata))
-    words = (*words, f"train_steps={round(training['petaflops'] / of_step)}", "seed={seed}")
+    overrides = (*overrides, f"train_steps={round(training['petaflops'] / of_step)}", "seed={seed}")
     options = {"test_time": model["longer"], "processes": plan["processes"]}
-    return Rerun(dataclasses.replace(rung, trainings=(" ".join(words),), **options), own, source=None)
+    return Rerun(
+        dataclasses.replace(rung, trainings=(" ".join(overrides),), **options), rerun_folder, source=None
+    )
 
 
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
@@ -177,11 +183,11 @@ def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     """
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
     trained = read_run(rerun.run_folder(seed))
-    steps, each = final_evaluation(trained.rows, "steps"), trained.starts[-1]["gigaflops_per_step"]
+    steps, gigaflops = final_evaluation(trained.rows, "steps"), trained.starts[-1]["gigaflops_per_step"]
     return found | {
         "parameters": trained.num_parameters,
         "accuracies": [found["exact_accuracy"], longer["exact_accuracy"]],
-        "gigaflops": [each * steps, each * longer["calls"]],
+        "gigaflops": [gigaflops * steps, gigaflops * longer["calls"]],
     }
 
 
@@ -195,7 +201,7 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
     results = content["results"]
     text, panels = _HEAD.format(title=_TITLE, picture=_PICTURE, **plan["tuning"], **content), []
     models = dict.fromkeys(row["model"] for row in results)
-    roles = {name: f"series{number}" for number, name in enumerate(models, 1)}
+    roles = {name: f"series{index}" for index, name in enumerate(models, 1)}
     for training in dict.fromkeys(row["training"] for row in results):
         groups: dict[str, list[dict[str, Any]]] = {}
         for row in results:
@@ -205,9 +211,9 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
         rows += [[write(group) for write in _COLUMNS.values()] for group in groups.values()]
         text += f"\n## {training}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
         lines = []
-        for name, group in groups.items():
+        for model, group in groups.items():
             means = [fmean(shares) for shares in zip(*(row["accuracies"] for row in group), strict=True)]
-            lines.append(Line(name, _costs(group), means, roles[name], has_dots=True))
+            lines.append(Line(model, _costs(group), means, roles[model], has_dots=True))
         options = {"share": True, "from_zero": True, "log_x": True}
         chart = line_chart(training, lines, x_label="GFLOP of an answer", **options)
         names = (f'<tspan fill="var(--{role})">{name}</tspan>' for name, role in chart.legend)
@@ -216,13 +222,13 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
     write_text(folder / _PAGE, text)
 
 
-def _words(plan: dict[str, Any], name: str) -> list[str]:
+def _overrides(plan: dict[str, Any], model_name: str) -> list[str]:
     """Returns the key=value arguments of pretrain.py for a model of the comparison.
 
-    plan: Content of records/comparison.yaml. name: Name of the model.
+    plan: Content of records/comparison.yaml. model_name: Name of the model.
     """
-    model = plan["models"][name]
-    shared = [word for group in model["groups"] for word in plan["groups"][group]]
+    model = plan["models"][model_name]
+    shared = [override for group in model["groups"] for override in plan["groups"][group]]
     return [*plan["common"], *shared, *model["words"]]
 
 

@@ -34,8 +34,8 @@ def describe_machine(device: torch.device) -> dict[str, str]:
 
     Example: {"cpu": "AMD EPYC 9454", "instruction_set": "avx512_bf16"}.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-    return {"cpu": name, "instruction_set": instruction_set(device)}
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    return {"cpu": device_name, "instruction_set": instruction_set(device)}
 
 
 def find_format(
@@ -43,34 +43,34 @@ def find_format(
     config: PretrainConfig,
     device: torch.device,
     *,
-    given: NumberFormat | None,
+    requested: NumberFormat | None,
     stored: NumberFormat | None = None,
 ) -> NumberFormat:
     """Returns the dtype name for the trainings in a folder, such as "bfloat16".
 
-    If the folder has trainings, it is their dtype. Otherwise it is `given`, or the dtype in `config`, or else
-    the fast one on this device. Raises ValueError if two of these differ.
+    If the folder has trainings, it is their dtype. Otherwise it is `requested`, or the dtype in `config`, or
+    else the fast one on this device. Raises ValueError if two of these differ.
 
-    given: Value of the option --dtype.
+    requested: Value of the option --dtype.
     stored: Dtype of earlier results in the folder. If None, it is read from the folder.
     """
     named = None if config.arch.forward_dtype == "auto" else config.arch.forward_dtype
-    if given and named and given != named:
-        raise ValueError(f"--dtype {given}: the recipe sets {FORMAT_KEY}={named}. Remove --dtype.")
-    stored, asked = stored or _stored_format(folder), given or named
-    if stored and asked and stored != asked:
+    if requested and named and requested != named:
+        raise ValueError(f"--dtype {requested}: the recipe sets {FORMAT_KEY}={named}. Remove --dtype.")
+    stored, required = stored or _stored_format(folder), requested or named
+    if stored and required and stored != required:
         raise ValueError(
-            f"{folder} contains results in {stored}, not in {asked}. Choose another --folder or format."
+            f"{folder} contains results in {stored}, not in {required}. Choose another --folder or format."
         )
-    return stored or asked or choose_format(device).name
+    return stored or required or choose_format(device).name
 
 
-def write_format(folder: Path, name: NumberFormat) -> None:
+def write_format(folder: Path, number_format: NumberFormat) -> None:
     """Stores the dtype for all trainings in a folder. Call it before the first training.
 
-    name: Dtype, such as "bfloat16".
+    number_format: Dtype, such as "bfloat16".
     """
-    write_json(folder / _FILE, {"forward_dtype": name})
+    write_json(folder / _FILE, {"forward_dtype": number_format})
 
 
 def _stored_format(folder: Path) -> NumberFormat | None:
@@ -81,8 +81,8 @@ def _stored_format(folder: Path) -> NumberFormat | None:
     """
     path = folder / _FILE
     if path.exists():
-        if (name := read_json(path).get("forward_dtype")) not in FORMATS:
-            raise ValueError(f"{path}: forward_dtype={name!r}. Set it to {' or '.join(FORMATS)}.")
-        return name
+        if (number_format := read_json(path).get("forward_dtype")) not in FORMATS:
+            raise ValueError(f"{path}: forward_dtype={number_format!r}. Set it to {' or '.join(FORMATS)}.")
+        return number_format
     found = (config for pattern in _RUN_CONFIGS for config in folder.glob(pattern))
     return next((format_of(read_yaml(config)) for config in found), None)

@@ -39,20 +39,20 @@ def pages(*, root: Path = REPOSITORY, folder: Path = FOLDER) -> dict[Path, str]:
     rows = [row for rung, entries in records.items() for row in _rows(rung, entries)]
     sections = [(rung, entries) for rung, entries in records.items() if entries]
     short = []
-    for name in _README_RUNGS:
-        entries = records[RUNGS[name]]
-        (row,) = _rows(RUNGS[name], [best_entry(entries)] if entries else [])
+    for rung_name in _README_RUNGS:
+        entries = records[RUNGS[rung_name]]
+        (row,) = _rows(RUNGS[rung_name], [best_entry(entries)] if entries else [])
         short.append([row[_COLUMNS.index(column)] for column in _SHORT_COLUMNS])
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=FileSystemLoader(Path(__file__).parent), **options)
     environment.globals |= {"logs_of": logs_of, "machine": _machine}
     template = environment.get_template("table.md.jinja")
     contents = {}
-    for name, text in (
+    for page, text in (
         ("records/README.md", template.render(columns=_COLUMNS, rows=rows, sections=sections)),
         ("README.md", template.render(columns=_SHORT_COLUMNS.values(), rows=short, sections=())),
     ):
-        path = root / name
+        path = root / page
         before, begin, rest = path.read_text().partition(BEGIN)
         _, end, after = rest.partition(END)
         if not begin or not end:
@@ -105,9 +105,9 @@ def _seconds(rung: Rung, entry: dict[str, Any]) -> str:
 
 def _machine(entry: dict[str, Any]) -> str:
     """Returns the processor, its instruction set, and the dtype, as text."""
-    name = entry["instruction_set"]
-    name = "instruction set unknown" if name == "unknown" else name
-    return f"{entry['cpu']} ({name}), {entry['forward_dtype']}"
+    instruction_set = entry["instruction_set"]
+    instruction_set = "instruction set unknown" if instruction_set == "unknown" else instruction_set
+    return f"{entry['cpu']} ({instruction_set}), {entry['forward_dtype']}"
 
 
 def _p(entry: dict[str, Any]) -> str:
@@ -125,15 +125,15 @@ def _thinking_longer(rung: Rung, entry: dict[str, Any]) -> str:
     settings = [run["test_time"][-1] for run in entry["runs"] if run.get("test_time")]
     if len(settings) < entry["seeds"]:
         return ""
-    name = rung.metric if rung.metric in settings[0] else "exact_accuracy"
-    mean = statistics.fmean(setting[name] for setting in settings)
+    metric = rung.metric if rung.metric in settings[0] else "exact_accuracy"
+    mean = statistics.fmean(setting[metric] for setting in settings)
     steps, samples = settings[0]["steps"], settings[0]["samples"]
     more = f"{steps} steps" + (f", {samples} samples" if samples > 1 else "")
-    return f"{mean:.3f} ({'' if name == rung.metric else name + ', '}{more})"
+    return f"{mean:.3f} ({'' if metric == rung.metric else metric + ', '}{more})"
 
 
-def _number(entry: dict[str, Any], name: str) -> str:
-    return "" if entry.get(name) is None else f"{entry[name]:.3g}"
+def _number(entry: dict[str, Any], key: str) -> str:
+    return "" if entry.get(key) is None else f"{entry[key]:.3g}"
 
 
 def _metric(rung: Rung) -> str:
@@ -170,5 +170,5 @@ def draw_curves(rung: Rung, entry: dict[str, Any], folder: Path) -> str:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    parts = [values[max(0, each - _NEIGHBOURS) : each + _NEIGHBOURS + 1] for each in range(len(values))]
+    parts = [values[max(0, index - _NEIGHBOURS) : index + _NEIGHBOURS + 1] for index in range(len(values))]
     return [sum(part) / len(part) for part in parts]

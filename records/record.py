@@ -44,11 +44,11 @@ def write_record(
     """
     folder = folder / result["rung"]
     entries = read_entries(folder)
-    places = [number for number, entry in enumerate(entries) if logs_of(entry) == logs_of(result)]
+    places = [index for index, entry in enumerate(entries) if logs_of(entry) == logs_of(result)]
     before = entries[places[0]] if places else None
     history = before["history"] if before else []
     if before and before["change"] != change:  # with an equal sentence, the same record is written again
-        history = [*history, {name: before[name] for name in _OF_HISTORY if name in before}]
+        history = [*history, {key: before[key] for key in _OF_HISTORY if key in before}]
     logs = folder / logs_of(result)
     logs.mkdir(parents=True, exist_ok=True)
     for path in logs.glob("seed_*.jsonl"):
@@ -57,7 +57,7 @@ def write_record(
         lines = (f"{json.dumps(row)}\n" for row in thin(of_seed))
         write_text(logs / f"seed_{seed}.jsonl", "".join(lines))
     entry = {
-        **{name: value for name, value in result.items() if name != "rung"},
+        **{key: value for key, value in result.items() if key != "rung"},
         "mean": result[f"{result['metric']}_mean"],
         "recipe": f"config/experiment/{result['rung']}.yaml",
         "command": command,
@@ -112,13 +112,13 @@ def thin(rows: Sequence[Row]) -> list[Row]:
 
     Only keys for charts are kept. Values are rounded to five digits.
     """
-    stride, kept = -(-len(rows) // _MOST_LINES), []
-    for number, row in enumerate(rows):
-        evaluated = [name for name in row if name.startswith(("eval/", "eval_raw/", "validation/"))]
-        if number % stride == 0 or row is rows[-1] or evaluated:
-            names = [name for name in row if name in _KEPT or name in evaluated]
-            kept.append({name: _rounded(row[name]) for name in names})
-    return kept
+    stride, thinned = -(-len(rows) // _MOST_LINES), []
+    for index, row in enumerate(rows):
+        evaluated = [key for key in row if key.startswith(("eval/", "eval_raw/", "validation/"))]
+        if index % stride == 0 or row is rows[-1] or evaluated:
+            names = [key for key in row if key in _KEPT or key in evaluated]
+            thinned.append({key: _rounded(row[key]) for key in names})
+    return thinned
 
 
 def _rounded(value: Any) -> Any:

@@ -57,9 +57,11 @@ class Rung:
         source: Path of external data. Needed only if the task uses them.
         """
         commands = []
-        for name, builder in (("data", self.builder), ("more_data", self.also)):
-            words = [str(source) if word == "{source}" else word for word in builder.split()]
-            commands += [["-m", "dataset.build", *words, "--output-dir", str(folder / name)]] if words else []
+        for folder_name, builder in (("data", self.builder), ("more_data", self.also)):
+            arguments = [str(source) if argument == "{source}" else argument for argument in builder.split()]
+            if arguments:
+                output = ["--output-dir", str(folder / folder_name)]
+                commands.append(["-m", "dataset.build", *arguments, *output])
         return commands
 
 

@@ -69,7 +69,7 @@ class Rerun:
 
         Raises ValueError if it differs from the requested one.
         """
-        return find_format(self.folder, self._configs[-1], self._device, given=self._dtype)
+        return find_format(self.folder, self._configs[-1], self._device, requested=self._dtype)
 
     @property
     def machine(self) -> dict[str, Any]:
@@ -131,26 +131,28 @@ class Rerun:
                     fail(f"seed {seed} was stopped early. To continue, run the same command with --folder.")
             petaflops.append(read_run(run).petaflops)
         rows = self.rows(seed, data_seconds=data_seconds)
-        found = {name: final_evaluation(rows, name) for name in ("exact_accuracy", rung.metric, "count")}
+        found = {
+            metric: final_evaluation(rows, metric) for metric in ("exact_accuracy", rung.metric, "count")
+        }
         if rung.judge:
             folder = self.run_folder(seed).parent
             clocks.append(Clock(folder / "judge.clock.json"))
             judged = self._evaluate(seed, rung.judge, folder / "judged", clocks[-1])
-            found = {name: statistics.fmean(of_set[name] for of_set in judged) for name in found}
+            found = {metric: statistics.fmean(of_set[metric] for of_set in judged) for metric in found}
         if found[rung.metric] is None:
             fail(f"experiment={rung.name} does not evaluate {rung.metric}, the metric of the rung")
         count = found.pop("count")
-        others = [each.other_cores for each in clocks[1:] if each.other_cores is not None]
+        others = [clock.other_cores for clock in clocks[1:] if clock.other_cores is not None]
         return {
             "seed": seed,
-            **{name: value for name, value in found.items() if value is not None},
+            **{key: value for key, value in found.items() if value is not None},
             **({} if count is None else {"puzzles": int(count)}),
-            "seconds": round(data_seconds + sum(each.seconds for each in clocks[1:]), 1),
+            "seconds": round(data_seconds + sum(clock.seconds for clock in clocks[1:]), 1),
             "data_seconds": round(data_seconds, 1),
-            "processor_hours": round(sum(each.processor_seconds for each in clocks) / 3600, 5),
+            "processor_hours": round(sum(clock.processor_seconds for clock in clocks) / 3600, 5),
             "petaflops": sum(petaflops),
             "steps": rows[-1]["step"],
-            "interruptions": sum(each.starts - 1 for each in clocks[1:]),
+            "interruptions": sum(clock.starts - 1 for clock in clocks[1:]),
             "other_cores": max(others, default=None),
         }
 
@@ -164,7 +166,7 @@ class Rerun:
         *before, last = (Clock(run.parent / "clock.json") for run, _ in self._trainings(seed))
         rows, began = (
             read_run(self.run_folder(seed)).rows,
-            data_seconds + sum(each.seconds for each in before),
+            data_seconds + sum(clock.seconds for clock in before),
         )
         when = {step: {"seconds": round(began + seconds, 1)} for step, seconds in last.times.items()}
         return [{"step": row["step"], **when.get(row["step"], {}), **row} for row in rows]
@@ -181,30 +183,32 @@ class Rerun:
         metrics = self._evaluate(seed, rung.test_time, folder, Clock(folder.with_suffix(".clock.json")))
         sets = read_json(folder / SCALING_FILE)["sets"].values()
         settings = []
-        for of_sets in zip(*(each["corners"] for each in sets), strict=True):
-            shares = [next(iter(each["ways"].values())) for each in of_sets]
-            names = [name for name in ("exact_accuracy", "valid_accuracy", "calls") if name in shares[0]]
-            means = {name: statistics.fmean(share[name] for share in shares) for name in names}
-            settings.append({name: of_sets[0][name] for name in ("steps", "samples")} | means)
+        for of_sets in zip(*(content["corners"] for content in sets), strict=True):
+            shares = [next(iter(corner["ways"].values())) for corner in of_sets]
+            names = [
+                metric for metric in ("exact_accuracy", "valid_accuracy", "calls") if metric in shares[0]
+            ]
+            means = {metric: statistics.fmean(share[metric] for share in shares) for metric in names}
+            settings.append({key: of_sets[0][key] for key in ("steps", "samples")} | means)
         settings[-1][rung.metric] = statistics.fmean(of_set[rung.metric] for of_set in metrics)
         return settings
 
-    def _evaluate(self, seed: int, words: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
+    def _evaluate(self, seed: int, template: str, folder: Path, clock: "Clock") -> list[dict[str, float]]:
         """Evaluates the trained model of a seed into `folder`, unless this is done already.
 
         Returns the metrics of each test set.
 
-        words: Arguments of evaluate.py.
+        template: Arguments of evaluate.py, with places for the data folders.
         clock: Clock that measures the time.
         """
         if not (folder / EVALUATION_FILE).exists():
             data = {name: self.folder / name for name in ("data", "more_data")}
-            asked = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
-            asked += [f"forward_dtype={self.forward_dtype}"]
-            asked += words.format(**data).split()
+            overrides = [f"checkpoint={self.run_folder(seed)}", f"output_dir={folder}"]
+            overrides += [f"forward_dtype={self.forward_dtype}"]
+            overrides += template.format(**data).split()
             evaluator, slash, _ = self.rung.metric.rpartition("/")
-            asked += [f"evaluators=[{evaluator}]"] if slash else []
-            command = program("evaluate.py", *asked, processes=self.rung.processes)
+            overrides += [f"evaluators=[{evaluator}]"] if slash else []
+            command = program("evaluate.py", *overrides, processes=self.rung.processes)
             _run(command, clock, log=folder.with_suffix(".txt"))
         return list(read_json(folder / EVALUATION_FILE).values())
 
@@ -242,10 +246,10 @@ class Rerun:
         values = {"name": self.rung.name, "seed": seed, "before": ""}
         values |= {name: self.folder / name for name in ("data", "more_data")}
         last = len(self.rung.trainings)
-        for number, words in enumerate(self.rung.trainings, 1):
+        for position, recipe_text in enumerate(self.rung.trainings, 1):
             run = self.run_folder(seed)
-            run = run if number == last else run.parent / f"training_{number}" / "run"
-            recipe = [word.format(**values) for word in words.split()]
+            run = run if position == last else run.parent / f"training_{position}" / "run"
+            recipe = [word.format(**values) for word in recipe_text.split()]
             yield run, [*recipe, f"checkpoint_path={run}", *self.overrides]
             values["before"] = run
 
@@ -258,7 +262,7 @@ def final_evaluation(rows: list[Row], metric: str, *, of: str = "eval") -> float
     of: Split, "eval" or "validation".
     """
     for row in reversed(rows):
-        values = [each[metric] for each in metrics_by_set(row, of).values() if metric in each]
+        values = [metrics[metric] for metrics in metrics_by_set(row, of).values() if metric in metrics]
         if values:
             return statistics.fmean(values)
     return None
@@ -285,8 +289,8 @@ def _run(command: list[str], clock: "Clock", *, log: Path) -> None:
                 process.terminate()
                 process.wait()
     if process.returncode:
-        said = log.read_bytes()[begin:].decode(errors="replace")
-        fail(f"{why_it_failed(said, process.returncode)} (full output: {log})")
+        text = log.read_bytes()[begin:].decode(errors="replace")
+        fail(f"{why_it_failed(text, process.returncode)} (full output: {log})")
 
 
 class Clock:
@@ -355,8 +359,8 @@ class Clock:
     def _save(self) -> None:
         self._saved = self.seconds
         names = ("starts", "seconds", "processor_seconds", "times")
-        kept = {name: getattr(self, name) for name in names}
-        write_json(self._path, kept | {"others": self._others, "others_of": self._others_of})
+        saved = {name: getattr(self, name) for name in names}
+        write_json(self._path, saved | {"others": self._others, "others_of": self._others_of})
 
 
 def _processor_seconds() -> float:

@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             output = options.output or Path("comparison.html")
             path = write_comparison(options.runs, output=output, warn=warn_of)
         else:
-            given = {} if options.puzzles is None else {"num_puzzles": options.puzzles}
-            given |= {"output": options.output, "data": options.data}
-            path = write_report(options.runs[0], **given, warn=warn_of)
+            keywords = {} if options.puzzles is None else {"num_puzzles": options.puzzles}
+            keywords |= {"output": options.output, "data": options.data}
+            path = write_report(options.runs[0], **keywords, warn=warn_of)
         print(f"wrote {path}")
 
 

@@ -49,10 +49,10 @@ def draw_animation(answer: Answer) -> str:
     size = _BOARD / max(rows, columns)
     left, top = (_MARGIN + (_BOARD - count * size) / 2 for count in (columns, rows))
     before: dict[tuple[int, int], Paint] = {}
-    for number, frame in enumerate(frames):
+    for index, frame in enumerate(frames):
         cells = ((cell, frame.paints.get(cell, Paint())) for cell in np.ndindex(rows, columns))
         changes = [(*cell, paint) for cell, paint in cells if paint != before.get(cell, Paint())]
-        frames[number], before = frame._replace(changes=changes), frame.paints
+        frames[index], before = frame._replace(changes=changes), frame.paints
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True)
     content = environment.get_template("animation.svg.jinja").render(
@@ -80,13 +80,13 @@ def draw_animation(answer: Answer) -> str:
 
 def _movement(num_steps: int) -> str:
     """Returns the CSS animation that shows the frames one after the other, in an endless loop."""
-    whole, lines = _PUZZLE_SECONDS + _STEP_SECONDS * (num_steps - 1) + _LAST_SECONDS, []
-    for number in range(num_steps):
-        begin = _PUZZLE_SECONDS + _STEP_SECONDS * number
-        hidden, seen = (100 * second / whole for second in (begin, begin + _FADE_SECONDS))
+    total_seconds, lines = _PUZZLE_SECONDS + _STEP_SECONDS * (num_steps - 1) + _LAST_SECONDS, []
+    for step in range(num_steps):
+        begin = _PUZZLE_SECONDS + _STEP_SECONDS * step
+        hidden, seen = (100 * second / total_seconds for second in (begin, begin + _FADE_SECONDS))
         lines.append(
-            f".f{number + 1}{{animation:f{number + 1} {whole:g}s linear infinite}}\n"
-            f"@keyframes f{number + 1}{{0%,{hidden:.2f}%{{opacity:0}}{seen:.2f}%,100%{{opacity:1}}}}\n"
+            f".f{step + 1}{{animation:f{step + 1} {total_seconds:g}s linear infinite}}\n"
+            f"@keyframes f{step + 1}{{0%,{hidden:.2f}%{{opacity:0}}{seen:.2f}%,100%{{opacity:1}}}}\n"
         )
     return "".join(lines)
 
@@ -107,14 +107,14 @@ def _frames(answer: Answer, steps: Sequence[Step]) -> Iterator[_Frame]:
     clues = puzzle[cells_of(puzzle)]
     is_known = np.vectorize(lambda token: not style.is_blank(int(token)), otypes=[bool])(clues)
 
-    given = {cell for cell in np.ndindex(clues.shape) if style.marks_new and is_known[cell]}
+    clue_cells = {cell for cell in np.ndindex(clues.shape) if style.marks_new and is_known[cell]}
 
     def paints(tokens: np.ndarray, doubt: np.ndarray) -> dict[tuple[int, int], Paint]:
         return {
             cell: paint_cell(
                 style,
                 int(tokens[cell]),
-                is_clue=cell in given and tokens[cell] == clues[cell],
+                is_clue=cell in clue_cells and tokens[cell] == clues[cell],
                 doubt=float(doubt[cell]),
             )
             for cell in np.ndindex(tokens.shape)

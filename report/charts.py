@@ -15,7 +15,7 @@ from dataset.drawing import svg_file
 
 ROLES = ("ink", "muted", "line", "accent", "second", "good", "bad", *(f"series{n}" for n in range(1, 9)))
 
-_PLACEHOLDERS = {role: f"#0a0b{number:02x}" for number, role in enumerate(ROLES)}
+_PLACEHOLDERS = {role: f"#0a0b{index:02x}" for index, role in enumerate(ROLES)}
 _SIZE_INCHES = (5.2, 3.1)  # an inch is 72 points
 _FRAME = (0.125, 0.2, 0.865, 0.765)  # left, bottom, width, height of the axes, as fractions of the figure
 _SETTINGS = {
@@ -133,9 +133,9 @@ def line_chart(
         marks = []
         for line in lines:
             for x, y in zip(line.x, line.y, strict=True):
-                value = fraction(y) if share else f"{y:.4g}"
-                name = f"{line.name} " if line.name else ""
-                marks.append([x, y, f"{name}{value} at {x:,.4g} {x_label}" if x_label else value])
+                text = fraction(y) if share else f"{y:.4g}"
+                prefix = f"{line.name} " if line.name else ""
+                marks.append([x, y, f"{prefix}{text} at {x:,.4g} {x_label}" if x_label else text])
         return marks
 
     legend = [(line.name, line.role) for line in lines if line.name]
@@ -156,9 +156,9 @@ def bar_chart(
         for name, role, heights in stacks:
             axes.bar(range(1, count + 1), heights, bottom=bottom, width=0.62, color=_PLACEHOLDERS[role])
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-            for number, height in enumerate(heights):
+            for index, height in enumerate(heights):
                 if height:
-                    marks.append([number + 1, bottom[number], f"{height} {name} at {x_label} {number + 1}"])
+                    marks.append([index + 1, bottom[index], f"{height} {name} at {x_label} {index + 1}"])
         axes.set_xlabel(x_label)
         axes.set_xlim(0.3, max(count, 2) + 0.7)
         _format_axes(axes, from_zero=True, integer_x=True)
@@ -176,10 +176,12 @@ def reliability_chart(title: str, bins: Sequence[tuple[float, float, int]], *, c
     def draw(axes) -> list[list[Any]]:
         most = max(count for _, _, count in bins)
         axes.plot([0, 1], [0, 1], color=_PLACEHOLDERS["muted"], linewidth=1, linestyle=(0, (2, 3)))
-        said, right = [each[0] for each in bins], [each[1] for each in bins]
-        axes.plot(said, right, color=_PLACEHOLDERS["accent"], linewidth=1.4, alpha=0.5)
+        predicted, right = [entry[0] for entry in bins], [entry[1] for entry in bins]
+        axes.plot(predicted, right, color=_PLACEHOLDERS["accent"], linewidth=1.4, alpha=0.5)
         sizes = [24 + 220 * count / most for _, _, count in bins]
-        axes.scatter(said, right, s=sizes, color=_PLACEHOLDERS["accent"], linewidth=0, alpha=0.9, zorder=3)
+        axes.scatter(
+            predicted, right, s=sizes, color=_PLACEHOLDERS["accent"], linewidth=0, alpha=0.9, zorder=3
+        )
         axes.set_xlim(-0.04, 1.04)
         axes.set_ylim(-0.06, 1.08)
         axes.set_xlabel("probability predicted by the Q head")
@@ -289,8 +291,8 @@ def chart_file(panels: Sequence[tuple[Sequence[str], Chart]], *, title: str) -> 
     """
     head, content = _LINE_HEIGHT * max(len(lines) for lines, _ in panels) + 4, []
     width, height = (72 * inches for inches in _SIZE_INCHES)
-    for number, (lines, chart) in enumerate(panels):
-        left, top = number % _PANELS_A_ROW * width, number // _PANELS_A_ROW * (height + head)
+    for index, (lines, chart) in enumerate(panels):
+        left, top = index % _PANELS_A_ROW * width, index // _PANELS_A_ROW * (height + head)
         content.append(f'<g transform="translate({left + _EDGE:g} {top + _EDGE:g})"><g font-size="12.5">')
         for row, line in enumerate(lines):
             look = 'fill="var(--muted)"' if row else 'fill="var(--ink)" font-weight="600"'

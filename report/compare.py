@@ -36,7 +36,7 @@ def write_comparison(folders: Sequence[Path], *, output: Path, warn: Callable[[s
         ValueError: A folder has no run, a run is listed twice, or the page cannot be written.
     """
     check_packages()
-    if len({each.resolve() for each in folders}) < len(folders):
+    if len({folder.resolve() for folder in folders}) < len(folders):
         raise ValueError("a run folder is listed twice. Pass each run folder only once.")
     check_output(output)
     runs = [read_run(folder) for folder in folders]
@@ -59,7 +59,7 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
         title="Runs side by side",
         subtitle=f"{count}. Runs that differ only in the seed form a group. Thick lines show its mean"
         + other_data,
-        axes=[(name, comparison_charts(groups, name)) for name in _AXES],
+        axes=[(axis, comparison_charts(groups, axis)) for axis in _AXES],
         table=table,
         groups=groups,
         note=NOTE,
@@ -79,8 +79,10 @@ def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     axis: Unit of the x axis: "training steps", "examples", "petaflops" or "seconds".
     """
     drawn = []
-    own = dict.fromkeys(name for group in groups for run in group.runs for name in run.other_metrics)
-    of_networks = [(f"{written_name(name)}, training", f"train/{name}", {}) for name in own]
+    other_metrics = dict.fromkeys(
+        name for group in groups for run in group.runs for name in run.other_metrics
+    )
+    of_networks = [(f"{written_name(name)}, training", f"train/{name}", {}) for name in other_metrics]
     for title, metric, options in (*_METRICS, *of_networks):
         has_dots, lines = metric.startswith("eval/"), []
         for group in groups:

@@ -22,12 +22,12 @@ def compute_chart(
     options: More arguments of `line_chart`.
     """
     lines = []
-    for number, samples in enumerate(sorted({each["samples"] for each in settings})):
-        rows = [each["ways"] for each in settings if each["samples"] == samples]
+    for index, samples in enumerate(sorted({setting["samples"] for setting in settings})):
+        rows = [setting["ways"] for setting in settings if setting["samples"] == samples]
         columns = ("calls", "exact_accuracy", "exact_accuracy_low", "exact_accuracy_high")
         calls, shares, low, high = ([row[by][column] for row in rows] for column in columns)
-        name, role = "1 sample" if samples == 1 else f"{samples} samples", f"series{number % 8 + 1}"
-        lines.append(Line(name, calls, shares, role, low=low, high=high, has_dots=True))
+        label, role = "1 sample" if samples == 1 else f"{samples} samples", f"series{index % 8 + 1}"
+        lines.append(Line(label, calls, shares, role, low=low, high=high, has_dots=True))
         if has_oracle and samples > 1 and ORACLE in rows[0]:
             oracle = [row[ORACLE]["exact_accuracy"] for row in rows]
             lines.append(Line(f"any of {samples}", calls, oracle, role, is_dashed=True))
@@ -43,16 +43,16 @@ def compute_picture(scaling: Mapping[str, Any]) -> str:
     """
     sets = scaling["sets"]
     panels = [
-        (by if len(sets) == 1 else f"{name}: {by}", content["corners"], by)
-        for name, content in sets.items()
+        (by if len(sets) == 1 else f"{set_name}: {by}", content["corners"], by)
+        for set_name, content in sets.items()
         for by in content["corners"][0]["ways"]
         if by != ORACLE
     ]
     ends = [
         shares[f"exact_accuracy{end}"]
         for _, settings, _ in panels
-        for each in settings
-        for shares in each["ways"].values()
+        for setting in settings
+        for shares in setting["ways"].values()
         for end in ("_low", "_high")
     ]
     y_range, drawn = (min(ends) - 0.02, max(ends) + 0.02), []

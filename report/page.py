@@ -224,9 +224,9 @@ def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
     on = None
     # If a dataset defines its own symbols, the subtitle shows the name of its folder instead.
     if traced and (kind := traced.info.kind) and traced.info.vocabulary is None:
-        style, name = traced.info.style, kind.title or kind.name.capitalize()
+        style, kind_name = traced.info.style, kind.title or kind.name.capitalize()
         rows, columns = to_grid(traced.inputs[0], num_columns=style.num_columns).shape
-        on = name if style.first_of_field is not None else f"{rows} \u00d7 {columns} {name}"
+        on = kind_name if style.first_of_field is not None else f"{rows} \u00d7 {columns} {kind_name}"
     data = run.config.get("data_path")
     names = [Path(str(path)).name for path in data] if isinstance(data, list) else []
     return " on ".join(filter(None, [run.architecture, on or ", ".join(names)])) or "run without config.yaml"
@@ -248,12 +248,12 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
         halts, steps = traced.trace.halting_steps.mean(), traced.trace.preds.shape[1]
         judge = "search" if traced.is_search else "Q head"
         found.append(("thinking steps per answer", f"{halts:.1f}", f"of {steps}, halted by the {judge}"))
-    each = run.starts[-1].get("gigaflops_per_step") if run.starts else None
+    gigaflops = run.starts[-1].get("gigaflops_per_step") if run.starts else None
     # `calls@...` counts the calls for all samples. The accuracy above belongs to the largest setting.
     calls = [value for name, value in values.items() if name.startswith("calls@")] or [values.get("steps")]
-    if each and is_number(calls := max(calls)):
-        what = f"{calls:.4g} network calls of {each:.3g} GFLOP"
-        found.append(("GFLOP per answer", f"{calls * each:.3g}", what))
+    if gigaflops and is_number(calls := max(calls)):
+        what = f"{calls:.4g} network calls of {gigaflops:.3g} GFLOP"
+        found.append(("GFLOP per answer", f"{calls * gigaflops:.3g}", what))
     if run.num_parameters:
         found.append(("parameters", short(run.num_parameters), "without puzzle embeddings"))
     if seconds := run.seconds().get(run.last_step):
@@ -296,7 +296,7 @@ def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str
     }
     if len(run.starts) > 1:
         rows["starts"] = (
-            f"{len(run.starts)}, at training steps {', '.join(str(each['step']) for each in run.starts)}"
+            f"{len(run.starts)}, at training steps {', '.join(str(entry['step']) for entry in run.starts)}"
         )
     return [(name, "not recorded" if value in (None, "") else str(value)) for name, value in rows.items()]
 
@@ -313,25 +313,25 @@ def _results_table(run: RunRecord) -> dict[str, Any]:
     name, [(value, interval) for each test set]). All values are texts.
     """
     drawn = [
-        name
-        for name in metric_names(run.evaluation)
-        if "@" not in name and "_after_step_" not in name and name != "count"
+        metric
+        for metric in metric_names(run.evaluation)
+        if "@" not in metric and "_after_step_" not in metric and metric != "count"
     ]
     rows = [
-        (name, written_name(name), [_cell(values, name) for values in run.evaluation.values()])
-        for name in drawn
+        (metric, written_name(metric), [_cell(values, metric) for values in run.evaluation.values()])
+        for metric in drawn
     ]
     counts = [f"{values.get('count', 0):,.0f}" for values in run.evaluation.values()]
     return {"sets": list(run.evaluation), "counts": counts, "rows": rows}
 
 
-def _cell(values: Mapping[str, Any], name: str) -> tuple[str, str]:
-    value = values.get(name)
+def _cell(values: Mapping[str, Any], metric: str) -> tuple[str, str]:
+    value = values.get(metric)
     if not isinstance(value, (int, float)):
         return str(value or ""), ""
-    low, high = (values.get(with_suffix(name, end)) for end in INTERVAL_ENDS)
+    low, high = (values.get(with_suffix(metric, end)) for end in INTERVAL_ENDS)
     interval = f"{low:.3f} to {high:.3f}" if low is not None and high is not None else ""
-    return fraction(value) if is_share(name) else f"{value:,.4g}", interval
+    return fraction(value) if is_share(metric) else f"{value:,.4g}", interval
 
 
 # ----------------------------------------------------------------------------------------------------- charts
@@ -347,15 +347,18 @@ def learning_charts(run: RunRecord) -> list[Chart]:
         lines = [trained(metric, "training")]
         for split, word in (("eval", "test"), ("validation", "validation")):
             sets = run.eval_sets(split)
-            for number, name in enumerate(sets):
-                role = "accent" if split == "eval" and number == 0 else f"series{(number + 2) % 8 + 1}"
-                label = word if len(sets) == 1 else f"{word}, {name}"
-                lines.append(Line(label, *run.curve(f"{split}/{name}/{metric}"), role=role, has_dots=True))
+            for index, set_name in enumerate(sets):
+                role = "accent" if split == "eval" and index == 0 else f"series{(index + 2) % 8 + 1}"
+                label = word if len(sets) == 1 else f"{word}, {set_name}"
+                lines.append(
+                    Line(label, *run.curve(f"{split}/{set_name}/{metric}"), role=role, has_dots=True)
+                )
         return lines
 
     steps = [trained("steps", "training")]
     steps += [
-        Line("test", *run.curve(f"eval/{name}/act_steps"), has_dots=True) for name in run.eval_sets()[:1]
+        Line("test", *run.curve(f"eval/{set_name}/act_steps"), has_dots=True)
+        for set_name in run.eval_sets()[:1]
     ]
     solved = curves("exact_accuracy")
     after_first = run.curve("train/exact_accuracy_after_step_1")
@@ -409,9 +412,9 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
             )
             drawn.append(reliability_chart("Calibration of the Q head", judged[0], caption=caption))
     sets = run.scaling["sets"] if run.scaling else {}
-    for name, content in sets.items():
+    for set_name, content in sets.items():
         by = next(iter(content["corners"][0]["ways"]))
-        title = "Accuracy over compute" + (f", {name}" if len(sets) > 1 else "")
+        title = "Accuracy over compute" + (f", {set_name}" if len(sets) > 1 else "")
         caption = f"Compute: thinking steps times samples. Of several samples, {by} selects the answer."
         drawn.append(compute_chart(title, content["corners"], by, has_oracle=False, caption=caption))
     return [chart for chart in drawn if chart]
@@ -425,17 +428,17 @@ def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart 
     traced: Answers of the model to some test puzzles, or None.
     """
     lines, key = [], "exact_accuracy_after_step_"
-    for number, (name, values) in enumerate(run.evaluation.items()):
+    for index, (set_name, values) in enumerate(run.evaluation.items()):
         steps = sorted(int(rest) for metric in values if (rest := metric.removeprefix(key)).isdigit())
         shares = [values[f"{key}{step}"] for step in steps]
         count = independent_count(values)
         ends = [wilson_interval(min(share, 1.0), count) for share in shares] if count else []
         lines.append(
             Line(
-                name if len(run.evaluation) > 1 else "",
+                set_name if len(run.evaluation) > 1 else "",
                 steps,
                 shares,
-                role="accent" if number == 0 else f"series{number % 8 + 1}",
+                role="accent" if index == 0 else f"series{index % 8 + 1}",
                 has_dots=len(steps) <= 20,
                 low=[low for low, _ in ends],
                 high=[high for _, high in ends],

@@ -57,7 +57,9 @@ def other_metrics(arch: str) -> list[str]:
     arch: Name of the architecture, such as "hrm".
     """
     objective = network_class(arch).objective_class
-    return [name for name in objective.metrics | objective.training_metrics if name not in _KNOWN_METRICS]
+    return [
+        metric for metric in objective.metrics | objective.training_metrics if metric not in _KNOWN_METRICS
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +150,7 @@ class RunRecord:
 
         split: First part of the names, such as "eval".
         """
-        return list(dict.fromkeys(name for row in self.rows for name in metrics_by_set(row, split)))
+        return list(dict.fromkeys(set_name for row in self.rows for set_name in metrics_by_set(row, split)))
 
 
 def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
@@ -196,8 +198,8 @@ def _broken_lines(log: Path) -> list[str]:
     """
     if not log.exists():
         return [f"{log} is missing. The report has no learning curves."]
-    lines, whole = [*map(str.rstrip, read_lines(log))], {text for _, text in read_rows(log.parent)}
-    broken = [number for number, line in enumerate(lines, 1) if line and line not in whole]
+    lines, intact = [*map(str.rstrip, read_lines(log))], {text for _, text in read_rows(log.parent)}
+    broken = [line_number for line_number, line in enumerate(lines, 1) if line and line not in intact]
     if broken and broken[-1] == len(lines):
         broken.pop()
     if not broken:
@@ -252,8 +254,8 @@ def _read_evaluation(
             continue
         if isinstance(found, dict) and all(isinstance(values, dict) for values in found.values()):
             results = {
-                name: {key: value for key, value in values.items() if is_number(value) or key in TEXTS}
-                for name, values in found.items()
+                set_name: {key: value for key, value in values.items() if is_number(value) or key in TEXTS}
+                for set_name, values in found.items()
             }
         else:
             warnings.append(f"cannot read {path}. Evaluate the run again.")
@@ -274,9 +276,9 @@ def _can_be_drawn(scaling: Any) -> bool:
     try:
         for content in scaling["sets"].values():
             by = next(iter(content["corners"][0]["ways"]))
-            for each in content["corners"]:
-                shares = (each["ways"][by][name] for name in _DRAWN)
-                if not all(map(is_number, (each["steps"], each["samples"], *shares))):
+            for setting in content["corners"]:
+                shares = (setting["ways"][by][metric] for metric in _DRAWN)
+                if not all(map(is_number, (setting["steps"], setting["samples"], *shares))):
                     return False
         return bool(scaling["sets"])
     except (KeyError, TypeError, AttributeError, IndexError, StopIteration):
@@ -291,5 +293,5 @@ def _logged_evaluation(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
     for row in reversed(rows):
         results = metrics_by_set({name: value for name, value in row.items() if is_number(value)})
         if results:
-            return {name: with_intervals(values) for name, values in results.items()}
+            return {set_name: with_intervals(values) for set_name, values in results.items()}
     return {}

@@ -29,9 +29,9 @@ def write_page(study: Study, path: Path) -> None:
         names=list(study.space.describe()),
         short=short_value,
         reports={
-            each.number
-            for each in study.trials
-            if (path.parent / f"trial_{each.number}" / "report.html").exists()
+            trial.number
+            for trial in study.trials
+            if (path.parent / f"trial_{trial.number}" / "report.html").exists()
         },
         charts=_charts(study),
     )

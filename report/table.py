@@ -52,10 +52,10 @@ def without_repeats(
     warn: Function that is called with a text for each removed run.
     """
     counted: dict[str, RunRecord] = {}
-    for number, run in enumerate(runs):
+    for index, run in enumerate(runs):
         settings = {key: value for key, value in run.config.items() if key not in _NAMES}
         key = json.dumps([settings, run.fingerprint], sort_keys=True, default=str)
-        key = key if run.config else f"run {number}"
+        key = key if run.config else f"run {index}"
         if other := counted.get(key):
             run, left_out = sorted((other, run), key=_age, reverse=True)
             warn(f"{left_out.folder} repeats {run.folder} with the same config and seed. It is left out.")
@@ -74,23 +74,28 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     If a dataset was rebuilt between two trainings, they are in different groups.
     """
     groups: dict[str, list[RunRecord]] = {}
-    for number, run in enumerate(runs):
+    for index, run in enumerate(runs):
         settings = {key: value for key, value in run.config.items() if key not in _OF_ONE_RUN}
         # A run without a config forms its own group.
         key = json.dumps([settings, run.fingerprint], sort_keys=True, default=str)
-        groups.setdefault(key if run.config else f"run {number}", []).append(run)
+        groups.setdefault(key if run.config else f"run {index}", []).append(run)
     configs = [flatten(members[0].config) for members in groups.values()]
     _name_rebuilt_data(configs, [members[0].fingerprint for members in groups.values()])
     names = dict.fromkeys(key for config in configs for key in config if key not in _OF_ONE_RUN)
     differing = [key for key in names if len({str(config.get(key)) for config in configs}) > 1]
     settings = [{key: str(config.get(key, "")) for key in differing} for config in configs]
-    labels = [_label(*each) for each in zip(groups.values(), settings, strict=True)]
+    labels = [_label(*group) for group in zip(groups.values(), settings, strict=True)]
     repeated = {label for label in labels if labels.count(label) > 1}
     return [
         Group(
-            str(members[0].folder) if label in repeated else label, f"series{number % 8 + 1}", each, members
+            str(members[0].folder) if label in repeated else label,
+            f"series{position % 8 + 1}",
+            differences,
+            members,
         )
-        for number, (label, each, members) in enumerate(zip(labels, settings, groups.values(), strict=True))
+        for position, (label, differences, members) in enumerate(
+            zip(labels, settings, groups.values(), strict=True)
+        )
     ]
 
 
@@ -100,10 +105,10 @@ def _name_rebuilt_data(configs: Sequence[dict[str, Any]], fingerprints: Sequence
     The value is the start of the dataset's hash. It then shows which training used which data.
     """
     found: dict[str, set[str]] = {}
-    names = [(each or "unknown")[:8] for each in fingerprints]
+    names = [(fingerprint or "unknown")[:8] for fingerprint in fingerprints]
     for config, name in zip(configs, names, strict=True):
         found.setdefault(str(config.get("data_path")), set()).add(name)
-    if any(len(each) > 1 for each in found.values()):
+    if any(len(group_names) > 1 for group_names in found.values()):
         for config, name in zip(configs, names, strict=True):
             config["data"] = name
 
@@ -126,7 +131,7 @@ def _tested(run: RunRecord, metric: str) -> list[float]:
 
     metric: Name without split and set, such as "exact_accuracy".
     """
-    curves = [run.curve(f"eval/{name}/{metric}")[1] for name in run.eval_sets()]
+    curves = [run.curve(f"eval/{set_name}/{metric}")[1] for set_name in run.eval_sets()]
     return [fmean(values) for values in zip(*filter(None, curves), strict=False)]
 
 
@@ -148,8 +153,8 @@ def _trained_on(run: RunRecord) -> dict[str, float]:
 
     Sets without this number are left out.
     """
-    curves = {name: run.curve(f"eval/{name}/trained_on")[1] for name in run.eval_sets()}
-    return {name: values[-1] for name, values in curves.items() if values}
+    curves = {set_name: run.curve(f"eval/{set_name}/trained_on")[1] for set_name in run.eval_sets()}
+    return {set_name: values[-1] for set_name, values in curves.items() if values}
 
 
 def _unseen(run: RunRecord) -> float | None:
@@ -158,8 +163,10 @@ def _unseen(run: RunRecord) -> float | None:
     Returns None if the model was trained on no test puzzle, or if the accuracy is unknown.
     """
     trained_on = _trained_on(run)
-    names = {name: "unseen/" if trained_on.get(name) else "" for name in run.eval_sets()}
-    curves = [run.curve(f"eval/{name}/{start}exact_accuracy")[1][-1:] for name, start in names.items()]
+    names = {set_name: "unseen/" if trained_on.get(set_name) else "" for set_name in run.eval_sets()}
+    curves = [
+        run.curve(f"eval/{set_name}/{start}exact_accuracy")[1][-1:] for set_name, start in names.items()
+    ]
     return fmean(sum(curves, [])) if any(trained_on.values()) and any(curves) else None
 
 
@@ -222,34 +229,34 @@ def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -
     """
     usual = ["seeds", "solved", "p", *_VALUES]
     values = dict(_VALUES)
-    for name in columns or ():
-        if name not in usual:
-            values[name] = ("{:.4g}".format, functools.partial(_last_value, name=name))
-            if all(_last_value(run, name=name) is None for group in groups for run in group.runs):
+    for column in columns or ():
+        if column not in usual:
+            values[column] = ("{:.4g}".format, functools.partial(_last_value, name=column))
+            if all(_last_value(run, name=column) is None for group in groups for run in group.runs):
                 known = ", ".join(usual)
                 raise ValueError(
-                    f"--columns: no run has {name}. Choose from {known}, or a metric of the log."
+                    f"--columns: no run has {column}. Choose from {known}, or a metric of the log."
                 )
     settings = list(groups[0].settings)
     is_labeled = not 0 < len(settings) <= _MOST_DIFFERENCES
     settings = [key for key in _ALWAYS_SHOWN if key in settings] if is_labeled else settings
     first = [share for run in groups[0].runs if (share := _solved(run)) is not None]
     rows, records = [], []
-    for number, group in enumerate(groups):
+    for index, group in enumerate(groups):
         named = {"runs": group.label} if is_labeled else {}
         named |= {key: group.settings[key] for key in settings}
         shares = [share for run in group.runs if (share := _solved(run)) is not None]
         mean, ends = fmean(shares) if shares else None, _interval(group.runs, shares)
-        p = difference_p(shares, first) if number and shares and first else None
+        p = difference_p(shares, first) if index and shares and first else None
         record = {**named, "seeds": len(group.runs), "solved": mean, "low": ends[0], "high": ends[1], "p": p}
         solved = "-" if mean is None else fraction(mean)
         solved += "" if ends[0] is None else f" [{fraction(ends[0])}, {fraction(ends[1])}]"
         cells = {**named, "seeds": str(len(group.runs)), "solved": solved}
         cells["p"] = "" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
-        for name, (text, value) in values.items():
+        for column, (text, value) in values.items():
             known = [found for run in group.runs if (found := value(run)) is not None]
-            record[name] = fmean(known) if known else None
-            cells[name] = "-" if record[name] is None else text(record[name])
+            record[column] = fmean(known) if known else None
+            cells[column] = "-" if record[column] is None else text(record[column])
         rows.append(cells)
         records.append(record)
     if columns is None:
@@ -275,9 +282,9 @@ def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float
         return max(low, 0.0), min(high, 1.0)
     names = ("count", "distinct_count")
     sets = [
-        {key: values[-1] for key in names if (values := run.curve(f"eval/{name}/{key}")[1])}
+        {key: values[-1] for key in names if (values := run.curve(f"eval/{set_name}/{key}")[1])}
         for run in runs
-        for name in run.eval_sets()
+        for set_name in run.eval_sets()
     ]
     count = sum(map(independent_count, sets))
     return wilson_interval(min(shares[0], 1.0), count) if shares and count else (None, None)

@@ -135,16 +135,18 @@ def trace_puzzles(
     num_puzzles = max(1, min(num_puzzles, _MOST_CELLS // cells))
     columns, traces, set_names = [], [], []
     device = next(model.network.parameters()).device
-    for name, puzzle_set in sets.items():
+    for set_name, puzzle_set in sets.items():
         batch = read_rows(
-            data, name, choose_rows(puzzle_set, -(-num_puzzles // len(sets)), puzzles and puzzles[name])
+            data,
+            set_name,
+            choose_rows(puzzle_set, -(-num_puzzles // len(sets)), puzzles and puzzles[set_name]),
         )
-        set_names += [name] * len(batch.rows)
+        set_names += [set_name] * len(batch.rows)
         columns.append([column.numpy() for column in batch])
         starts = range(0, len(batch.rows), batch_size)
         with eager_blocks():
             for start in Progress(
-                iterable=starts, desc=f"solving {name}", unit="batch", leave=False, delay=3
+                iterable=starts, desc=f"solving {set_name}", unit="batch", leave=False, delay=3
             ):
                 part = batch.select(slice(start, start + batch_size)).to(device)
                 traces.append(record_trace(model, part, seed=seed))
@@ -157,8 +159,8 @@ def trace_puzzles(
         inputs=inputs,
         labels=labels,
         trace=Trace(*map(np.concatenate, zip(*traces, strict=True))),
-        num_puzzles=sum(len(original_rows(each)) for each in sets.values()),
-        has_variants=any(len(original_rows(each)) < each.num_examples for each in sets.values()),
+        num_puzzles=sum(len(original_rows(test_set)) for test_set in sets.values()),
+        has_variants=any(len(original_rows(test_set)) < test_set.num_examples for test_set in sets.values()),
         checkpoint=path,
     )
 
@@ -203,7 +205,7 @@ def reliability(
     indices = np.minimum((predicted * num_bins).astype(int), num_bins - 1)
     bins = [
         (float(predicted[of].mean()), float(is_right[of].mean()), int(of.sum()))
-        for of in (indices == number for number in range(num_bins))
+        for of in (indices == bin_index for bin_index in range(num_bins))
         if of.any()
     ]
     error = sum(count * abs(mean - share) for mean, share, count in bins) / len(predicted)
@@ -265,8 +267,8 @@ def clue_tokens(puzzles: TracedPuzzles) -> list[int]:
         if ((puzzles.inputs >= first) != (puzzles.labels >= first)).any():  # the answer has another shape
             return []
         is_counted &= puzzles.inputs >= first
-    kept, lost = (set(puzzles.inputs[is_counted & of].tolist()) for of in (is_same, ~is_same))
-    return sorted(kept - lost)
+    unchanged, changed = (set(puzzles.inputs[is_counted & of].tolist()) for of in (is_same, ~is_same))
+    return sorted(unchanged - changed)
 
 
 def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, index: int) -> dict[str, Any]:
@@ -281,7 +283,7 @@ def _grids(style: Style, tokens: np.ndarray, label: np.ndarray, trace: Trace, in
     if (label == IGNORE_LABEL_ID).all():
         of_answer = to_grid(np.arange(len(label)), num_columns=style.num_columns)
     cells = of_answer.ravel()
-    position = {cell: number for number, cell in enumerate(cells.tolist())}
+    position = {cell: place for place, cell in enumerate(cells.tolist())}
     return {
         "input_columns": of_input.shape[1],
         "input": tokens[of_input.ravel()].tolist(),

@@ -88,7 +88,7 @@ def write_page(config: PageConfig) -> None:
     check_packages()
     locations = config.checkpoint or sorted(SHIPPED.iterdir(), reverse=True)
     exhibits = [prepare(find_checkpoint(location), config) for location in locations]
-    for name, count in Counter(each.name for each in exhibits).items():
+    for name, count in Counter(exhibit.name for exhibit in exhibits).items():
         if count > 1:
             raise ValueError(f"checkpoint: {count} run folders have the name {name}. Rename them.")
     others = [] if config.replace else others_of(output, names={exhibit.name for exhibit in exhibits})
@@ -213,7 +213,7 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
         batch = read_rows(data, set_name, choose_rows(puzzle_set, max(count // len(sets), 1)))
         labels = torch.where(batch.labels == IGNORE_LABEL_ID, -1, batch.labels)
         names = names_of(data, [set_name] * len(batch.rows), batch.puzzle_identifiers)
-        lists = [each.tolist() for each in (batch.puzzle_identifiers, batch.inputs, labels)]
+        lists = [column.tolist() for column in (batch.puzzle_identifiers, batch.inputs, labels)]
         for name, *values in zip(names, *lists, strict=True):
             puzzles.append({"name": name or None} | dict(zip(_OF_PUZZLE, values, strict=True)))
     return puzzles
@@ -227,7 +227,7 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
     """
     if info.kind is None or info.kind.make_up is None:
         return []
-    puzzles = zip(*(each.tolist() for each in info.kind.make_up(info.metadata, _NUM_MADE_UP)), strict=True)
+    puzzles = zip(*(array.tolist() for array in info.kind.make_up(info.metadata, _NUM_MADE_UP)), strict=True)
     return [dict(zip(_OF_PUZZLE[1:], puzzle, strict=True)) for puzzle in puzzles]
 
 
@@ -265,7 +265,7 @@ def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> 
         "arch": checkpoint.arch.title,
         "run": checkpoint.run_folder.name,
         "step": checkpoint.step,
-        "parameters": sum(each.numel() for each in model.network.parameters()),
+        "parameters": sum(parameter.numel() for parameter in model.network.parameters()),
         "search": model.network.facts() if isinstance(model.network, Search) else None,
         "kind": info.kind.name if info.kind else None,
         "plural": info.kind.plural if info.kind else "puzzles",

@@ -61,7 +61,7 @@ def model_card(
     name, paper = checkpoint.arch.paper or (arch, None)
     kind = _find_kind(checkpoint)
     folders = zip(checkpoint.find_data(), data_names, strict=True)
-    commands = [_build_command(folder, name=each) for folder, each in folders]
+    commands = [_build_command(folder, name=folder_name) for folder, folder_name in folders]
     source = run.get("init_from") or ""
     versions = state["versions"] if isinstance(state.get("versions"), dict) else {}
     data = ModelCardData(
@@ -82,8 +82,8 @@ def model_card(
         sets=list(metrics),
         written_name=written_name,
         rows={
-            each: [metric_cell(of_set, each).strip() for of_set in metrics.values()]
-            for each in metric_names(metrics)
+            metric: [metric_cell(of_set, metric).strip() for of_set in metrics.values()]
+            for metric in metric_names(metrics)
         },
         origin=_origin(),
         commit=_plain(commit_of(checkpoint) or ""),
@@ -121,11 +121,13 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
         except ValueError as error:
             raise ValueError(f"{error}. Evaluate the checkpoint again.") from None
     numbers = {
-        _plain(name): {_plain(metric): value for metric, value in values.items() if is_number(value)}
-        for name, values in metrics.items()
+        _plain(set_name): {_plain(metric): value for metric, value in values.items() if is_number(value)}
+        for set_name, values in metrics.items()
         if isinstance(values, dict)
     }
-    return {name: with_intervals(values) for name, values in numbers.items() if "exact_accuracy" in values}
+    return {
+        set_name: with_intervals(values) for set_name, values in numbers.items() if "exact_accuracy" in values
+    }
 
 
 def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list[Any]:
@@ -176,7 +178,7 @@ def _build_command(folder: Path, *, name: str) -> str | None:
     if builder is None or builder["name"] not in builders():
         return None
     text = json.dumps(builder["arguments"], ensure_ascii=False)
-    are_options = all(re.fullmatch("[a-z][a-z_]*", name) for name in builder["arguments"])
+    are_options = all(re.fullmatch("[a-z][a-z_]*", argument) for argument in builder["arguments"])
     if not are_options or not text.isprintable() or "\\" in text:  # not safe in a shell command
         return None
     argv, comment = [f"python -m dataset.build {builder['name']} --output-dir {shlex.quote(name)}"], ""
@@ -188,15 +190,17 @@ def _build_command(folder: Path, *, name: str) -> str | None:
         if value is True:
             argv.append(option)
         elif isinstance(value, dict) and key == "options":  # option of reasoning_gym
-            argv += [option] * bool(value) + [shlex.quote(f"{name}={each}") for name, each in value.items()]
+            argv += [option] * bool(value) + [
+                shlex.quote(f"{task_option}={setting}") for task_option, setting in value.items()
+            ]
         elif isinstance(value, dict):  # {name of a file or a subset: digest}
             argv.append(f"{option} SOURCE")
             parts = [f"{part} (sha256 {str(digest)[:12]}...)" for part, digest in value.items()]
             comment = f"    # SOURCE: {', '.join(parts)}"
         elif value is not None and value is not False:
-            each = value if isinstance(value, list) else [value]
-            each = [_JOINED[key].join(map(str, each))] if key in _JOINED and each else each
-            argv += [f"{option} {shlex.quote(str(part))}" for part in each]
+            values = value if isinstance(value, list) else [value]
+            values = [_JOINED[key].join(map(str, values))] if key in _JOINED and values else values
+            argv += [f"{option} {shlex.quote(str(part))}" for part in values]
     return " ".join(argv) + comment
 
 

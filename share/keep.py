@@ -56,7 +56,7 @@ def keep(options: argparse.Namespace) -> None:
         raise ValueError(
             f"NAME {options.name!r} is not a valid folder name. Use letters, digits and _.+- only."
         )
-    goal = check_output_folder(
+    destination = check_output_folder(
         SHIPPED / options.name, mark=SHARED_WEIGHTS_FILE, maker="share keep", key="NAME"
     )
     checkpoint = find_checkpoint(options.run)
@@ -66,11 +66,11 @@ def keep(options: argparse.Namespace) -> None:
         )
     data = open_datasets(checkpoint.find_data(), splits=("test",), read_everything=False)
     dtype = choose_dtype(checkpoint, data, count=options.count)
-    with replaced_folder(goal) as folder:
-        kept = {"license": "apache-2.0", "dtype": dtype, "data_path": options.data_path}
-        write_files(folder, checkpoint, options.name, **kept)
-    size = (goal / SHARED_WEIGHTS_FILE).stat().st_size / 1e6
-    print(f"wrote {goal}: {size:.2f} MB of {dtype}. To load it, set checkpoint={options.name}.")
+    with replaced_folder(destination) as folder:
+        settings = {"license": "apache-2.0", "dtype": dtype, "data_path": options.data_path}
+        write_files(folder, checkpoint, options.name, **settings)
+    size = (destination / SHARED_WEIGHTS_FILE).stat().st_size / 1e6
+    print(f"wrote {destination}: {size:.2f} MB of {dtype}. To load it, set checkpoint={options.name}.")
 
 
 def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.dtype:
@@ -79,13 +79,13 @@ def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.
     Tries float8_e4m3fn, then float16, then float32. Compares the answers to `count` puzzles of each test set.
     """
     formats = ["float32", checkpoint.arch.forward_dtype]
-    expected = [answer(checkpoint, data, torch.float32, each, count=count) for each in formats]
+    expected = [answer(checkpoint, data, torch.float32, name, count=count) for name in formats]
     for dtype in _DTYPES:
-        for each, answers in zip(formats, expected, strict=True):
-            found = answer(checkpoint, data, dtype, each, count=count)
-            both = [name for name in answers if name in found]
-            changed = sum((found[name] != answers[name]).any() for name in both)
-            print(f"{dtype} weights change {changed} of {len(both)} answers, computed in {each}")
+        for forward_dtype, answers in zip(formats, expected, strict=True):
+            found = answer(checkpoint, data, dtype, forward_dtype, count=count)
+            both = [puzzle for puzzle in answers if puzzle in found]
+            changed = sum((found[puzzle] != answers[puzzle]).any() for puzzle in both)
+            print(f"{dtype} weights change {changed} of {len(both)} answers, computed in {forward_dtype}")
             if changed:
                 break
         else:
@@ -107,20 +107,23 @@ def answer(
     weights = load_weights(
         checkpoint
     ).items()  # not yet rounded to forward_dtype, unlike the weights in `model`
-    rounded = {name: each.to(dtype) if each.is_floating_point() else each for name, each in weights}
+    rounded = {name: weight.to(dtype) if weight.is_floating_point() else weight for name, weight in weights}
     model.network.load_state_dict(rounded)
     results = evaluate_split(
         model,
         data,
         global_batch_size=checkpoint.global_batch_size,
         outputs=["preds", "q_halt_logits"],
-        puzzles={name: choose_puzzles(each, count) for name, each in data.splits["test"].sets.items()},
+        puzzles={
+            set_name: choose_puzzles(puzzle_set, count)
+            for set_name, puzzle_set in data.splits["test"].sets.items()
+        },
     )
     return {
-        (name, number): tokens
-        for name, result in results.items()
-        for number, tokens in enumerate(result.outputs["preds"])
-        if not isinstance(model.network, Search) or result.outputs["q_halt_logits"][number] > 0
+        (set_name, index): tokens
+        for set_name, result in results.items()
+        for index, tokens in enumerate(result.outputs["preds"])
+        if not isinstance(model.network, Search) or result.outputs["q_halt_logits"][index] > 0
     }
 
 

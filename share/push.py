@@ -62,10 +62,12 @@ def push(options: argparse.Namespace) -> None:
     address = parse_address(f"hf://{options.repo}", kind="model")
     dry_run = options.dry_run
     if dry_run is not None:
-        goal = check_output_folder(dry_run, mark=SHARED_WEIGHTS_FILE, maker="share push", key="--dry-run")
+        destination = check_output_folder(
+            dry_run, mark=SHARED_WEIGHTS_FILE, maker="share push", key="--dry-run"
+        )
     checkpoint = find_checkpoint(options.run)
     if dry_run is not None:
-        with replaced_folder(goal) as folder:
+        with replaced_folder(destination) as folder:
             write_files(folder, checkpoint, address, license=options.license)
         print(f"wrote the files to {options.dry_run}. To load them, set checkpoint={options.dry_run}.")
         return
@@ -138,17 +140,17 @@ def write_files(
         "run": _shared_config(checkpoint) | ({"data_path": [data_path]} if data_path else {}),
     }
     num_weights = {"dense": 0, "of puzzles": 0}
-    for name, value in weights.items():
+    for name, tensor in weights.items():
         if not name.endswith("_init"):  # initial states are random, not trained
-            num_weights["of puzzles" if name.startswith("puzzle_emb.") else "dense"] += value.numel()
+            num_weights["of puzzles" if name.startswith("puzzle_emb.") else "dense"] += tensor.numel()
     values = {"shared": shared, "num_weights": num_weights, "state": state}
     names = [data_path] if data_path else _without_absolute_paths(checkpoint.data_paths, "data_path")
     values |= {"data_names": names}
     values["dtype"] = str(dtype).removeprefix("torch.")
     card = model_card(checkpoint, address=address, license=license, **values)
-    for name, value in weights.items():
-        if dtype is not None and value.is_floating_point():
-            weights[name] = value.to(dtype)
+    for name, tensor in weights.items():
+        if dtype is not None and tensor.is_floating_point():
+            weights[name] = tensor.to(dtype)
     save_file(weights, folder / SHARED_WEIGHTS_FILE, metadata={"format": "pt"})
     write_json(folder / SHARED_CONFIG_FILE, shared)
     if (trained := find_trained(checkpoint)) is not None:
@@ -177,9 +179,9 @@ def _without_absolute_paths(value: Any, key: str) -> Any:
             f"{CONFIG_FILE} of the checkpoint: {key} contains unprintable characters. It cannot be shared."
         )
     if isinstance(value, dict):
-        return {inner: _without_absolute_paths(each, inner) for inner, each in value.items()}
+        return {inner: _without_absolute_paths(item, inner) for inner, item in value.items()}
     if isinstance(value, list):
-        return [_without_absolute_paths(each, key) for each in value]
+        return [_without_absolute_paths(item, key) for item in value]
     if isinstance(value, str) and Path(value).is_absolute():
         return str(Path("data" if key == "data_path" else "", Path(value).name))
     return value

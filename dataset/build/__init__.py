@@ -29,7 +29,7 @@ def builders() -> dict[str, str]:
     Includes builders of imported plugins. Imports no builder.
     """
     found = dict(_OTHERS)
-    for folder in (each for each in Path(dataset.kinds.__file__).parent.iterdir() if each.is_dir()):
+    for folder in (entry for entry in Path(dataset.kinds.__file__).parent.iterdir() if entry.is_dir()):
         if (folder / "build.py").is_file():
             found[folder.name] = f"dataset.kinds.{folder.name}.build"
     for kind in defined("KIND"):

@@ -8,9 +8,9 @@ from runtime.command_line import one_line_errors
 
 
 def main(arguments: Sequence[str]) -> None:
-    kind, *words = arguments or [""]
+    kind, *options = arguments or [""]
     with one_line_errors(f"build {kind}" if kind.isidentifier() else "build"):
-        build_dataset(kind, words)
+        build_dataset(kind, options)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def read_columns(
     names: Sequence[str],
     *,
     read_others: bool = False,
-    given: str | None = None,
+    column_names: str | None = None,
     optional: Sequence[str] = (),
     is_grid: Callable[[str], bool] | None = None,
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
@@ -152,19 +152,22 @@ def read_columns(
     with grids are then `names`, in this order. Raises ValueError, with file and line, if the file is not
     valid.
 
-    names: Needed columns. read_others: Whether to yield all columns. given: Value of --columns, the names in
-    the file. optional: Columns that may be missing. is_grid: Function (text) -> whether it is a puzzle.
+    names: Needed columns. read_others: Whether to yield all columns. column_names: Value of --columns, the
+    names in the file. optional: Columns that may be missing. is_grid: Function (text) -> whether it is a
+    puzzle.
     """
-    optional = () if given and "," in given else optional
+    optional = () if column_names and "," in column_names else optional
     content = read_lines(path)
     first = next(content, "")
     reader = csv.reader(itertools.chain([first], content), delimiter=max(",;\t", key=first.count))
     try:
         header = next(reader, [])
-        if is_grid is not None and (grids := [i for i, field in enumerate(header) if is_grid(field)]):
+        if is_grid is not None and (
+            grids := [position for position, field in enumerate(header) if is_grid(field)]
+        ):
             positions, rows = dict(zip(names, grids, strict=False)), itertools.chain([header], reader)
         else:
-            positions, rows = _find_columns(header, names, given, where=f"{path}:1"), reader
+            positions, rows = _find_columns(header, names, column_names, where=f"{path}:1"), reader
         if missing := ", ".join(name for name in names if name not in positions.keys() | set(optional)):
             there = ", ".join(header)[:200] or "nothing"
             hint = "" if is_grid is None else " Pass their names with --columns QUESTION,ANSWER."
@@ -183,30 +186,32 @@ def read_columns(
 
 
 def _find_columns(
-    header: Sequence[str], names: Sequence[str], given: str | None, *, where: str
+    header: Sequence[str], names: Sequence[str], column_names: str | None, *, where: str
 ) -> dict[str, int]:
     """Finds columns in the first line of a table. Returns {name: position}.
 
     Names without a column are left out. Raises ValueError if two columns have the same name.
 
-    header: Texts of the first line. names: Columns to find. given: Their names in the file, separated by
-    commas, in the same order. If one is empty or missing, the usual names are searched. where: File and line,
-    for messages.
+    header: Texts of the first line. names: Columns to find. column_names: Their names in the file, separated
+    by commas, in the same order. If one is empty or missing, the usual names are searched. where: File and
+    line, for messages.
     """
     typed = [name.strip().lower() for name in header]
     there = {name: position for position, name in enumerate(typed)}
-    wanted = {name: (name, *_KNOWN.get(name, ())) for name in names}
-    wanted |= {
-        name: (own.strip().lower(),)
-        for name, own in zip(names, (given or "").split(","), strict=False)
-        if own
+    candidates = {name: (name, *_KNOWN.get(name, ())) for name in names}
+    candidates |= {
+        name: (title.strip().lower(),)
+        for name, title in zip(names, (column_names or "").split(","), strict=False)
+        if title
     }
-    found = {name: next((each for each in known if each in there), None) for name, known in wanted.items()}
-    repeated = [name for number, name in enumerate(header) if name in header[:number]]
-    repeated += [own for own in found.values() if typed.count(own) > 1]
+    found = {
+        name: next((title for title in known if title in there), None) for name, known in candidates.items()
+    }
+    repeated = [name for position, name in enumerate(header) if name in header[:position]]
+    repeated += [title for title in found.values() if typed.count(title) > 1]
     if repeated:
         raise ValueError(f"{where}: two columns are named {printable(repeated[0])!r}.")
-    return {name: there[own] for name, own in found.items() if own is not None}
+    return {name: there[title] for name, title in found.items() if title is not None}
 
 
 def expect(path: Path, lines: Sequence[int], is_valid: np.ndarray, message: str) -> None:
@@ -251,14 +256,14 @@ def parse_grids(
     """
     table, grids = np.full(256, 255, np.uint8), []
     table[list(map(ord, token_of))] = list(token_of.values())
-    for (name, texts), last in zip(columns.items(), largest, strict=False):
+    for (column, texts), last in zip(columns.items(), largest, strict=False):
         has_length = np.fromiter(map(len, texts), np.int64, len(texts)) == num_cells
         if not has_length.all():
             text = texts[int(np.argmin(has_length))]
             hint = _hint_of(text, num_cells, remark=remark)
-            check(has_length, f"the {name} {printable(text)[:40]!r} does not have {num_cells} cells{hint}")
+            check(has_length, f"the {column} {printable(text)[:40]!r} does not have {num_cells} cells{hint}")
         characters = np.frombuffer("".join(texts).encode("ascii", "replace"), np.uint8)
         grids.append(table[characters].reshape(-1, num_cells))
         known = ", ".join(repr(character) for character, token in token_of.items() if token <= last)
-        check((grids[-1] <= last).all(axis=1), f"the {name} has a character that is not one of {known}")
+        check((grids[-1] <= last).all(axis=1), f"the {column} has a character that is not one of {known}")
     return grids

@@ -99,8 +99,8 @@ def build_puzzles(
     """
     instead = {}
     if options.generate is None:
-        needed, goal = "train.csv and test.csv", options.output_dir
-        files = find_source_files(options.source, choose_puzzle_files, needed=needed, output_dir=goal)
+        needed, output_dir = "train.csv and test.csv", options.output_dir
+        files = find_source_files(options.source, choose_puzzle_files, needed=needed, output_dir=output_dir)
         instead["source"] = {path.name: sha256_of(path) for path in files}
         distinct = [
             _without_repeats(pairs, path, kind=kind) for path, pairs in zip(files, read(files), strict=True)
@@ -108,9 +108,11 @@ def build_puzzles(
         train, test = _split_files(files, distinct, thing=thing, seed=options.seed)
     else:
         train, test = generate()
-    asked = options.subsample_size, options.num_test
-    train = _keep(train, asked[0], "--subsample-size", "training", seed=options.seed, stream=_SUBSAMPLE)
-    test = _keep(test, asked[1], "--num-test", "test", seed=options.seed, stream=_TEST_SUBSAMPLE)
+    subset_sizes = options.subsample_size, options.num_test
+    train = _keep(
+        train, subset_sizes[0], "--subsample-size", "training", seed=options.seed, stream=_SUBSAMPLE
+    )
+    test = _keep(test, subset_sizes[1], "--num-test", "test", seed=options.seed, stream=_TEST_SUBSAMPLE)
     several_solutions = []
     if options.generate is None and has_several is not None:
         several_solutions = [
@@ -263,24 +265,26 @@ def draw_distinct(
     drawn = {}
     due = time.monotonic() + _FIRST_LINE_SECONDS
     for split, count in (("test", num_test), ("train", num_train)):
-        kept: list[np.ndarray] = []
+        distinct: list[np.ndarray] = []
         last_index = -1  # index of the call that gave the latest new puzzle
         with contextlib.closing(_draw_in_turn(functools.partial(draw, split))) as draws:
             for index, puzzles in enumerate(draws):
                 for puzzle in puzzles:
                     key = puzzle[0].tobytes()
-                    if key not in seen and len(kept) < count:
+                    if key not in seen and len(distinct) < count:
                         seen.add(key)
-                        kept.append(puzzle)
+                        distinct.append(puzzle)
                         last_index = index
-                if len(kept) >= count:
+                if len(distinct) >= count:
                     break
                 if time.monotonic() >= due:
-                    print(f"generated {len(kept)} of {count} {split} puzzles", file=sys.stderr, flush=True)
+                    print(
+                        f"generated {len(distinct)} of {count} {split} puzzles", file=sys.stderr, flush=True
+                    )
                     due = time.monotonic() + _LINE_SECONDS
                 if index - last_index >= max_misses:
                     raise ValueError(refusal.format(count=len(seen)))
-        drawn[split] = np.stack(kept)
+        drawn[split] = np.stack(distinct)
     return drawn["train"], drawn["test"]
 
 

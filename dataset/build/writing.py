@@ -108,29 +108,29 @@ def check_output_folder(
     None, this is not checked. mark: File that shows that `maker` made the folder. maker: Who makes such
     folders, for messages. key: Option that names the folder, for messages.
     """
-    goal, another = Path(os.path.realpath(folder)), f"Choose another {key}."
-    if goal.is_symlink():
+    destination, another = Path(os.path.realpath(folder)), f"Choose another {key}."
+    if destination.is_symlink():
         raise ValueError(f"{folder} is a symbolic link to itself. {another}")
-    if goal.exists() and not goal.is_dir():
+    if destination.exists() and not destination.is_dir():
         raise ValueError(f"{folder} is a file. {another}")
-    if goal.is_dir() and any(goal.iterdir()) and not (goal / mark).is_file():
+    if destination.is_dir() and any(destination.iterdir()) and not (destination / mark).is_file():
         raise ValueError(f"{folder} is not empty and was not made by {maker}. {another}")
-    made = read_builder(goal)
+    made = read_builder(destination)
     if builder is not None and made is not None and made["name"] != builder:
         raise ValueError(
             f"{folder} was made by dataset.build {made['name']}, not {builder}. Delete it, or choose another "
             f"{key}."
         )
-    if Path.cwd().is_relative_to(goal):
+    if Path.cwd().is_relative_to(destination):
         advice = f"Change to another directory, or choose another {key}."
         raise ValueError(f"cannot replace {folder}: it contains the current directory. {advice}")
-    if os.path.ismount(goal):
+    if os.path.ismount(destination):
         raise ValueError(f"{folder} is a mount point and cannot be replaced. Choose a folder in it.")
-    above = next(path for path in goal.parents if path.exists())
-    for path in (goal, above) if goal.exists() else (above,):
+    above = next(path for path in destination.parents if path.exists())
+    for path in (destination, above) if destination.exists() else (above,):
         if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
             raise ValueError(f"cannot write into {path}. {another}")
-    return goal
+    return destination
 
 
 def _write(folder: Path, splits: dict[str, Split], *, identifiers: list[str], extra_files: dict) -> None:
@@ -141,20 +141,21 @@ def _write(folder: Path, splits: dict[str, Split], *, identifiers: list[str], ex
         write_json(folder / split / METADATA, values)
         assert load_metadata(folder, split) == data.metadata
         assert set(data.metadata.sets) == set(data.sets)
-        for name in data.metadata.sets:  # `load_metadata` has checked that no name leads to another folder
+        # `load_metadata` has checked that no name leads to another folder.
+        for set_name in data.metadata.sets:
             for field in fields_of(data.metadata.augmentation):
-                array = getattr(data.sets[name], field)
-                np.save(array_path(folder, split, name, field), array, allow_pickle=False)
+                array = getattr(data.sets[set_name], field)
+                np.save(array_path(folder, split, set_name, field), array, allow_pickle=False)
     write_json(folder / IDENTIFIERS, identifiers)
-    for name, content in extra_files.items():  # in one line: they contain thousands of numbers
-        write_json(folder / name, content, indent=None)
+    for file_name, content in extra_files.items():  # in one line: they contain thousands of numbers
+        write_json(folder / file_name, content, indent=None)
 
 
 def _write_manifest(
     folder: Path, splits: dict[str, Split], *, builder: dict, several_solutions: Sequence[str]
 ) -> None:
     counts = {
-        split: {name: puzzle_set.num_examples for name, puzzle_set in data.sets.items()}
+        split: {set_name: puzzle_set.num_examples for set_name, puzzle_set in data.sets.items()}
         for split, data in splits.items()
     }
     files = {
@@ -166,13 +167,13 @@ def _write_manifest(
 
 
 @contextlib.contextmanager
-def _scratch_folder(goal: Path) -> Iterator[Path]:
-    """Context manager that yields an empty folder next to `goal` for temporary files. Removes it at the end.
+def _scratch_folder(destination: Path) -> Iterator[Path]:
+    """Context manager that yields an empty folder next to `destination` for temporary files.
 
-    A lock file keeps other processes out. If an earlier process was killed while it replaced `goal`, restores
-    `goal` first.
+    Removes the folder at the end. A lock file keeps other processes out. If an earlier process was killed
+    while it replaced `destination`, restores `destination` first.
     """
-    scratch = goal.with_name(f"{goal.name}.unfinished")
+    scratch = destination.with_name(f"{destination.name}.unfinished")
     if scratch.exists() and any(scratch.iterdir()) and not (scratch / _LOCK).exists():
         raise ValueError(
             f"cannot create {scratch}: a folder of that name exists, and no builder made it. Move or delete "
@@ -184,18 +185,23 @@ def _scratch_folder(goal: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # other errors: the file system has no locks, so continue without one
             if isinstance(error, BlockingIOError):
-                raise ValueError(f"another process is writing {goal}. Wait until it has finished.") from None
+                raise ValueError(
+                    f"another process is writing {destination}. Wait until it has finished."
+                ) from None
         try:
-            _clear_up(scratch, goal)
+            _clear_up(scratch, destination)
             yield scratch
         finally:
-            _clear_up(scratch, goal)
+            _clear_up(scratch, destination)
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _clear_up(scratch: Path, goal: Path) -> None:
-    """Removes the temporary folders `new` and `old`. If `goal` is missing, first moves `old` back to it."""
-    if (scratch / "old").exists() and (scratch / "new").exists() and not goal.exists():
-        (scratch / "old").rename(goal)
+def _clear_up(scratch: Path, destination: Path) -> None:
+    """Removes the temporary folders `new` and `old`.
+
+    If `destination` is missing, first moves `old` back to it.
+    """
+    if (scratch / "old").exists() and (scratch / "new").exists() and not destination.exists():
+        (scratch / "old").rename(destination)
     for name in ("new", "old"):
         shutil.rmtree(scratch / name, ignore_errors=True)

@@ -140,7 +140,7 @@ def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
         return cells.reshape(-1, num_columns)
     num_columns = math.isqrt(len(cells))
     if num_columns**2 != len(cells):
-        num_columns = next(number for number in range(_MAX_COLUMNS, 0, -1) if len(cells) % number == 0)
+        num_columns = next(width for width in range(_MAX_COLUMNS, 0, -1) if len(cells) % width == 0)
     return cells.reshape(-1, num_columns)
 
 
@@ -164,9 +164,9 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
     symbols: Symbol of each token. If empty, the symbol of a token is its number.
     """
     names = list(symbols)[:vocab_size] or [str(token) for token in range(vocab_size)]
-    token_of = {name: token for token, name in enumerate(names)}
+    token_of = {symbol: token for token, symbol in enumerate(names)}
     cells = text.split()
-    if not all(cell in token_of for cell in cells) and all(len(name) == 1 for name in names):
+    if not all(cell in token_of for cell in cells) and all(len(symbol) == 1 for symbol in names):
         cells = [character for character in text if character in token_of or not character.isspace()]
     if unknown := [cell for cell in cells if cell not in token_of]:
         known = " ".join(names) if len(names) <= 40 else f"{' '.join(names[:20])} ... {names[-1]}"
@@ -261,9 +261,9 @@ class RowEvaluator:
         checks = {"exact": is_exact, **self._check(answers.inputs, answers.preds), "count": True}
         tasks = answers.puzzle_identifiers if self._tasks else np.zeros_like(answers.puzzle_identifiers)
         has_label, num_tasks = counts.any(axis=1), max(len(self._tasks), 1)
-        for name, is_passed in checks.items():
+        for check, is_passed in checks.items():
             passed = np.bincount(tasks[has_label & is_passed], minlength=num_tasks)
-            self._passed[set_name, name] = self._passed.get((set_name, name), 0) + passed
+            self._passed[set_name, check] = self._passed.get((set_name, check), 0) + passed
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
         return self._check(inputs, preds).get("valid")
@@ -277,12 +277,14 @@ class RowEvaluator:
             for key, passed in part.items():
                 self._total[key] = self._total.get(key, 0) + passed
         return {
-            set_name: {f"{self._kind}/{name}": value for name, value in self._shares(set_name).items()}
+            set_name: {f"{self._kind}/{metric}": value for metric, value in self._shares(set_name).items()}
             for set_name in self._sets()
         }
 
     def _sets(self) -> list[str]:
-        return [set_name for (set_name, name), rows in self._total.items() if name == "count" and rows.any()]
+        return [
+            set_name for (set_name, check), rows in self._total.items() if check == "count" and rows.any()
+        ]
 
     def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
         """Returns {"<check>_accuracy": fraction of the examples, "count": number of examples} of a set.
@@ -290,10 +292,14 @@ class RowEvaluator:
         tasks: Index of the task to count. If not given, all tasks.
         """
         of_set = {
-            name: int(rows[tasks].sum()) for (own, name), rows in self._total.items() if own == set_name
+            check: int(rows[tasks].sum())
+            for (counted_set, check), rows in self._total.items()
+            if counted_set == set_name
         }
         count = of_set.pop("count")
-        return {f"{name}_accuracy": number / count for name, number in of_set.items()} | {"count": count}
+        return {f"{check}_accuracy": num_passed / count for check, num_passed in of_set.items()} | {
+            "count": count
+        }
 
     def write(self, folder: Path) -> None:
         """Writes tasks.json with the accuracy of each task, if there are several tasks.
@@ -362,7 +368,7 @@ def kind_names() -> list[str]:
 
     Imports none of them.
     """
-    here = [each.name for each in pkgutil.iter_modules(dataset.kinds.__path__) if each.name != "kind"]
+    here = [module.name for module in pkgutil.iter_modules(dataset.kinds.__path__) if module.name != "kind"]
     return here + [kind.name for kind in defined("KIND") if kind.name not in here]
 
 

@@ -62,8 +62,8 @@ class ArcPuzzle(Puzzle):
             raise ValueError(f"the task has a grid of {self.task.largest} rows or columns. {field}")
         sides = {"tokens": self.tokens, "solution": self.solution}
         laid = {
-            name: None if tokens is None else grid_tokens(_cut_out(tokens), size=size)
-            for name, tokens in sides.items()
+            side: None if tokens is None else grid_tokens(_cut_out(tokens), size=size)
+            for side, tokens in sides.items()
         }
         return dataclasses.replace(self, **laid)
 
@@ -73,18 +73,18 @@ class ArcPuzzle(Puzzle):
         It belongs to the training puzzle that contains all demonstrations of the task. Augmented copies of
         puzzles are not searched.
         """
-        wanted = {pair.key for pair in self.task.train}
+        demonstrations = {pair.key for pair in self.task.train}
         for puzzle_set in training.sets.values():
             for puzzle in puzzle_set.group_indices[:-1].tolist():
                 rows = np.arange(*puzzle_set.puzzle_indices[puzzle : puzzle + 2])
-                if len(rows) < len(wanted):
+                if len(rows) < len(demonstrations):
                     continue
                 inputs, labels = puzzle_set.read(rows, np.full(len(rows), puzzle))
                 pairs = (
-                    Pair(_cut_out(given), _cut_out(label))
-                    for given, label in zip(inputs, labels, strict=True)
+                    Pair(_cut_out(input_tokens), _cut_out(label_tokens))
+                    for input_tokens, label_tokens in zip(inputs, labels, strict=True)
                 )
-                if wanted <= {pair.key for pair in pairs}:
+                if demonstrations <= {pair.key for pair in pairs}:
                     return int(puzzle_set.puzzle_identifiers[puzzle])
         return None
 

@@ -147,11 +147,11 @@ def build(options: argparse.Namespace) -> None:
 
     if num_repeats := len(found) - len(tasks):
         print(f"repeated tasks, with the same content and used once: {num_repeats}")
-    given = sum(len(task.train if task.subset in evaluated else task.pairs) for task in tasks)
-    if num_repeats := given - sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks):
+    num_pairs = sum(len(task.train if task.subset in evaluated else task.pairs) for task in tasks)
+    if num_repeats := num_pairs - sum(len(training_pairs(task, evaluated=evaluated)) for task in tasks):
         print(f"repeated training pairs of a task, used once: {num_repeats}")
-    num_variants = [len(each) - 1 for each in transforms]
-    if not options.dihedral and (num_few := sum(number < options.num_aug for number in num_variants)):
+    num_variants = [len(task_transforms) - 1 for task_transforms in transforms]
+    if not options.dihedral and (num_few := sum(count < options.num_aug for count in num_variants)):
         few = f"tasks with fewer than {options.num_aug} different variants"
         print(f"{few}: {num_few}, at least {min(num_variants)}")
     print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {sets['train'].num_examples} examples")
@@ -172,8 +172,8 @@ def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
         tasks, num_larger = tasks + found, num_larger + num
     subsets = sorted({task.subset for task in tasks})
     usual = [_EVALUATED] if _EVALUATED in subsets or all(task.has_outputs for task in tasks) else []
-    evaluated = sorted({name.removeprefix("arc-agi_") for name in options.evaluate or usual})
-    if missing := [name for name in evaluated if name not in subsets]:
+    evaluated = sorted({subset.removeprefix("arc-agi_") for subset in options.evaluate or usual})
+    if missing := [subset for subset in evaluated if subset not in subsets]:
         raise ValueError(f"--evaluate {missing[0]}: no such subset, only {', '.join(subsets)}.")
     if max_size is None:
         return tasks, evaluated
@@ -222,7 +222,7 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
             digests[task.subset].update(len(part).to_bytes(8, "big") + part)
     source = {subset: digest.hexdigest() for subset, digest in digests.items()}
     arguments = recorded(options, {"source": source, "evaluate": evaluated})
-    return {name: value for name, value in arguments.items() if name not in _LATER or value is not None}
+    return {option: value for option, value in arguments.items() if option not in _LATER or value is not None}
 
 
 def _lay_out_sets(
@@ -236,7 +236,7 @@ def _lay_out_sets(
     tasks for the test split. size: Rows and columns of a token array.
     """
     # The identifiers of each task's puzzles; 0 is blank.
-    ends = np.cumsum([len(each) for each in transforms])
+    ends = np.cumsum([len(task_transforms) for task_transforms in transforms])
     identifiers = np.split(np.arange(1, 1 + ends[-1], dtype=np.int32), ends[:-1])
     train, test = [], []  # (pairs, transforms, translations, identifiers) of each task
     for task, variants, of_variants in zip(tasks, transforms, identifiers, strict=True):
@@ -267,7 +267,7 @@ def _digests(tasks: list[Task], transforms: list[np.ndarray]) -> np.ndarray:
     It is 0 for identifier 0, which has no task.
     """
     of_tasks = np.array([task.digest for task in tasks], np.uint64)
-    return np.append(np.uint64(0), of_tasks.repeat([len(each) for each in transforms]))
+    return np.append(np.uint64(0), of_tasks.repeat([len(task_transforms) for task_transforms in transforms]))
 
 
 def _test_puzzles(tasks: Iterable[Task]) -> dict:

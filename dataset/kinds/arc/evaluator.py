@@ -113,15 +113,22 @@ class ArcEvaluator:
         Raises ValueError if the name of a puzzle in a test set does not belong to one of these tasks.
         """
         sets = open_split(folder, "test").sets
-        identifiers = {name: np.unique(puzzle_set.puzzle_identifiers) for name, puzzle_set in sets.items()}
+        identifiers = {
+            set_name: np.unique(puzzle_set.puzzle_identifiers) for set_name, puzzle_set in sets.items()
+        }
         used = np.unique(np.concatenate(list(identifiers.values())))
         names = read_every_name(folder, metadata)
         has_own = (folder / TEST_PUZZLES).exists()
         self._tasks = load_tasks(folder) if has_own else _tasks_in(sets.values(), names)
         self._views = Views(folder, names, tasks=self._tasks, used=used)
-        tasks_of_set = {name: set(self._views.tasks[each].tolist()) for name, each in identifiers.items()}
+        tasks_of_set = {
+            set_name: set(self._views.tasks[set_identifiers].tolist())
+            for set_name, set_identifiers in identifiers.items()
+        }
         in_no_set = set(range(len(self._tasks))).difference(*tasks_of_set.values())
-        self._tasks_of_set = {name: sorted(each | in_no_set) for name, each in tasks_of_set.items()}
+        self._tasks_of_set = {
+            set_name: sorted(set_tasks | in_no_set) for set_name, set_tasks in tasks_of_set.items()
+        }
         self._num_unknown = 0  # rows without a test input of their task
         self._votes, self._total = Votes(), Votes()  # of this rank; of all ranks (set in `metrics`)
 
@@ -160,25 +167,25 @@ class ArcEvaluator:
 
         Raises ValueError for an example with an unknown input. partials: Results of `partial` on all ranks.
         """
-        if num_unknown := sum(number for _, number in partials):
+        if num_unknown := sum(count for _, count in partials):
             shown = f"{num_unknown} test examples match no test input of their task in {TEST_PUZZLES}"
             raise ValueError(f"{shown}. Build the dataset again.")
         self._total = Votes()
         for votes, _ in partials:
             self._total.merge(votes)
-        return {name: self._scores(name, count) for name, count in self._total.count().items()}
+        return {set_name: self._scores(set_name, count) for set_name, count in self._total.count().items()}
 
     def _scores(self, set_name: str, num_votes: int) -> dict[str, float]:
-        numbers = self._tasks_of_set[set_name]
+        task_indices = self._tasks_of_set[set_name]
         num_solved, scores = dict.fromkeys(PASSES, 0), {k: [] for k in PASSES}  # {K: pass@K of each task}
         num_inputs = 0
-        for number in numbers:
-            task = self._tasks[number]
+        for task_index in task_indices:
+            task = self._tasks[task_index]
             ranks = []  # number of grids before the right one
             for grid, output in zip(task.inputs, task.outputs, strict=True):
                 if output == arc.EMPTY:  # unknown
                     continue
-                ranked = self._total.ranked([TestInput(set_name, number, task.index_of[grid])])
+                ranked = self._total.ranked([TestInput(set_name, task_index, task.index_of[grid])])
                 if self.only_answered and not ranked:
                     continue
                 ranks.append(ranked.index(output) if output in ranked else math.inf)
@@ -203,17 +210,17 @@ class ArcEvaluator:
         grid, it fills both attempts. If there is none, both are [[0]].
         """
         submission = {
-            task.name: [self._attempts(number, task.index_of[grid]) for grid in task.inputs]
-            for number, task in enumerate(self._tasks)
+            task.name: [self._attempts(index, task.index_of[grid]) for grid in task.inputs]
+            for index, task in enumerate(self._tasks)
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / SUBMISSION_FILE, submission, indent=None)
 
     def _attempts(self, task: int, test_input: int) -> dict[str, list[list[int]]]:
-        ranked = self._total.ranked(TestInput(name, task, test_input) for name in self._tasks_of_set)
+        ranked = self._total.ranked(TestInput(set_name, task, test_input) for set_name in self._tasks_of_set)
         grids = [to_lists(grid) for grid in ranked[:_NUM_ATTEMPTS] if grid != arc.EMPTY] or [_NO_ANSWER]
         return {
-            f"attempt_{number + 1}": grids[min(number, len(grids) - 1)] for number in range(_NUM_ATTEMPTS)
+            f"attempt_{attempt + 1}": grids[min(attempt, len(grids) - 1)] for attempt in range(_NUM_ATTEMPTS)
         }
 
 
@@ -241,13 +248,16 @@ def load_tasks(folder: Path) -> list[EvaluatedTask]:
         content = read_json(path)
         if not isinstance(content, dict) or not content:
             raise ValueError(f"{path} is not a JSON object of tasks")
-        own = {"subset": "test", "source": path, "needs_outputs": False}
-        tests = {name: arc.parse_task(content[name], task_id=name, **own).test for name in sorted(content)}
+        arguments = {"subset": "test", "source": path, "needs_outputs": False}
+        tests = {
+            task_id: arc.parse_task(content[task_id], task_id=task_id, **arguments).test
+            for task_id in sorted(content)
+        }
     except PointerFileError:
         raise
     except ValueError as error:
         raise ValueError(f"{error}. Build the dataset again.") from None
-    return [_evaluated_task(name, pairs) for name, pairs in tests.items()]
+    return [_evaluated_task(task_id, pairs) for task_id, pairs in tests.items()]
 
 
 def _evaluated_task(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> EvaluatedTask:
@@ -302,14 +312,14 @@ class Views:
         self._colors = np.zeros((count, VOCAB_SIZE), np.uint8)  # color of each token
         for identifier in used.tolist():
             try:
-                task_id, (number, *colors) = parse_variant_name(names[identifier])
+                task_id, (dihedral_index, *colors) = parse_variant_name(names[identifier])
                 index = index_of[task_id]
             except (ValueError, KeyError):
                 where = f"{folder / IDENTIFIERS}: {names[identifier]!r}, identifier {identifier}"
                 problem = f"is in the test split, but is not a variant of a task in {TEST_PUZZLES}"
                 raise ValueError(f"{where}, {problem}. Build the dataset again.") from None
             self.tasks[identifier] = index
-            self._dihedral[identifier] = DIHEDRAL_INVERSES[number]
+            self._dihedral[identifier] = DIHEDRAL_INVERSES[dihedral_index]
             self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(arc.NUM_COLORS)
 
     def undo(self, grid: np.ndarray, identifier: int) -> bytes:

@@ -78,14 +78,16 @@ def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tu
     seen: set[bytes] = set()  # inputs
     unused = {name: list(family.rules) for name, family in FAMILIES.items()}
     for index in range(count):
-        number, family_index = divmod(index, len(FAMILIES))
-        name, draw = list(FAMILIES)[family_index], _Draw(seed, index)
-        rule = draw.choose(unused[name] or FAMILIES[name].rules)
-        unused[name] = [other for other in unused[name] if other != rule]
-        pairs = _draw_pairs(FAMILIES[name], rule, draw, seen)
+        task_number, family_index = divmod(index, len(FAMILIES))
+        family_name, draw = list(FAMILIES)[family_index], _Draw(seed, index)
+        rule = draw.choose(unused[family_name] or FAMILIES[family_name].rules)
+        unused[family_name] = [other for other in unused[family_name] if other != rule]
+        pairs = _draw_pairs(FAMILIES[family_name], rule, draw, seen)
         seen.update(grid_bytes(pair.input) for pair in pairs)
         demonstrations, tests = pairs[:NUM_DEMONSTRATIONS], pairs[NUM_DEMONSTRATIONS:]
-        generated.append((Task(f"{name}_{number}", subset, "generated", demonstrations, tests), rule))
+        generated.append(
+            (Task(f"{family_name}_{task_number}", subset, "generated", demonstrations, tests), rule)
+        )
     return generated
 
 
@@ -105,10 +107,10 @@ def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> t
             if does_something and (key := grid_bytes(grid)) not in seen:
                 pairs[key] = pair
         drawn = tuple(pairs.values())
-        shown, asked = drawn[:NUM_DEMONSTRATIONS], drawn[NUM_DEMONSTRATIONS:]
-        differ = len({grid_bytes(pair.output) for pair in shown}) == len(shown)
+        demonstrations, tests = drawn[:NUM_DEMONSTRATIONS], drawn[NUM_DEMONSTRATIONS:]
+        differ = len({grid_bytes(pair.output) for pair in demonstrations}) == len(demonstrations)
         if differ and all(
-            family.explains(other, asked) for other in family.rules if family.explains(other, shown)
+            family.explains(other, tests) for other in family.rules if family.explains(other, demonstrations)
         ):
             return drawn
     raise AssertionError(f"{rule} has no task with determined tests")
@@ -210,10 +212,10 @@ def _count(grid: np.ndarray, color: int, size: int, of_answer: int, layout: str)
     """
     padded = np.pad(grid == color, 1)
     is_first = padded[1:-1, 1:-1] & ~padded[:-2, 1:-1] & ~padded[1:-1, :-2]  # nothing above, nothing left
-    number = np.count_nonzero(is_first & (padded[2:, 1:-1] == (size == 2)))
+    num_objects = np.count_nonzero(is_first & (padded[2:, 1:-1] == (size == 2)))
     if layout == "diagonal":
-        return np.eye(number, dtype=np.uint8) * np.uint8(of_answer)
-    return np.full((1, number) if layout == "row" else (number, 1), of_answer, np.uint8)
+        return np.eye(num_objects, dtype=np.uint8) * np.uint8(of_answer)
+    return np.full((1, num_objects) if layout == "row" else (num_objects, 1), of_answer, np.uint8)
 
 
 def _draw_dots(draw: _Draw, color: int, *_: Any) -> np.ndarray:

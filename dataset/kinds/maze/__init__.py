@@ -69,10 +69,10 @@ def read_puzzles(text: str) -> list[Puzzle]:
     '#', '+', '-' and '|' are walls. Space and '.' are open cells. S is the start. G or E is the goal. Raises
     ValueError if the maze is not valid.
     """
-    for number, row in enumerate(text.splitlines(), 1):
+    for row_number, row in enumerate(text.splitlines(), 1):
         if unknown := next((cell for cell in row if TOKEN_OF.get(cell, rules.PATH) == rules.PATH), None):
             raise ValueError(
-                f"row {number} of the maze has {unknown!r}. Use '#', ' ' (or '.'), S and G (or E)."
+                f"row {row_number} of the maze has {unknown!r}. Use '#', ' ' (or '.'), S and G (or E)."
             )
     cells = to_cells(text)
     if len(cells) < 4 or math.isqrt(len(cells)) ** 2 != len(cells):

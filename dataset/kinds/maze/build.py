@@ -35,7 +35,7 @@ def build(options: argparse.Namespace) -> None:
         thing="maze",
         augmentation="square",
         vocab_size=rules.VOCAB_SIZE,
-        read=functools.partial(_read, given=getattr(options, "columns", None)),
+        read=functools.partial(_read, column_names=getattr(options, "columns", None)),
         generate=lambda: _generate(options),
         draw_transforms=(lambda num_groups: numbers.repeat(num_groups, axis=0)) if options.aug else None,
     )
@@ -99,17 +99,17 @@ def _draw(split: str, index: int, *, seed: int, **maze: int | bool) -> np.ndarra
     return rules.draw_mazes(seed, stream=GENERATE[split], index=index, **maze)[:, None]
 
 
-def _read(files: Sequence[Path], *, given: str | None) -> list[np.ndarray]:
+def _read(files: Sequence[Path], *, column_names: str | None) -> list[np.ndarray]:
     """Reads pairs (maze, answer) from CSV files. Returns tokens, uint8 [n, 2, cells], of each file.
 
-    Warns about answers that are not the published path. given: Value of --columns.
+    Warns about answers that are not the published path. column_names: Value of --columns.
     """
     read, num_cells, num_others, names = [], 0, 0, ("question", "answer")
     for path in files:
         parts = []
-        for lines, columns in sources.read_columns(path, names, given=given, is_grid=_is_maze):
+        for lines, columns in sources.read_columns(path, names, column_names=column_names, is_grid=_is_maze):
             check = functools.partial(sources.expect, path, lines)
-            columns = {name: list(map(to_cells, texts)) for name, texts in columns.items()}
+            columns = {column: list(map(to_cells, texts)) for column, texts in columns.items()}
             if not num_cells:
                 num_cells = len(columns["question"][0])
                 is_square = num_cells >= 4 and math.isqrt(num_cells) ** 2 == num_cells

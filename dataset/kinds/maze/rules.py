@@ -200,7 +200,7 @@ def _dig_perfect_mazes(heights: np.ndarray) -> np.ndarray:
         rows, columns = np.divmod(cells[is_dug], size)
         inside[rows, columns, mazes[is_dug]] = time
         beside = (times[:-2, 1:-1], times[2:, 1:-1], times[1:-1, :-2], times[1:-1, 2:])
-        num_dug = sum((each > 0).astype(np.int8) for each in beside)
+        num_dug = sum((neighbor_times > 0).astype(np.int8) for neighbor_times in beside)
         can_be_dug = ((num_dug == 1) & (inside == 0)).reshape(heights.shape)
         since = sum(beside).reshape(heights.shape).astype(np.int64)  # when the one dug neighbor was dug
         keys = np.where(can_be_dug, since << 16 | heights, 0)

@@ -38,11 +38,11 @@ _MOST_NAMED = 10  # maximum number of tasks that are printed
 
 
 def build(options: argparse.Namespace) -> None:
-    needed, goal = "its files of pairs", options.output_dir
-    files = find_source_files(options.source, choose_files, needed=needed, output_dir=goal)
-    given = {} if options.fields is None else {"fields": options.fields}
-    pairs, others = read_pairs(files, **given)
-    if not given:
+    needed, output_dir = "its files of pairs", options.output_dir
+    files = find_source_files(options.source, choose_files, needed=needed, output_dir=output_dir)
+    arguments = {} if options.fields is None else {"fields": options.fields}
+    pairs, others = read_pairs(files, **arguments)
+    if not arguments:
         del options.fields  # so that older commands give the same manifest
     if others:
         print(printable(f"fields not used: {', '.join(others)}"))
@@ -136,12 +136,12 @@ def write_pairs(
     vocabulary = _vocabulary(pairs, is_square="dihedral" in options.symmetries)
     names = sorted({pair.task for pair in pairs})
     tasks = names if len(names) > 1 else []
-    number_of = {task: number for number, task in enumerate(tasks, 1)}
+    identifier_of = {task: identifier for identifier, task in enumerate(tasks, 1)}
 
     def lay_out(members: list[Pair], **augmented: Any) -> Split:
         return make_split(
             np.array([[vocabulary.tokens_of(grid) for grid in pair[:2]] for pair in members]),
-            identifiers=np.array([number_of.get(pair.task, 0) for pair in members]),
+            identifiers=np.array([identifier_of.get(pair.task, 0) for pair in members]),
             vocab_size=FIRST_SYMBOL + len(vocabulary.symbols),
             num_identifiers=1 + len(tasks),
             symbols=vocabulary.symbols,
@@ -170,15 +170,15 @@ def write_pairs(
 
 def _fitting(pairs: list[Pair], max_size: tuple[int, int] | None) -> list[Pair]:
     """Removes repeated pairs and pairs larger than `max_size` (rows, columns). Prints how many."""
-    kept = list({pair[:4]: pair for pair in reversed(pairs)}.values())[::-1]
-    if num_repeats := len(pairs) - len(kept):
+    distinct = list({pair[:4]: pair for pair in reversed(pairs)}.values())[::-1]
+    if num_repeats := len(pairs) - len(distinct):
         print(f"repeated pairs, used once: {num_repeats}")
     if max_size is None:
-        return kept
-    fitting = [pair for pair in kept if all(map(int.__le__, _size_of([pair]), max_size))]
+        return distinct
+    fitting = [pair for pair in distinct if all(map(int.__le__, _size_of([pair]), max_size))]
     if not fitting:
         raise ValueError(f"--max-size {max_size[0]}x{max_size[1]}: no pair is so small.")
-    if num_larger := len(kept) - len(fitting):
+    if num_larger := len(distinct) - len(fitting):
         print(f"pairs larger than {max_size[0]}x{max_size[1]}, left out: {num_larger}")
     return fitting
 
@@ -239,7 +239,9 @@ def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
     tested = {(pair.task, pair.input) for pair in splits["test"]}
     is_leak = [pair for pair in splits["train"] if (pair.task, pair.input) in tested]
     warn_of(is_leak, "are for training, but their inputs are also in the test split")
-    num_outputs = Counter((task, grid) for task, grid, _ in {(p.task, p.input, p.output) for p in pairs})
+    num_outputs = Counter(
+        (task, grid) for task, grid, _ in {(pair.task, pair.input, pair.output) for pair in pairs}
+    )
     doubtful = [pair for pair in pairs if num_outputs[pair.task, pair.input] > 1]
     warn_of(doubtful, "have an input with several outputs, so no model can get all of them right")
 
@@ -304,7 +306,7 @@ def free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
     if unknown := [symbol for symbol in named if symbol not in vocabulary.symbols]:
         there = f"the symbols are {vocabulary.list_symbols()}"
         raise ValueError(f"--fixed-symbols {fixed!r}: {unknown[0]!r} is in no pair ({there}).")
-    free = [number for number, symbol in enumerate(vocabulary.symbols) if symbol not in named]
+    free = [index for index, symbol in enumerate(vocabulary.symbols) if symbol not in named]
     if len(free) < 2:
         raise ValueError(
             "--symmetries symbols needs at least two symbols that are not fixed, to exchange them."

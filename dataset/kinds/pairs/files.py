@@ -39,7 +39,7 @@ Cells = tuple[tuple[str, ...], ...]
 FIELDS = ("input", "output", "task", "split")
 _GRIDS = FIELDS[:2]
 _TABLES = (".jsonl", ".ndjson", ".csv", ".tsv")
-_ENDINGS = (*_TABLES, *(f"{each}.gz" for each in _TABLES), ".xlsx", ".parquet", ".json", ".json.gz")
+_ENDINGS = (*_TABLES, *(f"{ending}.gz" for ending in _TABLES), ".xlsx", ".parquet", ".json", ".json.gz")
 # A list as Python or numpy prints it, and an item of one.
 _BRACKETED = re.compile(r"(?:[\w.]+(?=\())?(\[.*\]|[({].*[,\s].*[)}])", re.DOTALL)
 _PRINTED = re.compile(r"""-?\d+\.?\d*|'[^']*'|"[^"]*\"""")
@@ -76,8 +76,8 @@ def choose_files(names: Sequence[str]) -> list[str]:
     members = defaultdict(list)
     for name in found:
         members[_stem(name)].append(name)
-    for each in members.values():
-        _check_pieces(each)
+    for shards in members.values():
+        _check_pieces(shards)
     if not members.keys() & set(SPLITS):
         if len(members) != 1:
             either = "train.jsonl and test.jsonl, or one file of all pairs"
@@ -100,7 +100,7 @@ def _check_pieces(names: list[str]) -> None:
             raise ValueError(f"has both {first} and {others[0]}. Remove one of them.")
         return
     num = int(match[1])
-    if [each and int(each[0][1:6]) for each in map(_SHARD.search, names)] != [*range(num)]:
+    if [shard and int(shard[0][1:6]) for shard in map(_SHARD.search, names)] != [*range(num)]:
         raise ValueError(f"has {len(names)} of the {num} shards {printable(first)}, ... All are needed.")
 
 
@@ -128,7 +128,7 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
             try:
                 if not isinstance(row, dict):
                     raise ValueError('not a pair, {"input": grid, "output": grid}')
-                if missing := [name for name in fields if name not in row]:
+                if missing := [field for field in fields if field not in row]:
                     there = ", ".join(printable(str(field))[:_MOST_SHOWN] for field in [*row][:_MOST_FIELDS])
                     hint = "Pass the names of both fields with --fields INPUT,OUTPUT."
                     if read in (_csv_rows, _sheet_rows):
@@ -136,7 +136,7 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
                     raise ValueError(f"no {missing[0]}, only {there or 'nothing'}. {hint}")
                 grids = {ours: row[name] for ours, name in zip(_GRIDS, fields, strict=True)}
                 is_cell = read in (_csv_rows, _sheet_rows)
-                grids = {ours: _parse_list(value, ours, is_cell=is_cell) for ours, value in grids.items()}
+                grids = {ours: _parse_list(grid, ours, is_cell=is_cell) for ours, grid in grids.items()}
                 pair = parse_pair(row | grids, where=f"{path}:{line}")
                 if split and pair.split not in ("", split):
                     raise ValueError(f"its split is {pair.split!r}, but the file is of the {split} split")
@@ -175,8 +175,8 @@ def _without_separators(pairs: list[Pair]) -> list[Pair]:
         return tuple(row[::2] for row in grid) if any(" " in row for row in grid) else grid
 
     changed = [pair._replace(input=stripped(pair.input), output=stripped(pair.output)) for pair in pairs]
-    number = sum(new != pair for new, pair in zip(changed, pairs, strict=True))
-    print(f"spaces separate the symbols in {number} of {len(pairs)} pairs")
+    num_changed = sum(new != pair for new, pair in zip(changed, pairs, strict=True))
+    print(f"spaces separate the symbols in {num_changed} of {len(pairs)} pairs")
     return changed
 
 
@@ -190,42 +190,42 @@ def parse_pair(row: dict, *, where: str) -> Pair:
             raise ValueError(f"no {field}")
     names = {}
     for field in ("task", "split"):
-        name = row.get(field)
-        name = "" if name is None else name
-        if not isinstance(name, str) or not name.isprintable():
-            raise ValueError(f"the {field} is {_shown(name)}, not a printable text")
-        names[field] = name
+        text = row.get(field)
+        text = "" if text is None else text
+        if not isinstance(text, str) or not text.isprintable():
+            raise ValueError(f"the {field} is {_shown(text)}, not a printable text")
+        names[field] = text
     if names["split"] not in ("", *SPLITS):
         raise ValueError(f"the split is {_shown(names['split'])}, neither train nor test")
     grids = [_parse_grid(row[field], field) for field in _GRIDS]
     return Pair(*grids, names["task"], names["split"], where)
 
 
-def _parse_grid(value: Any, name: str) -> Cells:
-    if isinstance(value, str):
-        value = value.strip("\r\n").splitlines()
-    if not isinstance(value, list):
-        raise ValueError(f"the {name} is {_shown(value)}, neither a grid nor a text")
-    if len(value) + sum(len(row) for row in value if isinstance(row, (list, str))) > _MOST_CELLS:
-        raise ValueError(f"the {name} has more than {_MOST_CELLS:,} cells")
-    if value and not any(isinstance(row, (list, str)) for row in value):
-        value = [value]  # a flat list is a sequence
+def _parse_grid(grid: Any, field: str) -> Cells:
+    if isinstance(grid, str):
+        grid = grid.strip("\r\n").splitlines()
+    if not isinstance(grid, list):
+        raise ValueError(f"the {field} is {_shown(grid)}, neither a grid nor a text")
+    if len(grid) + sum(len(row) for row in grid if isinstance(row, (list, str))) > _MOST_CELLS:
+        raise ValueError(f"the {field} has more than {_MOST_CELLS:,} cells")
+    if grid and not any(isinstance(row, (list, str)) for row in grid):
+        grid = [grid]  # a flat list is a sequence
     rows = []
-    for number, row in enumerate(value, 1):
+    for row_number, row in enumerate(grid, 1):
         if not isinstance(row, (list, str)):
-            raise ValueError(f"row {number} of the {name} is {_shown(row)}, neither a list nor a text")
+            raise ValueError(f"row {row_number} of the {field} is {_shown(row)}, neither a list nor a text")
         cells = characters(row) if isinstance(row, str) else row
-        rows.append(tuple(_parse_symbol(cell, name) for cell in cells))
-    size_of(rows, f"the {name}")
+        rows.append(tuple(_parse_symbol(cell, field) for cell in cells))
+    size_of(rows, f"the {field}")
     return tuple(rows)
 
 
-def _parse_symbol(cell: Any, name: str) -> str:
+def _parse_symbol(cell: Any, field: str) -> str:
     if isinstance(cell, bool) or not isinstance(cell, (int, str)) or cell == "":
-        raise ValueError(f"the {name} has the cell {_shown(cell)}, neither a text nor an integer")
+        raise ValueError(f"the {field} has the cell {_shown(cell)}, neither a text nor an integer")
     symbol = unicodedata.normalize("NFC", str(cell))
     if not is_printable(symbol) or "\ufffd" in symbol or (len(symbol) > 1 and " " in symbol):
-        raise ValueError(f"the {name} has the cell {_shown(cell)}, not a printable symbol without spaces")
+        raise ValueError(f"the {field} has the cell {_shown(cell)}, not a printable symbol without spaces")
     return symbol
 
 
@@ -234,13 +234,13 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def _parse_list(value: Any, name: str, *, is_cell: bool) -> Any:
+def _parse_list(value: Any, field: str, *, is_cell: bool) -> Any:
     """Converts the text of a table cell that starts with "[" from JSON to a list.
 
     Returns other values unchanged. Raises ValueError for invalid JSON, and for a list as Python or numpy
     prints it, such as "[1 2]". Otherwise such a list would be read as symbols.
 
-    name: "input" or "output", for messages. is_cell: Whether the value is a cell of a CSV or Excel table.
+    field: "input" or "output", for messages. is_cell: Whether the value is a cell of a CSV or Excel table.
     """
     if not isinstance(value, str):
         return value
@@ -250,11 +250,11 @@ def _parse_list(value: Any, name: str, *, is_cell: bool) -> Any:
             return parse_json(text, where="it")
         except ValueError:
             remedy = 'A cell that starts with "[" must be a JSON list. Write a text into a .jsonl file.'
-            raise ValueError(f"the {name} is {_shown(value)}. {remedy}") from None
+            raise ValueError(f"the {field} is {_shown(value)}. {remedy}") from None
     found = _BRACKETED.fullmatch(text)
     items = [item for item in re.split(r"[\s,:()[\]{}]+", found[1] if found else "") if item]
     if items and all(map(_PRINTED.fullmatch, items)):
-        raise ValueError(f"the {name} is {_shown(value)}, a list within a text. Write the list itself.")
+        raise ValueError(f"the {field} is {_shown(value)}, a list within a text. Write the list itself.")
     return value
 
 
@@ -297,30 +297,30 @@ def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
             names = {column: str(name) for column, name in enumerate(header) if name is not None}
             if len({*names.values()}) < len(names):
                 raise ValueError("two columns have the same name")
-            for number, row in rows:
-                if any(value is not None for value in row):
-                    texts = {name: _text_of(row[at], f"{path}:{number}") for at, name in names.items()}
-                    yield number, texts
+            for line, row in rows:
+                if any(cell is not None for cell in row):
+                    texts = {name: _text_of(row[at], f"{path}:{line}") for at, name in names.items()}
+                    yield line, texts
     except Exception as error:  # the parser raises almost anything on damaged bytes
         if isinstance(error, (MissingFileError, PointerFileError)) or str(error).startswith(f"{path}:"):
             raise
         raise ValueError(f"{path} cannot be read as Excel ({' '.join(str(error).split())})") from None
 
 
-def _text_of(value: Any, where: str) -> str:
+def _text_of(cell: Any, where: str) -> str:
     """Returns the text of an Excel cell, "" if it is empty.
 
     Raises ValueError if Excel has changed the text that was typed, for example to a date. where: File and
     row.
     """
-    if isinstance(value, float) and value.is_integer() and abs(value) < 10**_MOST_DIGITS:
-        value = int(value)
-    if value is None or isinstance(value, str):
-        return value or ""
-    if isinstance(value, bool) or not isinstance(value, int) or len(str(abs(value))) > _MOST_DIGITS:
+    if isinstance(cell, float) and cell.is_integer() and abs(cell) < 10**_MOST_DIGITS:
+        cell = int(cell)
+    if cell is None or isinstance(cell, str):
+        return cell or ""
+    if isinstance(cell, bool) or not isinstance(cell, int) or len(str(abs(cell))) > _MOST_DIGITS:
         advice = "Excel has changed what was typed. Format the column as text, and type it again."
-        raise ValueError(f"{where}: the cell is {_shown(value)}, a {type(value).__name__}. {advice}")
-    return str(value)
+        raise ValueError(f"{where}: the cell is {_shown(cell)}, a {type(cell).__name__}. {advice}")
+    return str(cell)
 
 
 def _import(package: str, path: Path) -> ModuleType:
@@ -333,12 +333,12 @@ def _import(package: str, path: Path) -> ModuleType:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
     parquet = _import("pyarrow.parquet", path)
-    number = 0
+    row_number = 0
     try:
         with open_regular(path) as opened:
             fields = parquet.read_schema(opened)
             texts = [field.name for field in fields if str(field.type) in ("string", "large_string")]
-            if repeated := [name for name in fields.names if fields.names.count(name) > 1]:
+            if repeated := [column for column in fields.names if fields.names.count(column) > 1]:
                 raise ValueError(f"two columns are named {printable(repeated[0])!r}")
             file = parquet.ParquetFile(opened, read_dictionary=texts)  # equal texts are stored once
             groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
@@ -349,8 +349,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
                 raise ValueError(f"it has more than {_MOST_VALUES:,} values in a row group")
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
                 for row in range(batch.num_rows):
-                    number += 1
-                    yield number, {name: batch[name][row].as_py() for name in fields.names}
+                    row_number += 1
+                    yield row_number, {column: batch[column][row].as_py() for column in fields.names}
     except Exception as error:  # the parser raises almost anything on damaged bytes
         if isinstance(error, (MissingFileError, PointerFileError)):
             raise

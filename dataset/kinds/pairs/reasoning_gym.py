@@ -84,18 +84,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def build(options: argparse.Namespace) -> None:
-    given = dict(options.options or ())
-    pairs = _generate(options.task, given, size=options.size, seed=options.seed)
-    write_pairs(pairs, options, builder="reasoning_gym", instead={"options": given, "package": _PACKAGE})
+    task_options = dict(options.options or ())
+    pairs = _generate(options.task, task_options, size=options.size, seed=options.seed)
+    write_pairs(
+        pairs, options, builder="reasoning_gym", instead={"options": task_options, "package": _PACKAGE}
+    )
 
 
 class _List(argparse.Action):
     """The option --list: prints the tasks of the package with their options, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        for name, summary in TASKS.items():
-            options = " ".join(f"{key}={value}" for key, value in _defaults(name).items())
-            print(f"{name:15} {summary}\n{'':15} {options}")
+        for task, summary in TASKS.items():
+            options = " ".join(f"{key}={value}" for key, value in _defaults(task).items())
+            print(f"{task:15} {summary}\n{'':15} {options}")
         sys.exit()
 
 
@@ -125,12 +127,12 @@ def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> 
     Raises ValueError if the options are not valid, or if the task gives too few different pairs.
     """
     defaults = _defaults(task)
-    if unknown := [name for name in options if name not in defaults]:
+    if unknown := [option for option in options if option not in defaults]:
         raise ValueError(f"--options: {task} has no {unknown[0]}, only {', '.join(defaults)}.")
     dataset_type, config_type = _registry()[task]
     # The package adds the index of a puzzle to the seed, so use seeds that are far apart. Its boards are
     # texts that numpy prints. These print options keep numpy from shortening them.
-    own_seed = int(random_bits(seed, stream=_SEED, index=0, count=1)[0])
+    package_seed = int(random_bits(seed, stream=_SEED, index=0, count=1)[0])
     found: dict[tuple, Pair] = {}
     last_error, num_misses = "", 0
     with (
@@ -138,7 +140,7 @@ def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> 
         contextlib.redirect_stdout(sys.stderr),
     ):
         try:
-            puzzles = dataset_type(config_type(**options, seed=own_seed, size=1))
+            puzzles = dataset_type(config_type(**options, seed=package_seed, size=1))
         except _FAILURES as error:
             raise ValueError(f"--options: {task} refuses them: {error or type(error).__name__}") from error
         for index in itertools.count():

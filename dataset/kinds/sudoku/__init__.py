@@ -67,13 +67,13 @@ class SudokuPuzzle(Puzzle):
     def remark(self) -> str | None:
         question = np.maximum(self.tokens.astype(int) - _EMPTY, 0).tolist()
         try:
-            number = count_solutions(question, box=self.box, limit=_MOST_SOLUTIONS)
+            count = count_solutions(question, box=self.box, limit=_MOST_SOLUTIONS)
         except TooHardError as error:
             return str(error)
-        if not number:
+        if not count:
             raise ValueError("the puzzle has no solution. Check its clues.")
-        several = f"this puzzle has {number if number < _MOST_SOLUTIONS else f'at least {number}'} solutions"
-        return None if number == 1 else several
+        several = f"this puzzle has {count if count < _MOST_SOLUTIONS else f'at least {count}'} solutions"
+        return None if count == 1 else several
 
 
 def read_puzzles(text: str) -> list[Puzzle]:
@@ -110,9 +110,9 @@ def _puzzle(grid: GridText) -> SudokuPuzzle:
             f"row {row + 1} has the digit {cell}, but {size}x{size} cells take 1 to {SYMBOLS[size - 1]}"
         )
     counts = (digits[unit_cells(box)][:, :, None] == np.arange(1, size + 1)).sum(axis=1)
-    for number, digit in np.argwhere(counts > 1):
-        name = f"{('row', 'column', 'box')[number // size]} {number % size + 1}"
-        raise ValueError(f"the clues contradict each other: {name} has the digit {SYMBOLS[digit]} twice")
+    for unit, digit in np.argwhere(counts > 1):
+        unit_name = f"{('row', 'column', 'box')[unit // size]} {unit % size + 1}"
+        raise ValueError(f"the clues contradict each other: {unit_name} has the digit {SYMBOLS[digit]} twice")
     answer = (
         None if grid.answer is None else np.array([SYMBOLS.find(cell) for cell in grid.answer]) + _DIGIT_1
     )

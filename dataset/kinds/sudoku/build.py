@@ -74,9 +74,9 @@ def check_options(options: argparse.Namespace) -> None:
     else:
         refuse_options(options, ("clues",), "--generate, not for --source")
     size = math.prod(rules.BOXES[options.box])
-    for name in ("clues", "easier"):
-        if (clues := getattr(options, name)) and clues[1] > size**2:
-            raise ValueError(f"--{name}: a {size}x{size} grid has only {size**2} cells, not {clues[1]}.")
+    for option in ("clues", "easier"):
+        if (clues := getattr(options, option)) and clues[1] > size**2:
+            raise ValueError(f"--{option}: a {size}x{size} grid has only {size**2} cells, not {clues[1]}.")
     if options.materialize and not options.num_aug:
         raise ValueError("--materialize has no effect without --num-aug. Remove it, or pass --num-aug.")
 
@@ -135,8 +135,8 @@ def _has_several_solutions(tokens: np.ndarray, *, box: rules.Box) -> bool:
 def _draw(
     split: str, index: int, *, seed: int, box: rules.Box, clues: tuple[int, int] | None
 ) -> list[np.ndarray]:
-    wanted = None if clues is None else range(clues[0], clues[1] + 1)
-    puzzle = rules.generate_puzzle(seed, stream=GENERATE[split], index=index, box=box, clues=wanted)
+    clue_range = None if clues is None else range(clues[0], clues[1] + 1)
+    puzzle = rules.generate_puzzle(seed, stream=GENERATE[split], index=index, box=box, clues=clue_range)
     return [] if puzzle is None else [np.array(puzzle, np.uint8)]
 
 
@@ -186,7 +186,9 @@ def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndar
     if least is not None:
         names.append("rating")
     read = [np.empty((0, 2, size**2), np.uint8)]
-    for lines, columns in _tables(path, names, num_cells=size**2, given=getattr(options, "columns", None)):
+    for lines, columns in _tables(
+        path, names, num_cells=size**2, column_names=getattr(options, "columns", None)
+    ):
         check = functools.partial(sources.expect, path, lines)
         remark = f". Check --box {box[0]}x{box[1]}"
         form = {"num_cells": size**2, "token_of": _DIGIT_OF, "remark": remark}
@@ -218,17 +220,19 @@ def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndar
 
 
 def _tables(
-    path: Path, names: Sequence[str], *, num_cells: int, given: str | None
+    path: Path, names: Sequence[str], *, num_cells: int, column_names: str | None
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
     """Reads a CSV file or a list of Sudokus. Yields (line numbers, {column: texts}) for chunks of puzzles.
 
-    The column answer may be missing. names: Needed columns. given: Value of --columns.
+    The column answer may be missing. names: Needed columns. column_names: Value of --columns.
     """
     if sources.is_table(path):
         is_grid = functools.partial(is_grid_of, num_cells=num_cells)
-        tables = sources.read_columns(path, names, given=given, optional=["answer"], is_grid=is_grid)
+        tables = sources.read_columns(
+            path, names, column_names=column_names, optional=["answer"], is_grid=is_grid
+        )
         for lines, columns in tables:
-            grids = [columns[name] for name in names[:2] if name in columns]
+            grids = [columns[column] for column in names[:2] if column in columns]
             if num_cells > 81 or any(len(text) != num_cells for grid in grids for text in grid):
                 rows = [in_symbols(*row, num_cells=num_cells) for row in zip(*grids, strict=True)]
                 columns |= dict(zip(names, zip(*rows, strict=True), strict=False))

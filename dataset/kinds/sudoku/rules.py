@@ -139,15 +139,15 @@ def _solutions(
     not yet removed from their row, column and box. guesses: Iterator that limits the guesses. Each guess
     takes one item. If no item is left, raises TooHardError.
     """
-    whole, units, peers = _bitboards(box)
-    unplaced = whole if unplaced is None else unplaced
+    all_cells, units, peers = _bitboards(box)
+    unplaced = all_cells if unplaced is None else unplaced
     while True:
         once = twice = thrice = 0  # cells with at least so many digits left
         for cells in candidates:
             thrice |= twice & cells
             twice |= once & cells
             once |= cells
-        if once != whole:
+        if once != all_cells:
             return
         if not unplaced:
             yield candidates
@@ -208,12 +208,12 @@ def generate_puzzle(
     stream, index: Select the random numbers (`dataset.randomness`). clues: Range of the number of clues. If
     the puzzle has fewer, clues are added (`with_more_clues`). If it has more, returns None.
     """
-    whole, _, _ = _bitboards(box)
-    num_cells, size = whole.bit_length(), box[0] * box[1]
+    all_cells, _, _ = _bitboards(box)
+    num_cells, size = all_cells.bit_length(), box[0] * box[1]
     bits = random_bits(seed, stream=stream, index=index, count=num_cells * (size + 2) + 1)
     bits, clue_bits = np.split(bits, [num_cells * (size + 1)])
     digit_orders = random_orders(bits[num_cells:].reshape(num_cells, size)).tolist()
-    answer = next(_solutions([whole] * size, box, digit_orders=digit_orders))
+    answer = next(_solutions([all_cells] * size, box, digit_orders=digit_orders))
     candidates, empty = list(answer), 0
     is_large = size > _LARGEST_MINIMAL
     most_empty = num_cells - clues[0] if is_large and clues is not None else num_cells
@@ -246,7 +246,7 @@ def with_more_clues(
     grid: The solution, which gives the clues. bits: Random uint64 [1 + cells].
     """
     num_clues = sum(digit > 0 for digit in question)
-    fitting = [number for number in clues if number >= num_clues]
+    fitting = [count for count in clues if count >= num_clues]
     if not fitting:
         return None
     drawn, result = fitting[random_below(bits[:1], len(fitting)).item()], list(question)

@@ -66,24 +66,26 @@ def read_grids(text: str) -> list[GridText]:
     if "{" in text:
         raise ValueError("it is not a list of puzzles with a character for each cell")
     lines = list(_lines(text))
-    found = [(number, _whole_grids(line)) for number, line in lines]
+    found = [(number, _complete_grids(line)) for number, line in lines]
     if any(grids for _, grids in found):
         grids = []
-        for index, (number, of_line) in enumerate(found):
+        for index, (line_number, of_line) in enumerate(found):
             if not of_line and index:  # the first line may name columns
-                raise ValueError(f"line {number} has no Sudoku. It must have one of {list_sizes()} cells.")
-            grids += [(number, cells) for cells in of_line]
+                raise ValueError(
+                    f"line {line_number} has no Sudoku. It must have one of {list_sizes()} cells."
+                )
+            grids += [(line_number, cells) for cells in of_line]
     else:
         rows = [(number, "".join(_split_cells(line))) for number, line in _without_frames(lines)]
         grids = _join(rows)
     puzzles: list[GridText] = []
-    for number, cells in grids:
+    for line_number, cells in grids:
         (cells,) = in_symbols(cells, num_cells=len(cells))
         before = puzzles[-1] if puzzles else None
         if before and before.answer is None and "." in before.cells and _answers(before.cells, cells):
             puzzles[-1] = dataclasses.replace(before, answer=cells)
         else:
-            puzzles.append(GridText(number, cells))
+            puzzles.append(GridText(line_number, cells))
     return puzzles
 
 
@@ -94,14 +96,14 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
     cells, also the lines of [State], the solution.
     """
     section, state = "puzzle", []
-    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
+    for line_number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
         line = line.partition("#")[0].strip()
         if heading := re.fullmatch(r"\[([A-Za-z ]+)\]", line):
             section = heading[1].lower()
         elif line and section == "puzzle" and not _TITLE.fullmatch(line):
-            yield number, line
+            yield line_number, line
         elif line and section == "state":
-            state.append((number, line))
+            state.append((line_number, line))
     if not any(set("".join(line for _, line in state)) & set(EMPTY_CELLS)):
         yield from state
 
@@ -112,18 +114,18 @@ def _split_cells(text: str) -> Sequence[str]:
     Otherwise, every character is a cell.
     """
     text = re.sub(r"[]|[]", " ", text)
-    separator = next((each for each in "\t;," if each in text), None)
+    separator = next((character for character in "\t;," if character in text), None)
     fields, known = [field.strip() for field in text.split(separator)], _SIZES | BOX_OF.keys()
     if fields and not fields[-1] and len(fields) not in known:  # a separator at the end
         fields.pop()
     lengths = set(map(len, fields))
     if len(fields) in known and 1 in lengths and lengths <= {0, 1, 2}:
-        numbers = {str(number): symbol for number, symbol in enumerate(SYMBOLS, 1)}
+        numbers = {str(digit): symbol for digit, symbol in enumerate(SYMBOLS, 1)}
         return [numbers.get(field, field) or "." for field in fields]
     return _BETWEEN.sub("", text)
 
 
-def _whole_grids(line: str) -> list[str]:
+def _complete_grids(line: str) -> list[str]:
     """Returns the complete Sudoku grids in a line of text: fields of the line, or the line itself."""
     fields = [field.strip("\"'") for field in _BETWEEN.split(line)]
     joined = "".join(_split_cells(line))
@@ -151,7 +153,7 @@ def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
     Keeps all lines if they form a square, because "-" may then be an empty cell.
     """
-    rows = [(number, line) for number, line in lines if not _FRAME.fullmatch(line)]
+    rows = [(line_number, line) for line_number, line in lines if not _FRAME.fullmatch(line)]
     if len(lines) in _SIZES and all(len(line) == len(lines) for _, line in lines):
         return lines
     return rows
