@@ -1,10 +1,11 @@
 """Reads and writes configs as plain YAML. Reading them imports and executes nothing."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pydantic
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from config.architecture import architectures
 from config.published import rename_old_keys
@@ -21,9 +22,15 @@ def config_to_yaml(config: pydantic.BaseModel) -> str:
 
 def load_defaults(name: str) -> dict[str, Any]:
     """Returns the values of config/<name>.yaml, such as arch/hrm. The values of `pretrain` lack `arch`."""
+    return OmegaConf.to_container(_read_defaults(name), resolve=True)
+
+
+@functools.cache
+def _read_defaults(name: str) -> DictConfig:
+    """Reads config/<name>.yaml once in a process. Parsing takes 20 ms, and every config needs it."""
     values = OmegaConf.load(FOLDER / f"{name}.yaml")
     values.pop("defaults", None)
-    return OmegaConf.to_container(values, resolve=True)
+    return values
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
