@@ -13,10 +13,10 @@ FIND_LINKS = $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.f
 INSTALL = $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(if $(INDEX),--default-index $(INDEX)) \
     -c constraints.txt $(if $(FIND_LINKS),--find-links $(FIND_LINKS))
 
-# Three workers for two cores: while one worker waits for a program that it started, the others compute. The tests of a
-# module and their fixtures stay on one worker until another worker is idle. Rewritten asserts are stored for the next run,
-# because rewriting takes 3 s per worker.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal
+# Two workers for two cores: fast tests seldom wait, and a worker imports for 5 s. The tests of a module and their fixtures
+# stay on one worker until another worker is idle. Rewritten asserts are stored for the next run, because rewriting takes
+# 3 s per worker.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # If the home folder is not writable, as in some containers, put the cache of uv into .venv.
 ifneq ($(shell test -w "$(or $(XDG_CACHE_HOME),$(HOME))" || echo no),)
@@ -61,7 +61,7 @@ notebook: setup ## open docs/quickstart.ipynb in the browser; installs Jupyter
 	$(BIN)/jupyter notebook docs/quickstart.ipynb
 
 test: setup ## all tests except test-system
-	$(PYTEST) -n 4 --ignore tests/system  # many of the slow ones wait: for a timeout, a server, torchrun
+	$(PYTEST) -n 3 --ignore tests/system  # many of the slow ones wait: for a timeout, a server, torchrun
 
 test-fast: setup ## the fast tests, in about one minute
 	$(PYTEST) --ignore tests/system -m "not slow"

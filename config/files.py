@@ -1,10 +1,11 @@
 """Reads and writes configs as plain YAML. Reading them imports and executes nothing."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pydantic
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from config.architecture import architectures
 from config.published import rename_old_keys
@@ -24,9 +25,15 @@ def load_defaults(name: str) -> dict[str, Any]:
 
     The values of "pretrain" have no `arch`.
     """
+    return OmegaConf.to_container(_read_defaults(name), resolve=True)
+
+
+@functools.cache
+def _read_defaults(name: str) -> DictConfig:
+    """Reads config/<name>.yaml once in a process. Parsing takes 20 ms, and every config needs it."""
     values = OmegaConf.load(FOLDER / f"{name}.yaml")
     values.pop("defaults", None)
-    return OmegaConf.to_container(values, resolve=True)
+    return values
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:

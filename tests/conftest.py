@@ -46,10 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = [*itertools.chain(*shares), *rest]
 
 
+# Every program that a test calls or starts has as many threads.
+os.environ.setdefault("OMP_NUM_THREADS", os.environ.get("TEST_THREADS", "1"))
+
+gc.disable()  # imports leave millions of objects and no garbage: the collector takes a tenth of their time
+
+
 def pytest_collection_finish() -> None:
     """What has been imported is never garbage: the collector need not look at it in every test."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which tests send, and nohup lets all processes ignore
@@ -61,9 +67,18 @@ def no_plugins(monkeypatch):
     from runtime import plugins
 
     monkeypatch.setattr(plugins, "_loaded", {})
+    before = len(sys.modules)
     yield
-    for name in [name for name in sys.modules if name.startswith("plugin_")]:
-        del sys.modules[name]
+    if len(sys.modules) > before:
+        for name in [name for name in sys.modules if name.startswith("plugin_")]:
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _configs_are_parsed_once() -> None:
+    from tests.parsing import parse_once
+
+    parse_once()
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,13 @@
 The server that ranks are forked from (`tests.ranks`) imports this module. It starts no thread. Composing
 builds the tables of Hydra's parser and finds its plugins, which takes longer than a run of ten steps.
 """
+# ruff: noqa: E402
+
+import gc
+
+gc.disable()  # imports leave no garbage: the collector takes a tenth of their time
 
 import encodings.idna  # noqa: F401
-import gc
 import multiprocessing.synchronize  # noqa: F401
 import sys
 
@@ -28,7 +32,10 @@ from config.compose import compose_config
 from config.files import load_defaults
 from config.programs import EvaluateConfig
 from config.schema import PretrainConfig
+from tests.parsing import parse_once
 from tests.tiny import OVERRIDES
+
+parse_once()
 
 for schema, words in (
     (PretrainConfig, ("arch=hrm", "data_path='a b'", "checkpoint_path=run", "evaluators=[]", *OVERRIDES)),
@@ -38,4 +45,5 @@ for schema, words in (
     compose_config(schema)
 for name in ("pretrain", *(f"arch/{each}" for each in architectures())):
     load_defaults(name)  # which keeps what it has read
+gc.enable()
 gc.freeze()  # what is here is never garbage: the collector of a rank need not touch it, nor copy its pages

@@ -1,6 +1,7 @@
 """Sudoku sets built in this process, and CSV files to build them from."""
 
 import csv
+import functools
 import gzip
 import os
 from collections.abc import Iterable
@@ -51,10 +52,15 @@ def source_rows(count: int, *, stream: int = 0) -> list[list[str]]:
     """Rows of a 2x2 source: '.' and '0' both stand for empty cells, and row i has rating i."""
     rows = []
     for index in range(count):
-        grids = generate_puzzle(0, stream=stream, index=index, box=(2, 2))
+        grids = _puzzle(stream, index)
         question, answer = ("".join(map(str, grid)) for grid in grids)
         rows.append(["made here", question.replace("0", ".0"[index % 2]), answer, str(index)])
     return rows
+
+
+@functools.cache
+def _puzzle(stream: int, index: int) -> tuple[list[int], list[int]]:
+    return generate_puzzle(0, stream=stream, index=index, box=(2, 2))
 
 
 def write_csv(

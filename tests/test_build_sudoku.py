@@ -70,22 +70,22 @@ def test_a_killed_builder_leaves_no_process(tmp_path):
 
 
 def test_variants_are_of_their_original_and_never_test_puzzles(tmp_path):
-    sets = build(tmp_path / "data", "--generate", 300, "--box", "2x2", "--num-aug", 40)
+    sets = build(tmp_path / "data", "--generate", 100, "--box", "2x2", "--num-aug", 40)
     train = sets["train"]
     assert not set(rows_of(train.inputs)) & set(rows_of(sets["test"].inputs))
     assert are_solved(train.labels - 1, box=(2, 2)).all()
     assert ((train.inputs == 1) | (train.inputs == train.labels)).all()
-    num_clues = (train.inputs > 1).sum(axis=1).reshape(300, 41)
+    num_clues = (train.inputs > 1).sum(axis=1).reshape(100, 41)
     assert (num_clues == num_clues[:, :1]).all()
     assert all(count_solutions(question, box=(2, 2)) == 1 for question in (train.inputs[:500] - 1).tolist())
     assert len(set(rows_of(train.inputs[:41]))) > 30  # a puzzle's variants differ
-    originals = build(tmp_path / "originals", "--generate", 300, "--box", "2x2")["train"]
+    originals = build(tmp_path / "originals", "--generate", 100, "--box", "2x2")["train"]
     assert np.array_equal(train.inputs[::41], originals.inputs)
 
 
-@pytest.mark.parametrize(("box", "count", "num_aug"), [("2x2", 300, 40), ("2x3", 20, 5)])
+@pytest.mark.parametrize(("box", "count", "num_aug"), [("2x2", 60, 40), ("2x3", 10, 5)])
 def test_variants_are_the_same_as_transforms_and_written_out(tmp_path, box, count, num_aug):
-    arguments = ["--generate", count, "--box", box, "--num-aug", num_aug]
+    arguments = ["--generate", count, "--num-test", 5, "--box", box, "--num-aug", num_aug]
     made = build(tmp_path / "transforms", *arguments)["train"]
     build(tmp_path / "full", *arguments, "--materialize")
     written = open_split(tmp_path / "full", "train")
@@ -102,7 +102,7 @@ def test_variants_are_the_same_as_transforms_and_written_out(tmp_path, box, coun
 
 
 def test_every_puzzle_has_an_easier_example(tmp_path):
-    arguments = ["--generate", 300, "--box", "2x2", "--num-aug", 3]
+    arguments = ["--generate", 100, "--box", "2x2", "--num-aug", 3]
     plain, sets = (
         build(tmp_path / "plain", *arguments),
         build(tmp_path / "data", *arguments, "--easier", "7-9"),
@@ -116,19 +116,19 @@ def test_every_puzzle_has_an_easier_example(tmp_path):
     assert np.array_equal(train.labels, plain["train"].labels.repeat(2, axis=0))
     assert ((questions == 1) | (questions == easier)).all()
     assert ((easier == 1) | (easier == train.labels[1::2])).all()
-    num_clues = (easier > 1).sum(axis=1).reshape(300, 4)
+    num_clues = (easier > 1).sum(axis=1).reshape(100, 4)
     assert set(num_clues.ravel().tolist()) == {7, 8, 9}
     assert (num_clues == num_clues[:, :1]).all()  # those of the variants are variants of the original's
 
 
 def test_easier_examples_are_no_test_puzzles(tmp_path):
-    arguments = ["--generate", 500, "--num-test", 1000, "--box", "2x2", "--clues", "13-14", "--num-aug", 3]
-    sets = build(tmp_path / "data", *arguments, "--easier", "14-14")
+    arguments = ["--generate", 150, "--num-test", 300, "--box", "2x2", "--clues", "14-15", "--num-aug", 3]
+    sets = build(tmp_path / "data", *arguments, "--easier", "15-15")
     held_out, train = set(rows_of(sets["test"].inputs)), sets["train"].inputs
     assert not held_out & set(rows_of(train))
-    num_clues = (train > 1).sum(axis=1).reshape(500, 4, 2)
-    assert (num_clues[:, 0, 1] == 13).any()  # here an easier one was, and the puzzle stands in its place
-    assert (num_clues[:, :, 1] == 14).mean() > 0.9
+    num_clues = (train > 1).sum(axis=1).reshape(150, 4, 2)
+    assert (num_clues[:, 0, 1] == 14).any()  # here an easier one was, and the puzzle stands in its place
+    assert (num_clues[:, :, 1] == 15).mean() > 0.9
 
 
 def test_chunks_do_not_change_the_variants(tmp_path, source, monkeypatch):

@@ -15,13 +15,13 @@ from tests.sudoku_source import files_of, source_rows, write_csv
 
 # Of each command what it prints, and a digest: another one means that datasets of a seed change.
 _COMMANDS = {
-    "sudoku --generate 150 --box 2x2 --num-aug 3": (
-        "train: 150 puzzles of 4x4 and 3 variants of each, 600 examples\ntest: 100 puzzles\nwrote ",
-        "d6547b5d89a2c68d",
+    "sudoku --generate 60 --num-test 40 --box 2x2 --num-aug 3": (
+        "train: 60 puzzles of 4x4 and 3 variants of each, 240 examples\ntest: 40 puzzles\nwrote ",
+        "3f757a2b3e3da475",
     ),
-    "sudoku --generate 10 --box 2x3": (
+    "sudoku --generate 10 --num-test 5 --box 2x3": (
         "train: 10 puzzles of 6x6 and 0 variants of each, 10 examples\n",
-        "16784c9a982d9d99",
+        "8096bc283bec517a",
     ),
     "sudoku --source SOURCE/sudoku.csv --box 2x2": ("train: 18 puzzles of 4x4", "28a772abfdd1a1e8"),
     "maze --generate 30 --size 7 --aug": (

@@ -48,20 +48,20 @@ def test_a_compiler_that_fails_is_one_line_and_auto_does_without(tmp_path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", ["auto", True])
-def test_a_damaged_library_in_the_cache_ends_the_run(tmp_path, monkeypatch, capsys, choice):
+def test_a_damaged_library_in_the_cache_ends_the_run(tmp_path, monkeypatch, capsys):
     """It does not continue without compilation, because its numbers would differ."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     assert find_compiler_failure(_CPU) is None
     (library,) = tmp_path.glob("*/*.main.so")
     os.truncate(library, 100)
-    with pytest.raises(SystemExit):
-        compilation.compiles_on_all_ranks(choice, _CPU, num_steps=10**9)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(
-        f"error: {library.name} in the compiler's cache is damaged (cannot read file data), "
-    )
-    assert line.endswith(f"Delete the folder {tmp_path}, and start again.")
+    for choice in ("auto", True):
+        with pytest.raises(SystemExit):
+            compilation.compiles_on_all_ranks(choice, _CPU, num_steps=10**9)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(
+            f"error: {library.name} in the compiler's cache is damaged (cannot read file data), "
+        )
+        assert line.endswith(f"Delete the folder {tmp_path}, and start again.")
 
 
 def test_a_library_that_is_damaged_in_the_middle_of_a_run_is_one_line(capsys):

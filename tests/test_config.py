@@ -264,15 +264,16 @@ def test_names_and_paths_are_texts_as_typed(monkeypatch, tmp_path):
         )
         assert (config.wandb_group, config.run_name, config.data_path) == (text, name, texts)
     (tmp_path / "experiment").mkdir()
-    for text in texts:
+    for number, text in enumerate(texts):
         file = f"# @package _global_\nrun_name: 'a'\nwandb_group: \"{text}\"\nlr: 1e-3\n"
         (tmp_path / "experiment" / "2026_11.yaml").write_text(file)
         config = _compose(monkeypatch, "--config-dir", str(tmp_path), "experiment=2026_11")
         assert (config.wandb_group, config.lr) == (text, 1e-3)
-        for key in ("wandb_group", "run_name"):  # a text in a file needs quotes, if YAML reads something else
-            (tmp_path / "experiment" / "2026_11.yaml").write_text(f"# @package _global_\n{key}: {text}\n")
-            with pytest.raises(ValueError, match=rf"^config: {key}=.* should be a text, in quotes$"):
-                _compose(monkeypatch, "--config-dir", str(tmp_path), "experiment=2026_11")
+        key = ("wandb_group", "run_name")[number % 2]
+        # A text in a file needs quotes, if YAML reads something else.
+        (tmp_path / "experiment" / "2026_11.yaml").write_text(f"# @package _global_\n{key}: {text}\n")
+        with pytest.raises(ValueError, match=rf"^config: {key}=.* should be a text, in quotes$"):
+            _compose(monkeypatch, "--config-dir", str(tmp_path), "experiment=2026_11")
     for typed, paths in {
         "data/lr=3,x": ["data/lr=3,x"], "d\u00e4ta/~#": ["d\u00e4ta/~#"], "'a,b'": ["a,b"], "a\\": ["a\\"],
         "['a,b',\"c]\"]": ["a,b", "c]"], "~/x": ["/home/me/x"], "[$HOME/x,b]": ["/home/me/x", "b"],

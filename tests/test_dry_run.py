@@ -29,6 +29,7 @@ _MESHES = [_ALONE] + [
 ]
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_docs_are_the_formulas():
     """HRM on Sudoku, 768 slots: of each size the row of memory, and of what 8 processes send."""
     page = (REPOSITORY / "docs" / "parallel.md").read_text()

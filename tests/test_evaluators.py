@@ -21,7 +21,7 @@ def test_a_new_kind_is_one_file(tmp_path):
     assert run.stdout.split() == ["arc,colours,maze,pairs,sudoku", "colours", "r"]
 
 
-def test_puzzles_with_several_solutions_have_their_evaluator_by_default(tmp_path, caplog):
+def test_puzzles_with_several_solutions_have_their_evaluator_by_default(tmp_path, capsys):
     sudoku_source.write_csv(tmp_path / "train.csv", sudoku_source.source_rows(20))
     rows = sudoku_source.source_rows(5, stream=1)
     sudoku_source.write_csv(tmp_path / "test.csv", [*rows, [rows[0][0], "." * 16, *rows[0][2:]]])
@@ -31,9 +31,9 @@ def test_puzzles_with_several_solutions_have_their_evaluator_by_default(tmp_path
         sudoku_source.build(folders[-1], *words, "--box", "2x2")
     several, one = (open_dataset(folder, splits=("test",), read_everything=False) for folder in folders)
     assert (bool(Evaluators(None, several)), bool(Evaluators(None, one))) == (True, False)
-    caplog.set_level("INFO")
     assert not Evaluators([], several)
-    assert "several solutions, so valid answers count as wrong. Add sudoku to evaluators." in caplog.text
+    shown = "".join(capsys.readouterr())
+    assert "several solutions, so valid answers count as wrong. Add sudoku to evaluators." in shown
 
 
 _NEW_KIND = """

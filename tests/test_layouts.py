@@ -1,4 +1,4 @@
-"""Six steps in every layout of the ranks are those of one process: what its checkpoints hold, joined.
+"""Five steps in every layout of the ranks are those of one process: what its checkpoints hold, joined.
 
 In float64, with clipping, averages and slots that halt. The first moments are sums of all gradients, so that
 an error in any of these shows. Refusals are in tests/mistakes.yaml.
@@ -28,7 +28,7 @@ from training.data import open_data
 from training.pictures import think_of_puzzles
 from training.state import TrainState, build_first_state
 
-_SLOTS, _STEPS = 8, 6  # slots halt after 4 steps at most
+_SLOTS, _STEPS = 8, 5  # slots halt after 4 steps at most
 _PARTS = ("weights", "ema_weights", "ema_state", "optimizer", "carry")
 ARCHS = {
     "hrm": {"H_layers": 2, "L_layers": 2, "q_target": "exact"},

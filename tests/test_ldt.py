@@ -267,12 +267,12 @@ def test_a_search_starts_with_few_samples_and_the_first_to_halt_answers(data, mo
 def test_a_run_learns_searches_and_solves(tmp_path):
     """On one process; that several are the same run is in `test_network_of_candidates`."""
     build_sets("sudoku", tmp_path / "data", "--generate", 200, "--num-test", 40, "--box", "2x2")
-    assert_learns_searches_and_solves(tmp_path, tmp_path / "data", "sudoku_extreme_search")
+    assert_learns_searches_and_solves(tmp_path, tmp_path / "data", "sudoku_extreme_search", epochs=32)
 
 
-def assert_learns_searches_and_solves(folder: Path, data: Path, experiment: str) -> None:
+def assert_learns_searches_and_solves(folder: Path, data: Path, experiment: str, *, epochs: int = 48) -> None:
     small = ("arch.hidden_size=32", "arch.num_heads=2", "arch.num_layers=2", "arch.loops=2", "lr=1e-2")
-    small += ("global_batch_size=32", "epochs=48", "lr_warmup_steps=20", "device=cpu", "compile=false")
+    small += ("global_batch_size=32", f"epochs={epochs}", "lr_warmup_steps=20", "device=cpu", "compile=false")
     small += ("arch.halt_max_steps=30", "arch.eval_halt_max_steps=30", "wandb_mode=disabled", "ema=0.95")
     small += ("arch.forward_dtype=float32",)
     words = (f"experiment={experiment}", *small, f"cpu_threads={NUM_THREADS}", f"data_path={data}")

@@ -22,7 +22,7 @@ from records import __main__ as records
 from records import page, record, seeds
 from records.rungs import RUNGS, Rung
 from runtime.reading import read_yaml
-from tests.ranks import REPOSITORY
+from tests.ranks import start_program
 from tests.refusals import cases, check
 from tests.tiny import OVERRIDES
 from tests.waiting import wait_for
@@ -222,20 +222,22 @@ def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
     assert seeds.Clock(tmp_path / "clock.json").times.keys() == {1, 2, 10, 20, 22, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -9)])
 def test_a_signal_ends_the_command_too(tmp_path, number, status):
     clock = tmp_path / "clock"
     run = f"seeds._run(['sleep', '1000'], seeds.Clock(Path('{clock}')), log=Path('{tmp_path}/log'))"
     imports = "from pathlib import Path; from benchmarks.harness import run_main; from records import seeds"
-    command = [sys.executable, "-c", f"{imports}; run_main(lambda: {run})"]
-    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as program:
-        while not (clock.exists() and json.loads(clock.read_text())["seconds"] > 0.5):
-            time.sleep(0.02)
-        (child,) = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
-        command_line = Path(f"/proc/{child}/cmdline")  # empty of a process that has ended and is not reaped
-        wait_for(lambda: command_line.read_bytes().startswith(b"sleep"), "the command does not start")
-        program.send_signal(number)
-    assert program.returncode == status
+    (tmp_path / "script.py").write_text(f"{imports}; run_main(lambda: {run})")
+    program = start_program(str(tmp_path / "script"), folder=tmp_path)
+    while not (clock.exists() and json.loads(clock.read_text())["seconds"] > 0.5):
+        time.sleep(0.02)
+    (child,) = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+    command_line = Path(f"/proc/{child}/cmdline")  # empty of a process that has ended and is not reaped
+    wait_for(lambda: command_line.read_bytes().startswith(b"sleep"), "the command does not start")
+    os.kill(program.pid, number)
+    program.join()
+    assert program.exitcode == status
     wait_for(lambda: not (command_line.exists() and command_line.read_bytes()), "the command goes on")
 
 

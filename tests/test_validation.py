@@ -138,7 +138,7 @@ def test_a_run_is_selected_by_its_validation_puzzles(tmp_path):
     folder = tmp_path / "sudoku"
     build_sets("sudoku", folder, "--generate", 80, "--box", "2x2", "--num-aug", 2)
     options = (*OVERRIDES, f"data_path={folder}", "validation_fraction=0.25", "keep_best=lm_loss")
-    options += (f"test_data_path={folder}", "ema=0.5", "compile=false", "epochs=12", "eval_interval=3")
+    options += (f"test_data_path={folder}", "ema=0.5", "compile=false", "epochs=8", "eval_interval=2")
     _run(tmp_path, "pretrain", *options, "checkpoint_path=whole")
     whole = logged_rows(tmp_path / "whole")
     rows = [line for line in whole if "validation/all/lm_loss" in line]
