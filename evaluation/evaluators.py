@@ -63,7 +63,7 @@ class Evaluators:
             if len(failures) == len(self._of_folder):
                 raise failures[0]
 
-    def anew(self, *, only_answered: bool = False) -> "Evaluators":
+    def fresh_copy(self, *, only_answered: bool = False) -> "Evaluators":
         """Returns a copy without answers, for another evaluation of the same data.
 
         Call it before `add`.
@@ -71,11 +71,11 @@ class Evaluators:
         only_answered: If True, metrics include only the examples that `add` receives. If False, an evaluator
         may count test examples without an answer as wrong.
         """
-        new = copy.copy(self)
-        new._of_folder = copy.deepcopy(self._of_folder)
-        for each in sum(new._of_folder.values(), []) if only_answered else ():
-            each.only_answered = True
-        return new
+        copied = copy.copy(self)
+        copied._of_folder = copy.deepcopy(self._of_folder)
+        for evaluator in sum(copied._of_folder.values(), []) if only_answered else ():
+            evaluator.only_answered = True
+        return copied
 
     def __bool__(self) -> bool:
         return any(self._of_folder.values())
