@@ -46,8 +46,8 @@ from evaluation.results import (
     name_of,
     open_output_folder,
     read_results,
-    tell_of_other_format,
     warn_of_new_data,
+    warn_of_other_format,
     write_measured,
     write_results,
     write_summary,
@@ -76,18 +76,20 @@ def evaluate(program: Program[EvaluateConfig]) -> None:
             if is_main() and len(checkpoints) > 1:
                 check_folders(checkpoints, config)
         formats = [
-            choose_evaluation_format(each.arch.forward_dtype, program.device, given=config.forward_dtype)
-            for each in checkpoints
+            choose_evaluation_format(
+                checkpoint.arch.forward_dtype, program.device, configured=config.forward_dtype
+            )
+            for checkpoint in checkpoints
         ]
         formats = broadcast_object(formats)  # other ranks may run on other kinds of processors
         metrics = [
-            evaluate_checkpoint(config, *each, program.device)
-            for each in zip(checkpoints, formats, strict=True)
+            evaluate_checkpoint(config, *pair, program.device)
+            for pair in zip(checkpoints, formats, strict=True)
         ]
         with collective_errors():
             if is_main() and len(metrics) > 1:
-                tests = {_measured(each, config)["test"] for each in checkpoints}
-                models = sorted({each.arch.name for each in checkpoints})
+                tests = {_measured(checkpoint, config)["test"] for checkpoint in checkpoints}
+                models = sorted({checkpoint.arch.name for checkpoint in checkpoints})
                 if len(tests) > 1:
                     log.warning(
                         f"no mean is computed: the checkpoints were evaluated on {len(tests)} different test "
@@ -117,11 +119,11 @@ def evaluate_checkpoint(
     with collective_errors():
         data, puzzles, of_identifiers = known_puzzles(data, match, model=str(checkpoint))
         if puzzles is not None:
-            evaluators = evaluators.anew(only_answered=True)
+            evaluators = evaluators.fresh_copy(only_answered=True)
         if is_main():
             trained = find_trained(checkpoint)
-            for name, each in data.splits["test"].sets.items():
-                leaks.add(name, each, "test", data.folders, puzzles=puzzles and puzzles[name])
+            for name, test_set in data.splits["test"].sets.items():
+                leaks.add(name, test_set, "test", data.folders, puzzles=puzzles and puzzles[name])
     leaks.broadcast_find(trained, model=str(checkpoint))
 
     # Model.
@@ -138,12 +140,12 @@ def evaluate_checkpoint(
             output_folder = open_output_folder(folder_for(checkpoint, config))
             log.info(f"{checkpoint} computes in {forward_dtype}: {reason}")
             write_measured(output_folder, measured, folders, is_default_folder=config.output_dir is None)
-            tell_of_other_format(output_folder, forward_dtype, stored=checkpoint.arch.forward_dtype)
+            warn_of_other_format(output_folder, forward_dtype, stored=checkpoint.arch.forward_dtype)
             if not config.data_path:
                 warn_of_new_data(checkpoint, folders)
             if config.report:
                 check_packages()
-        num_runs = sum(each.num_examples for each in data.splits["test"].sets.values())
+        num_runs = sum(test_set.num_examples for test_set in data.splits["test"].sets.values())
         num_runs *= settings.samples[-1] if settings else 1
         num_calls = num_runs // batch_size * reasoning.max_steps
     if compiles_on_all_ranks(config.compile, device, num_steps=num_calls):

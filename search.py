@@ -39,10 +39,10 @@ PAGE_FILE = "study.html"
 
 def main() -> None:
     with local_errors():
-        asked = compose_search()
-        if asked is not None:
+        composed = compose_search()
+        if composed is not None:
             check_packages()
-            search(*asked)
+            search(*composed)
 
 
 def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
@@ -56,9 +56,9 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
     launch_command(config, slot=0)
     folder = open_folder(config)
     study = Study(storage_of(config), config, space, run)
-    if not study.trials and (others := sorted(folder.glob("trial_*"))):
+    if not study.trials and (trials := sorted(folder.glob("trial_*"))):
         storage = storage_of(config)
-        raise ValueError(f"{others[0]} exists, but {storage} contains no trial. Choose another folder.")
+        raise ValueError(f"{trials[0]} exists, but {storage} contains no trial. Choose another folder.")
     check_data_folders(run.data_paths, experiment=chosen_experiment())
     check_data_folders(run.test_data_path or [], experiment=None, key="test_data_path")
     introduce(study, config)
@@ -123,8 +123,8 @@ def write_grid(study: Study, folder: Path) -> None:
 
     folder: Folder of the search. It contains the trainings.
     """
-    runs = [folder / f"trial_{each.number}" for each in study.trials if each.state == TrialState.COMPLETE]
-    runs = [run for each in runs for run in (sorted(each.glob("seed_*")) or [each])]
+    runs = [folder / f"trial_{trial.number}" for trial in study.trials if trial.state == TrialState.COMPLETE]
+    runs = [run for trial_folder in runs for run in (sorted(trial_folder.glob("seed_*")) or [trial_folder])]
     for name in ("table.md", "table.tex", "table.csv"):
         write_table(runs, folder / name)
     written = "table.md, .tex, .csv"

@@ -101,10 +101,10 @@ def load(
     Raises:
         ValueError: The checkpoint or the data cannot be read. The message has one line.
     """
-    given = [data_path] if isinstance(data_path, str | Path) else data_path
-    folders = None if given is None else [Path(each) for each in given]
+    data_paths = [data_path] if isinstance(data_path, str | Path) else data_path
+    folders = None if data_paths is None else [Path(path) for path in data_paths]
     found, chosen = find_checkpoint(checkpoint), choose_device(device)
-    number_format = choose_evaluation_format(found.arch.forward_dtype, chosen, given=forward_dtype).name
+    number_format = choose_evaluation_format(found.arch.forward_dtype, chosen, configured=forward_dtype).name
     return Solver(found, folders, raw=raw, device=chosen, forward_dtype=number_format)
 
 

@@ -195,20 +195,26 @@ def measure_exchange(options: argparse.Namespace) -> None:
     alone, rows, result = times["alone"], [], {}
     for num in _LOCAL_STEPS:
         seconds = [
-            ((num - 1) * one + last) / num for one, last in zip(alone.times, rarely.times, strict=True)
+            ((num - 1) * step_time + last) / num
+            for step_time, last in zip(alone.times, rarely.times, strict=True)
         ]
         times[f"local_steps_{num}"] = measurement(seconds)
     added = {
-        name: measurement([max(1e-6, a - b) for a, b in zip(found.times, alone.times, strict=True)])
-        for name, found in times.items()
+        name: measurement(
+            [
+                max(1e-6, step_time - alone_time)
+                for step_time, alone_time in zip(measured.times, alone.times, strict=True)
+            ]
+        )
+        for name, measured in times.items()
     }
-    for name, found in times.items():
-        result[f"efficiency_{name}"] = ratio(alone, found)
-        rows.append([name, *cells(found), *cells(added[name]), f"{result[f'efficiency_{name}']:.3f}"])
-    for name, other in (("shared", "ddp"), ("shared", "flat"), ("flat", "ddp"), ("flat", "per_parameter")):
+    for name, measured in times.items():
+        result[f"efficiency_{name}"] = ratio(alone, measured)
+        rows.append([name, *cells(measured), *cells(added[name]), f"{result[f'efficiency_{name}']:.3f}"])
+    for name, baseline in (("shared", "ddp"), ("shared", "flat"), ("flat", "ddp"), ("flat", "per_parameter")):
         if name in times:
-            result[f"{name}_over_{other}"] = added[name].median / added[other].median
-            result[f"step_{name}_over_{other}"] = ratio(times[name], times[other])
+            result[f"{name}_over_{baseline}"] = added[name].median / added[baseline].median
+            result[f"step_{name}_over_{baseline}"] = ratio(times[name], times[baseline])
     if copy:
         result["shared_over_copy"] = added["shared"].median / copy.median
     where = f"machines, line {' '.join(options.line)} ms" if options.line else "processes on this machine"
@@ -236,19 +242,19 @@ def measure_cluster(options: argparse.Namespace) -> None:
         sizes, puzzles = _sizes(options), options.puzzles
         trainers = {way: Trainer(device, *sizes, *_EXCHANGES[way], puzzles=puzzles) for way in seconds}
         ranks = SimpleNamespace(turns={way: trainer.step for way, trainer in trainers.items()})
-        for number in range(2 + options.rounds):
-            for way, found in seconds.items():
-                own = torch.tensor([timed(ranks, way, 0)], dtype=torch.float64)
-                found += all_ranks().all_gather_rows(own).max()[None].tolist()[: number >= 2]
+        for turn in range(2 + options.rounds):
+            for way, step_times in seconds.items():
+                local_time = torch.tensor([timed(ranks, way, 0)], dtype=torch.float64)
+                step_times += all_ranks().all_gather_rows(local_time).max()[None].tolist()[: turn >= 2]
         del trainers, ranks  # nothing may refer to the group when it closes
-        times = {way: measurement(found) for way, found in seconds.items()}
+        times = {way: measurement(step_times) for way, step_times in seconds.items()}
         efficiency = ratio(times["alone"], times["default"])
         if is_main():
             print_report(
                 "parallel cluster",
                 options,
                 header=["exchange", "step ms", "spread ms"],
-                rows=[[way, *cells(found)] for way, found in times.items()],
+                rows=[[way, *cells(measured)] for way, measured in times.items()],
                 notes=[f"{world_size()} processes on {num_nodes()} nodes. Efficiency: {efficiency:.3f}."],
                 result={"efficiency": efficiency},
             )
@@ -292,17 +298,17 @@ def measure_scaling(options: argparse.Namespace) -> None:
                 world = opened.enter_context(World(*arguments, processes=count, apart=apart))
                 turns |= {(mode + " apart" * apart, count): (world, mode) for mode in puzzles}
         times = take_turns(turns, rounds=options.rounds)
-    one, rows, result = times["weak", 1], [], {}
-    for (mode, count), found in times.items():
-        efficiency = ratio(one, found) / (count if mode.startswith("strong") else 1)
+    alone, rows, result = times["weak", 1], [], {}
+    for (mode, count), measured in times.items():
+        efficiency = ratio(alone, measured) / (count if mode.startswith("strong") else 1)
         shares_cores = options.device == "cpu" and count > num_cores()
         key = f"{mode.replace(' ', '_')}_efficiency_{count}"
         result |= {} if shares_cores else {key: efficiency}
         if mode.endswith(" apart"):
             together = mode.removesuffix(" apart")
-            result[f"{together}_over_apart_{count}"] = ratio(found, times[together, count])
+            result[f"{together}_over_apart_{count}"] = ratio(measured, times[together, count])
         rows.append(
-            [f"{mode} {count}", *cells(found), "oversubscribed" if shares_cores else f"{efficiency:.3f}"]
+            [f"{mode} {count}", *cells(measured), "oversubscribed" if shares_cores else f"{efficiency:.3f}"]
         )
     print_report(
         "parallel scaling",
@@ -327,22 +333,22 @@ class _Memory:
     """
 
     def __init__(self, device: torch.device, options: argparse.Namespace, overrides: Sequence[str]):
-        words = (*_sizes(options), "ema=0.999", *overrides)
+        arguments = (*_sizes(options), "ema=0.999", *overrides)
         rows = 1000 if options.quick else options.rows
-        trainer = Trainer(device, *words, puzzles=options.puzzles, rows=rows)
+        trainer = Trainer(device, *arguments, puzzles=options.puzzles, rows=rows)
         trainer.state.model.network.puzzle_emb.weights.fill_(
             0.5
         )  # memory pages that are never written would not count
         trainer.step()
         self._trainer, self._device = trainer, device
 
-    def kept(self) -> dict[str, int]:
+    def memory_bytes(self) -> dict[str, int]:
         """Returns the memory that this rank uses, in bytes.
 
         Keys are the parts of a checkpoint, such as "optimizer", and "peak", the peak memory of the process.
         """
         parts = {
-            part: sum(each.nbytes for each in tensors.values())
+            part: sum(tensor.nbytes for tensor in tensors.values())
             for part, tensors in self._trainer.parts().items()
         }
         return parts | {"peak": peak_memory_bytes(self._device)}
@@ -355,13 +361,18 @@ def measure_memory(options: argparse.Namespace) -> None:
             if count == 1 and setting not in ("", "activation_checkpointing=block"):
                 continue
             with World(options, _Memory, options, overrides, processes=count) as world:
-                ranks = world.call("kept")
-            kept = {name: max(each.get(name, 0) for each in ranks) / _MIB for name in ranks[0]}
-            peak = kept.pop("peak")
+                ranks = world.call("memory_bytes")
+            memory = {name: max(of_rank.get(name, 0) for of_rank in ranks) / _MIB for name in ranks[0]}
+            peak = memory.pop("peak")
             name = "_".join([str(count), *setting.split("=")[:1]]).strip("_")
-            result |= {f"kept_mib_{name}": sum(kept.values()), f"peak_mib_{name}": peak}
-            rows.append([f"{count} {setting}".strip(), *(f"{each:.0f}" for each in (*kept.values(), peak))])
-            header = ["processes", *kept, "peak"]
+            result |= {f"kept_mib_{name}": sum(memory.values()), f"peak_mib_{name}": peak}
+            rows.append(
+                [
+                    f"{count} {setting}".strip(),
+                    *(f"{mebibytes:.0f}" for mebibytes in (*memory.values(), peak)),
+                ]
+            )
+            header = ["processes", *memory, "peak"]
     print_report(
         "parallel memory",
         options,

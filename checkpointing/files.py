@@ -86,9 +86,9 @@ def explain_missing(path: Path) -> str:
     if step_of(path) is not None and (steps := checkpoints_in(path.parent)):
         names = ", ".join(step.name for step in steps[::-1][:_MOST_NAMED])
         return f"{path} does not exist. {path.parent} has {names}."
-    configs = [each for depth in ("*", "*/*") for each in _RUNS.glob(f"{depth}/{CONFIG_FILE}")]
-    folders = [each.parent for each in configs if step_of(each.parent) is None]
-    folders.sort(key=lambda each: each.stat().st_mtime, reverse=True)
+    configs = [config_file for depth in ("*", "*/*") for config_file in _RUNS.glob(f"{depth}/{CONFIG_FILE}")]
+    folders = [config_file.parent for config_file in configs if step_of(config_file.parent) is None]
+    folders.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
     runs = ", ".join(map(str, folders[:_MOST_NAMED]))
     newest = f" The newest of {_RUNS}/ are {runs}." if runs else f" {_RUNS}/ contains no run."
     return f"{path} does not exist. Pass a run folder, or a step_<N> folder in one.{newest}"
@@ -105,15 +105,15 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
     - a path: If this run has a checkpoint, the same as auto. Otherwise the checkpoint at this path, or the
       newest intact one if the path is a run folder.
     """
-    own = checkpoints_in(run_folder)
+    checkpoints = checkpoints_in(run_folder)
     if config.resume == "never":
-        if own:
+        if checkpoints:
             raise ValueError(
-                f"resume=never, but {run_folder} already contains {own[-1].name}. Choose another run_name, "
-                "or set resume=auto."
+                f"resume=never, but {run_folder} already contains {checkpoints[-1].name}. Choose another "
+                "run_name, or set resume=auto."
             )
         return None
-    newest = newest_intact(own, are_ours=True)
+    newest = newest_intact(checkpoints, are_ours=True)
     if config.resume == "must" and newest is None:
         raise ValueError(f"resume=must, but {run_folder} has no checkpoint. Set resume=auto for a new run.")
     if config.resume in ("auto", "must"):
@@ -169,8 +169,8 @@ def newest_intact(folders: list[Path], *, are_ours: bool) -> Path | None:
         except CorruptCheckpointError as error:
             damaged.append((folder, error))
             continue
-        for other, error in damaged:
-            renamed = f" It is renamed to {_set_aside(other).name}." if are_ours else ""
+        for damaged_folder, error in damaged:
+            renamed = f" It is renamed to {_set_aside(damaged_folder).name}." if are_ours else ""
             log.warning(f"{error}.{renamed} Using {folder.name} instead.")
         return folder
     if damaged:
@@ -183,10 +183,10 @@ def newest_intact(folders: list[Path], *, are_ours: bool) -> Path | None:
 
 def _set_aside(folder: Path) -> Path:
     """Renames a damaged checkpoint to <name>.corrupt, or <name>.corrupt-2, ... Returns the new path."""
-    number, target = 1, folder.with_name(f"{folder.name}.corrupt")
+    suffix, target = 1, folder.with_name(f"{folder.name}.corrupt")
     while target.exists():
-        number += 1
-        target = folder.with_name(f"{folder.name}.corrupt-{number}")
+        suffix += 1
+        target = folder.with_name(f"{folder.name}.corrupt-{suffix}")
     return folder.rename(target)
 
 

@@ -195,7 +195,10 @@ def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
     for is_first in (True, False):  # first one rank of each node downloads, then the others read the cache
         with collective_errors():
             if is_first == (local_rank() == 0) and not is_main():
-                checkpoints = [_on_this_node(each) if each.address else each for each in checkpoints]
+                checkpoints = [
+                    _on_this_node(checkpoint) if checkpoint.address else checkpoint
+                    for checkpoint in checkpoints
+                ]
     return checkpoints
 
 
@@ -237,7 +240,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
         path, selected_by = best_checkpoint(path.parent)
         return dataclasses.replace(_read_checkpoint(path, step_of(path)), selected_by=selected_by)
     if not path.exists():
-        names = ", ".join(sorted(each.parent.name for each in SHIPPED.glob(f"*/{SHARED_WEIGHTS_FILE}")))
+        names = ", ".join(sorted(file.parent.name for file in SHIPPED.glob(f"*/{SHARED_WEIGHTS_FILE}")))
         shipped = (
             "" if step_of(path) is not None and path.parent.is_dir() else f" Models in weights/: {names}."
         )
@@ -412,9 +415,13 @@ def load_trained_model(
     with torch.device("meta"):  # only the shapes, without memory
         expected = build_model(arch, metadata).network.state_dict()
     for name in sorted(expected.keys() | weights.keys()):
-        stored, own = (each[name].shape if name in each else None for each in (weights, expected))
-        if stored != own:
-            reason = f"{name} has shape {_written(stored)}, the config expects {_written(own)}"
+        stored_shape, expected_shape = (
+            tensors[name].shape if name in tensors else None for tensors in (weights, expected)
+        )
+        if stored_shape != expected_shape:
+            reason = (
+                f"{name} has shape {_written(stored_shape)}, the config expects {_written(expected_shape)}"
+            )
             raise _other_architecture(checkpoint, reason)
     model = build_model(arch, metadata)
     model.network.load_state_dict(weights)

@@ -31,7 +31,7 @@ def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
     if not isinstance(content, dict) or not isinstance(weights, dict) or not _are_tensors(weights):
         raise ValueError("is not a state dict of names and tensors")
     tensors, translated = _TENSORS.get(arch.name, {}), {}
-    for name, value in weights.items():
+    for name, tensor in weights.items():
         if name.endswith(".mask"):  # a buffer of FPRM, for a dropout that no published run uses
             continue
         name = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
@@ -39,9 +39,9 @@ def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
         ours = tensors.get(public, "") + name.removeprefix(public)
         if ours in translated:
             raise ValueError(f"contains {ours!r} twice")
-        translated[ours] = value
+        translated[ours] = tensor
     return translated
 
 
 def _are_tensors(weights: dict[Any, Any]) -> bool:
-    return all(isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items())
+    return all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items())

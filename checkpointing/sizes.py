@@ -22,9 +22,9 @@ def sizes_in(weights: State, arch: Architecture) -> dict[str, int]:
     with this axis is missing.
     """
     first, sizes = _shapes_for(arch), {}
-    for field, other in _OTHER.items():
-        more = other - _FIRST[field]
-        for name, shape in _shapes_for(arch, **{field: other}).items():
+    for field, second_size in _OTHER.items():
+        more = second_size - _FIRST[field]
+        for name, shape in _shapes_for(arch, **{field: second_size}).items():
             growing = [axis for axis, length in enumerate(shape) if length - first[name][axis] == more]
             if growing:
                 sizes[field] = weights[name].shape[growing[0]] - first[name][growing[0]] + _FIRST[field]
@@ -36,4 +36,4 @@ def _shapes_for(arch: Architecture, **sizes: int) -> dict[str, torch.Size]:
     """Returns the shapes of the weights of a model, for a dataset with the sizes `_FIRST` and `sizes`."""
     with torch.device("meta"):
         network = build_model(arch, usual_metadata(**(_FIRST | sizes))).network
-    return {name: each.shape for name, each in network.state_dict().items()}
+    return {name: tensor.shape for name, tensor in network.state_dict().items()}

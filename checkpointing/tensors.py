@@ -32,9 +32,9 @@ _MOST = 2**48  # maximum number of elements of a tensor
 SHARDS = "shards"  # key of the metadata, with JSON: {name: [spans, shape of the full tensor, is_by_rank]}
 
 
-def shard_file(section: str, number: int, size: int) -> str:
-    """Returns the name of the file with the shards of rank `number` of `size` ranks."""
-    return f"{section}_{number}_of_{size}.safetensors"
+def shard_file(section: str, rank: int, size: int) -> str:
+    """Returns the name of the file with the shards of rank `rank` of `size` ranks."""
+    return f"{section}_{rank}_of_{size}.safetensors"
 
 
 def find_files(folder: Path, section: str) -> list[Path]:
@@ -47,13 +47,13 @@ def find_files(folder: Path, section: str) -> list[Path]:
     shards = []
     for size in sorted({int(match[2]) for match in found}):
         # The number in a file name may be wrong and huge. Checking one more file than was found is enough.
-        for number in range(min(size, len(found) + 1)):
-            path = folder / shard_file(section, number, size)
+        for rank in range(min(size, len(found) + 1)):
+            path = folder / shard_file(section, rank, size)
             if not path.is_file():
                 raise ValueError(f"{path} is missing. Copy the files of all processes.")
             shards.append(path)
-    whole = folder / f"{section}.safetensors"
-    return [whole] * whole.is_file() + shards
+    full_tensors = folder / f"{section}.safetensors"
+    return [full_tensors] * full_tensors.is_file() + shards
 
 
 def load_into_(
@@ -86,7 +86,7 @@ def load_into_(
         if stored.key not in targets and stored.key.endswith(remote_names):
             continue
         if stored.key not in targets:
-            raise _does_not_fit(folder, stored.key, stored=stored.shape, own=None)
+            raise _does_not_fit(folder, stored.key, stored=stored.shape, current=None)
         absent.discard(stored.key)
         target, weight = targets[stored.key], 1.0
         if _shape_of(target) != stored.shape and isinstance(target, Shard) and target.is_by_rank:
@@ -96,7 +96,7 @@ def load_into_(
             stored, weight = stored.alone(), 1 / num_read[stored.key]
         stored.copy_into_(target, weight=weight, casts=stored.key in casts)
     for key in sorted(absent):
-        raise _does_not_fit(folder, key, stored=None, own=_shape_of(targets[key]))
+        raise _does_not_fit(folder, key, stored=None, current=_shape_of(targets[key]))
     return True
 
 
@@ -116,20 +116,20 @@ def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
     return values
 
 
-def _does_not_fit(folder: Path, key: str, *, stored: object, own: object) -> ValueError:
+def _does_not_fit(folder: Path, key: str, *, stored: object, current: object) -> ValueError:
     """Returns the error for a tensor that has another shape or dtype in a checkpoint than in this run.
 
-    stored, own: Shape or dtype in the checkpoint and in this run. None if the tensor is missing there.
+    stored, current: Shape or dtype in the checkpoint and in this run. None if the tensor is missing there.
     """
-    stored, own = ("missing" if value is None else value for value in (stored, own))
+    stored, current = ("missing" if value is None else value for value in (stored, current))
     return ValueError(
-        f"{folder} does not match this run: {key} is {stored} in the checkpoint, but {own} in this run. Set "
-        "arch, optimizer and global_batch_size to the values of the checkpoint."
+        f"{folder} does not match this run: {key} is {stored} in the checkpoint, but {current} in this run. "
+        "Set arch, optimizer and global_batch_size to the values of the checkpoint."
     )
 
 
-def _shape_of(kept: Tensor | Shard) -> tuple[int, ...]:
-    return tuple(kept.shape)
+def _shape_of(tensor: Tensor | Shard) -> tuple[int, ...]:
+    return tuple(tensor.shape)
 
 
 class _Stored(NamedTuple):
@@ -161,10 +161,10 @@ class _Stored(NamedTuple):
         casts: Whether the stored floating-point dtype may differ from that of `target`.
         """
         if self.shape != _shape_of(target):
-            raise _does_not_fit(self.folder, self.key, stored=self.shape, own=_shape_of(target))
+            raise _does_not_fit(self.folder, self.key, stored=self.shape, current=_shape_of(target))
         everything = (Span(0, math.prod(self.shape)),)
-        kept = target.spans if isinstance(target, Shard) else everything
-        common = _common(everything if self.spans is None else self.spans, kept)
+        target_spans = target.spans if isinstance(target, Shard) else everything
+        common = _common(everything if self.spans is None else self.spans, target_spans)
         if common is None:
             return
         unit, source, destination = common
@@ -172,7 +172,7 @@ class _Stored(NamedTuple):
         if casts and values.is_floating_point() and to.is_floating_point():
             values = values.to(to.dtype)
         if values.dtype != to.dtype:
-            raise _does_not_fit(self.folder, self.key, stored=values.dtype, own=to.dtype)
+            raise _does_not_fit(self.folder, self.key, stored=values.dtype, current=to.dtype)
         values, flat = values.view(-1, unit)[source].to(to.device), to.reshape(-1, unit)
         flat[destination] = values if weight == 1 else values.lerp(flat[destination], 1 - weight)
         if not to.is_contiguous():  # then `flat` is a copy
@@ -207,7 +207,7 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
                     raise ValueError(f"{path}: {key} has another shape than in the other files of {folder}")
                 yield _Stored(key, spans, shape, is_by_rank, file, folder)
     for key, spans in found.items():
-        if not _are_whole(spans, math.prod(shapes[key])):
+        if not _are_complete(spans, math.prod(shapes[key])):
             raise ValueError(f"{folder}: the shards of {key} overlap or leave gaps. Use another checkpoint.")
 
 
@@ -219,9 +219,9 @@ def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tup
     try:
         spans, shape, is_by_rank = entry
         spans, size = tuple(Span(*span) for span in spans), math.prod(shape)
-        are_counts = all(type(number) is int and number >= 0 for number in itertools.chain(shape, *spans))
+        are_counts = all(type(count) is int and count >= 0 for count in itertools.chain(shape, *spans))
         is_inside = all(
-            each.start + each.stride * (each.count - 1) + each.length <= size < _MOST for each in spans
+            span.start + span.stride * (span.count - 1) + span.length <= size < _MOST for span in spans
         )
         if are_counts and is_inside and sum(span.length * span.count for span in spans) == num_stored:
             return spans, tuple(shape), bool(is_by_rank)
@@ -230,7 +230,7 @@ def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tup
     raise ValueError(f"{where}: shard does not match its metadata (position, shape or size)")
 
 
-def _are_whole(spans: list[Span], size: int) -> bool:
+def _are_complete(spans: list[Span], size: int) -> bool:
     """Returns whether spans (ranges of positions) cover each of the positions 0 to size - 1 exactly once."""
     spans = [span for span in spans if span.length]
     starts = [span.start + span.stride * np.arange(span.count) for span in spans]
@@ -243,24 +243,26 @@ def _are_whole(spans: list[Span], size: int) -> bool:
 _Index = slice | Tensor
 
 
-def _common(stored: Spans, kept: Spans) -> tuple[int, _Index, _Index] | None:
+def _common(stored: Spans, target: Spans) -> tuple[int, _Index, _Index] | None:
     """Returns which elements of two shards of a tensor have the same position in the full tensor.
 
-    Returns (unit, index into `stored`, index into `kept`). If each shard is cut into groups of `unit`
+    Returns (unit, index into `stored`, index into `target`). If each shard is cut into groups of `unit`
     elements, the indices select the common groups in the same order. None if there are no common elements.
 
-    stored, kept: Positions of the elements of the two shards.
+    stored, target: Positions of the elements of the two shards.
     """
-    if not stored or not kept:
+    if not stored or not target:
         return None
-    if stored == kept:
+    if stored == target:
         return 1, slice(None), slice(None)
-    if all(len(spans) == 1 == spans[0].count for spans in (stored, kept)):  # contiguous
-        starts, ends = zip(*((one.start, one.start + one.length) for (one,) in (stored, kept)), strict=True)
+    if all(len(spans) == 1 == spans[0].count for spans in (stored, target)):  # contiguous
+        starts, ends = zip(
+            *((span.start, span.start + span.length) for (span,) in (stored, target)), strict=True
+        )
         begin, end = max(starts), min(ends)
         return (1, *(slice(begin - start, end - start) for start in starts)) if begin < end else None
-    unit = math.gcd(*(number for span in stored + kept for number in (span.start, span.length, span.stride)))
-    numbers = [np.concatenate([_units_of(span, unit) for span in spans]) for spans in (stored, kept)]
+    unit = math.gcd(*(size for span in stored + target for size in (span.start, span.length, span.stride)))
+    numbers = [np.concatenate([_units_of(span, unit) for span in spans]) for spans in (stored, target)]
     _, source, destination = np.intersect1d(*numbers, assume_unique=True, return_indices=True)
     return (unit, torch.from_numpy(source), torch.from_numpy(destination)) if len(source) else None
 

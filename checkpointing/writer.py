@@ -95,11 +95,11 @@ class CheckpointWriter:
         """Copies tensors into host buffers, pinned for CUDA tensors. Later saves reuse the buffers."""
         for section, tensors in sections.items():
             copies = self._copies.setdefault(section, {})
-            for name, kept in local_part(tensors).items():
-                tensor = tensor_of(kept)  # the elements on this rank
+            for name, value in local_part(tensors).items():
+                tensor = tensor_of(value)  # the elements on this rank
                 if name not in copies:
                     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-                    copies[name] = kept._replace(tensor=copy) if isinstance(kept, Shard) else copy
+                    copies[name] = value._replace(tensor=copy) if isinstance(value, Shard) else copy
                 tensor_of(copies[name]).copy_(tensor, non_blocking=tensor.is_cuda)
         if torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
@@ -109,7 +109,7 @@ class CheckpointWriter:
 
         failure: Why the tensors could not be copied, or "". Then no rank completes this checkpoint.
         """
-        written = {"failure": failure} if failure else _write_own(unfinished, self._copies, contents)
+        written = {"failure": failure} if failure else _write_local(unfinished, self._copies, contents)
         if not is_main():
             _send_to_rank_0(unfinished.name, written)
             return
@@ -129,29 +129,30 @@ class CheckpointWriter:
         self.saved.append(target)
         self.remove_old()
 
-    def _files_of_all(self, name: str, own: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    def _files_of_all(self, name: str, of_rank_0: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Waits on rank 0 until all ranks have written their files. Returns {file name: manifest entry}.
 
         Raises RuntimeError if a rank failed, or did not report its files in time.
 
-        name: Name of the temporary folder, for keys of the store. own: Result of `_write_own` on rank 0.
+        name: Name of the temporary folder, for keys of the store.
+        of_rank_0: Result of `_write_local` on rank 0.
         """
-        of_ranks = [own]
+        of_ranks = [of_rank_0]
         if world_size() > 1:
-            store, keys = connect_store(), [f"{name}/{other}" for other in range(1, world_size())]
+            store, keys = connect_store(), [f"{name}/{index}" for index in range(1, world_size())]
             began = time.monotonic()
             while not store.check(keys):
                 if time.monotonic() - began > self._others_seconds:  # `wait` may have lowered the limit
-                    missing = [other for other, key in enumerate(keys, start=1) if not store.check([key])]
+                    missing = [index for index, key in enumerate(keys, start=1) if not store.check([key])]
                     ranks, seconds = log.name_ranks(missing), self._others_seconds
                     raise RuntimeError(f"{ranks} did not report their files within {seconds:g} s")
                 time.sleep(_POLL_SECONDS)
-            of_ranks += [json.loads(each) for each in store.multi_get(keys)]
+            of_ranks += [json.loads(text) for text in store.multi_get(keys)]
             for key in keys:
                 store.delete_key(key)
-        for number, written in enumerate(of_ranks):
+        for index, written in enumerate(of_ranks):
             if written["failure"]:
-                raise RuntimeError(f"rank {number}: {written['failure']}")
+                raise RuntimeError(f"rank {index}: {written['failure']}")
         return {file: entry for written in of_ranks for file, entry in written["files"].items()}
 
     def remove_old(self) -> None:
@@ -194,17 +195,17 @@ def local_part(tensors: Tensors) -> Tensors:
     A shard that an earlier rank also holds (`is_copy`) becomes empty. All ranks must pass shards of the same
     names. Together, the shards that are not copies must contain each element of a tensor exactly once.
     """
-    own = {}
-    for name, kept in tensors.items():
-        if isinstance(kept, Shard):
-            nothing = kept.tensor.reshape(-1)[:0]
-            own[name] = kept._replace(tensor=nothing, spans=()) if kept.is_copy else kept
+    local_tensors = {}
+    for name, value in tensors.items():
+        if isinstance(value, Shard):
+            nothing = value.tensor.reshape(-1)[:0]
+            local_tensors[name] = value._replace(tensor=nothing, spans=()) if value.is_copy else value
         elif is_main():
-            own[name] = kept
-    return own
+            local_tensors[name] = value
+    return local_tensors
 
 
-def _write_own(folder: Path, sections: dict[str, Tensors], contents: dict[str, bytes]) -> dict[str, Any]:
+def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str, bytes]) -> dict[str, Any]:
     """Writes and flushes the files of this rank: its sections, and on rank 0 also `contents`.
 
     Returns {"files": {file name: {"bytes": size, "sha256": hash}}, "failure": ""}, or {"failure": reason}.
@@ -225,17 +226,17 @@ def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
     Returns the paths. A file without content is not written. Only one rank may pass full tensors. The
     metadata of a file of shards contain the positions of their elements (`SHARDS`).
     """
-    whole = {key: each for key, each in tensors.items() if isinstance(each, Tensor)}
-    shards = {key: each for key, each in tensors.items() if isinstance(each, Shard)}
+    full_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    shards = {key: shard for key, shard in tensors.items() if isinstance(shard, Shard)}
     paths = []
-    if whole:
+    if full_tensors:
         paths.append(folder / f"{section}.safetensors")
-        save_file(whole, paths[-1])
+        save_file(full_tensors, paths[-1])
     if shards:
         paths.append(folder / shard_file(section, rank(), world_size()))
-        described = {key: [each.spans, each.shape, each.is_by_rank] for key, each in shards.items()}
-        own = {key: each.tensor for key, each in shards.items()}
-        save_file(own, paths[-1], metadata={SHARDS: json.dumps(described)})
+        described = {key: [shard.spans, shard.shape, shard.is_by_rank] for key, shard in shards.items()}
+        shard_tensors = {key: shard.tensor for key, shard in shards.items()}
+        save_file(shard_tensors, paths[-1], metadata={SHARDS: json.dumps(described)})
     return paths
 
 
@@ -252,7 +253,7 @@ def _describe(error: Exception) -> str:
 
 
 def _send_to_rank_0(name: str, written: dict[str, Any]) -> None:
-    """Sends the result of `_write_own` to rank 0, through the key-value store of torch.distributed."""
+    """Sends the result of `_write_local` to rank 0, through the key-value store of torch.distributed."""
     try:
         connect_store().set(f"{name}/{rank()}", json.dumps(written))
     except Exception as error:  # rank 0 then reaches its time limit

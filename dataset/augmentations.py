@@ -262,4 +262,4 @@ def find_augmentation(name: str | None) -> Augmentation | None:
 
 
 def _names_of_kinds() -> set[str]:
-    return {each.name for each in pkgutil.iter_modules([str(Path(__file__).with_name("kinds"))])}
+    return {module.name for module in pkgutil.iter_modules([str(Path(__file__).with_name("kinds"))])}

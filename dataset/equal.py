@@ -45,7 +45,7 @@ def hash_examples(data: PuzzleSet | ConcatenatedSet, split: str, folders: Sequen
     split: "train" or "test". folders: Dataset folders of `data`, in the order of
     `ConcatenatedSet.folder_of_group`.
     """
-    parts = ((part, split, folders[number]) for number, part in data.parts)
+    parts = ((part, split, folders[index]) for index, part in data.parts)
     return np.concatenate([compared.hash() for part in parts for compared in read_compared(*part)])
 
 
@@ -140,7 +140,7 @@ def _cut_out(tokens: np.ndarray) -> np.ndarray:
 def hash_training(data: Dataset) -> dict[str, np.ndarray]:
     """Returns {training set: hashes of its examples without augmented copies, uint64 [n]}."""
     sets = data.splits["train"].sets
-    return {name: hash_examples(each, "train", data.folders) for name, each in sets.items()}
+    return {name: hash_examples(training_set, "train", data.folders) for name, training_set in sets.items()}
 
 
 def join_repeats(
@@ -155,7 +155,7 @@ def join_repeats(
     hashes: Result of `hash_training`. held_out: {training set: mask, bool [num_groups]}. True: held out.
     """
     sets = data.splits["train"].sets
-    sizes = np.concatenate([_original_sizes(each) for each in sets.values()])
+    sizes = np.concatenate([_original_sizes(training_set) for training_set in sets.values()])
     groups = np.arange(len(sizes)).repeat(sizes)
     hashed = np.concatenate([hashes[name] for name in sets])
     groups, hashed = groups[hashed != UNKNOWN], hashed[hashed != UNKNOWN]
@@ -179,13 +179,13 @@ def trained_in_folders(
 
     hashes, held_out: As in `join_repeats`. If `held_out` is {}, all examples are trained on.
     """
-    found: dict[int, list[np.ndarray]] = {number: [] for number in range(len(data.folders))}
-    for name, each in data.splits["train"].sets.items():
-        groups = np.arange(len(each.folder_of_group)).repeat(_original_sizes(each))
+    found: dict[int, list[np.ndarray]] = {folder: [] for folder in range(len(data.folders))}
+    for name, training_set in data.splits["train"].sets.items():
+        groups = np.arange(len(training_set.folder_of_group)).repeat(_original_sizes(training_set))
         is_trained = ~held_out[name][groups] if name in held_out else np.ones(len(groups), bool)
-        for number in np.unique(each.folder_of_group).tolist():
-            found[number].append(hashes[name][is_trained & (each.folder_of_group[groups] == number)])
-    return {number: np.concatenate(parts) for number, parts in found.items() if parts}
+        for folder in np.unique(training_set.folder_of_group).tolist():
+            found[folder].append(hashes[name][is_trained & (training_set.folder_of_group[groups] == folder)])
+    return {folder: np.concatenate(parts) for folder, parts in found.items() if parts}
 
 
 def _original_sizes(data: PuzzleSet | ConcatenatedSet) -> np.ndarray:
@@ -232,10 +232,10 @@ class Trained:
         """
         if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
             return self
-        own, others = self.sample(other.rate), other.sample(self.rate)
+        sampled, other_sampled = self.sample(other.rate), other.sample(self.rate)
         is_complete = self.is_complete and other.is_complete
-        joined = Trained.of([own.hashes, others.hashes], is_complete=is_complete)
-        return dataclasses.replace(joined, rate=own.rate)
+        joined = Trained.of([sampled.hashes, other_sampled.hashes], is_complete=is_complete)
+        return dataclasses.replace(joined, rate=sampled.rate)
 
     def contains(self, hashes: np.ndarray) -> np.ndarray:
         """Returns for each hash whether it is one of the training examples: bool [n].
@@ -263,7 +263,7 @@ class Trained:
             sample = sample.sample(sample.rate / 2)
         tensors = {"hashes": sample.hashes, "rate": np.float64(sample.rate)}
         tensors["is_complete"] = np.bool_(self.is_complete)
-        return safetensors.numpy.save({name: np.asarray(each) for name, each in tensors.items()})
+        return safetensors.numpy.save({name: np.asarray(value) for name, value in tensors.items()})
 
 
 def read_trained(path: Path) -> Trained | None:

@@ -83,14 +83,14 @@ def _compare(
     classes, candidates = np.zeros_like(hashes), {}
     if symmetry is not None:
         classes = np.concatenate([part.hash(symmetry.hash_rows) for part in examples])
-        candidates = {number: [] for number in classes[is_known].tolist()}
+        candidates = {class_hash: [] for class_hash in classes[is_known].tolist()}
     for part in _read_training(opened):
         is_exact |= is_known & np.isin(hashes, part.hash())
         if symmetry is None or part.tokens.shape[1] != tokens.shape[1]:
             continue
-        numbers = part.hash(symmetry.hash_rows)
-        for row in np.flatnonzero(np.isin(numbers, classes[is_known])).tolist():
-            alike = candidates[int(numbers[row])]
+        class_hashes = part.hash(symmetry.hash_rows)
+        for row in np.flatnonzero(np.isin(class_hashes, classes[is_known])).tolist():
+            alike = candidates[int(class_hashes[row])]
             if len(alike) < _MOST_CANDIDATES:
                 alike.append(part.tokens[row])
     exact = int(is_exact.sum())

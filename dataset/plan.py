@@ -162,8 +162,8 @@ class _SetPlan:
             for begin, end in itertools.pairwise([0, *ends]):
                 pieces.append((rows[begin:end], puzzles[begin:end]))
                 if batch >= skip:
-                    whole = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
-                    yield GlobalBatch(self.name, *(part[: self.global_batch_size] for part in whole))
+                    joined = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
+                    yield GlobalBatch(self.name, *(part[: self.global_batch_size] for part in joined))
                 pieces, batch = [], batch + 1
             last_end = ends[-1] if ends else 0
             pieces.append((rows[last_end:], puzzles[last_end:]))
@@ -224,8 +224,8 @@ class TrainPlan:
         if train_steps is not None:
             stages = [*stages[:-1], dataclasses.replace(stages[-1], epochs=1, eval_interval=1)]
         first_steps, ends = [], [0]
-        for number, stage in enumerate(stages):
-            stream = (number + 1) % len(stages) * _STREAMS
+        for index, stage in enumerate(stages):
+            stream = (index + 1) % len(stages) * _STREAMS
             plans = self._plan_sets(stage, stream)
             is_cut = train_steps is not None and stage is stages[-1]
             while is_cut and plans:
@@ -261,11 +261,11 @@ class TrainPlan:
         stream: Number that selects the random bits of the first set. Set k uses stream + k.
         """
         plans = []
-        for number, (name, data) in enumerate(self._sets.items()):
+        for index, (name, data) in enumerate(self._sets.items()):
             groups = np.isin(data.folder_of_group, stage.folders)
             groups &= ~self._held_out[name] if name in self._held_out else True
             if groups.any():
-                bits = BitStream(self._seed, stream=stream + number)
+                bits = BitStream(self._seed, stream=stream + index)
                 sizes = (self.global_batch_size, stage.epochs, stage.eval_interval)
                 plans.append(_SetPlan(name, data, groups, bits, *sizes))
         return plans
@@ -291,17 +291,17 @@ class TrainPlan:
 
         Returns (stage, number of steps) for each stage.
         """
-        ends = [min(last, each) for each in (0, *self._last_steps)]
+        ends = [min(last, step) for step in (0, *self._last_steps)]
         return [(stage, b - a) for stage, (a, b) in zip(self._stages, itertools.pairwise(ends), strict=True)]
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
         """Yields the global batches of all training steps after `first_step`, to the end of the run."""
-        left = self.total_steps - first_step
+        remaining = self.total_steps - first_step
         for plans, iteration, steps_of_sets in self._iterations:
             for plan, steps in zip(plans, steps_of_sets, strict=True):
                 if first_step < steps:
-                    yield from itertools.islice(plan.batches(iteration, skip=first_step), max(left, 0))
-                    left -= steps - first_step
+                    yield from itertools.islice(plan.batches(iteration, skip=first_step), max(remaining, 0))
+                    remaining -= steps - first_step
                 first_step = max(0, first_step - steps)
 
 

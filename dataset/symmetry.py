@@ -77,28 +77,28 @@ class ImageSymmetry:
         return np.concatenate([np.min([*map(hash_rows, self._images(part))], axis=0) for part in parts])
 
     def maps(self, first: np.ndarray, second: np.ndarray) -> bool:
-        wanted = next(self._images(second[None]))
-        return any(np.array_equal(image, wanted) for image in self._images(first[None]))
+        target = next(self._images(second[None]))
+        return any(np.array_equal(image, target) for image in self._images(first[None]))
 
     def _images(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
         """Yields the images of the tokens. Free symbols are renamed in the order of their first cells."""
         grids = tokens.reshape(len(tokens) * self.num_grids, -1)
         corner = np.zeros((len(grids), 2), np.uint8)
-        for number in range(self.num_images):
-            transform = np.array([number, *range(self.num_symbols)], np.uint8)
+        for index in range(self.num_images):
+            transform = np.array([index, *range(self.num_symbols)], np.uint8)
             image = find_augmentation(self.family).apply(grids, np.tile(transform, (len(grids), 1)), corner)
-            yield _rename(image.reshape(tokens.shape), [FIRST_SYMBOL + each for each in self.free])
+            yield _rename(image.reshape(tokens.shape), [FIRST_SYMBOL + symbol for symbol in self.free])
 
 
 def _rename(tokens: np.ndarray, free: Sequence[int]) -> np.ndarray:
     """Renames the tokens `free` of each row: the one that occurs first becomes free[0], and so on."""
     if not len(free):
         return tokens
-    found = [tokens == token for token in free]
-    firsts = [np.where(each.any(axis=1), each.argmax(axis=1), tokens.shape[1]) for each in found]
+    masks = [tokens == token for token in free]
+    firsts = [np.where(mask.any(axis=1), mask.argmax(axis=1), tokens.shape[1]) for mask in masks]
     ranks = np.argsort(firsts, axis=0, kind="stable").argsort(axis=0)
     renamed = tokens.copy()
-    for is_token, rank in zip(found, ranks, strict=True):
+    for is_token, rank in zip(masks, ranks, strict=True):
         np.copyto(renamed, np.array(free, tokens.dtype)[rank][:, None], where=is_token)
     return renamed
 
@@ -145,16 +145,16 @@ class SudokuSymmetry:
     def maps(self, first: np.ndarray, second: np.ndarray) -> bool | None:
         size = self.box[0] * self.box[1]
         rows, columns = (colors.tolist() for colors in self._color_lines(np.stack([first, second])))
-        grid, goal = (tokens.reshape(size, size) for tokens in (first, second))
+        grid, target = (tokens.reshape(size, size) for tokens in (first, second))
         turned = [(grid, rows[0], columns[0])]
         if self.box[0] == self.box[1]:
             turned.append((grid.T, columns[0], rows[0]))
         steps = iter(range(_MOST_STEPS))
         try:
-            for source, own_rows, own_columns in turned:
-                for order in _orders(own_rows, rows[1], self.box[0], lambda _order: True, steps):
-                    fits = _renames_columns(source[order], goal)
-                    if any(_orders(own_columns, columns[1], self.box[1], fits, steps)):
+            for source, row_colors, column_colors in turned:
+                for order in _orders(row_colors, rows[1], self.box[0], lambda _order: True, steps):
+                    fits = _renames_columns(source[order], target)
+                    if any(_orders(column_colors, columns[1], self.box[1], fits, steps)):
                         return True
         except _TooLongError:
             return None
@@ -170,40 +170,40 @@ def _color(sums: np.ndarray, width: int) -> np.ndarray:
 
 def _orders(
     colors: Sequence[int],
-    goal: Sequence[int],
+    target_colors: Sequence[int],
     width: int,
     fits: Callable[[list[int]], bool],
     steps: Iterator[int],
     order: Sequence[int] = (),
 ) -> Iterator[list[int]]:
-    """Yields orders of lines that keep bands of `width` lines together and give the colors `goal`.
+    """Yields orders of lines that keep bands of `width` lines together and give the colors `target_colors`.
 
     fits: Whether the first lines may be in this order. steps: Of all tried lines. _TooLongError at its end.
     """
     place = len(order)
-    if place == len(goal):
+    if place == len(target_colors):
         yield [*order]
         return
     bands = [line // width for line in order]
     for line, color in enumerate(colors):
         band = line // width
         is_allowed = band == bands[-1] if place % width else band not in bands
-        if color != goal[place] or line in order or not is_allowed:
+        if color != target_colors[place] or line in order or not is_allowed:
             continue
         if next(steps, None) is None:
             raise _TooLongError
         if fits([*order, line]):
-            yield from _orders(colors, goal, width, fits, steps, [*order, line])
+            yield from _orders(colors, target_colors, width, fits, steps, [*order, line])
 
 
-def _renames_columns(grid: np.ndarray, goal: np.ndarray) -> Callable[[list[int]], bool]:
-    """Returns whether some new digits turn columns of `grid`, in an order, into the first ones of `goal`."""
-    columns, wanted = grid.T.tolist(), goal.T.tolist()
+def _renames_columns(grid: np.ndarray, target: np.ndarray) -> Callable[[list[int]], bool]:
+    """Returns whether some new digits turn columns of `grid`, in an order, into the first of `target`."""
+    columns, target_columns = grid.T.tolist(), target.T.tolist()
     fixed = {(token, token) for token in range(FIRST_SYMBOL)}
 
     def fits(order: list[int]) -> bool:
         moved = [columns[line] for line in order]
-        pairs = fixed.union(*(zip(*each, strict=True) for each in zip(moved, wanted, strict=False)))
+        pairs = fixed.union(*(zip(*pair, strict=True) for pair in zip(moved, target_columns, strict=False)))
         return len(pairs) == len({old for old, _ in pairs}) == len({new for _, new in pairs})
 
     return fits

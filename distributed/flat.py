@@ -152,7 +152,7 @@ class FlatParameters:
 
         def zeros(size: int, dtype: torch.dtype) -> tuple[SharedTensors | None, Tensor]:
             shared = open_shared_tensors(size, dtype, ranks) if in_shared_memory else None
-            return shared, first.new_zeros(size, dtype=dtype) if shared is None else shared.own
+            return shared, first.new_zeros(size, dtype=dtype) if shared is None else shared.local
 
         dtype = compute_dtype or first.dtype
         self.messages_of_ranks, self.message = zeros(num_gradients + num_behind, first.dtype)

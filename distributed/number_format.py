@@ -41,16 +41,16 @@ def choose_format(device: torch.device) -> Choice:
 
 
 def choose_evaluation_format(
-    stored: NumberFormat, device: torch.device, *, given: NumberFormat | None = None
+    stored: NumberFormat, device: torch.device, *, configured: NumberFormat | None = None
 ) -> Choice:
     """Returns the number format in which a trained model is evaluated, with the reason.
 
     It is the format of the training. If the device is a CPU that only emulates bfloat16, it is float32.
 
-    stored: Format of the training. given: Format that the user has set. If not None, it is returned.
+    stored: Format of the training. configured: Format that the user has set. If not None, it is returned.
     """
-    if given is not None:
-        return Choice(given, "forward_dtype is set")
+    if configured is not None:
+        return Choice(configured, "forward_dtype is set")
     rule = choose_format(device)
     if device.type == "cpu" and (stored, rule.name) == ("bfloat16", "float32"):
         return rule

@@ -24,7 +24,7 @@ class SharedTensors:
     """
 
     def __init__(self, of_ranks: list[Tensor], ranks: Ranks):
-        self.of_ranks, self.own, self._ranks = of_ranks, of_ranks[ranks.index], ranks
+        self.of_ranks, self.local, self._ranks = of_ranks, of_ranks[ranks.index], ranks
 
     def all_reduce_sum_(self) -> None:
         """Overwrites the tensor of every rank with the sum of all tensors. All ranks call it.
@@ -34,7 +34,7 @@ class SharedTensors:
         returns.
         """
         self._ranks.barrier()
-        share = -(-len(self.own) // (_ALIGNMENT * self._ranks.size)) * _ALIGNMENT
+        share = -(-len(self.local) // (_ALIGNMENT * self._ranks.size)) * _ALIGNMENT
         slices = [tensor[self._ranks.index * share :][:share].split(_CHUNK) for tensor in self.of_ranks]
         for first, *others in zip(*slices, strict=True):
             for other in others:
@@ -51,7 +51,7 @@ class SharedTensors:
         """
         for index, other in enumerate(self.of_ranks):
             if index != self._ranks.index:
-                other[local_range] = self.own[local_range]
+                other[local_range] = self.local[local_range]
         self._ranks.barrier()
 
 

@@ -283,7 +283,7 @@ class Watchdog:
         limit, limit_text = self._limit(self._step, self._pauses > 0)
         waited = 0.0 if self._waiting_since is None else self._now - self._waiting_since
         if waited > _SILENCE_TICKS * _TICK_SECONDS and agent_serves_store() and is_stopped(os.getppid()):
-            self._tell_of_stopped_agent()
+            self._warn_of_stopped_agent()
         elif waited > limit:
             advice = f". {restart_advice()}" if num_nodes() > 1 else ""
             cause = f"Rank 0 or its node has terminated or hangs{self._store_error}"
@@ -298,7 +298,7 @@ class Watchdog:
             return f"no progress on rank {rank()} for {limit_text}"
         return ""
 
-    def _tell_of_stopped_agent(self) -> None:
+    def _warn_of_stopped_agent(self) -> None:
         """Handles a stopped torchrun (SIGSTOP). Warns once, and does not count the time of the stop."""
         if not self._agent_is_stopped and local_rank() == 0:
             log.warning(

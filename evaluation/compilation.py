@@ -38,7 +38,7 @@ def compiles_on_all_ranks(choice: bool | str, device: torch.device, *, num_steps
     answers, failures = zip(*all_gather_objects((compiles, failure)), strict=True)
     if is_main():
         for text in dict.fromkeys(filter(None, failures)):
-            ranks = [number for number, each in enumerate(failures) if each == text]
+            ranks = [index for index, reason in enumerate(failures) if reason == text]
             where = f" on {log.name_ranks(ranks)}" if world_size() > 1 else ""
             log.warning(f"blocks are not compiled, because{where} {text}.")
     compiles = all(answers) and not any(failures)

@@ -63,7 +63,7 @@ class Evaluators:
             if len(failures) == len(self._of_folder):
                 raise failures[0]
 
-    def anew(self, *, only_answered: bool = False) -> "Evaluators":
+    def fresh_copy(self, *, only_answered: bool = False) -> "Evaluators":
         """Returns a copy without answers, for another evaluation of the same data.
 
         Call it before `add`.
@@ -71,11 +71,11 @@ class Evaluators:
         only_answered: If True, metrics include only the examples that `add` receives. If False, an evaluator
         may count test examples without an answer as wrong.
         """
-        new = copy.copy(self)
-        new._of_folder = copy.deepcopy(self._of_folder)
-        for each in sum(new._of_folder.values(), []) if only_answered else ():
-            each.only_answered = True
-        return new
+        copied = copy.copy(self)
+        copied._of_folder = copy.deepcopy(self._of_folder)
+        for evaluator in sum(copied._of_folder.values(), []) if only_answered else ():
+            evaluator.only_answered = True
+        return copied
 
     def __bool__(self) -> bool:
         return any(self._of_folder.values())
@@ -88,11 +88,11 @@ class Evaluators:
         samples: All answers, if the model answered each puzzle several times. Evaluators that count votes use
         them instead of `answers`.
         """
-        folder, own_name, first_identifier = self._data.origin(set_name)
+        folder, name_in_folder, first_identifier = self._data.origin(set_name)
         for evaluator in self._of_folder[folder]:
             chosen = samples if samples is not None and evaluator.samples_vote else answers
-            own = chosen._replace(puzzle_identifiers=chosen.puzzle_identifiers - first_identifier)
-            evaluator.add(own_name, own)
+            numbered = chosen._replace(puzzle_identifiers=chosen.puzzle_identifiers - first_identifier)
+            evaluator.add(name_in_folder, numbered)
 
     def rules_of(self, set_name: str) -> Rules | None:
         """Returns a function that checks answers by the rules of the puzzle, such as those of Sudoku.
@@ -103,7 +103,12 @@ class Evaluators:
         evaluators = self._of_folder[self._data.origin(set_name).folder]
         nothing = np.zeros((0, self._data.metadata.seq_len), np.int32)
         return next(
-            (each.are_valid for each in evaluators if each.are_valid(nothing, nothing) is not None), None
+            (
+                evaluator.are_valid
+                for evaluator in evaluators
+                if evaluator.are_valid(nothing, nothing) is not None
+            ),
+            None,
         )
 
     def check_rules(self, selects: Sequence[str]) -> None:
@@ -135,8 +140,8 @@ class Evaluators:
                 partials = gather_objects(evaluator.partial(), ranks)
                 with collective_errors():
                     if partials is not None:
-                        for own_name, values in evaluator.metrics(partials).items():
-                            set_name = self._data.test_set(folder, own_name)
+                        for name_in_folder, values in evaluator.metrics(partials).items():
+                            set_name = self._data.test_set(folder, name_in_folder)
                             metrics.setdefault(set_name, {}).update(values)
         return metrics
 

@@ -10,21 +10,21 @@ import statistics
 from collections.abc import Sequence
 
 
-def wilson_interval(successes_share: float, count: int, *, z: float = 1.959964) -> tuple[float, float]:
+def wilson_interval(success_rate: float, count: int, *, z: float = 1.959964) -> tuple[float, float]:
     """Returns the ends (low, high) of Wilson's 95 % confidence interval of a fraction.
 
-    It is also accurate for fractions near 0 or 1, and for few trials. If `successes_share` is a mean of
+    It is also accurate for fractions near 0 or 1, and for few trials. If `success_rate` is a mean of
     values between 0 and 1, such as fractions of correct cells, the interval is wider than necessary.
 
-    successes_share: Fraction of successes, in [0, 1].
+    success_rate: Fraction of successes, in [0, 1].
     count: Number of independent trials, at least 1.
     z: Quantile of the normal distribution. It sets the confidence, 1.96 for 95 %.
     """
     assert count >= 1
-    assert 0 <= successes_share <= 1
+    assert 0 <= success_rate <= 1
     shrinkage = z * z / count
-    centre = (successes_share + shrinkage / 2) / (1 + shrinkage)
-    variance = successes_share * (1 - successes_share) / count + shrinkage / (4 * count)
+    centre = (success_rate + shrinkage / 2) / (1 + shrinkage)
+    variance = success_rate * (1 - success_rate) / count + shrinkage / (4 * count)
     half = z * math.sqrt(variance) / (1 + shrinkage)
     return max(centre - half, 0.0), min(centre + half, 1.0)
 
@@ -60,9 +60,9 @@ def difference_p(values: Sequence[float], others: Sequence[float]) -> float | No
     freedom = len(values) + len(others) - 2
     if freedom < 1:
         return None
-    means = [statistics.fmean(each) for each in (values, others)]
+    means = [statistics.fmean(sample) for sample in (values, others)]
     squares = sum(
-        (value - mean) ** 2 for mean, each in zip(means, (values, others), strict=True) for value in each
+        (value - mean) ** 2 for mean, sample in zip(means, (values, others), strict=True) for value in sample
     )
     deviation = math.sqrt(squares / freedom * (1 / len(values) + 1 / len(others)))
     if deviation == 0:

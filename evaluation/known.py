@@ -54,11 +54,11 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     if not has_rows_to_match(checkpoint.arch, data):
         return None
     path = checkpoint.identities_file
-    model, own = path and read_identities(path), identities_of(data)
-    if model is not None and own is not None:
-        if model.equals(own):
+    model, current = path and read_identities(path), identities_of(data)
+    if model is not None and current is not None:
+        if model.equals(current):
             return None
-        if (match := model.match(own)) is not None:
+        if (match := model.match(current)) is not None:
             return match
     trained, num = (checkpoint.dataset_info or {}).get("metadata"), data.metadata.num_puzzle_identifiers
     has_other_size = isinstance(trained, dict) and trained.get("num_puzzle_identifiers", num) != num
@@ -82,11 +82,11 @@ def check_same_rows(trained: Dataset, data: Dataset) -> None:
     trained: Training data.
     data: Dataset of `test_data_path`.
     """
-    known, own = identities_of(trained), identities_of(data)
-    if known is None or own is None or known.equals(own) or (match := known.match(own)) is None:
+    known, current = identities_of(trained), identities_of(data)
+    if known is None or current is None or known.equals(current) or (match := known.match(current)) is None:
         return
     sets = data.splits["test"].sets.values()
-    used = np.unique(np.concatenate([each.puzzle_identifiers for each in sets]))
+    used = np.unique(np.concatenate([test_set.puzzle_identifiers for test_set in sets]))
     if num_others := int((match.rows[used] != used).sum()):
         path = data.folders[0]
         raise ValueError(
@@ -127,9 +127,9 @@ def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
     if match is None:
         return Known(data, None, {})
     split, puzzles, metrics, lines = data.splits["test"], {}, {}, []
-    for name, each in split.sets.items():
-        is_known = match.rows[each.puzzle_identifiers] >= 0
-        used = np.unique(each.puzzle_identifiers)
+    for name, test_set in split.sets.items():
+        is_known = match.rows[test_set.puzzle_identifiers] >= 0
+        used = np.unique(test_set.puzzle_identifiers)
         common, other = int((match.rows[used] >= 0).sum()), int(match.is_other[used].sum())
         counts = {"common": common, "missing": len(used) - common - other}
         counts |= {"additional": match.num_additional, "other_task": other}
@@ -139,14 +139,14 @@ def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
         )
         if common:
             puzzles[name] = np.flatnonzero(is_known)
-            metrics[name] = {f"identifiers_{what}": number for what, number in counts.items()}
+            metrics[name] = {f"identifiers_{kind}": count for kind, count in counts.items()}
     text, folders = "; ".join(lines), ", ".join(map(str, data.folders))
     if not puzzles:
         raise ValueError(
             f"{model} has no embedding for any test puzzle of {folders} ({text}). Set data_path to a dataset "
             "with tasks that it was trained on."
         )
-    has_all = all((match.rows[each.puzzle_identifiers] >= 0).all() for each in split.sets.values())
+    has_all = all((match.rows[test_set.puzzle_identifiers] >= 0).all() for test_set in split.sets.values())
     if is_main():
         only = "" if has_all else " Only the common ones are evaluated."
         log.info(f"{folders}: identifiers with a puzzle embedding of {model}: {text}.{only}")

@@ -83,7 +83,7 @@ class Leaks:
     def __init__(self, reaction: Literal["warn", "error"]):
         self._reaction = reaction
         self._tested: dict[str, _Tested] = {}  # only on rank 0
-        self._told: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
         self.found: dict[str, Leak] = {}
 
     def add(
@@ -133,7 +133,9 @@ class Leaks:
             if is_main():
                 if trained is None or not trained.is_complete:
                     log.info(f"The training puzzles of {model} are not all known, so trained_on_rate is 0.")
-                self.found = {name: self._find(name, each, trained) for name, each in self._tested.items()}
+                self.found = {
+                    name: self._find(name, tested, trained) for name, tested in self._tested.items()
+                }
         self.found = broadcast_object(self.found)
 
     def _find(self, name: str, tested: _Tested, trained: Trained | None) -> Leak:
@@ -143,18 +145,18 @@ class Leaks:
         rows = tested.rows[trained.contains(tested.hashes)]
         num_known, share = int(trained.covers(tested.hashes).sum()), None
         rate = trained.rate if trained.is_complete and num_known else 0.0
-        number = f"{len(rows)} of {len(tested.rows)}"
+        count_text = f"{len(rows)} of {len(tested.rows)}"
         if 0 < rate < 1:
             part = len(rows) / num_known
             share = (part, *wilson_interval(part, num_known))
-            estimate, low, high = (round(each * len(tested.rows)) for each in share)
-            number = f"about {estimate} ({low} to {high}) of {len(tested.rows)}"
+            estimate, low, high = (round(fraction * len(tested.rows)) for fraction in share)
+            count_text = f"about {estimate} ({low} to {high}) of {len(tested.rows)}"
         elif rate == 0:
-            number = f"at least {number}"
+            count_text = f"at least {count_text}"
         if len(rows):
             first = f"set {name} ({tested.where}), the first is row {rows[0]}"
             unseen = " The metrics unseen/... are of the other puzzles." if rate == 1 else ""
-            self._react(name, f"{number} test puzzles were trained on: {first}.", unseen)
+            self._react(name, f"{count_text} test puzzles were trained on: {first}.", unseen)
         rows = rows[:0] if share else rows  # with a sample, the other puzzles are not known
         rows = _with_variants(tested.data, rows) if tested.has_variants else rows
         return Leak(rows, rate, num_distinct, share)
@@ -162,8 +164,8 @@ class Leaks:
     def _react(self, name: str, problem: str, unseen: str) -> None:
         if self._reaction == "error":
             raise ValueError(f"leaks=error: {problem} Remove them from one split, or set leaks=warn.")
-        if self._told.get(name) != problem:
-            self._told[name] = problem
+        if self._logged.get(name) != problem:
+            self._logged[name] = problem
             log.warning(f"{problem} Their accuracy says nothing about new puzzles.{unseen}")
 
 
@@ -173,13 +175,13 @@ def _with_variants(data: PuzzleSet | ConcatenatedSet, rows: np.ndarray) -> np.nd
     rows: Indices of examples that are not augmented, int64 [n].
     """
     indices, group_indices = (
-        np.asarray(each, np.int64) for each in (data.puzzle_indices, data.group_indices)
+        np.asarray(starts, np.int64) for starts in (data.puzzle_indices, data.group_indices)
     )
     puzzles = indices.searchsorted(rows, side="right") - 1
     groups = group_indices.searchsorted(puzzles, side="right") - 1
-    number = (rows - indices[puzzles]).repeat(np.diff(group_indices)[groups])
+    offsets = (rows - indices[puzzles]).repeat(np.diff(group_indices)[groups])
     variants = rows_of(group_indices, groups)
-    found = indices[variants] + number
+    found = indices[variants] + offsets
     return np.sort(found[found < indices[variants + 1]])
 
 
@@ -200,7 +202,7 @@ def find_trained(checkpoint: Checkpoint) -> Trained | None:
         return None
     options = {"seed": checkpoint.seed, "fraction": checkpoint.validation_fraction}
     sets = data.splits["train"].sets
-    held_out = {name: held_out_groups(each, **options) for name, each in sets.items()}
+    held_out = {name: held_out_groups(training_set, **options) for name, training_set in sets.items()}
     hashes = hash_training(data)
     if checkpoint.joins_repeats:
         held_out = join_repeats(data, hashes, held_out)

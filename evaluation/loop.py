@@ -47,9 +47,9 @@ class Race:
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
         for attempt, step in zip(carry.data.rows[slots].tolist(), carry.steps[slots].tolist(), strict=True):
             row, sample = divmod(attempt, self._samples[-1])
-            for number in (each for each in self._samples if sample < each):
-                first = self._first.get((row, number), (step, sample))
-                self._first[row, number] = min(first, (step, sample))
+            for num_samples in (count for count in self._samples if sample < count):
+                first = self._first.get((row, num_samples), (step, sample))
+                self._first[row, num_samples] = min(first, (step, sample))
 
     def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
         """Returns which samples (runs of a puzzle) have lost, so that they can stop: bool [n].
@@ -60,7 +60,7 @@ class Race:
         lost = []
         for attempt, step in zip(attempts.tolist(), steps.tolist(), strict=True):
             row, sample = divmod(attempt, self._samples[-1])
-            first = self._first.get((row, next(each for each in self._samples if sample < each)))
+            first = self._first.get((row, next(count for count in self._samples if sample < count)))
             lost.append(first is not None and (step + 1, sample) > first)
         return torch.tensor(lost, dtype=torch.bool, device=attempts.device)
 

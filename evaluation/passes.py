@@ -110,7 +110,7 @@ def evaluate_split(
     options = {"num_slots": -(-global_batch_size // ranks.size), "vocab_size": data.metadata.vocab_size}
     options["seed"], draw = seed, build_draw(network, reasoning, seed=seed)
     has_seen = {name for name, leak in (leaks or {}).items() if leak.rate == 1 and len(leak.rows)}
-    of_unseen = evaluators.anew(only_answered=True) if evaluators and has_seen else None
+    of_unseen = evaluators.fresh_copy(only_answered=True) if evaluators and has_seen else None
     is_stopped = False
 
     def until_stopped(source: Iterator[tuple[str, Batch]]) -> Iterator[Batch]:
@@ -175,7 +175,9 @@ def evaluate_split(
     extra = evaluators.gather_metrics(ranks) if evaluators else {}
     for name, metrics in (of_unseen.gather_metrics(ranks) if of_unseen else {}).items():
         if name in has_seen:
-            extra[name] = extra.get(name, {}) | {f"unseen/{each}": value for each, value in metrics.items()}
+            extra[name] = extra.get(name, {}) | {
+                f"unseen/{metric}": value for metric, value in metrics.items()
+            }
     results = {name: part.reduce(extra.get(name, {})) for name, part in sums.items()}
     return results if is_main() else {}
 
@@ -276,12 +278,12 @@ class _SetSums:
             found["distinct_count"] = min(leak.num_distinct, count)
         if leak.share is not None:
             names = ("trained_on", "trained_on_low", "trained_on_high")
-            return found | {name: each * count for name, each in zip(names, leak.share, strict=True)}
+            return found | {name: fraction * count for name, fraction in zip(names, leak.share, strict=True)}
         num_unseen = unseen.get("count", 0.0)
         if leak.rate == 1 or num_unseen < count:
             found["trained_on"] = count - num_unseen
         if leak.rate == 1 and num_unseen < count:
-            found |= {f"unseen/{name}": each for name, each in unseen.items() if name.endswith("accuracy")}
+            found |= {f"unseen/{name}": value for name, value in unseen.items() if name.endswith("accuracy")}
             found["unseen/count"] = num_unseen
         return found
 
@@ -295,7 +297,7 @@ class _SetSums:
         sums = self._metrics.reduce()
         metrics = divide(sums, self._network.objective.metrics, slots=sums.get("count", 0))
         passes = (self._exact_after_step, self._act_sums)
-        exact, act = (self._metrics.ranks.reduce_sum_(each).tolist() for each in passes)
+        exact, act = (self._metrics.ranks.reduce_sum_(tensor).tolist() for tensor in passes)
         if not metrics:
             exact = []
         elif len(exact) > 1:
@@ -308,7 +310,7 @@ class _SetSums:
                 arrays = [array for _, arrays_of_rank in parts for array in arrays_of_rank[name]]
                 outputs[name] = np.concatenate(arrays)[order]
         metrics |= self._leak_metrics(metrics)
-        after_each_step = [number / metrics["count"] for number in exact]
+        after_each_step = [num_exact / metrics["count"] for num_exact in exact]
         scores: Counter[ScoreKey] = Counter()
         for part in (gather_objects(self.scores.sums, self._metrics.ranks) if self.scores else None) or ():
             scores.update(part)

@@ -33,10 +33,10 @@ INTERVAL_ENDS = ("low", "high")
 TEXTS = ("selected_by", "forward_dtype")  # entries of metrics.json that are texts
 
 _SETTING = "@steps="  # in names such as exact_accuracy@steps=4,samples=1
-_ASKED = ("halting", "noise", "init_noise", "damping", "decision_cell", "decision_value")
-_ASKED += ("eval_conflict_threshold", "seed")
+_SCALING_KEYS = ("halting", "noise", "init_noise", "damping", "decision_cell", "decision_value")
+_SCALING_KEYS += ("eval_conflict_threshold", "seed")
 _OPTIONS = (
-    *_ASKED,
+    *_SCALING_KEYS,
     "halt_max_steps",
     "samples",
     "select",
@@ -72,25 +72,25 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Chec
     data: Dataset folders of the evaluation.
     """
     usual = config_with(EvaluateConfig, checkpoint=config.checkpoint)
-    others = [name for name in _OPTIONS if getattr(config, name) != getattr(usual, name)]
-    paths = [each.resolve() for each in data]
+    changed = [name for name in _OPTIONS if getattr(config, name) != getattr(usual, name)]
+    paths = [folder.resolve() for folder in data]
     measured = {"test": fingerprint_of(data, ("test",))}
-    own = [each.resolve() for each in checkpoint.find_data()]
-    if paths != own or not _has_same_tests(checkpoint, data, measured["test"]):
-        measured["data"] = [str(each) for each in paths]
-    return measured | {name: getattr(config, name) for name in others}
+    trained_paths = [folder.resolve() for folder in checkpoint.find_data()]
+    if paths != trained_paths or not _has_same_tests(checkpoint, data, measured["test"]):
+        measured["data"] = [str(path) for path in paths]
+    return measured | {name: getattr(config, name) for name in changed}
 
 
-def _has_same_tests(checkpoint: Checkpoint, data: Sequence[Path], found: str) -> bool:
+def _has_same_tests(checkpoint: Checkpoint, data: Sequence[Path], fingerprint: str) -> bool:
     """Returns whether the test splits are still the same as in the training.
 
     Older checkpoints have no hash of only the test splits. For them, no split may have changed.
 
-    found: Hash of the test splits now.
+    fingerprint: Hash of the test splits now.
     """
     if checkpoint.test_fingerprint is None:
         return _is_trained_on(checkpoint, data)
-    return checkpoint.test_fingerprint == found
+    return checkpoint.test_fingerprint == fingerprint
 
 
 def _is_trained_on(checkpoint: Checkpoint, data: Sequence[Path]) -> bool:
@@ -136,14 +136,14 @@ def write_measured(
     if not is_same:
         old = [*folder.glob("*__outputs.npz")]
         old += [folder / name for name in (EVALUATION_FILE, SCALING_FILE, "scaling.svg")]
-        places = [folder, *(folder / each.name for each in data)]
+        places = [folder, *(folder / dataset.name for dataset in data)]
         old += [place / name for place in places for name in (SUBMISSION_FILE, TASKS_FILE)]
-        for each in old:
-            each.unlink(missing_ok=True)
+        for file in old:
+            file.unlink(missing_ok=True)
     write_json(path, measured)
 
 
-def tell_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
+def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
     """Logs a message if the evaluation will replace results that were computed in another dtype.
 
     folder: Folder with the earlier results, if any.
@@ -307,7 +307,9 @@ def summarize(runs: Sequence[_Columns]) -> dict[str, dict[str, float]]:
             if _has_suffix(metric, *INTERVAL_ENDS) or not all(metric in column for column in columns):
                 continue
             if metric in TEXTS:
-                summary.setdefault(name, {})[metric] = ", ".join(sorted({each[metric] for each in columns}))
+                summary.setdefault(name, {})[metric] = ", ".join(
+                    sorted({column[metric] for column in columns})
+                )
                 continue
             mean, deviation = mean_and_deviation([column[metric] for column in columns])
             summary.setdefault(name, {})[metric] = mean
@@ -349,7 +351,7 @@ def metric_cell(values: Mapping[str, float | str], name: str) -> str:
         return ""
     value = values[name]
     text = f"{value:>12}" if isinstance(value, str) else f"{value:>12.6g}"
-    low, high, deviation = (values.get(with_suffix(name, each)) for each in (*INTERVAL_ENDS, "deviation"))
+    low, high, deviation = (values.get(with_suffix(name, suffix)) for suffix in (*INTERVAL_ENDS, "deviation"))
     if low is not None:
         text += f"  [{low:.4f}, {high:.4f}]"
     if deviation is not None:
@@ -386,15 +388,15 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
         if count := int(result.metrics.get("count", 0)):
             num_independent = independent_count(result.metrics)
             corners: dict[tuple[int, int], dict[str, dict[str, float]]] = {}
-            for (*setting, way, figure), number in result.scores.items():
-                shares = corners.setdefault(tuple(setting), {}).setdefault(way, {})
+            for (*setting, rule, figure), total in result.scores.items():
+                fractions = corners.setdefault(tuple(setting), {}).setdefault(rule, {})
                 metric = f"{figure}_accuracy" if figure in ("exact", "valid") else figure
-                shares[metric] = number / count
+                fractions[metric] = total / count
                 if is_share(metric):
-                    shares |= _interval(metric, number / count, num_independent)
+                    fractions |= _interval(metric, total / count, num_independent)
             rows = [{"steps": key[0], "samples": key[1], "ways": corners[key]} for key in sorted(corners)]
             sets[name] = {"count": count, "corners": rows}
-    return {**{name: getattr(config, name) for name in _ASKED}, "sets": sets}
+    return {**{name: getattr(config, name) for name in _SCALING_KEYS}, "sets": sets}
 
 
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -411,10 +413,10 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
         columns = metrics.setdefault(set_name, {})
         for setting in content["corners"]:
             where = f"@steps={setting['steps']},samples={setting['samples']}"
-            for number, (way, shares) in enumerate(setting["ways"].items()):
-                chosen = f",select={way}" if number and way != ORACLE else ""
-                for metric, value in shares.items():
-                    columns[f"{'any_' if way == ORACLE else ''}{metric}{where}{chosen}"] = value
+            for index, (rule, fractions) in enumerate(setting["ways"].items()):
+                chosen = f",select={rule}" if index and rule != ORACLE else ""
+                for metric, value in fractions.items():
+                    columns[f"{'any_' if rule == ORACLE else ''}{metric}{where}{chosen}"] = value
     return metrics
 
 
@@ -430,16 +432,16 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
     lines = []
     for set_name, content in scaling["sets"].items():
         ways = content["corners"][0]["ways"]
-        is_search = any("undecided" in shares for shares in ways.values())
+        is_search = any("undecided" in fractions for fractions in ways.values())
         names = "".join(f"  {name:>15}" for name in (*ways, *(("wrong", "undecided") if is_search else ())))
         lines += [set_name, f"steps  samples  calls/puzzle{names}"]
         for setting in content["corners"]:
             ways = [*setting["ways"].values()]
-            shares = [each["exact_accuracy"] for each in ways]
+            fractions = [values["exact_accuracy"] for values in ways]
             if is_search:
                 undecided = ways[0]["undecided"]
-                shares += [1 - shares[0] - undecided, undecided]
-            cells = "".join(f"  {share:>15.4f}" for share in shares)
+                fractions += [1 - fractions[0] - undecided, undecided]
+            cells = "".join(f"  {fraction:>15.4f}" for fraction in fractions)
             lines.append(f"{setting['steps']:>5}  {setting['samples']:>7}  {ways[0]['calls']:>12.6g}{cells}")
     return "\n".join(lines)
 

@@ -121,9 +121,9 @@ def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
     if at == "end":
         return output
     state, prediction = output.carry.state, output.prediction
-    kept = {name: state[f"{at}.{name}"] for name in ("logits", "q_halt", "q_continue")}
+    answer = {name: state[f"{at}.{name}"] for name in ("logits", "q_halt", "q_continue")}
     steps = state[f"{at}.steps"]
-    return StepOutput(output.carry._replace(steps=steps), prediction._replace(**kept))
+    return StepOutput(output.carry._replace(steps=steps), prediction._replace(**answer))
 
 
 def predicted_tokens(logits: Tensor) -> Tensor:
@@ -170,10 +170,10 @@ class Scores:
         end_preds = columns(predicted_tokens(attempts.prediction.logits))
         is_valid = self._are_valid(inputs, end_preds)
         is_exact = _are_exact(end_preds, labels[:, None])
-        every = {}
+        samples_at = {}
         for at in {*map(ANSWER_AT.get, self.settings.selects)}:
             answer = answer_at(at, attempts)
-            every[at] = Samples(
+            samples_at[at] = Samples(
                 preds=columns(predicted_tokens(answer.prediction.logits)),
                 q_halt=columns(answer.prediction.q_halt),
                 steps=columns(answer.carry.steps),
@@ -181,29 +181,29 @@ class Scores:
                 residuals=columns(state["history.changes"].nanmean(dim=1)),
                 are_valid=is_valid,
             )
-        for number in self.settings.samples:
-            all_calls = calls[:, :number].sum(axis=1)
+        for count in self.settings.samples:
+            all_calls = calls[:, :count].sum(axis=1)
             for by in self.settings.selects:
-                samples = every[ANSWER_AT[by]].take(slice(None), slice(number))
+                samples = samples_at[ANSWER_AT[by]].take(slice(None), slice(count))
                 chosen = select(by, samples, is_search=self._is_search)
                 is_open = chosen < 0
                 answer = samples.take(np.arange(len(chosen)), np.maximum(chosen, 0))
                 valid = self._are_valid(inputs[:, 0], answer.preds)
                 # Samples run side by side, and all stop when the first one halts.
-                until_first = number * np.where(is_open, steps, answer.steps)
+                until_first = count * np.where(is_open, steps, answer.steps)
                 figures = {
                     "exact": _are_exact(answer.preds, labels) & ~is_open,
                     "valid": None if valid is None else valid & ~is_open,
                     "calls": until_first if by == "first_to_halt" else all_calls,
                     "undecided": is_open if self._is_search else None,
                 }
-                self._add((steps, number, by), counted, figures)
+                self._add((steps, count, by), counted, figures)
                 if by == self.settings.selects[0]:
                     of_first = chosen
             if not self._is_search:  # in a search, samples that lost stop without an answer
-                any_valid = None if is_valid is None else is_valid[:, :number].any(axis=1)
-                figures = {"exact": is_exact[:, :number].any(axis=1), "valid": any_valid, "calls": all_calls}
-                self._add((steps, number, ORACLE), counted, figures)
+                any_valid = None if is_valid is None else is_valid[:, :count].any(axis=1)
+                figures = {"exact": is_exact[:, :count].any(axis=1), "valid": any_valid, "calls": all_calls}
+                self._add((steps, count, ORACLE), counted, figures)
         return of_first
 
     def _are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:

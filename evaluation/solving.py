@@ -137,12 +137,12 @@ def answer_puzzle(
     reasoning = reasoning_of_samples(model, config, max_steps=max_steps, num_samples=config.samples)
     is_search = isinstance(model.network, Search)
 
-    seen: list[tuple[np.ndarray, Trace]] = []  # after each step: its attempts, and their trace
+    traces: list[tuple[np.ndarray, Trace]] = []  # after each step: its attempts, and their trace
     batch = _batch_of(puzzle, identifier, row).to(device)
     bar = Progress(total=max_steps, desc="thinking", unit="step", delay=1, leave=False)
 
     def record(output: StepOutput, _: torch.Tensor | None = None) -> None:
-        seen.append((output.carry.data.rows.cpu().numpy(), trace_step(model, output)))
+        traces.append((output.carry.data.rows.cpu().numpy(), trace_step(model, output)))
         bar.update(min(1, max_steps - bar.n))  # samples that start later make more steps in total
 
     with bar:
@@ -164,8 +164,8 @@ def answer_puzzle(
             select = config.select
     sample = max(int(chosen), 0)  # without an answer, the first sample is shown
     attempt = row * config.samples + sample
-    own = [(rows == attempt, step) for rows, step in seen if attempt in rows]
-    trace = [Trace(*(column[is_own][0] for column in step)) for is_own, step in own]
+    of_attempt = [(rows == attempt, step) for rows, step in traces if attempt in rows]
+    trace = [Trace(*(column[is_attempt][0] for column in step)) for is_attempt, step in of_attempt]
     steps = _steps_of(puzzle, style, trace)
     step = steps[-1] if is_search else steps[int(final.carry.steps) - 1]
     return Answer(
@@ -204,8 +204,8 @@ def _first_to_halt(
     draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
     running: list[Carry] = []
     num_started = 0
-    for number in itertools.count():
-        if not running or number % _WIDEN_STEPS == 0:
+    for step in itertools.count():
+        if not running or step % _WIDEN_STEPS == 0:
             new = attempts.select(slice(num_started, max(_FIRST_SAMPLES, 2 * num_started)))
             if len(new.rows):
                 blank = model.initial_carry(new)
@@ -220,8 +220,8 @@ def _first_to_halt(
         has_answer = model.network.wants_to_halt(carry.state, output.prediction)
         if has_answer.any():
             return int(carry.data.rows[has_answer][0]) % num_samples
-        going_on = (~carry.halted).nonzero().flatten()
-        running = [carry.select(going_on)] if len(going_on) else []
+        running_slots = (~carry.halted).nonzero().flatten()
+        running = [carry.select(running_slots)] if len(running_slots) else []
 
 
 def _noise(model: HaltingModel, config: SolveConfig) -> float:

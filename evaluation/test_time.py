@@ -158,8 +158,8 @@ class HistoryNetwork(nn.Module):
     def forward(
         self, state: State, *data: Tensor, reasoning: Reasoning, rng: SlotRng | None = None
     ) -> tuple[State, Prediction]:
-        own = {name: tensor for name, tensor in state.items() if "." not in name}
-        after, prediction = self.network(own, *data, reasoning=reasoning, rng=rng)
+        network_state = {name: tensor for name, tensor in state.items() if "." not in name}
+        after, prediction = self.network(network_state, *data, reasoning=reasoning, rng=rng)
 
         steps = state["history.steps"] + 1
         change = (prediction.logits.float() - state["history.logits"].float()).norm(dim=-1).mean(-1)
@@ -224,12 +224,12 @@ def run_settings(
     def collect(output: StepOutput, halts: Tensor) -> None:
         """Stores the outputs of samples that have halted or have just made a number of steps to evaluate."""
         carry = output.carry
-        kept = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
+        needed_state = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
         for num_steps, parts in waiting.items():
             is_here = (carry.steps == num_steps) | (carry.halted & (carry.steps < num_steps))
             if (is_here & carry.data.is_real).any():
                 slots = (is_here & carry.data.is_real).nonzero().flatten()
-                parts.append(output._replace(carry=carry._replace(state=kept)).select(slots))
+                parts.append(output._replace(carry=carry._replace(state=needed_state)).select(slots))
         on_step(output, halts)
 
     def take() -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
@@ -238,13 +238,13 @@ def run_settings(
         Yields their results for the largest number of steps.
         """
         for num_steps in settings.steps:
-            if (whole := _pop_whole(waiting[num_steps], num_samples)) is None:
+            if (complete := _pop_complete(waiting[num_steps], num_samples)) is None:
                 continue
-            chosen = scores.add(num_steps, whole)
+            chosen = scores.add(num_steps, complete)
             if num_steps == settings.steps[-1]:
                 slots = np.arange(len(chosen)) * num_samples + np.maximum(chosen, 0)
-                of_puzzles = torch.from_numpy(slots).to(whole.carry.steps.device)
-                yield answer_at(ANSWER_AT[settings.selects[0]], whole).select(of_puzzles), whole, chosen
+                of_puzzles = torch.from_numpy(slots).to(complete.carry.steps.device)
+                yield answer_at(ANSWER_AT[settings.selects[0]], complete).select(of_puzzles), complete, chosen
 
     num_ended = 0
     for final in answer_batches(watched, attempts, reasoning, draw=draw, on_step=collect, race=race):
@@ -255,7 +255,7 @@ def run_settings(
     yield from take()
 
 
-def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
+def _pop_complete(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
     """Takes the puzzles for which all samples (runs) have ended from `parts`, and returns their outputs.
 
     The output is sorted by puzzle, then by sample. Returns None if there is no such puzzle. Other outputs
@@ -266,12 +266,12 @@ def _pop_whole(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
     joined = StepOutput.join(parts)
     attempts = joined.carry.data.rows
     _, numbers, counts = (attempts // num_samples).unique(return_inverse=True, return_counts=True)
-    is_whole = counts[numbers] == num_samples
-    whole, rest = is_whole.nonzero().flatten(), (~is_whole).nonzero().flatten()
+    is_complete = counts[numbers] == num_samples
+    complete, rest = is_complete.nonzero().flatten(), (~is_complete).nonzero().flatten()
     parts[:] = [joined.select(rest)] if len(rest) else []
-    if not len(whole):
+    if not len(complete):
         return None
-    output = joined.select(whole[attempts[whole].argsort()])
+    output = joined.select(complete[attempts[complete].argsort()])
     data = output.carry.data
     data = data._replace(rows=data.rows // num_samples)
     has_ended = torch.ones_like(output.carry.halted)  # for the settings, even if the slot continues

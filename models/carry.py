@@ -155,7 +155,9 @@ class Carry(NamedTuple):
         if len(parts) == 1:
             return parts[0]
         tensors = [part.tensors() for part in parts]
-        return Carry.from_tensors({name: torch.cat([each[name] for each in tensors]) for name in tensors[0]})
+        return Carry.from_tensors(
+            {name: torch.cat([part_tensors[name] for part_tensors in tensors]) for name in tensors[0]}
+        )
 
 
 class StepOutput(NamedTuple):

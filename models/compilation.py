@@ -89,7 +89,9 @@ def compile_blocks(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, Level):
             module.is_compiled = True
-            for block in (each for each in module.layers.children() if any(True for _ in each.parameters())):
+            for block in (
+                child for child in module.layers.children() if any(True for _ in child.parameters())
+            ):
                 block.compile(dynamic=False, options=COMPILER_OPTIONS)
 
 

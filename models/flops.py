@@ -75,7 +75,7 @@ class StepCounter:
         tokens = torch.zeros(1, self._seq_len, dtype=torch.int32, device=device)
         rows = torch.zeros(1, dtype=torch.int64, device=device)
         arrays = network.sample_randomness(seed=0, step=0, batch_size=1, reasoning=reasoning)
-        arrays = {name: torch.from_numpy(each).to(device) for name, each in arrays.items()}
+        arrays = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
         rng = SlotRng.of_training(0, step=0, slots=range(1), device=device, **arrays)
         batch = Batch(tokens, tokens, rows.int(), rows)
         state = network.start(batch, reasoning, None, rows == 0)
@@ -93,7 +93,7 @@ class StepCounter:
             with _counter() as counter, torch.set_grad_enabled(trains):
                 _, prediction = network(state, tokens, rows.int(), reasoning=reasoning, rng=rng)
                 if trains:
-                    outputs = [each for each in prediction if each is not None and each.requires_grad]
+                    outputs = [output for output in prediction if output is not None and output.requires_grad]
                     sum(output.float().sum() for output in outputs).backward()
         finally:
             for level in levels.values():
@@ -117,7 +117,7 @@ class StepCounter:
 def _count_blocks(level: Level, h: torch.Tensor, has_gradient: bool, context: tuple) -> float:
     """Returns the FLOPs of the blocks of a level, with the backward pass if the call has a gradient."""
     h = h.detach().requires_grad_(h.requires_grad and has_gradient)
-    context = [each.detach() if torch.is_tensor(each) else each for each in context]
+    context = [argument.detach() if torch.is_tensor(argument) else argument for argument in context]
     with _counter() as counter, torch.set_grad_enabled(has_gradient):
         out = level.run_blocks(h, *context)
         if out.requires_grad:

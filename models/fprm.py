@@ -71,7 +71,7 @@ class FixedPointLevel(Level):
         power = a1 ** (2 * self.num_layers)
         b2 = 1 - a2 * power
         b1 = b2 * (1 - a1) / (1 - power + 1e-5)
-        a1, b1, a2, b2 = (each.to(y.dtype) for each in (a1, b1, a2, b2))
+        a1, b1, a2, b2 = (factor.to(y.dtype) for factor in (a1, b1, a2, b2))
         y = super().forward(a2 * self._convolve(y), b2 * e, rotary, a1, b1)
         return rms_norm(y, eps=self.eps) if self.has_last_norm else y
 
@@ -159,7 +159,7 @@ class FPRM(TokenNetwork):
 
         y, z: Input and result of the call.
         """
-        change, size = (each.float().abs().amax(-1) for each in (y - z, z))
+        change, size = (values.float().abs().amax(-1) for values in (y - z, z))
         residual = (change / (size + 1e-8)).amax(-1)
         full = torch.full_like(state["patience"], self.arch.decay_patience)
         patience = torch.where(residual < state["best"], full, state["patience"] - 1)

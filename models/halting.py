@@ -164,6 +164,9 @@ class HaltingModel(nn.Module):
         boards = self.network.boards_per_slot
         tensors = self.initial_carry(Batch(tokens, tokens, rows.int(), rows)).tensors()
         if boards > 1:
-            tensors = {k: t[:, None].expand(-1, boards, *t.shape[1:]) for k, t in tensors.items()}
+            tensors = {
+                name: tensor[:, None].expand(-1, boards, *tensor.shape[1:])
+                for name, tensor in tensors.items()
+            }
         # In an expanded tensor, several slots share memory. Copy it.
         return Carry.from_tensors({name: tensor.contiguous().clone() for name, tensor in tensors.items()})

@@ -33,7 +33,7 @@ What happens to the board after its move:
     ------------------------------  --------------------------------  ----------------------------------------
     SOLVED                          leaves the slot                   stays. The slot halts, and the board is
                                                                       the answer
-    CONTRADICTORY, board not sound  leaves the slot                   is reset to `entered`
+    CONTRADICTORY, board lost       leaves the slot                   is reset to `entered`
     CONTRADICTORY, board sound      stays, without a guess            is reset to `entered`
     none                            stays, with a guess               stays, with a guess
 
@@ -142,7 +142,7 @@ def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
 def leaves(state: State) -> Tensor:
     """Returns which boards leave their slot in training before halt_max_steps moves: bool [batch].
 
-    These are the solved boards, right or wrong, and the contradictory boards that are not sound. A
+    These are the solved boards, right or wrong, and the contradictory boards that are lost. A
     contradictory board that is sound stays. state: State after the move.
     """
     outcome = state["outcome"]
@@ -157,11 +157,11 @@ def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) ->
     before, after: Input and output of the thinking step. keep: Logits of the last loop, [batch, cells,
     values].
     """
-    sound, left = ~has_lost_solution(before.state), after.halted
-    killed = kills(before.state, keep, arch) & sound[:, None, None]
+    is_lost, left = has_lost_solution(before.state), after.halted
+    killed = kills(before.state, keep, arch) & ~is_lost[:, None, None]
     solved = left & (after.state["outcome"] == SOLVED)
     sums = {
-        "sound": sound,
+        "sound": ~is_lost,
         "kills": killed,
         "wrong_kills": killed & (before.state["target"] == 1),
         "left": left,
@@ -172,14 +172,14 @@ def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) ->
     return {name: values.sum() for name, values in sums.items()}
 
 
-def is_sound(alive: Tensor, solution: Tensor) -> Tensor:
+def contains_solution(alive: Tensor, solution: Tensor) -> Tensor:
     """Returns which boards are sound: bool [batch]. solution: One-hot, in the shape of `alive`."""
     return ((alive & solution).sum(-1) == 1).all(-1)
 
 
 def has_lost_solution(state: State) -> Tensor:
-    """Returns which boards are not sound: bool [batch]."""
-    return ~is_sound(state["alive"], state["target"])
+    """Returns which boards are lost (not sound): bool [batch]."""
+    return ~contains_solution(state["alive"], state["target"])
 
 
 def digit_cells(state: State) -> Tensor:

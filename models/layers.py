@@ -178,8 +178,8 @@ class Dropout(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         """Returns x with zeros. x: [rows, ...]. Each slot has rows / batch consecutive rows."""
         bits = random_bits(self.keys, x.numel() // max(len(self.keys), 1), stream=self.stream)
-        kept = (bits >= round(self.probability * 2**32)).view(x.shape)
-        return x * kept.to(x.dtype) * (1 / (1 - self.probability))
+        mask = (bits >= round(self.probability * 2**32)).view(x.shape)
+        return x * mask.to(x.dtype) * (1 / (1 - self.probability))
 
 
 class Attention(nn.Module):

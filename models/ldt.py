@@ -53,9 +53,9 @@ from models.lattice import (
     CONTRADICTORY,
     SOLVED,
     Outputs,
+    contains_solution,
     digit_cells,
     has_lost_solution,
-    is_sound,
     leaves,
     move,
     sums_of_moves,
@@ -104,9 +104,9 @@ class BoardObjective:
         "digit_loss": "digit_cells",
         "conflict_loss": "slots",
         "bad": "slots",  # boards that have lost the solution
-        "conflict_recall": "bad",  # fraction of the bad boards that the network calls contradictory
-        "conflict_precision": "alarms",  # fraction of the boards called contradictory that are bad
-        "kills": "sound",  # candidates that a step removes from a board that is not bad
+        "conflict_recall": "bad",  # fraction of the lost boards that the network calls contradictory
+        "conflict_precision": "alarms",  # fraction of the boards called contradictory that are lost
+        "kills": "sound",  # candidates that a step removes from a board that is not lost
         "wrong_kills": "kills",
         "left": None,  # boards that left their slot
         "steps": "left",
@@ -155,7 +155,7 @@ class BoardObjective:
         arch, state, slots = self.arch, before.state, divisors["slots"]
         prediction = output.prediction
         keep, digit, conflict = prediction.keep, prediction.digit, prediction.conflict
-        target, has_lost, cells = state["target"], has_lost_solution(state), digit_cells(state)
+        target, is_lost, cells = state["target"], has_lost_solution(state), digit_cells(state)
 
         is_right = (state["alive"] & target)[:, None].to(keep.dtype)  # [batch, 1, cells, values]
         log_keep = F.logsigmoid(keep)
@@ -168,27 +168,27 @@ class BoardObjective:
         digit_loss = -torch.where(cells[:, None], log_digit, 0).sum(-1).mean(1)  # [batch]
         num_cells = torch.as_tensor(divisors["digit_cells"], device=cells.device).clamp(min=1)
 
-        wanted = has_lost.to(keep.dtype)[:, None].expand_as(conflict)
-        conflict_loss = F.binary_cross_entropy_with_logits(conflict, wanted, reduction="none").mean(1)
+        labels = is_lost.to(keep.dtype)[:, None].expand_as(conflict)
+        conflict_loss = F.binary_cross_entropy_with_logits(conflict, labels, reduction="none").mean(1)
         weight = arch.conflict_weight
         if arch.balanced_conflict:
-            num_lost = torch.as_tensor(divisors["bad"], device=has_lost.device)
-            weight = weight / 2 * slots / torch.where(has_lost, num_lost, slots - num_lost)  # [batch]
+            num_lost = torch.as_tensor(divisors["bad"], device=is_lost.device)
+            weight = weight / 2 * slots / torch.where(is_lost, num_lost, slots - num_lost)  # [batch]
         # The caller divides the result by slots. The factor slots / num_cells replaces this divisor by
         # num_cells for digit_loss.
         loss = keep_loss.sum() + arch.digit_weight * digit_loss.sum() * (slots / num_cells)
         loss = loss + (weight * conflict_loss).sum()
 
-        alarms = conflict[:, -1].sigmoid() > arch.conflict_threshold
+        is_contradictory = conflict[:, -1].sigmoid() > arch.conflict_threshold
         sums = {
             "keep_loss": keep_loss,
             "digit_loss": digit_loss,
             "conflict_loss": conflict_loss,
-            "bad": has_lost,
+            "bad": is_lost,
             "digit_cells": cells,
-            "alarms": alarms,
-            "conflict_recall": has_lost & alarms,
-            "conflict_precision": has_lost & alarms,
+            "alarms": is_contradictory,
+            "conflict_recall": is_lost & is_contradictory,
+            "conflict_precision": is_lost & is_contradictory,
         }
         sums = {name: values.detach().sum() for name, values in sums.items()}
         return loss, sums | sums_of_moves(before, output.carry, keep[:, -1].detach(), self.arch)
@@ -341,7 +341,8 @@ class LDT(Search):
         solution = (data.labels[..., None] == self.values).to(torch.uint8)
         if self.training and rng is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
             entered = self._with_hints(entered, solution, rng)
-        target = solution * is_sound(entered, solution)[:, None, None]  # all 0 on a board with a wrong hint
+        # All 0 on a board with a wrong hint.
+        target = solution * contains_solution(entered, solution)[:, None, None]
         outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
         guess = torch.full_like(outcome, NO_GUESS, dtype=torch.int16)
         return {"alive": entered, "entered": entered, "target": target, "guess": guess, "outcome": outcome}
@@ -442,16 +443,16 @@ class LDT(Search):
         alive: Candidates of the boards, uint8 [batch, cells, values]. rng: If None, there is no symmetry.
         """
         num_boards, num_cells = alive.shape[:2]
-        seen, sources = alive, None
+        turned, sources = alive, None
         if rng is not None:
             sources = self._sample_symmetry(rng)
-            seen = alive.flatten(1).gather(1, sources).view(alive.shape)
+            turned = alive.flatten(1).gather(1, sources).view(alive.shape)
         keys = None
         if dropout:  # a random key of 46 bits for each board
             high, low = rng.integers((2,), below=1 << 23, use="look dropout").unbind(1)
             keys = high << 23 | low
         outputs = []
-        h = h0 = self.input_proj(seen.to(self.dtype))
+        h = h0 = self.input_proj(turned.to(self.dtype))
         cls = self.cls_embed.to(self.dtype).expand(num_boards, -1, -1)
         positions = self._positions(num_cells).to(self.dtype)
         for loop in range(loops):
@@ -476,11 +477,11 @@ class LDT(Search):
 
         Entry i of the board that the network sees is the entry of `alive` with this index.
         """
-        number = rng.integers((), below=len(self.turned_cells), use="look symmetry")
-        values = torch.arange(len(self.values), device=number.device).expand(len(number), -1)
+        symmetry = rng.integers((), below=len(self.turned_cells), use="look symmetry")
+        values = torch.arange(len(self.values), device=symmetry.device).expand(len(symmetry), -1)
         if self.may_permute:
             values = rng.uniform(self.values.shape, use="look values").argsort(dim=-1, stable=True)
-        cells = self.turned_cells[number]
+        cells = self.turned_cells[symmetry]
         return (cells[:, :, None] * len(self.values) + values[:, None]).flatten(1)
 
     def _positions(self, num_cells: int) -> Tensor:
@@ -511,9 +512,12 @@ def _turned_cells(grid: np.ndarray, *, may_turn: bool, has_boxes: bool) -> Tenso
     """
     rows, columns = grid.shape
     is_square = rows == columns and (not has_boxes or np.isclose(rows**0.5 % 1, 0))
-    numbers = [0] if not may_turn else range(8) if is_square else _HALF_TURNS
-    turned = (np.rot90(grid, number // 2) for number in numbers)
-    turned = [np.fliplr(each) if number % 2 else each for number, each in zip(numbers, turned, strict=True)]
+    symmetries = [0] if not may_turn else range(8) if is_square else _HALF_TURNS
+    turned = (np.rot90(grid, symmetry // 2) for symmetry in symmetries)
+    turned = [
+        np.fliplr(cells) if symmetry % 2 else cells
+        for symmetry, cells in zip(symmetries, turned, strict=True)
+    ]
     return torch.from_numpy(np.stack(turned).reshape(len(turned), -1).astype(np.int64))
 
 

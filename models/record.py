@@ -147,8 +147,8 @@ class _Recorder:
                 name = names[number - 1]
                 if name not in self._names:
                     continue
-                later = (n for n in range(number, num_calls) if names[n] == name)
-                output = next((self._inputs[n] for n in later), new[name])
+                later = (index for index in range(number, num_calls) if names[index] == name)
+                output = next((self._inputs[index] for index in later), new[name])
             cycle, call = divmod(max(number - 1, 0), max(per_cycle, 1))
             # A tensor of inference mode could not be used with autograd, such as by an output head.
             with torch.inference_mode(False):

@@ -70,13 +70,13 @@ def test_a_resumed_state_is_the_saved_one(run, optimizer):
 
 def test_what_changes_while_it_is_written_is_not_in_it(run, monkeypatch):
     may_write = threading.Event()
-    write_part = checkpointing.writer._write_own
+    write_part = checkpointing.writer._write_local
 
     def wait_and_write(*arguments):
         assert may_write.wait(30)
         return write_part(*arguments)
 
-    monkeypatch.setattr(checkpointing.writer, "_write_own", wait_and_write)
+    monkeypatch.setattr(checkpointing.writer, "_write_local", wait_and_write)
     state = random_state(1)
     with open_checkpoints(run) as checkpoints:
         for step in (1, 2):  # the second save finds the memory of the first

@@ -82,7 +82,7 @@ def test_a_gpu_that_emulates_bfloat16_computes_in_float32(monkeypatch, is_suppor
 def test_an_evaluation_keeps_the_format_unless_it_is_slow(monkeypatch, stored, rule, device, given, chosen):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     _pretend(monkeypatch, rule, "avx512_bf16")
-    assert choose_evaluation_format(stored, torch.device(device), given=given).name == chosen
+    assert choose_evaluation_format(stored, torch.device(device), configured=given).name == chosen
 
 
 @pytest.mark.parametrize("arch", [{}, {"forward_dtype": "auto"}, {"forward_dtype": "bfloat16"}])

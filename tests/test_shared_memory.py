@@ -31,14 +31,14 @@ def _drawn(size: int, *, rank: int) -> torch.Tensor:
 def _sums(size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Three rounds of sums in shared memory, and in messages; each begins with what the last one left."""
     shared = open_shared_tensors(size, torch.float32, all_ranks())
-    assert not shared.own.any()
+    assert not shared.local.any()
     message = torch.zeros(size)
     for mine in _drawn(size, rank=rank()):
-        for each in (shared.own, message):
+        for each in (shared.local, message):
             each.mul_(0.5 + rank()).add_(mine)
         shared.all_reduce_sum_()
         dist.all_reduce(message)
-    return shared.own.clone(), message
+    return shared.local.clone(), message
 
 
 def _each_size(function: Callable, num_ranks: int) -> Iterator[tuple]:
@@ -66,10 +66,10 @@ def _nobody_reads_too_early(late: int) -> list[float]:
     shared = open_shared_tensors(5000, torch.float64, all_ranks())
     if rank() == late:
         time.sleep(0.3)
-    shared.own.fill_(10.0 ** rank())
+    shared.local.fill_(10.0 ** rank())
     shared.all_reduce_sum_()
-    found = shared.own.unique().tolist()
-    shared.own.fill_(-1)  # in memory of this rank, which nobody reads any more
+    found = shared.local.unique().tolist()
+    shared.local.fill_(-1)  # in memory of this rank, which nobody reads any more
     return found
 
 
@@ -146,14 +146,14 @@ def test_no_file_stays_open_and_the_memory_goes_with_its_tensors():
 
 def _joined() -> list[float]:
     shared = open_shared_tensors(3000, torch.float32, all_ranks())
-    shared.own.fill_(-1)
+    shared.local.fill_(-1)
     barrier()
     place = slice(1000 * rank(), 1000 * (rank() + 1))
-    shared.own[place] = rank()
+    shared.local[place] = rank()
     if rank() == 1:
         time.sleep(0.2)
     shared.all_gather_(place)
-    return shared.own[::500].tolist()
+    return shared.local[::500].tolist()
 
 
 def test_what_each_rank_has_changed_is_joined():

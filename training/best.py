@@ -49,11 +49,13 @@ class Selection:
         if self._is_one_value:
             return row.get(self.metric)
         evaluator, slash, _ = self.metric.rpartition("/")
-        sets = [each for each in metrics_by_set(row, self._pass).values() if self.metric in each]
+        sets = [metrics for metrics in metrics_by_set(row, self._pass).values() if self.metric in metrics]
         if len(sets) < 2:
             return sets[0][self.metric] if sets else None
-        counts = [each[f"{evaluator}{slash}count"] for each in sets]
-        return sum(each[self.metric] * count for each, count in zip(sets, counts, strict=True)) / sum(counts)
+        counts = [metrics[f"{evaluator}{slash}count"] for metrics in sets]
+        return sum(metrics[self.metric] * count for metrics, count in zip(sets, counts, strict=True)) / sum(
+            counts
+        )
 
     def short_name(self, name: str) -> str | None:
         """Returns the metric in a name of the log, such as exact_accuracy for eval/all/exact_accuracy.

@@ -198,8 +198,10 @@ class CheckpointManager:
             if is_main():
                 if chosen := choose_checkpoint(folder, config):
                     content = read_state(chosen)
-                is_own = chosen is not None and chosen.parent == folder
-                self._before = trained_before(config, chosen, is_own=is_own)  # its training examples
+                is_this_run = chosen is not None and chosen.parent == folder
+                self._before = trained_before(
+                    config, chosen, is_this_run=is_this_run
+                )  # its training examples
                 if chosen is not None:
                     self._check(chosen, content)
         chosen, content = broadcast_object((chosen, content))
@@ -208,7 +210,7 @@ class CheckpointManager:
             state.load_(chosen, content)
             self._newest_step = state.step
             log.info(f"resuming from {chosen}")
-            if is_main() and not is_own and total_steps is not None:
+            if is_main() and not is_this_run and total_steps is not None:
                 log_rate_change(config, chosen, content, total_steps)
         elif config.init_from is not None:
             load_initial_weights_(state, config, self._dataset)
@@ -224,7 +226,7 @@ class CheckpointManager:
                     rows = cut_back_rows(folder, step=state.step)
                     write_text(folder / CONFIG_FILE, config_to_yaml(config))
                     write_identities(folder, config.arch, self._dataset, is_new=chosen is None)
-                self.best.load_state(content["best"] if is_own else None, rows)
+                self.best.load_state(content["best"] if is_this_run else None, rows)
         is_logged = bool(rows) and rows[-1]["step"] == state.step
         return broadcast_object(is_logged) or state.step == 0
 

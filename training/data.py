@@ -44,7 +44,7 @@ class RunData:
         fingerprint: Hash of the content of the datasets.
         test_fingerprint: Hash of the content of their test splits.
         tests: {folder name: dataset} of `test_data_path`.
-        evaluators: Evaluators of `dataset`, then of each of `tests`. Call `anew` before each evaluation.
+        evaluators: Evaluators of `dataset`, then of each of `tests`. Call `fresh_copy` for each evaluation.
         manifests: {data folder: content of its manifest} at the launch, to detect a rebuild.
         hashes: {index of a training folder: hashes of the examples that are trained on}. {} except on rank 0.
         leaks: Evaluated puzzles that are trained on. Their sets have the names of their metrics, such as
@@ -69,10 +69,10 @@ class RunData:
 
         Only rank 0 may call it. With a curriculum, these are all examples of the stages that have begun.
         """
-        begun = {number for stage, steps in self.plan.num_steps(step) if steps for number in stage.folders}
-        return Trained.of([self.hashes[number] for number in sorted(begun & self.hashes.keys())])
+        begun = {folder for stage, steps in self.plan.num_steps(step) if steps for folder in stage.folders}
+        return Trained.of([self.hashes[folder] for folder in sorted(begun & self.hashes.keys())])
 
-    def warn_if_built_anew(self) -> None:
+    def warn_if_rebuilt(self) -> None:
         """Warns on rank 0 if a data folder was rebuilt since the launch.
 
         The run keeps using the old files.
@@ -126,7 +126,7 @@ def open_data(config: PretrainConfig) -> RunData:
     with collective_errors():
         plan = build_plan(config, dataset, held_out)
         tests = open_tests(config, dataset)
-        evaluators = [Evaluators(config.evaluators, each) for each in (dataset, *tests.values())]
+        evaluators = [Evaluators(config.evaluators, opened) for opened in (dataset, *tests.values())]
         if is_main():
             _add_evaluated(leaks, dataset, tests, held_out, hashes)
             trained = trained_in_folders(dataset, hashes, held_out)
@@ -173,11 +173,11 @@ def _add_evaluated(
     `hash_training`.
     """
     for prefix, data in (("eval/", dataset), *((f"test/{folder}.", data) for folder, data in tests.items())):
-        for name, each in data.splits["test"].sets.items():
-            leaks.add(f"{prefix}{name}", each, "test", data.folders)
+        for name, test_set in data.splits["test"].sets.items():
+            leaks.add(f"{prefix}{name}", test_set, "test", data.folders)
     for name, groups in held_out.items():
-        each, chosen = dataset.splits["train"].sets[name], {"hashes": hashes[name], "groups": groups}
-        leaks.add(f"validation/{name}", each, "train", dataset.folders, **chosen)
+        training_set, chosen = dataset.splits["train"].sets[name], {"hashes": hashes[name], "groups": groups}
+        leaks.add(f"validation/{name}", training_set, "train", dataset.folders, **chosen)
 
 
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
@@ -190,7 +190,7 @@ def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
     for path in map(Path, config.test_data_path or []):
         data, name = open_datasets([path], splits=("test",), read_everything=is_main()), path.resolve().name
         check_same_tokens(trained, data)
-        needed, rows = (each.metadata.num_puzzle_identifiers for each in (data, trained))
+        needed, rows = (opened.metadata.num_puzzle_identifiers for opened in (data, trained))
         if config.arch.has_puzzle_embeddings and needed > rows:
             raise ValueError(f"test_data_path: {path} has puzzles without a trained embedding. Remove it.")
         if has_rows_to_match(config.arch, data) and is_main():
@@ -232,7 +232,7 @@ def hold_out(
     if not config.validation_fraction:
         return {}, True
     sets, options = data.splits["train"].sets, {"seed": config.seed, "fraction": config.validation_fraction}
-    chosen = {name: held_out_groups(each, **options) for name, each in sets.items()}
+    chosen = {name: held_out_groups(training_set, **options) for name, training_set in sets.items()}
     joined = join_repeats(data, hash_training(data) if hashes is None else hashes, chosen)
     if joins_repeats := _joins_repeats(config):
         chosen = joined
@@ -243,9 +243,9 @@ def hold_out(
             "a new run to hold out equal puzzles together."
         )
     for name, groups in chosen.items():
-        each = sets[name]
-        is_held_out = groups.repeat(np.diff(each.group_indices))
-        held_out, trained = (each.puzzle_identifiers[side] for side in (is_held_out, ~is_held_out))
+        training_set = sets[name]
+        is_held_out = groups.repeat(np.diff(training_set.group_indices))
+        held_out, trained = (training_set.puzzle_identifiers[side] for side in (is_held_out, ~is_held_out))
         if config.arch.has_puzzle_embeddings and not np.isin(held_out, trained).all():
             raise ValueError(
                 f"validation_fraction: puzzles of set {name!r} have embeddings of their own, and those of "
@@ -271,7 +271,7 @@ def _joins_repeats(config: PretrainConfig) -> bool:
 
     A run that continues from a checkpoint, its own or that of `resume=PATH`, does as that checkpoint did.
     """
-    for folder in (Path(each) for each in (config.checkpoint_path, config.resume) if each):
+    for folder in (Path(location) for location in (config.checkpoint_path, config.resume) if location):
         is_step = step_of(folder) is not None
         for path in [folder] if is_step else reversed(checkpoints_in(folder)):
             with contextlib.suppress(ValueError):  # a damaged checkpoint: `resume` takes an earlier one
@@ -293,20 +293,20 @@ def build_plan(
     data: Dataset of all `config.data_paths`. held_out: Masks that `hold_out` returns. If None, no puzzles are
     held out.
     """
-    number = {path: position for position, path in enumerate(config.data_paths)}
+    folder_index = {path: position for position, path in enumerate(config.data_paths)}
     before = [stage for stage in config.curriculum if stage.share is None]
     stages = [
         Stage(
-            folders=tuple(number[path] for path in each.data_path or config.data_path),
-            epochs=each.epochs,
-            eval_interval=each.eval_interval or each.epochs,
-            cycles=each.cycles,
+            folders=tuple(folder_index[path] for path in stage.data_path or config.data_path),
+            epochs=stage.epochs,
+            eval_interval=stage.eval_interval or stage.epochs,
+            cycles=stage.cycles,
         )
-        for each in [*before, StageConfig(epochs=config.epochs, eval_interval=config.eval_interval)]
+        for stage in [*before, StageConfig(epochs=config.epochs, eval_interval=config.eval_interval)]
     ]
     parts = [
-        (each.share, dataclasses.replace(stages[-1], cycles=each.cycles))
-        for each in config.curriculum[len(before) :]
+        (stage.share, dataclasses.replace(stages[-1], cycles=stage.cycles))
+        for stage in config.curriculum[len(before) :]
     ]
     return TrainPlan(
         data.splits["train"].sets,

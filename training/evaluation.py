@@ -50,7 +50,7 @@ def evaluate(
     if interruption is not None:
         options["all_reduce_stop"] = interruption.all_reduce_request
     reasoning = state.model.eval_reasoning(config.halting)
-    data.warn_if_built_anew()
+    data.warn_if_rebuilt()
     eval_arguments = {"data": data.dataset, "evaluators": data.evaluators[0], "outputs": config.save_outputs}
     passes = [("eval", "", eval_arguments), *([("eval_raw", "", eval_arguments)] if config.raw else [])]
     for (folder, dataset), evaluators in zip(data.tests.items(), data.evaluators[1:], strict=True):
@@ -60,7 +60,7 @@ def evaluate(
         passes.append(("validation", "", held_out))
     row = {}
     for name, prefix, arguments in passes:
-        evaluators = arguments["evaluators"].anew() if "evaluators" in arguments else None
+        evaluators = arguments["evaluators"].fresh_copy() if "evaluators" in arguments else None
         start = f"{name.removesuffix('_raw')}/{prefix}"
         found = data.leaks.found.items()
         leaks = {set_name.removeprefix(start): leak for set_name, leak in found if set_name.startswith(start)}

@@ -63,33 +63,35 @@ def copy_weights_(
     """
     checkpoint, network = find_checkpoint(location), network_class(arch.name)
     of_data = network.of_data if issubclass(network, Search) else ()
-    own, stored = (
-        {name: each for name, each in tensors.items() if name not in of_data}
+    current, stored = (
+        {name: tensor for name, tensor in tensors.items() if name not in of_data}
         for tensors in (targets, load_weights(checkpoint))
     )
     try:
         match = None if dataset is None else find_match(checkpoint, dataset)
         rows = None if match is None else match.rows
-        whole = fill_(own, stored, source=f"init_from={location}", rows=rows)
+        full_weights = fill_(current, stored, source=f"init_from={location}", rows=rows)
     except ValueError as error:
-        words = " ".join(_words_for(checkpoint.arch, instead_of=arch))
+        overrides = " ".join(_overrides_for(checkpoint.arch, instead_of=arch))
         hint = (
-            f"Set {ARCH_WORD}, or {words}." if words else "Choose a dataset with its vocabulary and length."
+            f"Set {ARCH_WORD}, or {overrides}."
+            if overrides
+            else "Choose a dataset with its vocabulary and length."
         )
         raise ValueError(f"{error}. {hint}") from None
     log.info(f"starting with the weights of {checkpoint}")
-    return whole
+    return full_weights
 
 
-def _words_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
+def _overrides_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
     """Returns the command-line overrides (key=value) that turn the architecture `instead_of` into `arch`."""
-    words, own = [], instead_of.model_dump()
+    overrides, current = [], instead_of.model_dump()
     if arch.name != instead_of.name:
-        words, own = [f"arch={arch.name}"], load_defaults(f"arch/{arch.name}")
-    return words + words_of_arch(arch, own)
+        overrides, current = [f"arch={arch.name}"], load_defaults(f"arch/{arch.name}")
+    return overrides + overrides_of_arch(arch, current)
 
 
-def words_of_arch(arch: Architecture, defaults: dict[str, Any]) -> list[str]:
+def overrides_of_arch(arch: Architecture, defaults: dict[str, Any]) -> list[str]:
     """Returns the command-line overrides that turn `defaults` into an architecture for weights of `arch`.
 
     The key `forward_dtype` is included only if it is float32. A model trained in float32 may need this
@@ -146,21 +148,21 @@ def fill_(
     return {name: stored[name] for name, target in targets.items() if isinstance(target, Shard)}
 
 
-def trained_before(config: PretrainConfig, chosen: Path | None, *, is_own: bool) -> Trained | None:
+def trained_before(config: PretrainConfig, chosen: Path | None, *, is_this_run: bool) -> Trained | None:
     """Returns the examples on which the checkpoint that this launch starts from was trained.
 
     Returns None if the run starts from random weights. Raises ValueError if a file is damaged.
 
     chosen: Checkpoint that the key `resume` selects. If None, the launch starts from `init_from` or from
         random weights.
-    is_own: Whether `chosen` is a checkpoint of this run.
+    is_this_run: Whether `chosen` is a checkpoint of this run.
     """
     found = None
     if chosen is None and config.init_from is None:
         return None
     if chosen is None:
         found = find_trained(find_checkpoint(config.init_from))
-    elif (found := read_trained(chosen / TRAINED_FILE)) is None and not is_own:
+    elif (found := read_trained(chosen / TRAINED_FILE)) is None and not is_this_run:
         found = find_trained(find_checkpoint(chosen))
     elif found is None:  # an older version saved it: only the examples of `init_from` are unknown
         return Trained.of([], is_complete=config.init_from is None)

@@ -30,7 +30,7 @@ from distributed.process_group import (
 )
 from runtime.reading import read_yaml
 from training import dry_run
-from training.initial import words_of_arch
+from training.initial import overrides_of_arch
 from training.layout import check_layout
 from training.loggers import find_loggers
 
@@ -83,7 +83,7 @@ def name_arch(arguments: Sequence[str]) -> list[str]:
     if not isinstance(location, str):
         raise ValueError(f"config: {ARCH_WORD} needs a checkpoint. Set init_from=PATH.")
     arch = find_checkpoint(location).arch
-    named = [f"++{argument}" for argument in words_of_arch(arch, {})]
+    named = [f"++{argument}" for argument in overrides_of_arch(arch, {})]
     return [f"arch={arch.name}", *named, *(argument for argument in arguments if argument != ARCH_WORD)]
 
 

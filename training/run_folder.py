@@ -195,10 +195,10 @@ def find_original(folder: Path, name: str) -> Path | None:
     is another folder at one of these paths. Its file `name` has the same content.
     """
     named = {start.get("folder") for start, _ in read_rows(folder, STARTS_FILE)}
-    for other in [Path(each) for each in named if isinstance(each, str) and "\0" not in each]:
+    for original in [Path(path) for path in named if isinstance(path, str) and "\0" not in path]:
         with contextlib.suppress(ValueError, OSError):
-            if not other.samefile(folder) and read_text(other / name) == read_text(folder / name):
-                return other
+            if not original.samefile(folder) and read_text(original / name) == read_text(folder / name):
+                return original
     return None
 
 

@@ -73,8 +73,8 @@ class TrainState:
 
         All ranks call it. The result is complete only on rank 0.
         """
-        own = {**self.metrics.own(), "steps_summed": self.metrics.steps}
-        return {"step": self.step, "metrics": gather_objects(own, self.ranks)}
+        local_sums = {**self.metrics.own(), "steps_summed": self.metrics.steps}
+        return {"step": self.step, "metrics": gather_objects(local_sums, self.ranks)}
 
     def sections(self) -> dict[str, Tensors]:
         """Returns all tensors that continue this run, as {section of a checkpoint: {name: value}}.
@@ -83,8 +83,8 @@ class TrainState:
         this rank, and their positions in the full tensor. Values are not copied: loading writes into them.
         """
         carry = {
-            name: shard_of_rows(each, self.slots, self.num_slots, self.ranks)
-            for name, each in self.carry.tensors().items()
+            name: shard_of_rows(tensor, self.slots, self.num_slots, self.ranks)
+            for name, tensor in self.carry.tensors().items()
         }
         return {
             # {name in the model: value} of its buffers, its puzzle embeddings, and its dense weights. Dense
@@ -120,9 +120,9 @@ class TrainState:
             return tensors
         cut = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
         copies = {
-            name: each._replace(is_copy=True)
-            for name, each in tensors.items()
-            if isinstance(each, Shard) and name.removeprefix("average.") not in cut
+            name: value._replace(is_copy=True)
+            for name, value in tensors.items()
+            if isinstance(value, Shard) and name.removeprefix("average.") not in cut
         }
         return tensors | copies
 
@@ -138,9 +138,14 @@ class TrainState:
             self.step, saved = numbers["step"], numbers["metrics"]
             # If the number of ranks is the same, each rank loads its own sums. Later sums over ranks are then
             # bit-identical to those of an uninterrupted run. Otherwise rank 0 of the group loads all sums.
-            takes_own = len(saved) == self.ranks.size
-            own = [sums for n, sums in enumerate(saved) if self.ranks.index == (n if takes_own else 0)]
-            sums = {name: math.fsum(each.get(name, 0.0) for each in own) for name in saved[0]}
+            takes_local = len(saved) == self.ranks.size
+            local_sums = [
+                sums for index, sums in enumerate(saved) if self.ranks.index == (index if takes_local else 0)
+            ]
+            sums = {
+                name: math.fsum(sums_of_rank.get(name, 0.0) for sums_of_rank in local_sums)
+                for name in saved[0]
+            }
             self.metrics.fill_(sums, steps=saved[0]["steps_summed"])
             missing, sections = set(), self.sections()
             # A run at resume=PATH may have another number format. The states of the carry and the buffers
@@ -173,9 +178,9 @@ class TrainState:
         read = self.model.network.state_dict() | self.table.rows()
         held = {}
         for section, tensors in (self.sections() | {"the forward pass": read}).items():
-            for name, each in tensors.items():
-                part = each.spans if isinstance(each, Shard) else cuts.get(name, ())
-                held[f"{name} of {section}", part] = tensor_of(each)
+            for name, value in tensors.items():
+                part = value.spans if isinstance(value, Shard) else cuts.get(name, ())
+                held[f"{name} of {section}", part] = tensor_of(value)
         return held
 
     def check_replicas(self) -> None:
@@ -196,21 +201,21 @@ class TrainState:
         with self.average.averaged(step=self.step), self.table.average.averaged(step=self.step):
             yield
 
-    def broadcast_model_(self, whole: dict[str, Tensor] | None = None) -> None:
+    def broadcast_model_(self, full_weights: dict[str, Tensor] | None = None) -> None:
         """Overwrites the weights of all ranks with the weights of rank 0. All ranks call it, at step 0.
 
         The averages (EMA), and with `local_steps` the result of the last merge, also become these weights.
 
-        whole: On rank 0, {name: full weight} for each weight that ranks hold as shards. {} on other ranks. If
-            None, shards do not change.
+        full_weights: On rank 0, {name: full weight} for each weight that ranks hold as shards. {} on other
+            ranks. If None, shards do not change.
         """
         assert self.step == 0
-        if whole is not None:
-            self.table.fill_(whole)
-            self.weights.fill_(whole, all_ranks())
+        if full_weights is not None:
+            self.table.fill_(full_weights)
+            self.weights.fill_(full_weights, all_ranks())
         # `sections` lacks buffers that are not in the state dict.
         tensors = dict(self.model.network.named_buffers()) | self.sections()["weights"]
-        all_ranks().broadcast_([each for each in tensors.values() if isinstance(each, Tensor)])
+        all_ranks().broadcast_([tensor for tensor in tensors.values() if isinstance(tensor, Tensor)])
         self.weights.gather_()
         for part in (self.average, self.table.average, self.strategy):
             part.reset_to_weights()
@@ -229,10 +234,12 @@ def build_first_state(
     """
     mesh = build_mesh(config)
     ranks, num_rows = mesh.data, metadata.num_puzzle_identifiers
-    own = dataclasses.replace(metadata, num_puzzle_identifiers=num_local_rows(config, num_rows, ranks))
+    local_metadata = dataclasses.replace(
+        metadata, num_puzzle_identifiers=num_local_rows(config, num_rows, ranks)
+    )
     # The order matters: build this rank's part of the model, move the parameters into flat buffers, build the
     # optimizers and averages on the buffers, and compile last.
-    model = build_local_model(config, own, mesh, device=device, total_steps=total_steps or 0)
+    model = build_local_model(config, local_metadata, mesh, device=device, total_steps=total_steps or 0)
     network = model.model.network
     flats = build_flats(config, network, mesh, blocks=block_weights(network), cuts=model.cuts)
     with collective_errors():
@@ -262,19 +269,19 @@ def memory_advice(config: PretrainConfig, device: torch.device) -> str:
     """Returns advice for a run that is out of memory: the config keys with which it needs less memory."""
     num_ranks, parts = all_ranks().size, config.gradient_accumulation_steps
     num_slots = -(-config.global_batch_size // (num_ranks // config.tensor_parallel_degree))
-    more_parts = [number for number in range(parts + 1, num_slots + 1) if num_slots % number == 0]
-    wishes = [f"gradient_accumulation_steps={number}" for number in more_parts[:1]]
+    more_parts = [count for count in range(parts + 1, num_slots + 1) if num_slots % count == 0]
+    hints = [f"gradient_accumulation_steps={count}" for count in more_parts[:1]]
     if config.activation_checkpointing == "none":
-        wishes.append("activation_checkpointing=block")
+        hints.append("activation_checkpointing=block")
     if num_ranks == 1:
-        wishes.append("more processes")
+        hints.append("more processes")
     elif config.local_steps == 1:
         is_in_memory = device.type == "cpu" and num_nodes() == 1 and config.sync == "auto"
         is_in_memory &= config.sync_dtype == "float32"  # then `auto` is -1 already
         unsharded = (1,) if is_in_memory else ("auto", 1)
         if config.data_parallel_shard_degree in unsharded and config.train_only == "all":
-            wishes.append("data_parallel_shard_degree=-1")
+            hints.append("data_parallel_shard_degree=-1")
         if config.arch.has_puzzle_embeddings and config.puzzle_emb_sharding != "rows":
-            wishes.append("puzzle_emb_sharding=rows")
+            hints.append("puzzle_emb_sharding=rows")
     at_once = f"each process computes {num_slots // parts} of its {num_slots} slots at once"
-    return f"{at_once}. To need less memory, use {', or '.join(wishes) or 'a smaller global_batch_size'}."
+    return f"{at_once}. To need less memory, use {', or '.join(hints) or 'a smaller global_batch_size'}."
