@@ -78,8 +78,7 @@ def train(program: Program[PretrainConfig]) -> int:
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
     # Lock the run folder. Load the checkpoint that the key `resume` selects (by default the newest one), or
-    # the weights that `init_from` names. `is_logged` is True at step 0, or if metrics.jsonl contains a row of
-    # the loaded step.
+    # the weights that `init_from` names. `joins_repeats`: whether equal puzzles are held out together.
     checkpoints = open_checkpoints(
         config,
         fingerprint=data.fingerprint,
@@ -90,15 +89,16 @@ def train(program: Program[PretrainConfig]) -> int:
         dataset=data.dataset,
     )
     with program.watchdog.paused():  # The watchdog ends a run that hangs. A download may take long.
+        # Whether no log row is missing: metrics.jsonl contains the row of the loaded step, or the step is 0.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find the evaluated puzzles on which the loaded weights or this run are trained (leaks).
-    trained = checkpoints.trained_on(schedule.total_steps)
-    data.leaks.broadcast_find(trained, model="the checkpoint that this run started from")
+    # Find leaks: evaluated puzzles that are also training puzzles, of this run or of the loaded weights.
+    training_puzzles = checkpoints.trained_on(schedule.total_steps)
+    data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
-    # Return if there is nothing to do. This is so in two cases, both with a logged step:
+    # If the row of the loaded step is missing, because the run was killed in its evaluation, `run_steps`
+    # first evaluates and logs. Otherwise, there is nothing to do in two cases:
     # - The loaded step is the last step of this launch: `max_steps`, or the last step of the run.
     # - The evaluation of the loaded step ended the run, because `stop_patience` evaluations had no new best.
-    # If the step is not logged, because the run was killed in its evaluation, `run_steps` first evaluates it.
     is_evaluated = is_logged and schedule.is_evaluation(state.step)
     ends_early = is_evaluated and checkpoints.best.ends_early(config.stop_patience)
     is_last = is_logged and state.step >= schedule.end_step
@@ -117,9 +117,9 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    # A signal stopped the run. `end_torchrun` stops torchrun on every node, and returns 0. If torchrun is
-    # elastic (--nnodes MIN:MAX), it returns another status instead. torchrun then starts the processes again
-    # on the remaining nodes.
+    # A signal stopped the run. `end_torchrun` stops torchrun on every node, and returns exit status 0. If
+    # torchrun is elastic (--nnodes MIN:MAX), `end_torchrun` returns another exit status. torchrun then starts
+    # the processes again on the remaining nodes.
     return end_torchrun()
 
 
@@ -141,11 +141,12 @@ def run_steps(
     Returns whether a signal stopped the run.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
-    # - batches: Iterator over the batches of this rank, from the step after `state.step`.
-    # - checkpoints: Saves checkpoints in a thread. At the end of the block, it waits for the thread.
-    # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
-    # - interruption: Makes a signal, such as Ctrl-C, a request to stop. If one rank has a request,
-    #   `is_agreed()` becomes True on all ranks, after the same step.
+    # - batches: Iterator over the batches of this rank, from the step after `state.step`. - checkpoints:
+    # Saves checkpoints in a thread. At the end of the block, it waits for the thread. - monitor: Measures and
+    # logs the steps. `monitor.paused()` stops its clock and the watchdog for a while. - interruption: Makes a
+    # signal, such as Ctrl-C, a request to stop. If one rank has a request,   `is_agreed()` becomes True on
+    # all ranks, after the same step. A process that does not get there in time   exits without saving. While
+    # the watchdog is paused, there is no time limit.
     with (
         data.read_train_batches(first_step=state.step, ranks=state.ranks, device=program.device) as batches,
         checkpoints,
@@ -168,7 +169,8 @@ def run_steps(
                     checkpoints.save(state)
 
             # Log a row of metrics.jsonl. It contains the training metrics since the previous row, over all
-            # ranks. If an evaluation is due, it also contains the results.
+            # ranks. If an evaluation is due, it also contains the results. After a signal, the row is left to
+            # the next launch, so that the run ends soon.
             if monitor.is_row_due(state.step) and not interruption.is_agreed():
                 row = monitor.reduce(state)
                 has_evaluation = schedule.is_evaluation(state.step)
@@ -177,8 +179,8 @@ def run_steps(
                         results = evaluate(config, state, data, interruption)
                     if results is None:
                         # A signal interrupted the evaluation, so this row is not logged. The next launch
-                        # evaluates again, and logs the row. The sums of its training metrics are in the
-                        # checkpoint, because only `monitor.log` resets them.
+                        # evaluates again, and logs the row. It finds the training metrics of the row in the
+                        # checkpoint, because only `monitor.log` resets their sums.
                         break
                     row |= results
                     monitor.show_puzzles(state)
@@ -191,13 +193,13 @@ def run_steps(
                 break
 
             # Read this rank's part of the next global batch: one puzzle for each slot. A slot that has not
-            # halted skips its puzzle. All puzzles of a batch are from the training set `set_name`. With a
-            # curriculum, the step decides which data are read.
+            # halted skips its puzzle. A dataset may have several training sets. A batch contains puzzles of
+            # one of them, `set_name`. With a curriculum, the step decides which data are read.
             with monitor.reading():
                 set_name, batch = next(batches)
 
             # Run one training step. It adds 1 to `state.step`. The schedule gives the learning rates of the
-            # step, and the number of cycles (`reasoning`). A curriculum may change this number.
+            # step, and how much the network computes in it (`reasoning`), which a curriculum may change.
             next_step = state.step + 1
             result = train_step(
                 state,
@@ -209,11 +211,10 @@ def run_steps(
                 is_asked_to_stop=interruption.is_requested,
             )
             # A signal may reach only one rank, but all ranks must stop after the same step. So each rank
-            # sends a stop request, 0 or 1, together with its gradients. `result.stop_requests` is their sum
-            # over ranks. If it is positive, `interruption.is_agreed()` is True from now on. On CUDA, this
-            # call reads the sum of the previous step, so that the host does not wait for the GPU. All ranks
-            # then stop one step later. With local_steps > 1, requests are sent only at a merge. After other
-            # steps, the sum is None.
+            # sends a stop request, 0 or 1, in the training step. `result.stop_requests` is their sum over
+            # ranks, or None if the step sent nothing (local_steps > 1, between merges). If the sum is
+            # positive, `is_agreed()` becomes True: on CPUs now, on CUDA one step later, so that the host does
+            # not wait for the GPU.
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
@@ -222,16 +223,17 @@ def run_steps(
                 with monitor.paused():
                     state.check_replicas()
 
-        # End the launch. `close` waits until the last checkpoint is written. If this save failed, the status
-        # file keeps its old status. The `with` block above would also close `checkpoints` and `monitor`, but
-        # without stopping the watchdog.
+        # End the launch. `save` does nothing if the step is already saved. `close` waits until the checkpoint
+        # is written. If this save failed, the status file keeps its old status. The checkpoints and the
+        # monitor are closed here, and not by the end of the `with` block, because the watchdog must be paused
+        # while they wait.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)
             checkpoints.close()
             if not checkpoints.last_save_failed:
-                # If a signal interrupted the evaluation, the row of this step is missing. The status is then
-                # "stopped", also at the last step.
+                # If a signal came before the row of this step was logged, the row is missing. The status is
+                # then "stopped", also at the last step.
                 lacks_row = monitor.is_row_due(state.step)
                 status = "finished" if ends_early else schedule.status(state.step, lacks_row=lacks_row)
                 write_status(folder, status, step=state.step)

@@ -208,7 +208,8 @@ class Trainer:
     puzzles: Batch size of each process.
     rows: Number of puzzle embeddings.
     compiles: Whether to use torch.compile.
-    keeps_memory: Whether freed memory stays in the process, as in a real training.
+    keeps_memory: Whether the memory allocator keeps freed memory for later, as in a real training, instead of
+    returning it to the system.
     """
 
     def __init__(

@@ -274,7 +274,9 @@ def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
 
 
 def lay_out(grid: np.ndarray, *, num_rows: int, num_columns: int) -> np.ndarray:
-    """Writes a grid at the top left of a field (token array) with marks at its ends. Returns uint8 [cells].
+    """Writes a grid at the top left of a field (token array). Returns uint8 [cells].
+
+    The row below the grid and the column to its right contain END. All other cells contain PAD.
 
     grid: Symbols as numbers from 0, [rows, columns]. num_rows, num_columns: Size of the field.
     """

@@ -221,8 +221,8 @@ def array_path(folder: Path, split: str, set_name: str, field: str) -> Path:
 def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everything: bool) -> Dataset:
     """Opens the splits of a dataset folder and checks them.
 
-    The splits must agree on tokens and puzzle identifiers. Raises ValueError, one line with file, error and
-    fix.
+    All splits must have the same vocabulary size, sequence length and number of puzzle identifiers. Raises
+    ValueError, one line with file, error and fix.
 
     read_everything: Whether to read and check every token too.
     """

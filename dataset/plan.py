@@ -287,9 +287,9 @@ class TrainPlan:
         return epochs
 
     def num_steps(self, last: int) -> list[tuple[Stage, int]]:
-        """Divides the first `last` training steps by stage of the curriculum.
+        """Counts how many of the training steps 1 to `last` belong to each stage of the curriculum.
 
-        Returns (stage, number of steps) for each stage.
+        Returns a list of (stage, number of steps).
         """
         ends = [min(last, step) for step in (0, *self._last_steps)]
         return [(stage, b - a) for stage, (a, b) in zip(self._stages, itertools.pairwise(ends), strict=True)]

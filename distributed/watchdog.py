@@ -327,7 +327,8 @@ class Watchdog:
     def _describe_ranks(self) -> str:
         """Returns a text that says where in the code every rank is.
 
-        Ranks that do not respond come first. Of the others, the smallest groups with equal text come first.
+        Ranks that do not respond come first. Ranks with equal text are one group. Small groups come before
+        large ones, because the rank that differs is usually the cause.
         """
         if self._now - self._answered_at >= _SILENCE_TICKS * _TICK_SECONDS:  # no recent heartbeats
             return f"{log.name_ranks([rank()])}: {self._state()}"

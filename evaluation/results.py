@@ -266,7 +266,8 @@ def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
     The interval assumes independent puzzles. So puzzles with equal inputs count once.
 
     values: {metric: value} of one test set.
-    evaluator: Start of the accuracy's name, such as "sudoku/" in "sudoku/valid_accuracy". Usually empty.
+    evaluator: Prefix of the metrics of one evaluator, such as "sudoku/" in "sudoku/valid_accuracy", because
+    an evaluator may count other puzzles. "" for metrics without a prefix.
     """
     count, num_rows = values.get(f"{evaluator}count", 0), values.get("count", 0)
     counts_examples = evaluator in ("", "unseen/") or count == num_rows

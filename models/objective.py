@@ -182,10 +182,10 @@ class Objective:
         q_target=exact     One more call of the network on all slots, without gradient, gives the target of
                            every slot. This is the published way.
         q_target=deferred  If a slot continues, its next thinking step is part of the next training step. So
-                           the next training step returns the target of the q_continue of this step. It
-                           computes this q_continue again, from the state before its thinking step, so that
-                           only the Q head gets a gradient. If a slot halts, one more call on the halted slots
-                           gives its target now. On CUDA, the host waits for the number of halted slots.
+                           the next training step gives the target. To get a gradient for the q_continue of
+                           this step, it applies only the Q head to the state that this step returned. If a
+                           slot halts, one more call on the halted slots gives its target now. On CUDA, the
+                           host waits for the number of halted slots.
 
         Returns [] if q_continue is not trained: with no_ACT_continue=true, or if max_steps is 1.
         """

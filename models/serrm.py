@@ -174,14 +174,15 @@ class SERRM(Network):
     def embed(self, inputs: Tensor, puzzle_identifiers: Tensor) -> Tensor:
         """Returns the embedded puzzle e, [batch, symbols, positions, hidden].
 
-        In each cell, the entry of the symbol in this cell is sqrt(symbols) * (vector of the symbol). The
-        entries of all other symbols are 0.
+        For a cell that contains symbol s, e[:, s, cell] is sqrt(symbols) * (learned vector of s), and the
+        vectors of all other symbols at this cell are 0.
 
-        Position embeddings (with pos_encodings=learned) and the puzzle embedding are added. The puzzle
-        embedding has hidden_size + symbols numbers. The first hidden_size numbers are added to every symbol
-        and cell. Each of the other numbers belongs to one symbol, and is added to all features of it.
+        Then position embeddings (with pos_encodings=learned) and the puzzle embedding are added. The puzzle
+        embedding has hidden_size + symbols numbers. The first hidden_size numbers are a vector that is added
+        for every symbol and cell. Each other number belongs to one symbol, and is added to all hidden_size
+        entries of its vectors.
 
-        `add_tokens` learned positions follow the cells.
+        After the cells come more positions with learned vectors. The key `add_tokens` is their number.
         """
         if self.is_equivariant:
             symbols = self._of_symbols(self.embed_special_tokens, self.embed_symbol_tokens)

@@ -178,8 +178,8 @@ def build_rerun(
 def train(rerun: Rerun, seed: int) -> dict[str, Any]:
     """Trains and evaluates a model with one seed. Returns accuracies and costs.
 
-    "accuracies" and "gigaflops" of the returned dict have two values: the usual number of model calls per
-    puzzle, and more calls.
+    "accuracies" and "gigaflops" of the returned dict are lists with two values. The first is measured with
+    the usual number of model calls per puzzle, the second with more calls.
     """
     found, longer = rerun.train(seed, data_seconds=0), rerun.reason_longer(seed)[-1]
     trained = read_run(rerun.run_folder(seed))

@@ -100,7 +100,8 @@ class RunRecord:
     def architecture(self) -> str:
         """Returns the name of the architecture in papers, such as "HRM".
 
-        If it is unknown, returns the value of the config key `arch.name`, or "".
+        For a model of a plugin, returns the value of the config key `arch.name`. Returns "" if the run has no
+        such key.
         """
         return architectures()[self._arch].title if self._arch in architectures() else self._arch
 

@@ -142,8 +142,8 @@ def _solved(run: RunRecord) -> float | None:
 def _last_value(run: RunRecord, *, name: str) -> float | None:
     """Returns the last value of a metric in the log. None if the log lacks it.
 
-    name: Full name, such as "train/lm_loss". Or the last part of "eval/<test set>/accuracy", for the mean
-    over test sets.
+    name: Full name, such as "train/lm_loss", or only a metric, such as "accuracy". For a metric, the result
+    is the mean of "eval/<test set>/accuracy" over test sets.
     """
     return (run.curve(name)[1] or _tested(run, name) or [None])[-1]
 

@@ -284,7 +284,7 @@ def test_evaluate_states_what_a_run_and_its_predecessor_were_trained_on(leaky, t
         words = ("checkpoint=second", f"output_dir={ranks}")
         finished = complete_program("evaluate", *words, folder=tmp_path, world_size=ranks)
         assert finished.stderr.count(f"10 of 20 test puzzles were trained on: set all ({main}/test)") == 1
-        assert re.search(r"^trained_on +10$", finished.stdout, re.MULTILINE)
+        assert re.search(r"^trained on \(trained_on\) +10$", finished.stdout, re.MULTILINE)
         found.append(json.loads((tmp_path / str(ranks) / "metrics.json").read_text())["all"])
         for name in ("trained_on", "trained_on_rate", "unseen/exact_accuracy", "unseen/count"):
             assert found[-1][name] == pytest.approx(logged[f"eval/all/{name}"], abs=1e-4)

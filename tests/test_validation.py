@@ -167,4 +167,7 @@ def test_a_run_is_selected_by_its_validation_puzzles(tmp_path):
     assert metrics["selected_by"] == "validation"
     best = next(line for line in rows if line["step"] == rows[-1]["best/step"])
     assert metrics["lm_loss"] == pytest.approx(best["eval/all/lm_loss"], rel=1e-9)
-    assert any(line.split() == ["selected_by", "validation"] for line in finished.stdout.splitlines())
+    assert any(
+        line.split() == ["selected", "on", "(selected_by)", "validation"]
+        for line in finished.stdout.splitlines()
+    )

@@ -11,58 +11,80 @@ weights" are all weights except the puzzle embeddings.
 
 1. Sample the random numbers of the step. Example: which slots explore. An exploring slot does not halt before
    a random number of thinking steps.
-2. Start each slot that has halted on its puzzle of the batch, with an initial state. The other slots keep
-   their puzzle and their state. They skip their puzzle of the batch.
-3. Prepare the puzzle embeddings and the divisors of the loss.
+2. If a slot has halted, give it its puzzle of the batch and an initial state. The other slots keep their
+   puzzle and their state. They skip their puzzle of the batch.
+3. Prepare the embeddings of the puzzles in the slots, and the divisors of the loss. A divisor is a number
+   that divides a term of the loss, such as the number of slots.
 4. For each micro-batch: run the thinking step, compute the loss, and run the backward pass. The gradients of
-   the micro-batches add up. The loss and the stop request of this rank become scalars that are sent together
-   with the gradients. A rank requests a stop if it has received a signal.
+   the micro-batches add up. Two scalars are prepared for step 6: the loss of this rank, and its stop request.
+   A rank requests a stop if it has received a signal.
 5. Store the new carry.
-6. Sum the gradients of the dense weights and of the puzzle embeddings over ranks, and the scalars.
+6. Sum over ranks: the gradients of the dense weights, the gradients of the puzzle embeddings, and the
+   scalars. With sync_dtype=bfloat16, gradients are rounded before.
 7. Clip the norm of the gradients of the dense weights, if `grad_clip_norm` is set. Update the dense weights
-   with the optimizer. Update the puzzle embeddings of the puzzles in this step with sign SGD.
-8. Copy the updated float32 weights to the weights of the forward pass, in the dtype of the forward pass.
-9. Add the dense weights to their moving average (EMA), if `ema` is set. 7 does the same for the puzzle
-   embeddings that it changes.
+   with the optimizer. Then, for each puzzle embedding that the step used: add its old value to its moving
+   average (EMA), if `ema` is set, and update it with sign SGD.
+8. In bfloat16, copy the updated float32 weights of the blocks to the bfloat16 weights of the forward pass.
+9. Add the dense weights to their moving average, if `ema` is set.
 10. Add the metric sums of the step.
 
-The config keys below select modes of a step. Each entry says what the mode changes in 1 to 10.
+Config keys select modes of a step. Each entry says what a mode changes in steps 1 to 10.
 
-- sync=flat, or sync=auto on GPUs or several nodes: The last backward pass of 4 sends the gradients in
-  buckets, each when it is complete. 6 waits for the sums (FlatSync in distributed/sync.py).
-- sync=ddp: torch's DistributedDataParallel sums the gradients in the last backward pass of 4 (DDPSync).
-- sync=auto on the CPUs of one Linux node: 6 adds the gradients in shared memory (SharedMemorySync). The
-  optimizer is then sharded over all ranks by default.
-- data_parallel_shard_degree: The optimizer is sharded (ZeRO-1). In 7, each rank updates only its shard of the
-  dense weights. 8 all-gathers the shards (distributed/flat.py).
-- local_steps > 1: Each rank trains by itself on its slots. 3 and 6 send nothing, and 7 uses the gradients of
-  this rank. Every `local_steps` steps, and after the last step, 8 merges the weights, the puzzle embeddings
-  and the scalars of all ranks. 9 runs only after a merge. It then counts every step since the previous merge
-  (LocalSteps in training/strategy.py).
-- pipeline_parallel_degree: Each rank has a part of the blocks. In 4, the activations of the slots pass
-  through the blocks of all ranks of a pipeline, forward and backward. 6 sends all gradients
-  (distributed/pipeline.py).
+Sums over ranks
+- sync=flat, or sync=auto if the next entry does not apply: During the last backward pass of step 4, the
+  gradients and the scalars are sent in buckets. Step 6 waits for the sums (FlatSync in distributed/sync.py).
+- sync=auto on the CPUs of one Linux node: Step 6 adds the gradients in shared memory (SharedMemorySync). The
+  optimizer is then sharded over all ranks by default. Not with a pipeline, tensor parallelism, local steps,
+  sync_dtype=bfloat16 or train_only=puzzle_embeddings, nor if only a part of the ranks shares a shard.
+- sync=ddp: torch's DistributedDataParallel sums the gradients in the last backward pass of step 4. Step 6
+  sums the scalars in a separate message (DDPSync).
+- local_steps > 1: Each rank trains by itself on its slots. Step 6 sends nothing, and step 7 uses the
+gradients
+  of this rank. Every `local_steps` steps, and after the last step of the run, step 8 merges the ranks. A
+  merge replaces the weights of all ranks by one set of weights: their mean, or with `outer_lr` and
+  `outer_momentum` a step in the direction of the mean. A puzzle embedding becomes its mean over the ranks
+  that changed it. Step 9 does nothing in steps without a merge. After a merge, it adds the merged weights
+  once for each step since the previous merge (LocalSteps in training/strategy.py).
+
+Weights on several ranks
+- data_parallel_shard_degree: The optimizer is sharded (ZeRO-1). In step 7, each rank updates only its shard
+  of the blocks' weights. In float32, all dense weights are sharded. Step 8 all-gathers the shards
+  (distributed/flat.py).
+- pipeline_parallel_degree: Each rank has some of the blocks. In step 4, the activations of the slots pass
+  through the blocks of all ranks of a pipeline, forward and backward. Step 4 sends no gradients of weights.
+  Step 6 sends all of them (distributed/pipeline.py). In step 7, the ranks sum their parts of the gradient
+  norm.
 - tensor_parallel_degree: Several ranks work on the same slots. Each of them has a part of every matrix in the
-  blocks. In 4, they sum activations and their gradients. 6 sends all gradients of weights. With
-  optimizer=muon, 7 gathers matrices (distributed/tensor.py).
-- puzzle_emb_sharding=rows: Each puzzle embedding is on one rank, its owner. 3 fetches embeddings from the
-  owners, and 6 sends the gradients to the owners (optimizers/puzzle_table.py).
+  blocks. In step 4, they sum activations and gradients of activations. Gradients of weights and the norm are
+  summed as in a pipeline. With optimizer=muon, step 7 gathers matrices (distributed/tensor.py).
+- puzzle_emb_sharding=rows: Each puzzle embedding is on one rank, its owner. Step 3 fetches embeddings from
+  the owners, and step 6 sends the gradients to the owners (optimizers/puzzle_table.py).
+
+What is computed
 - train_only=puzzle_embeddings: The dense weights have no gradient, and do not change.
-- arch.no_ACT_continue=false (HRM): The loss in 4 calls the network again, without gradient, for a target. It
-  does so for all slots, or with arch.q_target=deferred only for slots that halt (models/objective.py).
-- arch=ldt: A slot may hold several puzzles. The step works on one of them. Terms of the loss have divisors
-  that depend on the data. 3 sums them over ranks (models/ldt.py).
-- gradient_accumulation_steps: 4 splits the slots of a rank into this number of micro-batches, or into more
-  if the number is not a divisor. Only the last micro-batch may send gradients.
+- arch.no_ACT_continue=false (HRM): The loss has a target for the Q value "continue". To compute the target,
+  step 4 calls the network once more, without gradient. With arch.q_target=exact, it does so for all slots.
+  With arch.q_target=deferred, it does so only for slots that halt. The others get their target in the next
+  training step (models/objective.py).
+- arch=ldt: A slot may hold several puzzles (`boards_per_slot`). A training step works on one of them, and the
+  others wait. LDT has divisors that depend on the data. Step 3 sums them over ranks (models/ldt.py).
+- state_noise, step_noise, init_noise, dropout: Random changes of states and activations in steps 2 and 4
+  (models/noise.py).
+- gradient_accumulation_steps: Step 4 splits the slots of a rank into this number of micro-batches. The number
+  must divide the number of slots, except in an elastic run with uneven ranks. Only the last micro-batch may
+  send gradients.
 - activation_checkpointing=block: The backward pass computes the activations of each block again.
 - compile: torch compiles the blocks, and the update of AdamATan2.
-- curriculum: The batch and the number of cycles in 4 depend on the stage (training/schedule.py).
-- torchrun --nnodes MIN:MAX: The number of ranks may change between launches. A rank may have no slot.
+- curriculum: The batch and the number of cycles in step 4 depend on the stage (training/schedule.py).
+- torchrun --nnodes MIN:MAX (elastic): The number of ranks may change between launches. A rank may have no
+  slot.
 
 With one process, nothing is sent. No update is skipped: if the loss or the gradient norm is not finite, the
-weights are updated all the same. `Monitor` ends the run before the next log row, checkpoint or evaluation.
+weights are updated all the same. The training loop then ends the run, before the next log row, checkpoint or
+evaluation (`Monitor.step_done`).
 
-`PretrainConfig.mistakes` in config/schema.py refuses modes that cannot be combined.
+`PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py refuse modes that
+cannot be combined.
 """
 
 from collections.abc import Callable
@@ -114,23 +136,23 @@ def train_step(
         reasoning = state.model.reasoning
     # 1. Random numbers.
     rng = sample_rng(state, config, reasoning)
-    # 2. Start halted slots. The other slots keep their puzzle and their state. `picked` says which of its
-    # puzzles each slot works on. It is None if a slot holds one puzzle. Then `boards` returns all slots.
+    # 2. Start halted slots. The other slots keep their puzzle and their state. If slots hold several puzzles
+    # (LDT), `picked` is the number of the puzzle that each slot works on. Otherwise, it is None.
     picked = network.pick_boards(rng)
     active = state.model.refill(state.carry.boards(picked), batch, reasoning, rng)
-    # 3. Puzzle embeddings and divisors. This sends nothing, unless the puzzle table is sharded or arch=ldt.
+    # 3. Puzzle embeddings and divisors. Only a sharded puzzle table, and arch=ldt, send something here.
     with clock.measure("sync"):
         state.table.prepare(active.data.puzzle_identifiers)
         local_divisors = network.objective.divisors(active)
-        divisors = state.strategy.sum_divisors(local_divisors)  # also has the number of slots, "slots"
+        divisors = state.strategy.sum_divisors(local_divisors)  # it adds the number of slots as "slots"
     # 4. Forward and backward passes.
     after, sums = forward_and_backward(state, active, config, divisors, reasoning, rng, is_asked_to_stop)
     # 5. Store the carry, for the next step.
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. A log row contains their sums over ranks. All ranks have the same gradient norm, so divide
-    # it by the number of ranks first. With local steps, norms differ, and the row contains their mean.
+    # 10. Metrics. For a log row, metrics are summed over ranks. The gradient norm is divided by the number of
+    # ranks before, so that this sum is the mean over ranks. (Without local steps, all ranks have the same.)
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -146,9 +168,9 @@ def forward_and_backward(
 ) -> tuple[Carry, Sums]:
     """Adds this rank's gradients of all micro-batches. Returns the new carry and the metric sums.
 
-    The objective returns the sum of the losses of the slots. This function divides the sum by
-    divisors["slots"], for every micro-batch by the same number. It is the number of slots of the global
-    batch, or with local steps the number of slots of this rank.
+    The objective returns the sum of the losses of the slots. Before the backward pass, this function divides
+    the sum by divisors["slots"]: the number of slots of the global batch, or with local steps of this rank.
+    All micro-batches have the same divisor.
     """
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
@@ -157,8 +179,8 @@ def forward_and_backward(
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
-    # The scalars (loss and stop request) are sent in the same messages as the gradients. Add them before the
-    # last backward pass, because with sync=flat this pass may already send them.
+    # Add the scalars (loss and stop request) before the last backward pass, because with sync=flat this pass
+    # sends them together with the gradients. The loss is a sum over slots. `Strategy.synchronize` divides it.
     scalars = state.weights.scalars
     carries: list[Carry] = []
     sums: Sums = {}
@@ -196,11 +218,11 @@ def update(
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
     # 8. Copy the weights into the forward pass. With local steps, merge the weights of all ranks first, if a
-    # merge is due.
+    # merge is due. The result contains the loss of the step over all ranks.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # 9. Moving average. `averaged_steps` is a range that contains this step. With local steps, it contains
-    # all steps since the previous merge, or is empty if no merge was due.
+    # 9. Moving average. `averaged_steps` contains this step. With local steps, it is empty without a merge.
+    # After a merge, it contains all steps since the previous merge.
     state.average.update(result.averaged_steps)
     return grad_norm, result
 

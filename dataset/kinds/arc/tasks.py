@@ -64,7 +64,7 @@ class Pair(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """Bytes that are equal only for equal pairs."""
+        """Returns a key for comparisons. Two pairs have the same key if and only if they are equal."""
         return b"".join(map(grid_bytes, self))
 
 
