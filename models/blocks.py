@@ -18,7 +18,7 @@ class Block(nn.Module):
         h = rms_norm(h + self_attn(h))
         h = rms_norm(h + mlp(h))
 
-    Two config keys replace self_attn:
+    Two config keys change what mixes the positions:
 
     arch.conv=instead  a convolution over the grid of cells
     arch.conv=beside   the sum of the attention and this convolution

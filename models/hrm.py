@@ -2,7 +2,7 @@
 
 The model works on a batch of puzzles. A slot is one entry of the batch, and works on one puzzle at a time. A
 training step runs one thinking step of every slot. The texts below describe the default keys
-(config/arch/hrm.yaml).
+(config/pretrain.yaml, config/arch/hrm.yaml).
 
 Thinking step      `HRM.forward` below: two H cycles. An H cycle calls level L twice, then level H once.
 Gradient           The last call of L and the last call of H have gradient. All earlier calls, and earlier
@@ -10,11 +10,12 @@ Gradient           The last call of L and the last call of H have gradient. All 
 Puzzle embedding   A learned vector for each puzzle identifier. `TokenNetwork.embed` (models/network.py) puts
                    it before the cells. In each training step, sign SGD with weight decay updates the vectors
                    of the puzzles in the batch (models/puzzle_embedding.py).
-Halting            Training: A slot halts after 16 steps, or earlier if q_halt > q_continue. With probability
-                   0.1, a slot explores in a training step. It then samples a minimum from 2 to 16 steps.
-                   Below the minimum, the Q values are ignored in this training step.
-                   Evaluation: With the key halting=max, every slot runs 16 steps. With halting=act, slots
-                   halt as in training, but do not explore (models/halting.py).
+Halting            Training: A slot halts after 16 thinking steps, or earlier if q_halt > q_continue. In each
+                   training step, a slot explores with probability 0.1: it samples a minimum from 2 to 16. If
+                   it has made fewer thinking steps on its puzzle, it does not halt in this training step. The
+                   next training step samples again.
+                   Evaluation: With halting=max, the default, every slot runs 16 thinking steps. With
+                   halting=act, slots halt as in training, but do not explore (models/halting.py).
 Loss               Loss of a slot: the mean over its labeled cells of the stablemax cross-entropy, plus 0.5
                    times the binary cross-entropies of q_halt and q_continue. The target of q_halt is 1 if all
                    labeled cells are right. The target of q_continue comes from one more forward pass without
@@ -55,7 +56,8 @@ class HRM(TokenNetwork):
 
     Gradient: If gradient_cycles is 0, as by default, only the last call of L and the last call of H have
     gradient (section 2 of the paper). Otherwise all calls in the last `gradient_cycles` H cycles have
-    gradient. The new state is detached, so no gradient flows into the previous thinking step.
+    gradient. `embed` and the heads always have gradient. The new state is detached, so no gradient flows into
+    the previous thinking step.
     """
 
     def __init__(self, arch: HRMConfig, metadata: Metadata):
@@ -63,12 +65,11 @@ class HRM(TokenNetwork):
         # The state of a slot that starts: random vectors, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # The order of creation (heads, H, L) fixes the initial weights, because all weights are sampled from
-        # one random generator. The order of assignment (L, H, heads) fixes the order of the parameters. It is
-        # the order in which `forward` uses them, as the docstring of `Network` requires.
+        # Created in this order, because all initial weights are sampled from one random generator.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         H_level = Level(build_block(arch, metadata) for _ in range(arch.H_layers))
         L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
+        # Assigned in the order in which `forward` uses them (docstring of `Network`).
         self.L_level, self.H_level = L_level, H_level
         self.lm_head, self.q_head = lm_head, q_head
 
@@ -91,12 +92,13 @@ class HRM(TokenNetwork):
         H = perturbed(self.H_level, reasoning, rng, self.rotary, name="H")
         L = perturbed(self.L_level, reasoning, rng, self.rotary, name="L")
         z_H, z_L = state["z_H"], state["z_L"]
-        # The first H cycle in which all calls have gradient. With gradient_cycles=0, no cycle is that late.
+        # In the H cycles from this index on, all calls have gradient. With gradient_cycles=0, there is none.
         first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
         for cycle in range(reasoning.H_cycles):
             has_gradient = cycle >= first_with_gradient
             is_last_cycle = cycle == reasoning.H_cycles - 1
-            # All calls of L in a cycle read the same x. Calls without gradient treat it as a constant.
+            # All calls of L in a cycle read the same x. In calls with gradient, e gets its
+            # gradient through x.
             x = z_H + e
             for call in range(reasoning.L_cycles):
                 is_last_call = is_last_cycle and call == reasoning.L_cycles - 1

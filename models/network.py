@@ -36,7 +36,7 @@ class Network(nn.Module):
 
     __init__(arch, metadata)  builds the modules, and assigns them in the order in which `forward` uses them.
                               Ranks send the gradients of the parameters in the reverse of this order, during
-                              the backward pass. It completes them in about the same reverse order.
+                              the backward pass, which completes them in about the same reverse order.
     initial_state             returns the state of a slot that starts on a puzzle
     forward                   runs one thinking step
 

@@ -2,20 +2,22 @@
 
 The model works on a batch of puzzles. A slot is one entry of the batch, and works on one puzzle at a time. A
 training step runs one thinking step of every slot. The texts below describe the default keys
-(config/arch/trm.yaml).
+(config/pretrain.yaml, config/arch/trm.yaml).
 
 Thinking step      `TRM.forward` below: three H cycles. An H cycle calls the level six times for z_L, then
                    once for z_H.
 Gradient           The calls of the last H cycle have gradient. The calls of earlier H cycles, and earlier
                    thinking steps, have none.
 Puzzle embedding   A learned vector for each puzzle identifier. `TokenNetwork.embed` (models/network.py) puts
-                   it before the cells. In each training step, sign SGD with weight decay updates the vectors
-                   of the puzzles in the batch (models/puzzle_embedding.py).
-Halting            Training: A slot halts after 16 steps, or earlier if q_halt > 0. With probability 0.1, a
-                   slot explores in a training step. It then samples a minimum from 2 to 16 steps. Below the
-                   minimum, q_halt is ignored in this training step.
-                   Evaluation: With the key halting=max, every slot runs 16 steps. With halting=act, slots
-                   halt as in training, but do not explore (models/halting.py).
+                   it before the cells: into position 0. Positions 1 to 15 are zeros. In each training step,
+                   sign SGD with weight decay updates the vectors of the puzzles in the batch
+                   (models/puzzle_embedding.py).
+Halting            Training: A slot halts after 16 thinking steps, or earlier if q_halt > 0. In each training
+                   step, a slot explores with probability 0.1: it samples a minimum from 2 to 16. If it has
+                   made fewer thinking steps on its puzzle, it does not halt in this training step. The next
+                   training step samples again.
+                   Evaluation: With halting=max, the default, every slot runs 16 thinking steps. With
+                   halting=act, slots halt as in training, but do not explore (models/halting.py).
 Loss               Loss of a slot: the mean over its labeled cells of the stablemax cross-entropy, plus 0.5
                    times the binary cross-entropy of q_halt. The target of q_halt is 1 if all labeled cells
                    are right. The loss of a training step is the sum over all slots, divided by the number of
@@ -54,8 +56,9 @@ class TRM(TokenNetwork):
     (seq_len).
 
     Gradient: All calls in the last `gradient_cycles` H cycles have gradient, by default in the last one. If
-    gradient_cycles is 0, only the last call for z_L and the last call for z_H have gradient, as in HRM. The
-    new state is detached, so no gradient flows into the previous thinking step.
+    gradient_cycles is 0, only the last call for z_L and the last call for z_H have gradient, as in HRM.
+    `embed` and the heads always have gradient. The new state is detached, so no gradient flows into the
+    previous thinking step.
     """
 
     def __init__(self, arch: TRMConfig, metadata: Metadata):
@@ -63,12 +66,11 @@ class TRM(TokenNetwork):
         # The state of a slot that starts: random vectors, equal at all positions, never trained.
         self.register_buffer("H_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
         self.register_buffer("L_init", truncated_normal(arch.hidden_size, std=1).to(self.dtype))
-        # The order of creation (heads, level) fixes the initial weights, because all weights are sampled from
-        # one random generator. The order of assignment (level, heads) fixes the order of the parameters. It
-        # is the order in which `forward` uses them, as the docstring of `Network` requires.
+        # Created in this order, because all initial weights are sampled from one random generator.
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
-        self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
-        self.lm_head, self.q_head = lm_head, q_head
+        L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
+        # Assigned in the order in which `forward` uses them (docstring of `Network`).
+        self.L_level, self.lm_head, self.q_head = L_level, lm_head, q_head
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         shape = batch_size, self.num_puzzle_positions + seq_len, self.arch.hidden_size
@@ -87,12 +89,13 @@ class TRM(TokenNetwork):
         # `perturbed` adds damping and noise to the level (models/noise.py). Both are off by default.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
-        # The first H cycle in which all calls have gradient. With gradient_cycles=0, no cycle is that late.
+        # In the H cycles from this index on, all calls have gradient. With gradient_cycles=0, there is none.
         first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
         for cycle in range(reasoning.H_cycles):
             has_gradient = cycle >= first_with_gradient
             is_last_cycle = cycle == reasoning.H_cycles - 1
-            # All calls for z_L in a cycle read the same x. Calls without gradient treat it as a constant.
+            # All calls for z_L in a cycle read the same x. In calls with gradient, e gets its
+            # gradient through x.
             x = z_H + e
             for call in range(reasoning.L_cycles):
                 is_last_call = is_last_cycle and call == reasoning.L_cycles - 1

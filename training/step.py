@@ -9,8 +9,8 @@ training step into an earlier one.
 `train_step` does the following, in this order. The comments in the code have the same numbers. "Dense
 weights" are all weights except the puzzle embeddings.
 
-1. Sample the random numbers of the step. Example: which slots explore. An exploring slot does not halt before
-   a random number of thinking steps.
+1. Sample the random numbers of the step. Example: which slots explore. An exploring slot samples a minimum
+   number of thinking steps, and does not halt in this training step if it has made fewer on its puzzle.
 2. If a slot has halted, give it its puzzle of the batch and an initial state. The other slots keep their
    puzzle and their state. They skip their puzzle of the batch.
 3. Prepare the embeddings of the puzzles in the slots, and the divisors of the loss. A divisor is a number
@@ -38,13 +38,12 @@ Sums over ranks
   sync_dtype=bfloat16 or train_only=puzzle_embeddings, nor if only a part of the ranks shares a shard.
 - sync=ddp: torch's DistributedDataParallel sums the gradients in the last backward pass of step 4. Step 6
   sums the scalars in a separate message (DDPSync).
-- local_steps > 1: Each rank trains by itself on its slots. Step 6 sends nothing, and step 7 uses the
-gradients
-  of this rank. Every `local_steps` steps, and after the last step of the run, step 8 merges the ranks. A
-  merge replaces the weights of all ranks by one set of weights: their mean, or with `outer_lr` and
-  `outer_momentum` a step in the direction of the mean. A puzzle embedding becomes its mean over the ranks
-  that changed it. Step 9 does nothing in steps without a merge. After a merge, it adds the merged weights
-  once for each step since the previous merge (LocalSteps in training/strategy.py).
+- local_steps > 1: Each rank trains by itself on its slots. Step 6 sends nothing, and step 7 uses only the
+  gradients of this rank. Every `local_steps` training steps, and after the last one, step 8 merges the ranks. A merge
+  replaces the weights of all ranks by one set of weights: their mean, or with `outer_lr` and
+  `outer_momentum` the result of a step in the direction of the mean. A puzzle embedding becomes its mean over
+  the ranks that changed it. Step 9 does nothing without a merge. After a merge, it adds the merged weights
+  once for each training step since the previous merge (LocalSteps in training/strategy.py).
 
 Weights on several ranks
 - data_parallel_shard_degree: The optimizer is sharded (ZeRO-1). In step 7, each rank updates only its shard
@@ -81,7 +80,7 @@ What is computed
 
 With one process, nothing is sent. No update is skipped: if the loss or the gradient norm is not finite, the
 weights are updated all the same. The training loop then ends the run, before the next log row, checkpoint or
-evaluation (`Monitor.step_done`).
+evaluation (`Monitor` in training/monitor.py).
 
 `PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py refuse modes that
 cannot be combined.
