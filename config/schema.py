@@ -16,7 +16,7 @@ from runtime import plugins
 
 Value = TypeVar("Value")
 # Marks a key that may change when a run is resumed. Most other keys change what the model learns: the
-# weights, the schedule, or the order of the data. The dataset folder may also change, but not its fingerprint.
+# weights, the schedule, or the order of the data. The dataset folder may change too, but not its fingerprint.
 _MAY_CHANGE = "may change on resume"
 MayChange = Annotated[Value, _MAY_CHANGE]
 

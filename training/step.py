@@ -39,8 +39,8 @@ Sums over ranks
 - sync=ddp: torch's DistributedDataParallel sums the gradients in the last backward pass of step 4. Step 6
   sums the scalars in a separate message (DDPSync).
 - local_steps > 1: Each rank trains by itself on its slots. Step 6 sends nothing, and step 7 uses only the
-  gradients of this rank. Every `local_steps` training steps, and after the last one, step 8 merges the ranks. A merge
-  replaces the weights of all ranks by one set of weights: their mean, or with `outer_lr` and
+  gradients of this rank. Every `local_steps` training steps, and after the last one, step 8 merges the ranks.
+  A merge replaces the weights of all ranks by one set of weights: their mean, or with `outer_lr` and
   `outer_momentum` the result of a step in the direction of the mean. A puzzle embedding becomes its mean over
   the ranks that changed it. Step 9 does nothing without a merge. After a merge, it adds the merged weights
   once for each training step since the previous merge (LocalSteps in training/strategy.py).
