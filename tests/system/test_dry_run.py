@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.layouts import computed, counting, kept
+from benchmarks.layouts import computed, counting, stored_bytes
 from tests.checkpoints import begin_training, do_step
 from tests.ranks import run_ranks
 from tests.test_layouts import ARCHS, LAYOUTS
@@ -39,7 +39,7 @@ def _count(runs: list[tuple[str, str, dict]]) -> list[tuple]:
         state = begin_training(config)
         with counting() as sent:
             do_step(state, config, random_batch(8))
-        found.append((kept(state), dict(sent), *computed(config, FACTS)))
+        found.append((stored_bytes(state), dict(sent), *computed(config, FACTS)))
     return found
 
 
