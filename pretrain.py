@@ -67,8 +67,7 @@ def train(program: Program[PretrainConfig]) -> int:
         with collective_errors():  # an error on one rank ends all ranks
             check_packages()  # before the training, because the report is written after it
 
-    # Open the datasets. The schedule says after which steps a log row, an evaluation, a checkpoint or a
-    # comparison of the ranks is due.
+    # Open the datasets. The schedule says after which steps a log row, an evaluation or a checkpoint is due.
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
     # Build the state of step 0 from the seed: weights, optimizer state, moving averages of the weights (EMA),
@@ -78,20 +77,12 @@ def train(program: Program[PretrainConfig]) -> int:
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
     # Lock the run folder. Load the checkpoint that the key `resume` selects (by default the newest one), or
-    # the weights that `init_from` names. `joins_repeats`: whether equal puzzles are held out together.
-    checkpoints = open_checkpoints(
-        config,
-        fingerprint=data.fingerprint,
-        test_fingerprint=data.test_fingerprint,
-        dataset_info=data.info().to_json(),
-        joins_repeats=data.joins_repeats,
-        trained_on=data.trained_on,
-        dataset=data.dataset,
-    )
-    with program.watchdog.paused():  # The watchdog ends a run that hangs. A download may take long.
-        # Whether no log row is missing: metrics.jsonl contains the row of the loaded step, or the step is 0.
+    # the weights that `init_from` names.
+    checkpoints = open_checkpoints(config, data)
+    with program.watchdog.paused():  # The watchdog ends a run that hangs. A download for `init_from` is slow.
+        # True if metrics.jsonl contains the row of the loaded step, or if the step is 0.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find leaks: evaluated puzzles that are also training puzzles, of this run or of the loaded weights.
+    # Find leaks: evaluated puzzles on which this run trains, or on which the loaded weights were trained.
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
@@ -141,12 +132,12 @@ def run_steps(
     Returns whether a signal stopped the run.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
-    # - batches: Iterator over the batches of this rank, from the step after `state.step`. - checkpoints:
-    # Saves checkpoints in a thread. At the end of the block, it waits for the thread. - monitor: Measures and
-    # logs the steps. `monitor.paused()` stops its clock and the watchdog for a while. - interruption: Makes a
-    # signal, such as Ctrl-C, a request to stop. If one rank has a request,   `is_agreed()` becomes True on
-    # all ranks, after the same step. A process that does not get there in time   exits without saving. While
-    # the watchdog is paused, there is no time limit.
+    # - batches: Iterator over the batches of this rank, from the step after `state.step`.
+    # - checkpoints: Saves checkpoints in a thread.
+    # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
+    # - interruption: Makes a signal, such as Ctrl-C, a request to stop. If one rank has a request,
+    #   `is_agreed()` becomes True on all ranks, after the same step. A process that does not reach this point
+    #   within a time limit exits without saving. While the watchdog is paused, there is no limit.
     with (
         data.read_train_batches(first_step=state.step, ranks=state.ranks, device=program.device) as batches,
         checkpoints,
@@ -192,9 +183,10 @@ def run_steps(
             if ends_early or interruption.is_agreed() or state.step >= schedule.end_step:
                 break
 
-            # Read this rank's part of the next global batch: one puzzle for each slot. A slot that has not
-            # halted skips its puzzle. A dataset may have several training sets. A batch contains puzzles of
-            # one of them, `set_name`. With a curriculum, the step decides which data are read.
+            # Read this rank's part of the next global batch: one puzzle for each slot. A slot that is still
+            # thinking ignores the puzzle that the batch has for it. A dataset may have several training sets.
+            # A batch contains puzzles of one of them, `set_name`. With a curriculum, the step decides which
+            # data are read.
             with monitor.reading():
                 set_name, batch = next(batches)
 
@@ -218,7 +210,8 @@ def run_steps(
             interruption.record_requests(result.stop_requests)
             monitor.step_done(state.step, result, set_name=set_name)
 
-            # Compare the tensors that must be equal on several ranks. If they differ, the run ends.
+            # If a comparison is due, compare the tensors that must be equal on several ranks. If they differ,
+            # the run ends.
             if schedule.is_replica_check(state.step):
                 with monitor.paused():
                     state.check_replicas()

@@ -29,7 +29,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -59,27 +59,34 @@ from training.initial import load_initial_weights_, log_rate_change, trained_bef
 from training.run_folder import open_run_folder, write_identities, writing_errors
 from training.state import TrainState
 
+if TYPE_CHECKING:
+    from training.data import RunData
+
 # If an exception ends the run during a save, this rank waits for the save: at most 60 s in total. If the
 # connection to a rank is lost, rank 0 waits at most 3 s for the files of the other ranks.
 _LAST_WAIT_SECONDS, _LAST_OTHERS_SECONDS = 60.0, 3.0
 
 
-def open_checkpoints(config: PretrainConfig, **described: Any) -> "CheckpointManager":
+def open_checkpoints(config: PretrainConfig, data: "RunData") -> "CheckpointManager":
     """Opens the run folder, and returns its checkpoint manager. All ranks call it.
 
     Rank 0 creates and locks the folder. Each rank opens a log file in it. An error ends all ranks with a
     message.
-
-    Args:
-        config: Config of the run.
-        **described: The arguments of `CheckpointManager` that describe the data: `fingerprint`,
-            `test_fingerprint`, `dataset_info`, `joins_repeats`, `trained_on` and `dataset`.
     """
     with collective_errors():
         folder = open_run_folder(config) if is_main() else Path(config.checkpoint_path)
     check_folder_is_shared(folder)
     log.open_rank_file(folder)
-    return CheckpointManager(folder, config=config, **described)
+    return CheckpointManager(
+        folder,
+        config=config,
+        fingerprint=data.fingerprint,
+        test_fingerprint=data.test_fingerprint,
+        dataset_info=data.info().to_json(),
+        joins_repeats=data.joins_repeats,
+        trained_on=data.trained_on,
+        dataset=data.dataset,
+    )
 
 
 class CheckpointManager:
@@ -94,7 +101,8 @@ class CheckpointManager:
         fingerprint: Hash of the dataset, stored in every checkpoint.
         test_fingerprint: Hash of the test splits of the dataset, stored in every checkpoint.
         dataset_info: Description of the dataset as JSON values, stored in every checkpoint.
-        joins_repeats: Whether the run holds out equal puzzles together, stored in every checkpoint.
+        joins_repeats: Whether equal puzzles are either all trained on or all held out for validation, stored
+            in every checkpoint.
         trained_on: Function (step) -> examples of this run's data that were trained on up to the step. Called
             only on rank 0. If None, checkpoints do not contain them.
         dataset: Training data. The identities of its puzzles are stored once in the run folder, and
@@ -199,9 +207,8 @@ class CheckpointManager:
                 if chosen := choose_checkpoint(folder, config):
                     content = read_state(chosen)
                 is_this_run = chosen is not None and chosen.parent == folder
-                self._before = trained_before(
-                    config, chosen, is_this_run=is_this_run
-                )  # its training examples
+                # The training examples of the weights that the run starts from.
+                self._before = trained_before(config, chosen, is_this_run=is_this_run)
                 if chosen is not None:
                     self._check(chosen, content)
         chosen, content = broadcast_object((chosen, content))

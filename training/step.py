@@ -10,20 +10,22 @@ training step into an earlier one.
 weights" are all weights except the puzzle embeddings.
 
 1. Sample the random numbers of the step. Example: which slots explore. An exploring slot samples a minimum
-   number of thinking steps, and does not halt in this training step if it has made fewer on its puzzle.
+   number of thinking steps, and does not halt in this training step if it has made fewer on its puzzle. The
+   next training step samples again.
 2. If a slot has halted, give it its puzzle of the batch and an initial state. The other slots keep their
    puzzle and their state. They skip their puzzle of the batch.
 3. Prepare the embeddings of the puzzles in the slots, and the divisors of the loss. A divisor is a number
    that divides a term of the loss, such as the number of slots.
-4. For each micro-batch: run the thinking step, compute the loss, and run the backward pass. The gradients of
-   the micro-batches add up. Two scalars are prepared for step 6: the loss of this rank, and its stop request.
-   A rank requests a stop if it has received a signal.
+4. For each micro-batch: run the thinking step, decide which slots halt, compute the loss, and run the
+   backward pass. The gradients of the micro-batches add up. Scalars are prepared for step 6: the loss of this
+   rank, and its stop request. A rank requests a stop if it has received a signal.
 5. Store the new carry.
 6. Sum over ranks: the gradients of the dense weights, the gradients of the puzzle embeddings, and the
-   scalars. With sync_dtype=bfloat16, gradients are rounded before.
+   scalars. With sync_dtype=bfloat16, all of them are rounded before.
 7. Clip the norm of the gradients of the dense weights, if `grad_clip_norm` is set. Update the dense weights
-   with the optimizer. Then, for each puzzle embedding that the step used: add its old value to its moving
-   average (EMA), if `ema` is set, and update it with sign SGD.
+   with the optimizer. Update each puzzle embedding that the step used with sign SGD. If `ema` is set, bring
+   its moving average (EMA) up to date before. Most steps do not use an embedding, so they do not touch its
+   average either.
 8. In bfloat16, copy the updated float32 weights of the blocks to the bfloat16 weights of the forward pass.
 9. Add the dense weights to their moving average, if `ema` is set.
 10. Add the metric sums of the step.
@@ -31,24 +33,25 @@ weights" are all weights except the puzzle embeddings.
 Config keys select modes of a step. Each entry says what a mode changes in steps 1 to 10.
 
 Sums over ranks
-- sync=flat, or sync=auto if the next entry does not apply: During the last backward pass of step 4, the
+- sync=flat, and sync=auto without shared memory (see below): During the last backward pass of step 4, the
   gradients and the scalars are sent in buckets. Step 6 waits for the sums (FlatSync in distributed/sync.py).
 - sync=auto on the CPUs of one Linux node: Step 6 adds the gradients in shared memory (SharedMemorySync). The
   optimizer is then sharded over all ranks by default. Not with a pipeline, tensor parallelism, local steps,
-  sync_dtype=bfloat16 or train_only=puzzle_embeddings, nor if only a part of the ranks shares a shard.
+  sync_dtype=bfloat16 or train_only=puzzle_embeddings, nor if some but not all ranks shard the optimizer.
 - sync=ddp: torch's DistributedDataParallel sums the gradients in the last backward pass of step 4. Step 6
   sums the scalars in a separate message (DDPSync).
-- local_steps > 1: Each rank trains by itself on its slots. Step 6 sends nothing, and step 7 uses only the
-  gradients of this rank. Every `local_steps` training steps, and after the last one, step 8 merges the ranks.
-  A merge replaces the weights of all ranks by one set of weights: their mean, or with `outer_lr` and
+- local_steps > 1: Each rank trains by itself on its slots. Steps 3 and 6 send nothing, and step 7 uses only
+  the gradients of this rank. Every `local_steps` training steps, and after the last one, step 8 merges the
+  ranks. A merge replaces the weights of all ranks by one set of weights: their mean, or with `outer_lr` and
   `outer_momentum` the result of a step in the direction of the mean. A puzzle embedding becomes its mean over
   the ranks that changed it. Step 9 does nothing without a merge. After a merge, it adds the merged weights
-  once for each training step since the previous merge (LocalSteps in training/strategy.py).
+  once for each training step since the previous merge. The scalars are summed over ranks in a merge, too
+  (LocalSteps in training/strategy.py).
 
 Weights on several ranks
 - data_parallel_shard_degree: The optimizer is sharded (ZeRO-1). In step 7, each rank updates only its shard
-  of the blocks' weights. In float32, all dense weights are sharded. Step 8 all-gathers the shards
-  (distributed/flat.py).
+  of the blocks' weights, and all other dense weights. In float32, all dense weights are sharded. Step 8
+  all-gathers the shards (distributed/flat.py).
 - pipeline_parallel_degree: Each rank has some of the blocks. In step 4, the activations of the slots pass
   through the blocks of all ranks of a pipeline, forward and backward. Step 4 sends no gradients of weights.
   Step 6 sends all of them (distributed/pipeline.py). In step 7, the ranks sum their parts of the gradient
@@ -61,12 +64,13 @@ Weights on several ranks
 
 What is computed
 - train_only=puzzle_embeddings: The dense weights have no gradient, and do not change.
-- arch.no_ACT_continue=false (HRM): The loss has a target for the Q value "continue". To compute the target,
-  step 4 calls the network once more, without gradient. With arch.q_target=exact, it does so for all slots.
-  With arch.q_target=deferred, it does so only for slots that halt. The others get their target in the next
-  training step (models/objective.py).
+- arch.no_ACT_continue=false (HRM): The loss has a term for q_continue, the value of one more thinking step.
+  With arch.q_target=exact, step 4 calls the network once more on all slots, without gradient, for the target
+  of this term. With arch.q_target=deferred, it does so only on slots that halt. For all other slots, the next
+  training step computes the term (models/objective.py).
 - arch=ldt: A slot may hold several puzzles (`boards_per_slot`). A training step works on one of them, and the
-  others wait. LDT has divisors that depend on the data. Step 3 sums them over ranks (models/ldt.py).
+  others wait. LDT has divisors that depend on the data. Step 3 sums them over ranks, except with local steps
+  (models/ldt.py).
 - state_noise, step_noise, init_noise, dropout: Random changes of states and activations in steps 2 and 4
   (models/noise.py).
 - gradient_accumulation_steps: Step 4 splits the slots of a rank into this number of micro-batches. The number
