@@ -38,9 +38,10 @@ _TRAINING = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = benchmark_parser(
-        "evaluation", description="Compares halting by the Q head with all steps.", rounds=5
+    description = (
+        "Compares evaluations with halting=act (the model halts puzzles) and halting=max (all steps)."
     )
+    parser = benchmark_parser("evaluation", description=description, rounds=5)
     parser.add_argument(
         "--checkpoint", type=Path, metavar="PATH", help="checkpoint to evaluate (default: train one first)"
     )

@@ -182,7 +182,7 @@ def print_report(
     print(", ".join(f"{key} {value}" for key, value in (machine | settings).items()))
     others = options.load.other_cores()
     if others is not None and others > BUSY_CORES:
-        print(f"other programs used {others:.1f} cores meanwhile. Times and ratios are only estimates.")
+        print(f"other programs used {others:.1f} cores, so times are inexact. Stop them and measure again.")
     last = {"benchmark": name, **result, **machine, **settings, "other_cores": others}
     print(json.dumps({key: _rounded(value) for key, value in last.items()}), flush=True)
 

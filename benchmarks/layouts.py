@@ -176,7 +176,10 @@ def measure_layout(options: argparse.Namespace) -> None:
         world.send("run")
         numbers = world.receive(timeout=_RING_SECONDS)
         if numbers != [1 + 5 * processes] * processes:
-            fail(f"the messages of a pipeline are wrong: {numbers}")
+            fail(
+                f"wrong results of messages in a pipeline: {numbers}, expected {1 + 5 * processes} on each "
+                "process. Look for an error in distributed/pipeline.py."
+            )
     with World(options, _Layout, options, processes=processes) as world:
         counted, formulas = zip(*world.call("count"), strict=True)
     rows, result = [], {}
@@ -189,6 +192,6 @@ def measure_layout(options: argparse.Namespace) -> None:
         options,
         header=["MB per process", "counted", "computed"],
         rows=rows,
-        notes=[f"The messages of a pipeline of {processes} arrive. Counted: mean of {processes} processes."],
+        notes=["The test of pipeline messages passed. The column counted has the mean of all processes."],
         result=result,
     )

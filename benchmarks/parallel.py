@@ -95,8 +95,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         most = max(options.processes or [2])
         if most == 1 or (options.device == "cpu" and most > num_cores()):
             parser.error(
-                f"--at-least cannot compare {most} processes with one on {num_cores()} cores. Pass "
-                "--processes from 2 to the number of cores."
+                "--at-least compares several processes with one, and each needs its own core: "
+                f"{most} processes, {num_cores()} cores. Pass --processes from 2 to the number of cores."
             )
     if options.line and options.questions != ["exchange"]:
         parser.error("--line applies only to exchange. Remove it, or pass only exchange.")
@@ -124,12 +124,14 @@ def _parser() -> OneLineParser:
     parser.add_argument(
         "--rows", type=positive, default=10**6, metavar="N", help="memory: number of puzzle embeddings"
     )
-    line = "emulate machines with one process each (needs root): bandwidth for tc, one-way delay in ms"
-    least = "scaling, or under torchrun: minimum efficiency. If it is lower, the exit status is 1"
-    parser.add_argument("--at-least", type=float, metavar="FRACTION", help=least)
-    parser.add_argument(
-        "--layout", nargs="+", default=(), metavar="KEY=VALUE", help="layout: keys of pretrain.py"
+    line = (
+        "exchange: emulate a machine for each process, and a slow network (needs root). RATE: bandwidth in "
+        "the syntax of tc, such as 1gbit. MS: delay of a message in ms"
     )
+    least = "scaling, or under torchrun: exit with status 1 if the efficiency is lower than FRACTION"
+    parser.add_argument("--at-least", type=float, metavar="FRACTION", help=least)
+    keys = "layout: config keys of the training, as for pretrain.py"
+    parser.add_argument("--layout", nargs="+", default=(), metavar="KEY=VALUE", help=keys)
     parser.add_argument("--line", nargs=2, metavar=("RATE", "MS"), help=line)
     return parser
 
@@ -224,7 +226,8 @@ def measure_exchange(options: argparse.Namespace) -> None:
         header=["exchange", "step ms", "spread ms", "exchange ms", "spread ms", "efficiency"],
         rows=rows,
         notes=[
-            f"{processes} {where}. exchange: time of the step - time alone. efficiency: time alone / time.",
+            f"{processes} {where}. exchange ms: step ms minus step ms of alone (a step without messages). "
+            "efficiency: step ms of alone / step ms.",
             ", ".join(f"{name} {value:.2f}" for name, value in result.items() if "_over_" in name),
         ],
         result=result,
@@ -315,7 +318,10 @@ def measure_scaling(options: argparse.Namespace) -> None:
         options,
         header=["mode, processes", "step ms", "spread ms", "efficiency"],
         rows=rows,
-        notes=[f"{options.puzzles} puzzles. weak: per process. strong: in total. apart: no messages."],
+        notes=[
+            f"weak: {options.puzzles} puzzles in each process. strong: {options.puzzles} in all processes "
+            "together. apart: the processes run at the same time, without messages."
+        ],
         result=result,
     )
     for count in counts[1:] if options.at_least is not None else ():

@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse(parser, argv)
     if options.threads == "auto":
         parser.error(
-            "--threads must be an integer of at least 1 here, because numbers of processes are compared"
+            "--threads auto is not possible here, because it depends on the number of processes. Pass an "
+            "integer of at least 1."
         )
     trees = {"": REPOSITORY} | ({"beside ": options.beside.absolute()} if options.beside else {})
     seconds: dict[str, list[float]] = {}
@@ -83,7 +84,7 @@ def _seconds_of_help(tree: Path) -> float:
     began = time.perf_counter()
     command = [sys.executable, "pretrain.py", "--help"]
     if subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL).returncode:
-        fail(f"pretrain.py --help fails in {tree}")
+        fail(f"pretrain.py --help fails in {tree}. See its error above.")
     return time.perf_counter() - began
 
 

@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for option, size in _SIZES.items():
         parser.add_argument(f"--{option}", type=positive, metavar="N", help=f"default: {size}")
     parser.add_argument("--length", type=positive, default=81, metavar="N", help="default: %(default)s")
-    published = "hidden 512, 8 heads, 4 (+ 4) layers of HRM and 2 of TRM, batch 768"
+    published = "published sizes: hidden 512, 8 heads, batch 768, 2 layers (4 in LDT and each level of HRM)"
     parser.add_argument("--published-sizes", action="store_true", help=published)
     options = parse(parser, argv)
     sizes = _PUBLISHED_SIZES if options.published_sizes else _QUICK_SIZES if options.quick else _SIZES

@@ -111,7 +111,10 @@ class World:
         waiting, answers = {connection: place for place, (_, connection) in enumerate(self._workers)}, {}
         while waiting:
             if not (ready := multiprocessing.connection.wait(list(waiting), timeout)):
-                fail(f"processes {sorted(waiting.values())} did not answer within {timeout:g} s")
+                fail(
+                    f"processes {sorted(waiting.values())} did not answer within {timeout:g} s: they are "
+                    "stuck or too slow. Start again with fewer processes."
+                )
             for connection in ready:
                 try:
                     answers[waiting.pop(connection)] = connection.recv()

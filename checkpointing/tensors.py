@@ -50,7 +50,9 @@ def find_files(folder: Path, section: str) -> list[Path]:
         for rank in range(min(size, len(found) + 1)):
             path = folder / shard_file(section, rank, size)
             if not path.is_file():
-                raise ValueError(f"{path} is missing. Copy the files of all processes.")
+                raise ValueError(
+                    f"{path} is missing. Each process wrote one file. Copy all of them into {folder}."
+                )
             shards.append(path)
     full_tensors = folder / f"{section}.safetensors"
     return [full_tensors] * full_tensors.is_file() + shards
@@ -188,8 +190,8 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
     paths = find_files(folder, section)
     if not paths:
         raise ValueError(
-            f"{folder} has no {section}.safetensors. Set the config that it was trained with, or "
-            f"init_from={folder} to load only its weights."
+            f"{folder} has no {section}.safetensors, so it was trained with another config. Use that config, "
+            f"or set init_from={folder} to load only its weights."
         )
     found: dict[str, list[Span]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -204,7 +206,10 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
                     spans, shape, is_by_rank = _parse_shard(shards[key], num_stored, where=f"{path}: {key}")
                 found[key] += (Span(0, num_stored),) if spans is None else spans
                 if shapes.setdefault(key, shape) != shape:
-                    raise ValueError(f"{path}: {key} has another shape than in the other files of {folder}")
+                    raise ValueError(
+                        f"{path}: the shape of {key} differs from the other files of {folder}, so the files "
+                        "are from different checkpoints. Use another checkpoint."
+                    )
                 yield _Stored(key, spans, shape, is_by_rank, file, folder)
     for key, spans in found.items():
         if not _are_complete(spans, math.prod(shapes[key])):
@@ -227,7 +232,10 @@ def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tup
             return spans, tuple(shape), bool(is_by_rank)
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"{where}: shard does not match its metadata (position, shape or size)")
+    raise ValueError(
+        f"{where}: the file is damaged. The metadata of the shard (position, shape or size) is wrong. Use "
+        "another checkpoint."
+    )
 
 
 def _are_complete(spans: list[Span], size: int) -> bool:

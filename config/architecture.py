@@ -129,7 +129,7 @@ class TokenConfig(ArchConfig):
 
     def mistakes(self) -> Iterator[str]:
         if self.conv != "none" and self.mlp_t:
-            yield f"conv={self.conv} replaces attention or is added to it. Set mlp_t=false."
+            yield f"conv={self.conv} needs attention, but mlp_t=true has none. Set mlp_t=false or conv=none."
         if self.conv == "instead" and self.puzzle_emb_ndim:
             yield "conv=instead mixes only the cells of a grid. Set puzzle_emb_ndim=0."
         if self.conv == "instead" and self.pos_encodings == "rope":

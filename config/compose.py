@@ -36,8 +36,8 @@ _HYDRA_KEYS = {
     "hydra.sweep": SEVERAL_RUNS,
     "hydra/launcher": SEVERAL_RUNS,
     "hydra/sweeper": SEVERAL_RUNS,
-    "hydra.job.chdir": "The working folder never changes, and paths are relative to it. Remove it",
-    "hydra": "Keys of Hydra have no effect here. Remove it",
+    "hydra.job.chdir": "Paths are always relative to the folder in which you start. Remove this key",
+    "hydra": "Keys of Hydra have no effect here. Remove this key",
 }
 _GROUPS = ("arch", "experiment")
 
@@ -303,8 +303,11 @@ def _translate(schema: type[Config], override: str) -> list[str]:
     if published := OVERRIDES.get(f"{key}={value.lower()}"):
         return published
     if key in _GROUPS and value.startswith("{"):
-        keys = ", such as arch.hidden_size=64 arch.num_heads=2" if key == "arch" else ""
-        raise ValueError(f"{override}: {key} is a name, not a mapping. Set each key on its own{keys}.")
+        name, keys = ("trm", ", such as arch.hidden_size=64") if key == "arch" else ("demo", "")
+        raise ValueError(
+            f"{override}: {key} must be a name, such as {key}={name}, not a mapping. Set each key "
+            f"separately{keys}."
+        )
     if equals and key in schema.VERBATIM:
         return [f"{key}={quoted(value)}"]
     if equals and (key in text_keys(schema) or (key in _GROUPS and value)):

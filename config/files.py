@@ -64,7 +64,10 @@ def format_of(values: dict[str, Any]) -> str:
     arch = fill_defaults(values).get("arch")
     name = arch.get("forward_dtype") if isinstance(arch, dict) else None
     if name not in ("bfloat16", "float32"):
-        raise ValueError(f"stored config: arch.forward_dtype={name!r} is neither bfloat16 nor float32")
+        raise ValueError(
+            f"stored config of the run: arch.forward_dtype={name!r} is neither bfloat16 nor float32. "
+            "Use another run."
+        )
     return name
 
 

@@ -114,7 +114,11 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
         return f"unknown key {key!r}: {HINTS[key]}"
     if key in known:
         names = [name for name, arch in architectures().items() if key in _keys((arch,), "arch.")]
-        public = " For loops of the public URM code, set arch.halt_max_steps." if key == "arch.loops" else ""
+        public = (
+            " For the key loops of the public URM code, set arch.halt_max_steps."
+            if key == "arch.loops"
+            else ""
+        )
         return f"key {key!r} does not belong to the chosen arch, but to {', '.join(names)}.{public}"
     same = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     usual = {name: known_key for name, known_key in _USUAL_NAMES.items() if known_key in known}
@@ -178,8 +182,10 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
             if experiment and commands and not matching:
                 hint += f". The data of experiment={experiment}: {commands[0]}"
             if experiment is None and folder == load_defaults("pretrain")["data_path"]:
-                problem = f"is the default of {key}, and {problem}"
-                hint = f"Set {key}, or train on a small set with experiment=demo after: {_data_of('demo')}"
+                problem = f"(the default of {key}) {problem}"
+                hint = (
+                    f"Set {key}=FOLDER. Or set experiment=demo, and first build its data: {_data_of('demo')}"
+                )
             raise ValueError(f"data folder {folder} {problem}. {hint}{several}")
 
 

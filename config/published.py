@@ -97,7 +97,10 @@ def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
     """
     arch = config.get("arch")
     if not isinstance(arch, dict) or not isinstance(arch.get("loss"), dict):
-        raise ValueError(f"{where} does not name an architecture: it has no section 'arch' with a 'loss'.")
+        raise ValueError(
+            f"{where} is not a config of the public code: it has no section 'arch' with a 'loss'. Replace it "
+            "by the config file that belongs to the checkpoint."
+        )
     public = PUBLISHED.get(str(arch.get("name")))  # in a foreign YAML file, it may be of any type
     if public is None:
         known = ", ".join(PUBLISHED)

@@ -127,7 +127,10 @@ class StageConfig(Strict):
 
     def mistakes(self) -> Iterator[str]:
         if (self.epochs is None) == (self.share is None):
-            yield "curriculum: a stage has either epochs (before the main training) or a share of it."
+            yield (
+                "curriculum: a stage needs either epochs (it comes before the main training) or share (it is "
+                "a part of the main training). Set one of them."
+            )
         if self.share is not None and (self.data_path or self.eval_interval):
             yield "curriculum: a stage with share has no data_path and no eval_interval. Remove them."
 
@@ -285,14 +288,20 @@ class PretrainConfig(MachineConfig):
             key = f"pipeline_parallel_degree={stages}"
             for name in ("H_layers", "L_layers", "num_layers"):
                 if values.get(name, 0) % stages:
-                    yield f"{key} does not divide arch.{name}={values[name]}. Stages have equal sizes."
+                    yield (
+                        f"{key} does not divide arch.{name}={values[name]}, so the stages would have "
+                        f"different numbers of blocks. Set a divisor of {values[name]}."
+                    )
             if values.get("q_target") == "deferred" and not arch.no_ACT_continue:
                 yield f"{key} needs arch.q_target=exact, so that all ranks make the same network calls."
         else:
             key = f"tensor_parallel_degree={shares}"
         for name in ("num_heads", "num_heads_t"):
             if values.get(name, 0) % shares:
-                yield f"tensor_parallel_degree={shares} does not divide arch.{name}={values[name]}"
+                yield (
+                    f"tensor_parallel_degree={shares} does not divide arch.{name}={values[name]}. Set a "
+                    f"divisor of {values[name]}."
+                )
         if 256 % shares:
             yield f"tensor_parallel_degree={shares} does not divide the inner features. Use a power of 2."
         if arch.no_mesh:

@@ -78,7 +78,7 @@ def test_every_experiment_says_what_to_expect_and_leans_on_one_other(experiment)
     for word in ("Command:", "Data:", "Hardware:"):
         assert word in header, word
     bases = re.findall(r"^  - (?!_self_|override)(\S+)$", header + rest, re.MULTILINE)
-    assert ("Changes:" in header) == bool(bases), "what differs from the base"
+    assert ("# Like " in header) == bool(bases), "what differs from the base"
     for base in bases:
         assert not re.findall(r"^  - (?!override)", (folder / f"{base}.yaml").read_text(), re.MULTILINE)
 
@@ -105,7 +105,7 @@ def test_every_arch_has_its_values_its_types_and_its_network(monkeypatch):
 # Keys with a meaning of their own in some models.
 _MEAN_SOMETHING_ELSE = {
     *("H_cycles", "L_cycles", "gradient_cycles", "num_layers", "pos_encodings", "dropout"),
-    *("halt_max_steps", "eval_halt_max_steps", "halt_exploration_prob"),
+    *("halt_max_steps", "eval_halt_max_steps", "halt_exploration_prob", "puzzle_emb_ndim", "q_target"),
 }
 
 
@@ -320,7 +320,10 @@ def test_the_missing_data_of_an_experiment_is_told_with_its_command(monkeypatch,
     with pytest.raises(ValueError, match="arc-mini does not exist. Build it: python .* --generate 40 "):
         check_data_folders(["data/arc-mini"], experiment=None)  # as of a model in weights/
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "arch=trm"])
-    with pytest.raises(ValueError, match="is the default of data_path, and .* experiment=demo after: python"):
+    with pytest.raises(
+        ValueError,
+        match=r"\(the default of data_path\) does .* experiment=demo, and first build its data: python",
+    ):
         compose_run()
 
 
