@@ -69,8 +69,8 @@ def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
     rows = [values for values, _ in read_rows(run_folder) if is_step(values.get(BEST_STEP))]
     if not rows:
         raise ValueError(
-            f"{run_folder / METRICS_FILE} names no best checkpoint. A run with keep_best=<metric> names one "
-            "after its first evaluation."
+            f"{run_folder / METRICS_FILE} names no best checkpoint: the run has no keep_best=<metric>, or no "
+            "evaluation yet. Pass the run folder or a step_<N> folder."
         )
     folder = run_folder / f"step_{rows[-1][BEST_STEP]}"
     if not folder.is_dir():

@@ -168,11 +168,11 @@ class Checkpoint:
         return self.path.absolute().with_name(IDENTITIES_FILE) if is_of_run else None
 
     def find_data(self) -> list[Path]:
-        """Returns the paths of the dataset folders `data_paths` on this machine. They may not exist.
+        """Finds the dataset folders `data_paths` on this machine. Returns their paths.
 
-        `data_paths` are relative to the folder in which the run was launched, but that folder is unknown. So
-        each dataset is searched in the working directory, the run folder, and three folders above the run
-        folder. If it is not found, the result is its path relative to the working directory.
+        A path may be relative to the folder in which the training was started. That folder is unknown. So the
+        path is tried in the working directory, in the run folder, and in the three folders above the run
+        folder. If none of them contains the dataset, the path in the working directory is returned.
         """
         above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])
         choices = [[folder / name for folder in above] for name in self.data_paths]
@@ -252,7 +252,7 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
         path = _follow_link(_newest_step(path))
     step = step_of(path)
     if path.suffix == _LIGHTNING:
-        reason = "was written by PyTorch Lightning, and no model in this repository has its tensors"
+        reason = "was written by PyTorch Lightning, and its weights fit no model of this repository"
         raise ValueError(f"checkpoint {path} {reason}. Train a model with pretrain.py.")
     if step is None and path.name != PUBLISHED_WEIGHTS:
         raise ValueError(f"checkpoint {path} is not named step_<N> or step_<N>.pt. Rename it.")
@@ -319,7 +319,9 @@ def _read_shared(path: Path) -> Checkpoint:
         raise
     except (ValueError, TypeError) as error:
         raise ValueError(f"{config_path} cannot be read ({error})") from None
-    shared = validate_config(_Shared, values, where=f"{config_path} is not from `share push`")
+    shared = validate_config(
+        _Shared, values, where=f"{config_path} was not written by `python -m share push`"
+    )
     fields = shared.model_dump(exclude={"run", "dataset", "dataset_fingerprint"})
     fields["fingerprint"] = shared.dataset_fingerprint
     fields |= _read_recorded(shared.run, config_path)
@@ -483,8 +485,8 @@ def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tens
     except Exception as error:  # torch's unpickler raises many types of errors for damaged bytes
         reason = (str(error) or type(error).__name__).splitlines()[0]
         if isinstance(error, pickle.UnpicklingError):  # torch's message suggests to execute the pickle
-            reason = "it contains other objects than tensors, and they are not unpickled"
-        raise ValueError(f"checkpoint {checkpoint} cannot be read ({reason})") from None
+            reason = "it is damaged, or contains Python objects that could run code"
+        raise ValueError(f"checkpoint {checkpoint} cannot be read ({reason}). Use another one.") from None
     try:
         return translate_weights(content, checkpoint.arch)
     except ValueError as error:

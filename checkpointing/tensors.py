@@ -50,7 +50,7 @@ def find_files(folder: Path, section: str) -> list[Path]:
         for rank in range(min(size, len(found) + 1)):
             path = folder / shard_file(section, rank, size)
             if not path.is_file():
-                raise ValueError(f"{path} is missing. Copy the files of all processes.")
+                raise ValueError(f"{path} is missing. Copy the files of all processes into this folder.")
             shards.append(path)
     full_tensors = folder / f"{section}.safetensors"
     return [full_tensors] * full_tensors.is_file() + shards
@@ -81,7 +81,8 @@ def load_into_(
     """
     if not targets or (is_optional and not find_files(folder, section)):
         return not targets
-    absent, num_read = set(targets), Counter()
+    absent = set(targets)  # names not read so far
+    num_read = Counter()  # {name: number of ranks with a tensor of this name that are read so far}
     for stored in _stored(folder, section):
         if stored.key not in targets and stored.key.endswith(remote_names):
             continue
@@ -89,8 +90,10 @@ def load_into_(
             raise _does_not_fit(folder, stored.key, stored=stored.shape, current=None)
         absent.discard(stored.key)
         target, weight = targets[stored.key], 1.0
+        # If the number of ranks has changed, the shapes [ranks, ...] differ. Use only this rank's row.
         if _shape_of(target) != stored.shape and isinstance(target, Shard) and target.is_by_rank:
             target = target.tensor[0]
+        # Compute the mean of the rows of all ranks that saved. Row n changes the mean by a fraction of 1 / n.
         if _shape_of(target) != stored.shape and stored.is_by_rank:
             num_read[stored.key] += 1
             stored, weight = stored.alone(), 1 / num_read[stored.key]
@@ -188,8 +191,8 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
     paths = find_files(folder, section)
     if not paths:
         raise ValueError(
-            f"{folder} has no {section}.safetensors. Set the config that it was trained with, or "
-            f"init_from={folder} to load only its weights."
+            f"{folder} has no {section}.safetensors: it was trained with another config. Use that config, or "
+            f"set init_from={folder} to load only its weights."
         )
     found: dict[str, list[Span]] = defaultdict(list)
     shapes: dict[str, tuple[int, ...]] = {}
@@ -204,7 +207,8 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
                     spans, shape, is_by_rank = _parse_shard(shards[key], num_stored, where=f"{path}: {key}")
                 found[key] += (Span(0, num_stored),) if spans is None else spans
                 if shapes.setdefault(key, shape) != shape:
-                    raise ValueError(f"{path}: {key} has another shape than in the other files of {folder}")
+                    other = f"{key} has another shape than in the other files of {folder}"
+                    raise ValueError(f"{path}: {other}. Use another checkpoint.")
                 yield _Stored(key, spans, shape, is_by_rank, file, folder)
     for key, spans in found.items():
         if not _are_complete(spans, math.prod(shapes[key])):
@@ -227,7 +231,9 @@ def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tup
             return spans, tuple(shape), bool(is_by_rank)
     except (TypeError, ValueError):
         pass
-    raise ValueError(f"{where}: shard does not match its metadata (position, shape or size)")
+    raise ValueError(
+        f"{where}: shard does not match its metadata (position, shape or size). Use another checkpoint."
+    )
 
 
 def _are_complete(spans: list[Span], size: int) -> bool:
@@ -244,12 +250,12 @@ _Index = slice | Tensor
 
 
 def _common(stored: Spans, target: Spans) -> tuple[int, _Index, _Index] | None:
-    """Returns which elements of two shards of a tensor have the same position in the full tensor.
+    """Finds the elements of a full tensor that both of two shards contain.
 
-    Returns (unit, index into `stored`, index into `target`). If each shard is cut into groups of `unit`
-    elements, the indices select the common groups in the same order. None if there are no common elements.
+    Returns (unit, index into `stored`, index into `target`). Reshape each shard to [n, unit]. The indices
+    then select the common rows of the two shards, in the same order. Returns None if there are none.
 
-    stored, target: Positions of the elements of the two shards.
+    stored, target: Spans of the two shards in the flattened full tensor.
     """
     if not stored or not target:
         return None

@@ -257,7 +257,10 @@ def _send_to_rank_0(name: str, written: dict[str, Any]) -> None:
     try:
         connect_store().set(f"{name}/{rank()}", json.dumps(written))
     except Exception as error:  # rank 0 then reaches its time limit
-        log.warning(f"{name}: cannot reach rank 0 ({_describe(error)}). This checkpoint will not be saved.")
+        log.warning(
+            f"{name}: cannot send a result to rank 0 ({_describe(error)}). This checkpoint will not be "
+            "saved. Training continues."
+        )
 
 
 def _unfinished_folder(target: Path) -> Path:
