@@ -294,7 +294,9 @@ def load_metadata(folder: Path, split: str) -> Metadata:
     except pydantic.ValidationError as error:
         if isinstance(values, dict) and values.keys() >= _KEYS_OF_NANO_TRM:
             problem = f"{folder} is a dataset of nano-trm, in a format that this program cannot read"
-            raise ValueError(f"{problem}. Build it with python -m dataset.build.") from None
+            raise ValueError(
+                f"{problem}. Build it with python -m dataset.build, and set data_path."
+            ) from None
         first = error.errors()[0]
         raise _broken(": ".join(map(str, (path, *first["loc"], first["msg"])))) from None
     except ValueError as error:
