@@ -50,7 +50,8 @@ def find_files(folder: Path, section: str) -> list[Path]:
         for rank in range(min(size, len(found) + 1)):
             path = folder / shard_file(section, rank, size)
             if not path.is_file():
-                raise ValueError(f"{path} is missing. Copy the files of all processes into this folder.")
+                advice = "Each process saved a file of this checkpoint. Copy all of them into this folder."
+                raise ValueError(f"{path} is missing. {advice}")
             shards.append(path)
     full_tensors = folder / f"{section}.safetensors"
     return [full_tensors] * full_tensors.is_file() + shards

@@ -91,7 +91,7 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path, monkeypatch):
     (tmp_path / "ema_weights_1_of_3.safetensors").unlink()
     for read in (find_files, load_joined, lambda *where: load_into_(targets, *where)):
         with pytest.raises(
-            ValueError, match="ema_weights_1_of_3.safetensors is missing. Copy the files of all"
+            ValueError, match="ema_weights_1_of_3.safetensors is missing. Each process saved a file"
         ):
             read(tmp_path, _PART)
 
