@@ -168,11 +168,11 @@ class Checkpoint:
         return self.path.absolute().with_name(IDENTITIES_FILE) if is_of_run else None
 
     def find_data(self) -> list[Path]:
-        """Returns the paths of the dataset folders `data_paths` on this machine. They may not exist.
+        """Finds the dataset folders `data_paths` on this machine. Returns their paths.
 
-        `data_paths` are relative to the folder in which the run was launched, but that folder is unknown. So
-        each dataset is searched in the working directory, the run folder, and three folders above the run
-        folder. If it is not found, the result is its path relative to the working directory.
+        A path may be relative to the folder in which the training was started. That folder is unknown. So the
+        path is tried in the working directory, in the run folder, and in the three folders above the run
+        folder. If none of them contains the dataset, the path in the working directory is returned.
         """
         above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])
         choices = [[folder / name for folder in above] for name in self.data_paths]

@@ -83,7 +83,8 @@ def load_into_(
     """
     if not targets or (is_optional and not find_files(folder, section)):
         return not targets
-    absent, num_read = set(targets), Counter()
+    absent = set(targets)  # names not read so far
+    num_read = Counter()  # {name: number of ranks with a tensor of this name that are read so far}
     for stored in _stored(folder, section):
         if stored.key not in targets and stored.key.endswith(remote_names):
             continue
@@ -91,8 +92,10 @@ def load_into_(
             raise _does_not_fit(folder, stored.key, stored=stored.shape, current=None)
         absent.discard(stored.key)
         target, weight = targets[stored.key], 1.0
+        # If the number of ranks has changed, the shapes [ranks, ...] differ. Use only this rank's row.
         if _shape_of(target) != stored.shape and isinstance(target, Shard) and target.is_by_rank:
             target = target.tensor[0]
+        # Compute the mean of the rows of all ranks that saved. Row n changes the mean by a fraction of 1 / n.
         if _shape_of(target) != stored.shape and stored.is_by_rank:
             num_read[stored.key] += 1
             stored, weight = stored.alone(), 1 / num_read[stored.key]
@@ -252,12 +255,12 @@ _Index = slice | Tensor
 
 
 def _common(stored: Spans, target: Spans) -> tuple[int, _Index, _Index] | None:
-    """Returns which elements of two shards of a tensor have the same position in the full tensor.
+    """Finds the elements of a full tensor that both of two shards contain.
 
-    Returns (unit, index into `stored`, index into `target`). If each shard is cut into groups of `unit`
-    elements, the indices select the common groups in the same order. None if there are no common elements.
+    Returns (unit, index into `stored`, index into `target`). Reshape each shard to [n, unit]. The indices
+    then select the common rows of the two shards, in the same order. Returns None if there are none.
 
-    stored, target: Positions of the elements of the two shards.
+    stored, target: Spans of the two shards in the flattened full tensor.
     """
     if not stored or not target:
         return None

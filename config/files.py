@@ -37,11 +37,13 @@ def _read_defaults(name: str) -> DictConfig:
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a stored config of pretrain.py with default values for missing keys. Nothing is checked.
+    """Adds the default values of missing keys to a stored config of pretrain.py. Checks no value.
 
-    An older version or the public code may have written the config. `data_path` gets no default. Unknown keys
-    are removed if their value is false, null, 0 or empty. A missing dtype becomes bfloat16, the former
-    default.
+    The config may be one of an older version or of the public code. Exceptions:
+
+    - `data_path` gets no default.
+    - A missing `arch.forward_dtype` becomes bfloat16, because that was the default of older versions.
+    - Keys that this version does not know are removed if their value is false, null, 0 or empty.
     """
     defaults, arch = load_defaults("pretrain"), values.get("arch")
     del defaults["data_path"]

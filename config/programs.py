@@ -88,7 +88,7 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
 
     @property
     def asks_for_settings(self) -> bool:
-        """Returns whether the evaluation compares several numbers of model calls or of runs of each puzzle.
+        """Returns whether the evaluation writes scaling.json: results by steps, samples and selection rule.
 
         True if halt_max_steps has several values, if samples is not 1, or if `select` is not q_head.
         """

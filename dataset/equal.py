@@ -271,6 +271,7 @@ def read_trained(path: Path) -> Trained | None:
 
     Returns None if the file is missing. Raises ValueError if it is damaged.
     """
+    advice = "Delete it. The training puzzles are then hashed again, if their dataset has not changed."
     try:
         content = read_bytes(path, most=_MOST_BYTES)
         tensors = safetensors.numpy.load(content)
@@ -282,9 +283,9 @@ def read_trained(path: Path) -> Trained | None:
     except MissingFileError:
         return None
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read ({error}). Delete it.") from None
+        raise ValueError(f"{path} cannot be read ({error}). {advice}") from None
     if not is_valid:
-        raise ValueError(f"{path} does not contain sorted hashes and their rate. Delete it.")
+        raise ValueError(f"{path} does not contain valid hashes of training puzzles. {advice}")
     return found
 
 

@@ -95,7 +95,7 @@ class Metadata:
             expected = f"a Sudoku of {self.seq_len} cells has {FIRST_SYMBOL + side}"
             yield f"vocab_size is {self.vocab_size}, but {expected}"
         if (symbols is None) != (num_columns is None):
-            yield "symbols and num_columns: one is set, the other is missing"
+            yield "only one of symbols and num_columns is set"
         elif symbols is not None:
             if len(set(symbols)) < len(symbols) or not all(map(is_printable, symbols)):
                 yield "symbols contains a text twice, or a text that is not printable"
@@ -293,8 +293,10 @@ def load_metadata(folder: Path, split: str) -> Metadata:
         raise
     except pydantic.ValidationError as error:
         if isinstance(values, dict) and values.keys() >= _KEYS_OF_NANO_TRM:
-            problem = f"{folder} is a dataset of nano-trm, with other tokens and metadata"
-            raise ValueError(f"{problem}. Build it here, from the same puzzles, and set data_path.") from None
+            problem = f"{folder} is a dataset of nano-trm, in a format that this program cannot read"
+            raise ValueError(
+                f"{problem}. Build it with python -m dataset.build, and set data_path."
+            ) from None
         first = error.errors()[0]
         raise _broken(": ".join(map(str, (path, *first["loc"], first["msg"])))) from None
     except ValueError as error:

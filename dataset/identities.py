@@ -159,6 +159,7 @@ def read_identities(path: Path) -> Identities | None:
     `Identities.to_bytes` makes such files. Returns None if the file is missing. Raises ValueError if it is
     damaged.
     """
+    advice = "Delete it. Puzzle embeddings are then matched by number."
     try:
         header, names, digests = read_arrays(path, ("folders", "names", "digests"), most=_MOST_BYTES)
         entries = parse_json(header.tobytes(), where="folders")
@@ -170,9 +171,9 @@ def read_identities(path: Path) -> Identities | None:
     except MissingFileError:
         return None
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read ({error}). Delete it.") from None
+        raise ValueError(f"{path} cannot be read ({error}). {advice}") from None
     if not is_valid:
-        raise ValueError(f"{path} does not contain the names of identifiers and their digests. Delete it.")
+        raise ValueError(f"{path} does not contain a name and a digest for each puzzle identifier. {advice}")
     ends = np.cumsum(lengths).tolist()
     texts = (names[end - length : end].tobytes() for end, length in zip(ends, lengths, strict=True))
     return Identities(folders, tuple(texts), sizes, digests)

@@ -40,8 +40,8 @@ class Leaked(NamedTuple):
     def __str__(self) -> str:
         symmetric = "unknown" if self.symmetric is None else f"{self.symmetric:,}"
         more = f" (at most {self.at_most:,})" if self.at_most != self.symmetric else ""
-        known = f"{self.count:,} test puzzles, {self.exact:,} are training puzzles"
-        return f"{self.name}: {known}, up to symmetry {symmetric}{more}"
+        known = f"{self.count:,} test puzzles. In a training split: {self.exact:,}"
+        return f"{self.name}: {known}. Including symmetric ones: {symmetric}{more}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

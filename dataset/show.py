@@ -97,7 +97,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--index", type=integer(at_least=0), help=index)
     count = "number of examples (default 1)"
     parser.add_argument("--count", type=integer(at_least=1), default=1, help=count)
-    outputs = f"also show a model's answers, with wrong cells marked: output_dir of evaluate.py with {_SAVED}"
+    outputs = (
+        "also show a model's answers, with wrong cells marked. FOLDER is the output_dir of an evaluation "
+        f"with {_SAVED}"
+    )
     parser.add_argument("--outputs", type=Path, metavar="FOLDER", help=outputs)
     colors, color = ("auto", "always", "never"), "auto (default): on a terminal, unless NO_COLOR is set"
     parser.add_argument("--color", choices=colors, default="auto", help=color)
@@ -139,9 +142,9 @@ def _describe(puzzle_set: PuzzleSet, row: int, puzzle: int, names: list[str]) ->
     first_row, end_row = puzzle_set.puzzle_indices[puzzle : puzzle + 2].tolist()
     first_puzzle, end_puzzle = puzzle_set.group_indices[group : group + 2].tolist()
     return (
-        f"puzzle {puzzle} (its example {row - first_row} of {end_row - first_row}), "
+        f"example {row - first_row} of {end_row - first_row} in puzzle {puzzle}, "
         f"identifier {identifier}: {name}\n"
-        f"group {group} (its puzzle {puzzle - first_puzzle} of {end_puzzle - first_puzzle})"
+        f"puzzle {puzzle - first_puzzle} of {end_puzzle - first_puzzle} in group {group}"
     )
 
 

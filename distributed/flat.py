@@ -72,7 +72,7 @@ class ShardBuffers:
         for buffer_range, buffer in zip(self.ranges, self.buffers, strict=True):
             if buffer_range.start <= part.start and part.stop <= buffer_range.stop:
                 return buffer[part.start - buffer_range.start : part.stop - buffer_range.start]
-        raise AssertionError(f"{part} is not within one of {self.ranges}")
+        raise AssertionError(f"{part} is not inside one of the ranges {self.ranges}")
 
 
 class FlatParameters:
@@ -373,10 +373,11 @@ class FlatParameters:
         return self.views(full) | rest
 
     def _cut(self) -> list[slice]:
-        """Divides the flat buffer among the ranks that share the optimizer's work (`shard_group`).
+        """Divides the flat buffer among the ranks of `shard_group`, which divide the optimizer's work.
 
-        Returns one range for each of these ranks. The lengths are about equal. If `unsplit` names matrices, a
-        range starts and ends only where such a matrix starts or ends.
+        Returns one range for each rank. The lengths are about equal. If there are matrices in `unsplit`, a
+        range starts and ends only at the first or last element of such a matrix, or of the buffer. So no
+        matrix is split.
         """
         if not self.unsplit or self.shard_group.size == 1:
             return _cut_evenly(slice(0, self.size), self.shard_group.size)

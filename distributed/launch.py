@@ -214,8 +214,8 @@ def _warn_of_threads(threads: int) -> None:
     count = local_world_size()
     if is_main() and threads > 1 and threads * count > 2 * num_cores():
         log.warning(
-            f"{count} processes x {threads} threads oversubscribe {num_cores()} cores. Unset cpu_threads and "
-            "OMP_NUM_THREADS."
+            f"{count} processes with {threads} threads each share only {num_cores()} cores, so they slow "
+            "each other down. Unset cpu_threads and OMP_NUM_THREADS."
         )
 
 
@@ -266,7 +266,7 @@ def _warn_of_other_formats(starts: list[dict]) -> None:
         what = f"bfloat16 is slow on {hosts}: {reasons}"
     else:
         what = f"bfloat16 is fast on {hosts}, but not on {starts[0]['host']} (rank 0): {first.reason}"
-    log.warning(f"{what}. All ranks compute in the format of the run.")
+    log.warning(f"{what}. All ranks compute in the same format. Set arch.forward_dtype to choose it.")
 
 
 def _warn_of_restarts(hosts: list[str]) -> None:
@@ -304,7 +304,8 @@ def check_folder_is_shared(folder: Path) -> None:
             try:
                 token.touch()
             except OSError as error:
-                raise ValueError(f"cannot write {token} ({error.strerror})") from None
+                advice = "Check the permissions and the free space."
+                raise ValueError(f"cannot write {token} ({error.strerror}). {advice}") from None
     token = broadcast_object(token)
     advice = "Share it among all nodes at the same path, for example by NFS (docs/many_machines.md)."
     try:

@@ -44,11 +44,12 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def end_torchrun() -> int:
-    """Ends torchrun after a signal has stopped all ranks. Returns the exit status that this process must use.
+    """Ends torchrun after a signal has stopped all ranks. Returns the exit status for this process.
 
-    All ranks call it. A torchrun that did not receive the signal sees its workers succeed and waits five
-    minutes for the other nodes, so it is sent SIGTERM. An elastic torchrun keeps running: exit status
-    EXIT_AGAIN makes it restart the workers on the remaining nodes.
+    All ranks call it. torchrun on another node may not have received the signal. It would see that its
+    processes succeed, and would then wait five minutes for the other nodes. So torchrun on every node is sent
+    SIGTERM, if there are several nodes. An elastic torchrun is not ended. The exit status is then EXIT_AGAIN,
+    so torchrun starts the processes again on the remaining nodes.
     """
     if is_under_torchrun():
         log.info(

@@ -178,7 +178,7 @@ class Watchdog:
     def _give_up(self) -> None:
         # An exception in a watchdog thread ends the watchdog, not the run. The last heartbeat says so.
         traceback.print_exc()
-        log.warning("the watchdog failed. The run continues without it.")
+        log.warning("the watchdog failed. The run continues, but if a process hangs, nothing will end it.")
         self._end = "no longer watched"
         self._stop.set()
 
@@ -287,7 +287,7 @@ class Watchdog:
         elif waited > limit:
             advice = f". {restart_advice()}" if num_nodes() > 1 else ""
             cause = f"Rank 0 or its node has terminated or hangs{self._store_error}"
-            return f"the store did not respond for {limit_text}. {cause}{advice}"
+            return f"the key-value store on rank 0's node did not respond for {limit_text}. {cause}{advice}"
         for number in range(world_size()) if is_main() else (0,):
             heard, since = self._heard.get(number, (None, 0.0))
             silence, silence_text = self._limit(*((heard.step, heard.is_paused) if heard else (None, False)))
@@ -302,8 +302,8 @@ class Watchdog:
         """Handles a stopped torchrun (SIGSTOP). Warns once, and does not count the time of the stop."""
         if not self._agent_is_stopped and local_rank() == 0:
             log.warning(
-                f"torchrun (process {os.getppid()}) is stopped, and cannot restart this run. Training "
-                f"continues. To continue torchrun, run kill -CONT {os.getppid()}."
+                f"torchrun (process {os.getppid()}) is suspended (SIGSTOP), so it cannot restart this run. "
+                f"Training continues. Run kill -CONT {os.getppid()} to continue torchrun."
             )
         self._agent_is_stopped = True
         self._waiting_since = self._now

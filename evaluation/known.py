@@ -90,8 +90,8 @@ def check_same_rows(trained: Dataset, data: Dataset) -> None:
     if num_others := int((match.rows[used] != used).sum()):
         path = data.folders[0]
         raise ValueError(
-            f"test_data_path: {num_others} of {len(used)} puzzle identifiers of {path} are other puzzles in "
-            f"the training data. Remove it, and pass data_path={path} to evaluate.py."
+            f"test_data_path: {num_others} of {len(used)} puzzle identifiers of {path} belong to other "
+            f"puzzles in the training data. Remove test_data_path, and pass data_path={path} to evaluate.py."
         )
 
 
@@ -134,8 +134,8 @@ def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
         counts = {"common": common, "missing": len(used) - common - other}
         counts |= {"additional": match.num_additional, "other_task": other}
         lines.append(
-            f"set {name}: {common} common, {counts['missing']} missing, {match.num_additional} additional in "
-            f"the model, {other} of equal name and another task"
+            f"set {name}: {common} with an embedding, {counts['missing']} without, {other} with the name of "
+            f"another task, {match.num_additional} embeddings for other identifiers"
         )
         if common:
             puzzles[name] = np.flatnonzero(is_known)
@@ -148,8 +148,8 @@ def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
         )
     has_all = all((match.rows[test_set.puzzle_identifiers] >= 0).all() for test_set in split.sets.values())
     if is_main():
-        only = "" if has_all else " Only the common ones are evaluated."
-        log.info(f"{folders}: identifiers with a puzzle embedding of {model}: {text}.{only}")
+        only = "" if has_all else " Only identifiers with an embedding are evaluated."
+        log.info(f"{folders}: puzzle identifiers with an embedding in {model}: {text}.{only}")
     test = dataclasses.replace(split, sets={name: split.sets[name] for name in puzzles})
     data = dataclasses.replace(data, splits={**data.splits, "test": test})
     return Known(data, None if has_all else puzzles, metrics)

@@ -132,7 +132,10 @@ class Leaks:
         with collective_errors():
             if is_main():
                 if trained is None or not trained.is_complete:
-                    log.info(f"The training puzzles of {model} are not all known, so trained_on_rate is 0.")
+                    log.info(
+                        f"Some training puzzles of {model} are unknown, so some test puzzles may be "
+                        "trained on without a warning (trained_on_rate=0)."
+                    )
                 self.found = {
                     name: self._find(name, tested, trained) for name, tested in self._tested.items()
                 }
@@ -155,7 +158,7 @@ class Leaks:
             count_text = f"at least {count_text}"
         if len(rows):
             first = f"set {name} ({tested.where}), the first is row {rows[0]}"
-            unseen = " The metrics unseen/... are of the other puzzles." if rate == 1 else ""
+            unseen = " The metrics unseen/... count only the other puzzles." if rate == 1 else ""
             self._react(name, f"{count_text} test puzzles were trained on: {first}.", unseen)
         rows = rows[:0] if share else rows  # with a sample, the other puzzles are not known
         rows = _with_variants(tested.data, rows) if tested.has_variants else rows

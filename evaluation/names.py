@@ -37,7 +37,7 @@ NAMES = {
     "conflict_loss": "conflict loss",
     "bad": "bad boards",
     "conflict_recall": "bad boards found",
-    "conflict_precision": "boards rightly called bad",
+    "conflict_precision": "precision of bad boards",
     "kills": "candidates removed",
     "wrong_kills": "candidates wrongly removed",
     "left": "boards that left",
@@ -59,7 +59,11 @@ def written_name(metric: str) -> str:
         return f"{written_name(metric)}{setting}{values}"
     if metric.startswith(_AFTER_STEP):
         return f"solved after step {printable(metric.removeprefix(_AFTER_STEP))}"
-    for start, text in ((_UNSEEN, "{} of the others"), (_OUTPUTS, "{} of test inputs"), (_ANY, "{} by any")):
+    for start, text in (
+        (_UNSEEN, "{} of unseen puzzles"),
+        (_OUTPUTS, "{} of test inputs"),
+        (_ANY, "{} by any"),
+    ):
         if metric.startswith(start):
             return text.format(written_name(metric.removeprefix(start)))
     evaluator, slash, name = metric.rpartition("/")

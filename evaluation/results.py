@@ -156,7 +156,9 @@ def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> No
         return  # there are no results, or they are damaged
     if before - {forward_dtype}:
         old = ", ".join(sorted(before))
-        log.info(f"{folder}: results in {old} are replaced by results in {forward_dtype}")
+        log.info(
+            f"{folder}: results computed in {old} will be replaced by results computed in {forward_dtype}."
+        )
 
 
 def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
@@ -164,7 +166,8 @@ def warn_of_new_data(checkpoint: Checkpoint, folders: list[Path]) -> None:
     if checkpoint.fingerprint is not None and not _is_trained_on(checkpoint, folders):
         names = ", ".join(map(str, folders))
         log.warning(
-            f"{names}: rebuilt since {checkpoint} was trained. Its training may have used these test puzzles."
+            f"{names}: built again after {checkpoint} was trained. Its training may have used puzzles that "
+            "are now test puzzles."
         )
 
 

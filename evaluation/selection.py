@@ -112,11 +112,11 @@ def votes(preds: np.ndarray) -> np.ndarray:
 
 
 def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
-    """Returns an output with the answer after another thinking step (call of the model).
+    """Returns the output, but with the answer that the model had after the thinking step `at`.
 
-    at: "end" is the last step, "halt" the first step after which the model wants to halt, "peak" the step
-    with the largest q_halt.
-    output: Output of a `HistoryNetwork`. Its state contains these answers.
+    at: "end": the last step. The output then does not change. "halt": the first step after which the model
+    wants to halt. "peak": the step with the largest q_halt.
+    output: Output of a `HistoryNetwork` after the last step. Its state contains the earlier answers.
     """
     if at == "end":
         return output

@@ -19,11 +19,11 @@ _CERTAIN = 0.9  # if all cells have this confidence, it is not drawn
 # areas, it is drawn with the mark.
 _DOUBTS = ((0.5, "97;48;5;124", "?"), (0.8, "97;48;5;130", ":"), (0.95, "97;48;5;58", "."))
 _RULES: dict[Select, str] = {
-    "q_head": "the most likely right at its end",
-    "q_head_any_step": "the most likely right at any step",
+    "q_head": "its last answer is the most likely right",
+    "q_head_any_step": "its answer at any step is the most likely right",
     "first_to_halt": "the first to halt",
     "vote": "the most frequent answer",
-    "residual": "the least change in its last steps",
+    "residual": "its state changed least in its last steps",
     "rules": "by the rules of the puzzle",
 }
 

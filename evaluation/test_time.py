@@ -67,7 +67,8 @@ def reasoning_of_samples(
     named["step_noise"] = named.pop("noise", 0.0)
     selects = {config.select} if isinstance(config.select, str) else set(config.select)
     if isinstance(network, Search) and (extra := selects - {"q_head", "first_to_halt"}):
-        raise ValueError(f"select={min(extra)}: in a search, the first sample to halt answers. Remove it.")
+        effect = "has no effect in a search: the sample that halts first gives the answer"
+        raise ValueError(f"select={min(extra)} {effect}. Remove it.")
     reasoning = dataclasses.replace(model.eval_reasoning(config.halting), max_steps=max_steps, **named)
     if num_samples > 1 and not needs_draws(network, reasoning):
         hint = "Set noise=0.3 or init_noise=1." if keeps_state(network) else "Remove samples."

@@ -45,7 +45,11 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.add_argument("--backend", default="auto", choices=["auto", "nccl", "gloo"])
     parser.add_argument(
-        "--timeout", default=30.0, type=float, metavar="SECONDS", help="limit of each check (default: 30)"
+        "--timeout",
+        default=30.0,
+        type=float,
+        metavar="SECONDS",
+        help="time limit of each check (default: 30)",
     )
     parser.add_argument("--quick", action="store_true", help="measure with fewer and smaller messages")
     out, err = (sys.stdout, sys.stderr) if is_main() else (io.StringIO(), io.StringIO())  # only rank 0 prints
@@ -249,7 +253,9 @@ def _measure_links(
         return [links.median_seconds([dist.all_reduce], *message) for message in messages]
 
     seconds, duration = map(max, zip(*_on_all_ranks("all-reduce", all_reduces), strict=True))
-    log.info(f"{_describe_link('all-reduce', seconds, 2 * (size - 1) / size * large / duration)} on the bus")
+    log.info(
+        f"{_describe_link('all-reduce', seconds, 2 * (size - 1) / size * large / duration)} (bus bandwidth)"
+    )
     log.info(f"\nall {size} ranks can reach each other")
     if len(set(hosts)) > 1:
         ends = (f"{hosts[number]} ({rows[number][4]})" for number in max(durations, key=durations.get))

@@ -37,7 +37,9 @@ class Block(nn.Module):
     ):
         super().__init__()
         mixes_otherwise = self_attn is not None or conv is not None
-        assert (mlp_t is not None) != mixes_otherwise, "pass either mlp_t, or self_attn or conv or both"
+        assert (mlp_t is not None) != mixes_otherwise, (
+            "pass only mlp_t, or at least one of self_attn and conv"
+        )
         self.self_attn, self.conv, self.mlp_t = self_attn, conv, mlp_t
         self.mlp = mlp
         self.eps = eps
@@ -75,7 +77,9 @@ def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] =
 
 
 class Level(nn.Module):
-    """A stack of blocks. level(z, injection) is blocks(z + injection), in the shape of z.
+    """A stack of blocks that a network calls again and again to change a state.
+
+    level(z, injection) adds the injection to the state z, and applies the blocks one after the other.
 
     Attributes:
         layers: The blocks.

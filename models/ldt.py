@@ -435,12 +435,13 @@ class LDT(Search):
         return logits.scatter_add(-1, inputs.long()[..., None], 9 * is_open)
 
     def look(self, alive: Tensor, rng: SlotRng | None, *, loops: int, dropout: float = 0.0) -> Outputs:
-        """Runs all loops on the boards. Returns the outputs of each loop.
+        """Applies the network `loops` times to the boards. Returns the outputs of each loop.
 
-        In training and in a search, the network sees each board under a random symmetry. Example: the grid is
-        turned, and the values are permuted. The outputs are transformed back.
+        With `rng` (in training and in a search), each board is transformed by a random symmetry first.
+        Example: the grid is rotated, and the values are permuted. The outputs are transformed back.
 
-        alive: Candidates of the boards, uint8 [batch, cells, values]. rng: If None, there is no symmetry.
+        alive: Candidates of the boards, uint8 [batch, cells, values]. rng: If None, the boards are not
+        transformed. loops: Number of loops. dropout: Dropout rate.
         """
         num_boards, num_cells = alive.shape[:2]
         turned, sources = alive, None

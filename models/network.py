@@ -215,5 +215,5 @@ def dtype_of(arch: ArchConfig) -> torch.dtype:
 
     The key must be bfloat16 or float32. The caller replaces "auto" before.
     """
-    assert arch.forward_dtype != "auto", "a network is built with a chosen number format"
+    assert arch.forward_dtype != "auto", "replace forward_dtype=auto by bfloat16 or float32 first"
     return getattr(torch, arch.forward_dtype)

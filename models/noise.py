@@ -77,7 +77,7 @@ def with_step_noise(state: State, reasoning: Reasoning, rng: SlotRng | None) -> 
 
     The paper of this method is PTRM (docs/test_time.md).
     """
-    assert rng is not None or not reasoning.is_noisy, "noise without random numbers"
+    assert rng is not None or not reasoning.is_noisy, "noise needs rng"
     if not reasoning.step_noise:
         return state
     latents = _latents(state)

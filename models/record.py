@@ -44,7 +44,9 @@ class Call(NamedTuple):
     def step(self) -> int:
         """Returns the thinking step. ValueError: with halting=act, slots may be at different steps."""
         if (self.steps != self.steps[0]).any():
-            raise ValueError("the slots are at different thinking steps. Use steps, or set halting=max.")
+            raise ValueError(
+                "the slots are at different thinking steps. Read Call.steps, or set halting=max."
+            )
         return int(self.steps[0])
 
 

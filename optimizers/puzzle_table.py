@@ -196,7 +196,7 @@ class Replicated(_Table):
         """
         self._step = step
         identifiers, rows = self.embedding.pop_gradients()
-        assert len(rows) == self._slot_counts[self.ranks.index], "each slot reads one row"
+        assert len(rows) == self._slot_counts[self.ranks.index], "expected one gradient row for each slot"
         gathered = self.ranks.all_gather_numbered_rows(identifiers.long(), rows, self._slot_counts)
         self._gradients = _sum_rows(*gathered)
 

@@ -47,9 +47,9 @@ _HEAD = """# Models at equal training operations
 All models are trained with the same number of operations (PF: 1e15) on puzzles of a rung of the records, and
 evaluated on 1000 other puzzles. Accuracy: fraction of puzzles with every cell right, as mean +- standard
 deviation over seeds. lr: the better of two values on held-out training puzzles of `{rung}` ({petaflops:g} PF,
-one seed). Thinking longer: four times as many steps. LDT searches instead: four chains of 40 rounds instead
-of one chain of 30, with guesses at a cell with the fewest candidates. In the picture, this is the right end
-of a line. Processor-hours: training and evaluation, with other programs running.
+one seed). Thinking longer: four times as many steps. LDT searches: instead of one chain of at most 30 moves,
+four chains of at most 40 moves, with guesses at a cell with the fewest candidates. In the picture, this is
+the right end of a line. Processor-hours: training and evaluation, with other programs running.
 Number format: {forward_dtype}. The last training ran on: {cpu}, instruction set: {instruction_set}.
 
     python -m records.comparison --folder checkpoints/comparison

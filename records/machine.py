@@ -60,7 +60,8 @@ def find_format(
     stored, required = stored or _stored_format(folder), requested or named
     if stored and required and stored != required:
         raise ValueError(
-            f"{folder} contains results in {stored}, not in {required}. Choose another --folder or format."
+            f"{folder} contains results computed in {stored}, not in {required}. Choose another --folder, or "
+            "another --dtype."
         )
     return stored or required or choose_format(device).name
 
@@ -82,7 +83,8 @@ def _stored_format(folder: Path) -> NumberFormat | None:
     path = folder / _FILE
     if path.exists():
         if (number_format := read_json(path).get("forward_dtype")) not in FORMATS:
-            raise ValueError(f"{path}: forward_dtype={number_format!r}. Set it to {' or '.join(FORMATS)}.")
+            known = " or ".join(FORMATS)
+            raise ValueError(f"{path}: forward_dtype={number_format!r} is unknown. Set it to {known}.")
         return number_format
     found = (config for pattern in _RUN_CONFIGS for config in folder.glob(pattern))
     return next((format_of(read_yaml(config)) for config in found), None)

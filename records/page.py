@@ -165,7 +165,11 @@ def draw_curves(rung: Rung, entry: dict[str, Any], folder: Path) -> str:
     puzzles, _, detail = rung.what.partition(", ")
     goal = f'<tspan fill="var(--good)">goal {rung.goal:g} in {duration(rung.seconds)}</tspan>'
     measured = rung.metric.rpartition("/")[2].replace("_", " ")
-    lines = (puzzles, f"{detail and detail + '; '}{goal}", f"{measured}, {seeds}; faint: in training")
+    lines = (
+        puzzles,
+        f"{detail and detail + '; '}{goal}",
+        f"{measured}, {seeds}; faint lines: during training",
+    )
     return chart_file([(lines, chart)], title=title)
 
 

@@ -98,10 +98,11 @@ def logs_of(entry: Mapping[str, Any]) -> str:
 
 
 def read_rows(folder: Path, entry: Mapping[str, Any], seed: int) -> list[Row]:
-    """Returns the stored log of a seed as dicts, such as {"step": 100, "train/lm_loss": 0.5}.
+    """Returns the rows in the stored log of a training, such as {"step": 100, "train/lm_loss": 0.5}.
 
-    folder: Folder of the benchmark task.
-    entry: Entry of its record.json.
+    folder: Folder of the rung, with record.json.
+    entry: Entry of record.json.
+    seed: Seed of the training.
     """
     lines = read_lines(folder / logs_of(entry) / f"seed_{seed}.jsonl")
     return [parse_json(line, where="a row") for line in lines]

@@ -104,8 +104,8 @@ class Rerun:
             write_json(made, {"command": sum(commands, []), "seconds": clock.seconds})
         built = read_json(made)
         if built["command"] != sum(commands, []):
-            other = f"data that was not built by: {self.rung.builder}"
-            fail(f"{self.folder} contains {other}. Choose another --folder.")
+            other = f"was not built with the options of this rung ({self.rung.builder})"
+            fail(f"the data in {self.folder} {other}. Choose another --folder.")
         return built["seconds"]
 
     def train(self, seed: int, *, data_seconds: float) -> dict[str, Any]:
@@ -140,7 +140,8 @@ class Rerun:
             judged = self._evaluate(seed, rung.judge, folder / "judged", clocks[-1])
             found = {metric: statistics.fmean(of_set[metric] for of_set in judged) for metric in found}
         if found[rung.metric] is None:
-            fail(f"experiment={rung.name} does not evaluate {rung.metric}, the metric of the rung")
+            metric = f"{rung.metric}, the metric of the rung"
+            fail(f"experiment={rung.name} does not compute {metric}. Add its evaluator to `evaluators`.")
         count = found.pop("count")
         others = [clock.other_cores for clock in clocks[1:] if clock.other_cores is not None]
         return {
@@ -222,7 +223,7 @@ class Rerun:
 
     @functools.cached_property
     def _configs(self) -> list[PretrainConfig]:
-        """The configs of the trainings that belong to one seed."""
+        """The config of each training of a seed. A later training starts from an earlier one."""
         return [compose_overrides(PretrainConfig, recipe) for _, recipe in self._recipes(0)]
 
     @functools.cached_property
@@ -232,7 +233,7 @@ class Rerun:
     def _trainings(self, seed: int) -> Iterator[tuple[Path, list[str]]]:
         """Yields (run folder, arguments of pretrain.py) for each training of a seed.
 
-        All trainings get the same dtype, unless their config sets one.
+        All trainings use `self.forward_dtype`, unless their config sets a dtype.
         """
         word = f"{FORMAT_KEY}={self.forward_dtype}"
         for (run, recipe), config in zip(self._recipes(seed), self._configs, strict=True):

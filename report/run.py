@@ -165,7 +165,8 @@ def read_run(folder: Path, *, evaluation: Path | None = None) -> RunRecord:
         raise ValueError(explain_missing(folder))
     log, config_path = folder / METRICS_FILE, folder / CONFIG_FILE
     if evaluation is None and not (log.exists() or config_path.exists() or any(folder.glob("step_*"))):
-        raise ValueError(f"{folder} is not a run folder: {CONFIG_FILE} and {METRICS_FILE} are missing")
+        missing = f"{CONFIG_FILE} and {METRICS_FILE} are missing"
+        raise ValueError(f"{folder} is not a run folder: {missing}. Pass a folder that pretrain.py wrote.")
     warnings: list[str] = []
     config: dict[str, Any] = {}
     try:

@@ -34,8 +34,9 @@ def _import(text: str, path: Path) -> ModuleType:
     file = path / "__init__.py" if path.is_dir() else path
     name = f"plugin_{path.stem}"
     if not file.is_file() or file.suffix != ".py" or not name.isidentifier():
-        what = "a Python file, or a folder with an __init__.py, whose name is an identifier"
-        raise ValueError(f"plugin {text} is not {what}. Check the path.")
+        what = "a Python file or a folder with an __init__.py"
+        other = "its name contains a character that is not a letter, a digit or _"
+        raise ValueError(f"plugin {text} is not {what}, or {other}. Check the path.")
     if name in sys.modules:
         raise ValueError(f"plugin {text}: another plugin is called {path.stem} too. Rename one of them.")
     folders = [str(path)] if path.is_dir() else None

@@ -134,7 +134,8 @@ def others_of(page: Path, *, names: Set[str]) -> list[dict[str, Any]]:
         for entry in entries
     )
     if not are_models:
-        raise ValueError(f"{page / MODELS} is not the list of a page's models. Set replace=true.")
+        problem = "does not list the models of this page"
+        raise ValueError(f"{page / MODELS} {problem}. Set replace=true to write the page without them.")
     return [entry for entry in entries if entry["name"] not in names]
 
 

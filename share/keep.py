@@ -85,7 +85,7 @@ def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.
             found = answer(checkpoint, data, dtype, forward_dtype, count=count)
             both = [puzzle for puzzle in answers if puzzle in found]
             changed = sum((found[puzzle] != answers[puzzle]).any() for puzzle in both)
-            print(f"{dtype} weights change {changed} of {len(both)} answers, computed in {forward_dtype}")
+            print(f"weights in {dtype} change {changed} of {len(both)} answers, computed in {forward_dtype}")
             if changed:
                 break
         else:

@@ -53,7 +53,8 @@ def push(options: argparse.Namespace) -> None:
     """
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise ValueError(
-            f"{options.repo!r} is not a repository. Pass OWNER/NAME; push commits to its main branch."
+            f"{options.repo!r} is not the name of a repository. Pass OWNER/NAME, without a revision: the "
+            "files are committed to the main branch."
         )
     if not re.fullmatch(r"[a-z0-9.-]+", options.license):
         raise ValueError(
@@ -176,7 +177,8 @@ def _without_absolute_paths(value: Any, key: str) -> Any:
     """
     if not all(text.isprintable() for text in (str(key), value) if isinstance(text, str)):
         raise ValueError(
-            f"{CONFIG_FILE} of the checkpoint: {key} contains unprintable characters. It cannot be shared."
+            f"{CONFIG_FILE} of the checkpoint: {key} contains unprintable characters. Remove them, or choose "
+            "another checkpoint."
         )
     if isinstance(value, dict):
         return {inner: _without_absolute_paths(item, inner) for inner, item in value.items()}

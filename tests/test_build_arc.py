@@ -246,6 +246,6 @@ def test_tasks_with_few_variants_are_counted(tmp_path, tasks, capsys):
     one = {"input": [[1]], "output": [[1]]}
     write_folder(tmp_path / "more", {"one": {"train": [one], "test": [one]}})
     sets = build(tmp_path / "data", "--source", tasks, "--source", tmp_path / "more", "--num-aug", 30)
-    assert "tasks with fewer than 30 different variants: 1, at least 8\n" in capsys.readouterr().out
+    assert "tasks with fewer than 30 different variants: 1 (the fewest: 8)\n" in capsys.readouterr().out
     assert np.diff(sets["train"].group_indices).tolist() == [31] * 3 + [9] + [31] * 3
     assert load_metadata(tmp_path / "data", "test").num_puzzle_identifiers == 1 + 6 * 31 + 9

@@ -95,7 +95,7 @@ def test_answers_of_another_rule_are_kept_and_counted(tmp_path, maze_source, cap
     write_csv(maze_source / "test.csv", rows[1:2])
     train = build(tmp_path / "data", "--source", maze_source)["train"]
     assert train.labels.tolist() == to_tokens([row[2] for row in rows]).tolist()
-    assert "warning: 1 of 4 answers are not the published shortest path" in capsys.readouterr().err
+    assert "warning: 1 of 4 answers are not the path that the published mazes have" in capsys.readouterr().err
 
 
 def test_other_marks_columns_and_rectangles(tmp_path):

@@ -31,7 +31,9 @@ def test_reading_back_gives_the_same_pairs(tmp_path, capsys, tasks):
         assert 1 <= counted[1] <= sum(counted) * 0.2 + 1
     printed = capsys.readouterr()
     assert "symbols (5): space # . a b\n" in printed.out
-    assert "grids: 20 sizes from 1x1 to 4x5, each with its end marked in a field of 4x5\n" in printed.out
+    assert (
+        "grids: 20 sizes from 1x1 to 4x5, each in a field of 4x5 cells, with end tokens below" in printed.out
+    )
     assert ("tasks (3), each with a puzzle identifier: task 0 (20)," in printed.out) == (tasks > 1)
 
 
@@ -212,7 +214,7 @@ def test_spaces_between_symbols_and_parts_of_characters_are_no_symbols(tmp_path,
     data = build(tmp_path / "data", write_json(tmp_path / "p.jsonl", pairs))
     found = [pair for split in ("train", "test") for pair in read_back(data, split)]
     assert {pair[0] for pair in found} == {"1.34", "4.21", f"{heart}\u00e9{family}1"}
-    assert "spaces separate the symbols in 1 of 3 pairs" in capsys.readouterr().out
+    assert "spaces between symbols are removed in 1 of 3 pairs" in capsys.readouterr().out
     pairs.append({"input": "12 4", "output": "1234"})
     data = build(tmp_path / "data", write_json(tmp_path / "p.jsonl", pairs))
     assert "spaces separate" not in capsys.readouterr().out

@@ -60,7 +60,7 @@ def test_all_ranks_reach_each_other(tmp_path, free_port):
     assert len({pid for _, _, pid in rows}) == 3
     pairs = re.findall(rf"^(\d) <-> (\d){_VALUES}$", finished.stdout, flags=re.MULTILINE)
     assert sorted(pairs) == [("0", "1"), ("0", "2"), ("1", "2")]
-    assert re.search(rf"^all-reduce{_VALUES} on the bus$", finished.stdout, flags=re.MULTILINE)
+    assert re.search(rf"^all-reduce{_VALUES} \(bus bandwidth\)$", finished.stdout, flags=re.MULTILINE)
     assert finished.stdout.endswith("all 3 ranks can reach each other\n")
 
 

@@ -85,7 +85,9 @@ def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     }
     assert lines[-3].startswith("10 steps, ")
     assert any(line.startswith("estimate: about ") and " slots fit into a process" in line for line in lines)
-    assert lines[-1] == "arch.forward_dtype=bfloat16 is assumed, because arch.forward_dtype is given"
+    assert (
+        lines[-1] == "The estimates assume arch.forward_dtype=bfloat16, because arch.forward_dtype is given."
+    )
     assert compose_run([*words, f"data_path={sudoku_folder}"]) is None
     assert "nowhere" not in capsys.readouterr().out
     assert (
@@ -94,7 +96,7 @@ def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     text = capsys.readouterr().out
     assert "averages" not in text
     name, reason = choose_format(torch.device("cpu"))
-    assert text.endswith(f"\narch.forward_dtype={name} is assumed, because {reason}\n")
+    assert text.endswith(f"\nThe estimates assume arch.forward_dtype={name}, because {reason}.\n")
     layout = ["data_parallel_shard_degree=2", f"data_path={sudoku_folder}"]
     assert compose_run([*_FITS[:2], *layout], processes=2).data_parallel_shard_degree == 2
     with pytest.raises(ValueError, match="--world-size N is for"):

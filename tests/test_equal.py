@@ -159,5 +159,5 @@ def test_a_forged_file_is_refused_in_one_line(tmp_path, changes):
     if isinstance(changes, dict):
         content = safetensors.numpy.save({name: np.asarray(each) for name, each in (good | changes).items()})
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"trained_on.safetensors .*Delete it\.$"):
+    with pytest.raises(ValueError, match=r"trained_on.safetensors .*Delete it\. "):
         read_trained(path)

@@ -147,7 +147,7 @@ def test_results_of_a_test_split_that_was_rebuilt_are_not_mixed(trained, expecte
     results = read_run(run).evaluation
     build_sets("sudoku", data, "--generate", 200, "--num-test", _TESTS, "--box", "2x2", "--seed", 5)
 
-    assert "rebuilt since" in evaluate().stderr
+    assert "built again after" in evaluate().stderr
     assert {path.name: path.read_bytes() for path in own.iterdir()} == before
     (other,) = set(own.parent.iterdir()) - {own}
     assert json.loads((other / "measured.json").read_text())["data"] == [str(data)]
@@ -190,7 +190,7 @@ def test_data_is_found_from_the_configs_folder(trained, tmp_path):
     elsewhere.mkdir()
     labels = next((tmp_path / "run" / "data" / "sudoku" / "train").glob("*__labels.npy"))
     np.save(labels, np.load(labels)[::-1])
-    assert "sudoku: rebuilt since " in _evaluate(elsewhere, f"checkpoint={tmp_path / 'run'}").stderr
+    assert "sudoku: built again after " in _evaluate(elsewhere, f"checkpoint={tmp_path / 'run'}").stderr
     assert (tmp_path / "run" / "evaluation" / "step_20" / "metrics.json").is_file()
 
 

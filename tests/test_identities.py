@@ -103,7 +103,7 @@ def test_the_file_is_small_and_checked_when_read(folder, tmp_path, monkeypatch):
         dataclasses.replace(own, sizes=(-1, 99)).to_bytes(),
     ):
         path.write_bytes(forged)
-        with pytest.raises(ValueError, match=r"^[^\n]*identities.npz [^\n]*Delete it\.$"):
+        with pytest.raises(ValueError, match=r"^[^\n]*identities.npz [^\n]*Delete it\. [^\n]*\.$"):
             read_identities(path)
     path.write_bytes(own.to_bytes())
     monkeypatch.setattr("dataset.identities._MOST_BYTES", 1000)
@@ -150,14 +150,17 @@ def test_only_known_puzzles_are_left(folder, capsys):
     assert len(known.puzzles["all"]) == 40
     counts = {"common": 40, "missing": 8, "additional": 8, "other_task": 0}
     assert known.metrics == {"all": {f"identifiers_{name}": count for name, count in counts.items()}}
-    assert "40 common, 8 missing, 8 additional" in capsys.readouterr().out
+    assert (
+        "40 with an embedding, 8 without, 0 with the name of another task, 8 embeddings"
+        in capsys.readouterr().out
+    )
     data = _open(folder, "shifted", "own")
     known = known_puzzles(data, own.match(identities_of(data)), model="the model")
     assert [*known.data.splits["test"].sets] == ["own.all"]
     assert known.puzzles.keys() == {"own.all"}
     data, problem = (
         _open(folder, "others"),
-        r"no embedding .* 0 common, 0 missing, 0 additional .*, 48 of equal",
+        r"no embedding .* 0 with an embedding, 0 without, 48 with the name of another task, 0 embeddings",
     )
     match = own.match(identities_of(data))
     with pytest.raises(ValueError, match=problem):
@@ -203,7 +206,7 @@ def test_an_evaluation_of_other_data_uses_the_rows_of_the_known_tasks(folder):
     words = ("checkpoint=run", "data_path=data/others", "device=cpu")
     finished = run_program("evaluate", *words, folder=folder, world_size=2)
     assert finished.statuses != [0, 0]
-    assert "48 of equal name and another task" in finished.stderr
+    assert "48 with the name of another task" in finished.stderr
 
     checkpoint, data = find_checkpoint(folder / "run"), _open(folder, "shifted")
     rows = find_match(checkpoint, data).rows

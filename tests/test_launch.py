@@ -65,12 +65,13 @@ def _start_on_processors(capabilities: list[str]) -> str:
         (
             ["avx512_bf16", "avx2", "avx2"],
             "warning (rank 0): bfloat16 is slow on node1, node2: torch finds no bfloat16 instructions "
-            "(avx2). All ranks compute in the format of the run.\n",
+            "(avx2). All ranks compute in the same format. Set arch.forward_dtype to choose it.\n",
         ),
         (
             ["avx2", "avx2", "avx512_bf16"],
             "warning (rank 0): bfloat16 is fast on node2, but not on node0 (rank 0): torch finds no bfloat16 "
-            "instructions (avx2). All ranks compute in the format of the run.\n",
+            "instructions (avx2). All ranks compute in the same format. Set arch.forward_dtype to "
+            "choose it.\n",
         ),
     ],
 )
@@ -207,7 +208,7 @@ def test_more_threads_than_cores_are_told(monkeypatch, capsys, threads, is_told)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setattr(launch, "num_cores", lambda: 4)
     launch._warn_of_threads(threads)
-    assert ("4 processes x 3 threads oversubscribe 4 cores" in capsys.readouterr().err) == is_told
+    assert ("4 processes with 3 threads each share only 4 cores" in capsys.readouterr().err) == is_told
 
 
 # ----------------------------------------------------------------------------------------------- freed memory

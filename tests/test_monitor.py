@@ -95,7 +95,7 @@ def test_an_evaluation_is_one_line_in_the_words_of_the_report(loggers, capsys, m
     assert re.fullmatch(rf"step 9 \d\d:\d\d solved 0\.571 {values}", second)
     loggers.log(9, row | {"eval/all/trained_on": 4.0, "eval/all/unseen/exact_accuracy": 0.4})
     words = re.sub(" +", " ", capsys.readouterr().err)
-    assert words.rstrip().endswith(f"{values} trained on 4 solved of the others 0.400")
+    assert words.rstrip().endswith(f"{values} trained on 4 solved of unseen puzzles 0.400")
     other = {"validation/all/exact_accuracy": 0.25, "best/selected_by": "validation", "best/step": 6}
     monkeypatch.setattr(loggers._all[1], "_has_colors", True)
     loggers.log(6, row | other)

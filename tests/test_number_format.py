@@ -229,7 +229,9 @@ def test_an_evaluation_in_another_format_replaces_the_results(tmp_path, sudoku_f
     assert json.loads(results.read_text())["all"]["forward_dtype"] == first
     said = complete_program("evaluate", *words, folder=tmp_path, ATEN_CPU_CAPABILITY="avx2").stdout
     assert json.loads(results.read_text())["all"]["forward_dtype"] == "float32"
-    assert ("results in bfloat16 are replaced by results in float32" in said) == (first == "bfloat16")
+    assert ("results computed in bfloat16 will be replaced by results computed in float32" in said) == (
+        first == "bfloat16"
+    )
     before = results.read_text()
     complete_program("evaluate", *words, "forward_dtype=bfloat16", folder=tmp_path)
     assert results.read_text() == before

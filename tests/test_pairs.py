@@ -93,7 +93,9 @@ def test_a_checkpoint_keeps_the_symbols(folder):
 def test_other_kinds_leave_it_alone(folder):
     metadata = open_dataset(folder, read_everything=False).metadata
     assert kind_of(metadata, builder="reasoning_gym").name == "pairs"
-    with pytest.raises(ValueError, match="is not a dataset of kind sudoku: its symbols are its own"):
+    with pytest.raises(
+        ValueError, match="is not a dataset of kind sudoku: its dataset.json contains a list of symbols"
+    ):
         build_evaluator("sudoku", folder=folder, metadata=metadata)
 
 

@@ -80,7 +80,7 @@ def test_a_model_is_kept_in_the_smallest_dtype_that_changes_no_answer(trained, t
     monkeypatch.setattr(keep, "SHIPPED", tmp_path)
     keep.main([str(trained), "tiny", "--data-path", "data/tiny"])
     tried = re.findall(
-        r"^torch\.(\w+) weights change (\d+) of 100 answers, computed in (\w+)$",
+        r"^weights in torch\.(\w+) change (\d+) of 100 answers, computed in (\w+)$",
         capsys.readouterr().out,
         re.M,
     )

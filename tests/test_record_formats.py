@@ -68,7 +68,7 @@ def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
         folder.mkdir()
         if before:
             path.write_text(json.dumps(before))
-            with pytest.raises(ValueError, match=r"contains results in bfloat16, not in float32"):
+            with pytest.raises(ValueError, match=r"contains results computed in bfloat16, not in float32"):
                 comparison.compare(plan, folder, dtype="float32")
         comparison.compare(plan, folder)
         after = json.loads(path.read_text())

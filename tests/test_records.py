@@ -139,7 +139,7 @@ def test_records_are_written_and_shown(tmp_path):
     assert short in contents["README.md"]
     picture = page.draw_curves(RUNGS["demo"], better, tmp_path / "records/demo")
     assert ">goal 0.97 in 1 min<" in picture
-    assert ">exact accuracy, 3 seeds; faint: in training<" in picture
+    assert ">exact accuracy, 3 seeds; faint lines: during training<" in picture
     assert page.pages(**where) == {path: path.read_text() for path in page.pages(**where)}
     path = tmp_path / "records/demo/record.json"  # as an older version wrote it
     path.write_text(re.sub(r'"(petaflops|processor_hours(_max)?)": [\d.]+,', "", path.read_text()))
@@ -311,7 +311,7 @@ def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interr
         records.main([*words, "lr=2e-3"])
     assert "another recipe (lr: 0.001 -> 0.002). Choose another --folder" in capsys.readouterr().err
     for change in (["--dtype", rule], [f"arch.forward_dtype={rule}"]):
-        with pytest.raises(ValueError, match=f"contains results in {other}, not in {rule}"):
+        with pytest.raises(ValueError, match=f"contains results computed in {other}, not in {rule}"):
             records.main([*words, *change])
     with pytest.raises(ValueError, match=f"--dtype {rule}: the recipe sets .*={other}. Remove --dtype."):
         records.main([*words, "--dtype", rule, f"arch.forward_dtype={other}"])

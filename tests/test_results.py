@@ -115,7 +115,7 @@ def test_every_metric_has_a_written_name_that_the_docs_list():
     ] == []
     for metric, name in {
         "q_halt_accuracy": "Q head right",
-        "unseen/arc/pass@2": "pass@2 of the others",
+        "unseen/arc/pass@2": "pass@2 of unseen puzzles",
         "arc/outputs/pass@2": "pass@2 of test inputs",
         "exact_accuracy_after_step_3": "solved after step 3",
         "any_exact_accuracy@steps=4,samples=2": "solved by any@steps=4,samples=2",

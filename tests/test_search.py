@@ -103,10 +103,14 @@ def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
         assert trial.state == (TrialState.FAIL if lr == 9 else TrialState.COMPLETE)
         if lr != 9:
             assert trial.value == pytest.approx(1 - abs(lr - 3) / 10)
-        if f"as trial {trial.number}" in out:
+        if f"because trial {trial.number} has" in out:
             (start,) = Path(f"out/trial_{trial.number}/starts").read_text().splitlines()
             assert re.fullmatch(rf"s_trial_{trial.number} [01]", start)
-    repeated = len(re.findall(r"^trial \d+: exact_accuracy .*, as trial \d+$", out, re.MULTILINE))
+    repeated = len(
+        re.findall(
+            r"^trial \d+: exact_accuracy .* because trial \d+ has the same values\)$", out, re.MULTILINE
+        )
+    )
     assert repeated > 0, "equal parameters need no run of their own"
     assert len(list(Path("out").glob("trial_*"))) == 8 - repeated
     failed = [trial.number for trial in trials if trial.state == TrialState.FAIL]

@@ -133,7 +133,9 @@ def test_a_page_keeps_its_other_models(trained, files, tmp_path, monkeypatch):
         assert [entry["name"] for entry in listed] == expected
         assert {path.parent.name for path in page.glob("*/model.onnx")} == set(expected)
     (page / "models.json").write_text('[{"name": "../run"}]')
-    with pytest.raises(ValueError, match=r"models.json is not the list of a page's models. Set replace=true"):
+    with pytest.raises(
+        ValueError, match=r"models.json does not list the models of this page. Set replace=true"
+    ):
         _write(trained, page, runtime=str(files))
 
 

@@ -63,8 +63,8 @@ def maze(tmp_path_factory) -> Path:
 def test_a_sudoku(sudoku, capsys):
     assert shown(capsys, sudoku, "--index", 6) == (
         "train/all, example 6\n"
-        "puzzle 6 (its example 0 of 1), identifier 0: <blank>\n"
-        "group 1 (its puzzle 0 of 6)\n"
+        "example 0 of 1 in puzzle 6, identifier 0: <blank>\n"
+        "puzzle 0 of 6 in group 1\n"
         "puzzle    answer\n"
         "2 . . 3   2 1 4 3\n"
         ". . 2 .   4 3 2 1\n"
@@ -106,8 +106,8 @@ def test_a_kind_is_shown_only_if_the_data_or_the_user_say_which(tmp_path, capsys
 def test_a_maze(maze, capsys):
     assert shown(capsys, maze, "--index", 3) == (
         "train/all, example 3\n"
-        "puzzle 3 (its example 0 of 1), identifier 0: <blank>\n"
-        "group 0 (its puzzle 3 of 8)\n"
+        "example 0 of 1 in puzzle 3, identifier 0: <blank>\n"
+        "puzzle 3 of 8 in group 0\n"
         "puzzle   answer\n"
         "G S      GoS\n"
         "# #      # #\n"
@@ -154,7 +154,7 @@ def test_an_arc_variant(arc, capsys):
     first, second = (shown(capsys, arc, "--index", row) for row in (2, 3))
     assert first.endswith("\npuzzle   answer\n03       8\n14\n25\n\n")
     assert second.endswith("\npuzzle   answer\n6        99\n7\n\n")
-    assert "puzzle 1 (its example 1 of 2), identifier 2: task|||" in second
+    assert "example 1 of 2 in puzzle 1, identifier 2: task|||" in second
 
 
 def test_regions_that_are_no_rectangles_have_lines():
@@ -172,8 +172,8 @@ def test_unknown_kinds_are_numbers(tmp_path, capsys):
     folder = write(tmp_path / "data", train=TRAIN, test=TEST)
     puzzle_set = open_split(folder, "test").sets["more.hard"]
     text = shown(capsys, folder, "--split", "test", "--set", "more.hard", "--index", 2)
-    assert text.startswith("test/more.hard, example 2\npuzzle 1 (its example 0 of 1), ")
-    assert "\ngroup 0 (its puzzle 1 of 2)\n" in text
+    assert text.startswith("test/more.hard, example 2\nexample 0 of 1 in puzzle 1, ")
+    assert "\npuzzle 1 of 2 in group 0\n" in text
     numbers = [[int(number) for number in line.split()] for line in text.splitlines()[4:] if line]
     both = [of[2].reshape(2, 2) for of in (puzzle_set.inputs, puzzle_set.labels)]
     assert numbers == np.hstack(both).tolist()

@@ -150,14 +150,12 @@ def test_the_command_counts_sudokus_of_all_folders(tmp_path, monkeypatch, capsys
     capsys.readouterr()
     main([str(b)])
     (alone,) = find_leaked([b])
-    assert (
-        capsys.readouterr().out
-        == f"{b}, set all: 30 test puzzles, 0 are training puzzles, up to symmetry {alone.symmetric}\n"
-    )
+    counts = f"In a training split: 0. Including symmetric ones: {alone.symmetric}"
+    assert capsys.readouterr().out == f"{b}, set all: 30 test puzzles. {counts}\n"
     assert alone.symmetric == alone.at_most < 30
     monkeypatch.setattr(SudokuSymmetry, "maps", lambda *_: None)
     main([str(a)])
-    assert "up to symmetry 0 (at most 30)\n" in capsys.readouterr().out
+    assert "Including symmetric ones: 0 (at most 30)\n" in capsys.readouterr().out
     monkeypatch.setattr(SudokuSymmetry, "maps", lambda *_: False)
     assert _leaked(b)[0][2:] == (0, 0)
     monkeypatch.setattr(leaks, "_MOST_CANDIDATES", 1)  # others are not searched
@@ -203,4 +201,7 @@ def test_arc_pairs_are_transformed_with_their_answers(tmp_path):
 
 def test_without_a_kind_only_equal_puzzles_are_counted(tmp_path, capsys):
     main([str(write(tmp_path / "a", train=A, test=A))])
-    assert "6 test puzzles, 6 are training puzzles, up to symmetry unknown\n" in capsys.readouterr().out
+    assert (
+        "6 test puzzles. In a training split: 6. Including symmetric ones: unknown\n"
+        in capsys.readouterr().out
+    )

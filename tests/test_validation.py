@@ -83,7 +83,7 @@ def test_what_cannot_be_held_out_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"validation_fraction=0.1 selects none of 8 training puzzles"):
         hold_out(_without_embeddings(folder, validation_fraction=0.1), data)
     config = tiny_config(data_path=[str(folder)], validation_fraction=0.5)
-    with pytest.raises(ValueError, match="'all' have embeddings of their own"):
+    with pytest.raises(ValueError, match="'all' have their own embeddings"):
         hold_out(config, data)
 
 

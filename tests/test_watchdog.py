@@ -298,7 +298,8 @@ def test_a_store_that_does_not_answer_any_more(start, store_server, mishap):
     os.kill(process, mishap)
     for number in (0, 1):
         assert re.fullmatch(
-            r"the store did not respond for 1.5 s \(step_timeout_seconds\)\. Rank 0 or its node has .*\. "
+            r"the key-value store on rank 0's node did not respond for 1.5 s \(step_timeout_seconds\)\. "
+            r"Rank 0 or its node has .*\. "
             rf"rank {number}: evaluating or saving, tests/test_watchdog.py:\d+ \(_sleep\)",
             ranks.report(number),
         )

@@ -89,10 +89,11 @@ class BestStep:
         self._values: dict[int, float] = {}  # {step: value of keep_best}
 
     def record(self, step: int, row: Mapping[str, float]) -> dict[str, float | str]:
-        """Remembers the value of `keep_best` in a row of metrics.jsonl. Warns if the row lacks this metric.
+        """Remembers the value of the metric `keep_best` in a row of metrics.jsonl.
 
-        Returns what to add to the row: best/<metric> (best value so far), best/step and best/selected_by. {}
-        if the row contains no evaluation.
+        Returns the keys to add to the row: best/<metric> (best value so far), best/step and best/selected_by.
+        Returns {} if the row contains no evaluation, or if no evaluation so far has the metric. Warns if the
+        row contains an evaluation without the metric.
         """
         if self._selection is None or not self._selection.is_evaluated(row):
             return {}

@@ -124,7 +124,9 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
     more = max(compute) - max(_STRAGGLER * usual, usual + _NOTICEABLE_SECONDS)
     if more > 0 and local["steps"] >= _NOTICEABLE_STEPS:
         compared = f"its steps compute more than {_STRAGGLER} times as long as the median of the others"
-        return metrics, f"rank {slowest} is a straggler: {compared} (train/compute_seconds_slowest_rank)."
+        values = "train/compute_seconds_slowest_rank"
+        advice = "The other ranks wait for it. Check what else runs on its machine."
+        return metrics, f"rank {slowest} is a straggler: {compared} ({values}). {advice}"
     return metrics, None
 
 

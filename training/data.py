@@ -238,9 +238,9 @@ def hold_out(
         chosen = joined
     elif num_other := sum(int((joined[name] != chosen[name]).sum()) for name in sets):
         log.warning(
-            "validation_fraction: held-out puzzles are equal to training puzzles, because an earlier version "
-            f"started this run ({num_other} puzzles are on the wrong side). The run keeps its choice. Start "
-            "a new run to hold out equal puzzles together."
+            "validation_fraction: some held-out puzzles are equal to training puzzles, because an earlier "
+            f"version started this run ({num_other} puzzles would now be split differently). The run keeps "
+            "its split, so its validation accuracy is too high. Start a new run to avoid this."
         )
     for name, groups in chosen.items():
         training_set = sets[name]
@@ -248,8 +248,9 @@ def hold_out(
         held_out, trained = (training_set.puzzle_identifiers[side] for side in (is_held_out, ~is_held_out))
         if config.arch.has_puzzle_embeddings and not np.isin(held_out, trained).all():
             raise ValueError(
-                f"validation_fraction: puzzles of set {name!r} have embeddings of their own, and those of "
-                "held-out puzzles would not be trained. Remove it. The test split then selects the best."
+                f"validation_fraction: puzzles of set {name!r} have their own embeddings, and the embeddings "
+                "of held-out puzzles would not be trained. Remove validation_fraction. The test split then "
+                "selects the best checkpoint."
             )
     if not any(groups.any() for groups in chosen.values()):
         total = sum(map(len, chosen.values()))

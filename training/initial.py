@@ -186,6 +186,6 @@ def log_rate_change(config: PretrainConfig, chosen: Path, content: dict[str, Any
         length = content.get("total_steps")
         other = "" if length is None else f", that run had {length}"
         log.info(
-            f"the learning rate changes from {before:.3g} to {after:.3g} after step {step}. This run has "
-            f"{total_steps} steps{other}."
+            f"the learning rate changes from {before:.3g} to {after:.3g} after step {step}, because this run "
+            f"has another schedule than {chosen.parent}. This run has {total_steps} steps{other}."
         )

@@ -238,4 +238,4 @@ def _describe_dry_run(config: PretrainConfig, world_size: int) -> str:
     else:
         choice = find_format(config)
     text = dry_run.describe(with_format(config, choice.name), world_size)
-    return f"{text}\n\n{FORMAT_KEY}={choice.name} is assumed, because {choice.reason}"
+    return f"{text}\n\nThe estimates assume {FORMAT_KEY}={choice.name}, because {choice.reason}."

@@ -119,7 +119,9 @@ def _begin(
     if (earlier := study.find_complete(values)) is not None:
         study.optuna.tell(drawn, earlier.value)
         value = f"{study.selection.metric} {earlier.value:.4g}"
-        log.info(f"trial {drawn.number}: {value}, as trial {earlier.number}")
+        log.info(
+            f"trial {drawn.number}: {value} (not run, because trial {earlier.number} has the same values)"
+        )
         return None
     commands, folder = {}, folder_of(config) / f"trial_{drawn.number}"
     for seed in range(run.seed, run.seed + config.seeds):

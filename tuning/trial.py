@@ -121,7 +121,8 @@ class Trial:
         for folder in self._commands:
             values = self._evaluations(folder)
             if (step := self._selection.best_step(values)) is None:
-                raise ValueError(f"{folder / METRICS_FILE} contains no value of {self._selection.metric}.")
+                problem = f"{folder / METRICS_FILE} contains no value of {self._selection.metric}"
+                raise ValueError(f"{problem}. Set keep_best to a metric of the evaluations.")
             best.append(values[step])
         return math.fsum(best) / len(best)
 

@@ -42,9 +42,10 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
     """
     group = parser.add_mutually_exclusive_group(required=True)
     source = (
-        "a folder with train.csv and test.csv; hf://datasets/OWNER/NAME[@REVISION], such a dataset on the "
-        "Hugging Face Hub; or one CSV file. Files may be .csv.gz. A random tenth of a single file (at least "
-        f"1 {thing}) becomes the test split, the rest without repeats of test puzzles the training split; "
+        "a folder with train.csv and test.csv; such a folder on the Hugging Face Hub, "
+        "hf://datasets/OWNER/NAME[@REVISION]; or one CSV file. Files may be .csv.gz. A random tenth of a "
+        f"single file (at least 1 {thing}) becomes the test split. The rest becomes the training split, "
+        "without copies of test puzzles. A file has the "
     )
     group.add_argument("--source", type=Path, metavar="PATH", help=source + columns)
     names = "names of the columns in the CSV files of the source, if they are not the usual ones"

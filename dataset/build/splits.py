@@ -122,7 +122,8 @@ def build_puzzles(
         ]
     held_out = set(input_keys(test[:, 0]))
     if num_shared := np.count_nonzero(are_among(train[:, 0], held_out)):
-        warn(f"build {kind}", f"{num_shared} puzzles of the training split are also in the test split.")
+        shared = f"{num_shared} puzzles of the training split are also in the test split"
+        warn(f"build {kind}", f"{shared}, so the test accuracy will be too high. Remove them from one file.")
 
     num_groups, examples, augmented = len(train), train, {}
     if make_easier is not None:  # if an easier input is in the test split, keep the original
@@ -159,7 +160,7 @@ def _split_files(
     read: Pairs of each file. thing: Word for a puzzle, for messages.
     """
     if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
-        raise ValueError(f"{empty[0]} has no {thing}.")
+        raise ValueError(f"{empty[0]} has no {thing}. Pass another --source.")
     pairs = read[0]
     if len(read) == 2:
         return pairs, read[1]
@@ -167,7 +168,7 @@ def _split_files(
     train = pairs[~are_among(pairs[:, 0], set(input_keys(test[:, 0])))]
     if not len(train):
         few = f"{files[0]} has too few different puzzles to hold out a test split"
-        raise ValueError(f"{few}. Pass a folder of two files.")
+        raise ValueError(f"{few}. Pass more puzzles, or a folder with train.csv and test.csv.")
     return train, test
 
 

@@ -135,7 +135,8 @@ class Puzzle:
 def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
     """Reshapes an array [seq_len] to [rows, columns].
 
-    num_columns: If None, the grid is a square or, if that is not possible, has up to 32 columns.
+    num_columns: If None, the grid is a square if possible. Otherwise, it has the largest number of columns up
+    to 32 that divides the length.
     """
     if num_columns is not None:
         return cells.reshape(-1, num_columns)
@@ -360,7 +361,8 @@ class Kind:
         Returns None if it can.
         """
         if (metadata.symbols is not None) != self.names_symbols:
-            return "tokens have no symbols of their own" if self.names_symbols else "symbols are its own"
+            number = "no list" if self.names_symbols else "a list"
+            return f"dataset.json contains {number} of symbols (only datasets of pairs have it)"
         return self.mismatch(metadata)
 
 
@@ -387,9 +389,15 @@ def kinds_of(metadata: Metadata) -> list[Kind]:
 def kind_of(metadata: Metadata, *, builder: str | None = None) -> Kind | None:
     """Returns the kind of puzzle of a dataset. Returns None if its metadata do not determine the kind.
 
-    If the manifest names a builder and its kind fits the metadata, it is this kind. Otherwise, exactly one
-    kind must fit the metadata, or exactly one of the kinds that fit must have the augmentation of the
-    dataset. Example: a 4x4 Sudoku of the public tools has the sizes of a maze too, so it has no kind.
+    The first of these rules that applies:
+
+    - The kind of the builder, if it fits the metadata.
+    - The only kind that fits the metadata.
+    - Of several kinds that fit: the only one that has the augmentation of the dataset.
+
+    Example: a 4x4 Sudoku dataset of the public tools also fits the kind maze, so the result is None.
+
+    builder: Name of the builder in the manifest of the dataset. None if it is unknown.
     """
     if builder in kind_names() and (kind := find_kind(builder)).mismatch_of(metadata) is None:
         return kind  # without importing the other kinds

@@ -104,4 +104,4 @@ def test_a_sudoku_run_composes(tmp_path):
     build(tmp_path / "data", *options)
     command = [sys.executable, "-m", "dataset.show", str(tmp_path / "data"), "--index", "0"]
     shown = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert "group 0 (its puzzle 0 of 101)" in shown.stdout
+    assert "puzzle 0 of 101 in group 0" in shown.stdout

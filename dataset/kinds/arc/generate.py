@@ -70,9 +70,9 @@ class _Draw:
 
 
 def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tuple]]:
-    """Generates `count` ARC-like tasks. Returns (task, rule) of each. Families of rules take turns.
+    """Generates `count` ARC-like tasks. Returns (task, rule) of each.
 
-    While a family has an unused rule, no two tasks have the same rule.
+    The families of rules take turns. A family repeats a rule only after it has used all its rules.
     """
     generated = []
     seen: set[bytes] = set()  # inputs
@@ -113,7 +113,7 @@ def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> t
             family.explains(other, tests) for other in family.rules if family.explains(other, demonstrations)
         ):
             return drawn
-    raise AssertionError(f"{rule} has no task with determined tests")
+    raise AssertionError(f"no demonstrations of the rule {rule} determine the test outputs")
 
 
 def _around(grid: np.ndarray, top: int, left: int, rows: int, columns: int) -> np.ndarray:

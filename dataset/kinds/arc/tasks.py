@@ -367,8 +367,8 @@ def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> An
         return content
     if not isinstance(outputs, list) or len(outputs) != len(tests):
         count = len(outputs) if isinstance(outputs, list) else "no list of"
-        inputs = f"its challenge has {len(tests)} test inputs"
-        raise ValueError(f"{path}: task {task_id}: {count} test outputs, but {inputs}")
+        inputs = f"{len(tests)} test inputs in the challenges file. Use two files of the same version"
+        raise ValueError(f"{path}: task {task_id}: {count} test outputs, but {inputs}.")
     both = zip(tests, outputs, strict=True)
     return content | {
         "test": [test | {"output": output} if isinstance(test, dict) else test for test, output in both]

@@ -135,12 +135,13 @@ def draw_translations(
 ) -> np.ndarray:
     """Samples how far down and right the grids of each example are moved in their token array.
 
-    Returns uint8 [variants, num_examples, 2]. A variant is an augmented copy of the task. Both grids of an
-    input-output pair move by the same distance, uniform over the positions with room for both. In each
-    variant, one random pair is not moved.
+    Returns uint8 [variants, num_examples, 2]: (rows, columns) for each example of each variant (augmented
+    copy of the task). An example is an input grid and an output grid. Both move by the same distance. It is
+    uniform over all distances with which both grids fit into the array. In each variant, one random example
+    is not moved.
 
-    transforms: Transforms of the variants, [variants, 11]. num_examples: Only the first pairs of the task are
-    moved. size: Rows and columns of the token array.
+    transforms: Transforms of the variants, [variants, 11]. num_examples: Number of examples, the first pairs
+    of the task. size: Rows and columns of the token array.
     """
     num_puzzles = len(transforms)
     width = 1 + 2 * num_examples

@@ -45,8 +45,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sources.add_source_options(
         parser,
         thing="maze",
-        columns="columns question and answer: '#' (or +, -, |), space (or .), S, G (or E), and 'o' (or X) on "
-        "the path; lines that are not a square are padded with walls",
+        columns="columns question and answer. '#' (or +, -, |) is a wall, a space (or .) is an open cell, S "
+        "is the start, G (or E) is the goal, and 'o' (or X) is a cell of the path. Walls are added to a maze "
+        "of several lines that is not a square",
         generated="generate N training mazes and N // 10 (at least 20) test mazes, all different. At the "
         "default size, it generates 10 to 25 mazes a second",
     )
@@ -119,8 +120,10 @@ def _read(files: Sequence[Path], *, column_names: str | None) -> list[np.ndarray
             num_others += (rules.published_answers(parts[-1][:, 0]) != parts[-1][:, 1]).any(axis=1).sum()
         read.append(np.concatenate(parts or [np.empty((0, 2, num_cells), np.uint8)]))
     if num_others:
-        others = f"{num_others} of {sum(map(len, read))} answers are not the published shortest path"
-        warn("build maze", f"{others} (breadth-first from S, neighbors in the order down, left, right, up)")
+        others = (
+            f"{num_others} of {sum(map(len, read))} answers are not the path that the published mazes have"
+        )
+        warn("build maze", f"{others} (breadth-first from S, neighbors in the order down, left, right, up).")
     return read
 
 

@@ -52,14 +52,13 @@ def build(options: argparse.Namespace) -> None:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     source = (
-        'pairs.jsonl, a line each: {"input": grid, "output": grid, "task": "name", "split": "train"}, the '
-        "last two only where needed, the split train or test; pairs.json, a list of these; pairs.csv, "
-        "pairs.parquet or pairs.xlsx with these columns; .gz too; a folder with such a file, or with one for "
-        "each split: "
-        "train.jsonl and test.jsonl, or all shards of each, train-00000-of-00002.parquet; or "
-        "hf://datasets/OWNER/NAME[@REVISION], a dataset of such files on the Hugging Face Hub; a grid is a "
-        "list of rows, each a list of symbols or a text with one character for each symbol; a text is a "
-        "sequence or, if it has several lines, a grid"
+        'a file of pairs. In pairs.jsonl, each line is a pair: {"input": grid, "output": grid}. Pairs of '
+        'several tasks also have "task": "name". To choose the split, add "split": "train" or "test". '
+        "pairs.json is a list of pairs. pairs.csv, pairs.parquet and pairs.xlsx have these columns. Files "
+        "may be .gz. Or a folder with such a file, or with train.jsonl and test.jsonl, or with their shards "
+        "(train-00000-of-00002.parquet, ...). Or hf://datasets/OWNER/NAME[@REVISION], a dataset of such "
+        "files on the Hugging Face Hub. A grid is a list of rows. A row is a list of symbols, or a text with "
+        "one character for each symbol. A text of one line is a sequence, a text of several lines is a grid"
     )
     parser.add_argument("--source", type=Path, required=True, metavar="PATH", help=source)
     fields = "the names of the fields or columns of input and output, such as question,answer"
@@ -323,7 +322,7 @@ def _print_summary(pairs: list[Pair], vocabulary: Vocabulary, tasks: list[str]) 
     else:
         smallest, largest = ("x".join(map(str, map(of, *shapes))) for of in (min, max))
         sizes = f"{len(shapes)} sizes from {smallest} to {largest}"
-        print(f"grids: {sizes}, each with its end marked in a field of {field}")
+        print(f"grids: {sizes}, each in a field of {field} cells, with end tokens below and right of it")
     if tasks:
         num_pairs = Counter(pair.task for pair in pairs)
         named = ", ".join(f"{task} ({num_pairs[task]})" for task in itertools.islice(tasks, _MOST_NAMED))

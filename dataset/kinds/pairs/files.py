@@ -176,7 +176,7 @@ def _without_separators(pairs: list[Pair]) -> list[Pair]:
 
     changed = [pair._replace(input=stripped(pair.input), output=stripped(pair.output)) for pair in pairs]
     num_changed = sum(new != pair for new, pair in zip(changed, pairs, strict=True))
-    print(f"spaces separate the symbols in {num_changed} of {len(pairs)} pairs")
+    print(f"spaces between symbols are removed in {num_changed} of {len(pairs)} pairs")
     return changed
 
 
@@ -249,7 +249,7 @@ def _parse_list(value: Any, field: str, *, is_cell: bool) -> Any:
         try:
             return parse_json(text, where="it")
         except ValueError:
-            remedy = 'A cell that starts with "[" must be a JSON list. Write a text into a .jsonl file.'
+            remedy = 'A cell that starts with "[" must be a JSON list. If it is a text, use a .jsonl file.'
             raise ValueError(f"the {field} is {_shown(value)}. {remedy}") from None
     found = _BRACKETED.fullmatch(text)
     items = [item for item in re.split(r"[\s,:()[\]{}]+", found[1] if found else "") if item]
@@ -288,7 +288,9 @@ def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
         with open_regular(path) as opened:
             with zipfile.ZipFile(opened) as parts:
                 if sum(part.file_size for part in parts.infolist()) > _MOST_SHEET_BYTES:
-                    raise ValueError(f"its content has more than {_MOST_SHEET_BYTES:,} bytes")
+                    raise ValueError(
+                        f"its content has more than {_MOST_SHEET_BYTES:,} bytes. Divide it into several files"
+                    )
             book = openpyxl.load_workbook(opened, read_only=True, data_only=True)
             if others := book.sheetnames[1:]:
                 print(f"{path}: sheets not used: {', '.join(map(printable, others))}")
@@ -346,7 +348,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict]]:
                 group.column(index).num_values for group in groups for index in range(group.num_columns)
             ]
             if max(counts, default=0) > _MOST_VALUES:
-                raise ValueError(f"it has more than {_MOST_VALUES:,} values in a row group")
+                raise ValueError(
+                    f"a row group has more than {_MOST_VALUES:,} values. Write smaller row groups"
+                )
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
                 for row in range(batch.num_rows):
                     row_number += 1

@@ -31,12 +31,12 @@ _SEED = 2  # a stream of random bits; `build` uses the lower numbers
 _MAX_MISSES = 5000  # puzzles in a row that are not new or have several answers, before giving up
 _FAILURES = (AssertionError, ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 
-# Input and output of each task, and why there is only one right output.
+# Input and output of each task. Every input has only one right output.
 TASKS = {
     "arc_1d": "rows of colors, changed by one of many rules; the rule is the task of the pair",
-    "game_of_life": "a board, and the board some generations later; computed",
-    "largest_island": "a map of land and water, and the size of the largest island; computed",
-    "maze": "a maze, and the number of steps from S to G; computed",
+    "game_of_life": "a board of the Game of Life, and the board some generations later",
+    "largest_island": "a map of land and water, and the size of the largest island",
+    "maze": "a maze, and the number of steps from S to G",
     "mini_sudoku": "4x4 Sudokus; those with several solutions are left out",
     "n_queens": "boards with some queens; those with several solutions are left out",
     "sudoku": "9x9 Sudokus; those with several solutions are left out",

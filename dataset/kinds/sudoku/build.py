@@ -41,12 +41,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sources.add_source_options(
         parser,
         thing="puzzle",
-        columns="columns question, answer and, for --min-difficulty, rating, under the names of the "
-        "public sets too; '.' or '0' is empty; .txt, .sdm, .sdk and .ss files are lists without answers",
+        columns="columns question, answer and, for --min-difficulty, rating. The column names of the public "
+        "datasets are known too. '.' or '0' is an empty cell. Files .txt, .sdm, .sdk and .ss are lists of "
+        "puzzles without answers",
         generated="generate N training puzzles and N // 10 (at least 100) test puzzles. All are different "
-        "and minimal: without any of its clues, a puzzle has several solutions. Puzzles larger than 9x9 may "
-        "have spare clues. A core makes 50 9x9 puzzles a second. A 16x16 takes 1 s, a 25x25 10 s (less with "
-        "--clues)",
+        "and minimal: if any one clue is removed, a puzzle has several solutions. Puzzles larger than 9x9 "
+        "may have clues that are not needed. A core makes 50 9x9 puzzles a second. A 16x16 takes 1 s, a "
+        "25x25 10 s (less with --clues)",
     )
     box = "rows x columns of a box; 3x3 makes 9x9 (default)"
     parser.add_argument("--box", choices=rules.BOXES, default="3x3", help=box)
@@ -107,8 +108,9 @@ def _generate(options: argparse.Namespace, *, box: rules.Box) -> tuple[np.ndarra
     boxes = f"{box[0]}x{box[1]} boxes"
     if clues is None and num_train + num_test > rules.NUM_MINIMAL_PUZZLES.get(box, num_train + num_test):
         raise ValueError(
-            f"--generate {num_train} needs {num_train + num_test} different puzzles with the test split, but "
-            f"{boxes} have only {rules.NUM_MINIMAL_PUZZLES[box]}. Lower --generate, or choose a larger --box."
+            f"--generate {num_train} needs {num_train + num_test} different puzzles (with the test split), "
+            f"but {boxes} have only {rules.NUM_MINIMAL_PUZZLES[box]}. Lower --generate, or choose a larger "
+            "--box."
         )
     few = f"{boxes} with {clues[0]} to {clues[1]} clues" if clues else boxes
     drawn = draw_distinct(
