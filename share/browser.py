@@ -112,7 +112,7 @@ def write_page(config: PageConfig) -> None:
         size = sum(path.stat().st_size for path in folder.glob(f"*/{MODEL}")) / 1e6
     log.info(
         f"wrote {config.output}: {', '.join(entry['name'] for entry in listed)}, {size:.1f} MB\n"
-        f"to open it, run python -m share open {config.output}"
+        f"to open it later, run python -m share open {config.output}"
     )
 
 

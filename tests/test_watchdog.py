@@ -259,11 +259,11 @@ def test_ranks_go_on_while_only_torchrun_is_stopped(start, store_server):
     ranks = start(functools.partial(_train_while_the_agent_is_stopped, process), 2, port=port)
     ranks.wait_until_all_say("here")
     os.kill(process, signal.SIGSTOP)
-    ranks.wait_until_all_say("is stopped")
+    ranks.wait_until_all_say("is suspended")
     time.sleep(2 * _TIMEOUT)
     os.kill(process, signal.SIGCONT)
     assert [ranks.status(number) for number in (0, 1)] == [0, 0], ranks.stderr(0)
-    assert ranks.stderr(0).count(f"torchrun (process {process}) is stopped") == 1
+    assert ranks.stderr(0).count(f"torchrun (process {process}) is suspended") == 1
 
 
 def _serve_store(sender: Connection) -> None:
