@@ -50,7 +50,9 @@ def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
     run = subprocess.run([sys.executable, "script.py"], **options)
-    assert (run.returncode, run.stdout.count("once"), run.stderr) == (0, 1, "")
+    # On a busy machine, the builder prints how far it is.
+    errors = [line for line in run.stderr.splitlines() if not line.startswith("generated ")]
+    assert (run.returncode, run.stdout.count("once"), errors) == (0, 1, [])
     assert files_of(tmp_path / "alone") == files_of(tmp_path / "pool")
 
 
