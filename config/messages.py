@@ -219,7 +219,10 @@ def help_text(program: str, topic: str = "") -> str:
     if program == "pretrain" and kind in ("arch", "experiment") and file.is_file():
         return "\n".join(_help_of_arch(file)) if kind == "arch" else file.read_text().rstrip()
     if program == "pretrain" and kind in ("arch", "experiment") and name:
-        raise ValueError(f"--help {topic}: config/{kind} has no {name}. Run --help all for a list.")
+        of_plugin = " The model of a plugin is described in the plugin's YAML file." if kind == "arch" else ""
+        raise ValueError(
+            f"--help {topic}: config/{kind} has no {name}.{of_plugin} Run --help all for a list."
+        )
     if topic == "experiment":
         return "\n".join(_help_of_experiments())
     if topic not in ("", "all") and not name:
