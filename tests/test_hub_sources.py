@@ -137,9 +137,9 @@ def test_mistakes_are_one_line(server, files, tmp_path):
     assert run_ranks(_refusals, 1, tmp_path / "data", with_token, ["hf://datasets/owner/private"]) == [[]]
 
 
-def _find(environment: dict[str, str], address: str) -> str:
+def _find(environment: dict[str, str], address: str, folder: Path) -> str:
     os.environ.update(environment)
-    words = ["--output-dir", "data", "--box", "2x2", "--source", address]
+    words = ["--output-dir", str(folder / "data"), "--box", "2x2", "--source", address]
     find = functools.partial(build_dataset, "sudoku", words)
     if "datasets" not in address:
         find = functools.partial(find_checkpoint, address)
@@ -170,7 +170,7 @@ def test_without_the_hub_an_incomplete_cache_is_described(tmp_path, cached, gone
     for name in gone:
         (snapshot / name).resolve().unlink()
     address = f"hf://{'datasets/' * (kind == 'dataset')}owner/name"
-    (line,) = run_ranks(_find, 1, environment | {"HF_HUB_OFFLINE": "1"}, address)
+    (line,) = run_ranks(_find, 1, environment | {"HF_HUB_OFFLINE": "1"}, address, tmp_path)
     assert line.startswith(f"the cached copy of {address} {told}")
     links = f", and links to files that are gone ({', '.join(gone)})" if gone else ""
     ending = f". It has {', '.join(names) or 'no files'}{links}. Connect to the Hub once, and start again."
