@@ -6,8 +6,10 @@ For each model, the program tunes the learning rate, trains several seeds, and e
 test-time compute. records/comparison.yaml lists models and trainings. The folder keeps data and runs, so the
 same command continues after an interruption. After each training, the program writes comparison.json,
 README.md and comparison.svg. It skips trainings that are in comparison.json. To continue on another machine,
-copy only this file, for example from records/comparison/. All trainings and evaluations have the same number
-format: that of comparison.json, else that of --dtype, else the fast one on the machine of the first training.
+copy only this file, for example from records/comparison/. If records/comparison.yaml has a new learning rate,
+the program tries it too. If the new one is better, the program deletes the results of the model with the old
+one. All trainings and evaluations have the same number format: that of comparison.json, else that of --dtype,
+else the fast one on the machine of the first training.
 """
 
 import runtime.environment  # noqa: F401
@@ -23,7 +25,7 @@ from benchmarks.harness import commit, run_main
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from distributed.number_format import NumberFormat
-from evaluation.intervals import mean_and_deviation
+from evaluation.intervals import mean_and_deviation, mean_interval
 from records.machine import FORMATS, describe_machine, find_format, training_device, write_format
 from records.rungs import RUNGS
 from records.seeds import Rerun, final_evaluation
@@ -46,21 +48,29 @@ _HEAD = """# Models at equal training operations
 
 All models are trained with the same number of operations (PF: 1e15) on puzzles of a rung of the records, and
 evaluated on 1000 other puzzles. Accuracy: fraction of puzzles with every cell right, as mean +- standard
-deviation over seeds. lr: the better of two values on held-out training puzzles of `{rung}` ({petaflops:g} PF,
-one seed). Thinking longer: four times as many steps. LDT searches: instead of one chain of at most 30 moves,
-four chains of at most 40 moves, with guesses at a cell with the fewest candidates. In the picture, this is
-the right end of a line. Processor-hours: training and evaluation, with other programs running.
+deviation over seeds, with the 95 % interval of the mean. lr: the best value of those under
+[learning rates](#learning-rates). Thinking longer: four times as many steps. LDT searches: instead of one
+chain of at most 30 moves, four chains of at most 40 moves, with guesses at a cell with the fewest candidates.
+In the picture, this is the right end of a line. Processor-hours: training and evaluation, with other programs
+running.
 Number format: {forward_dtype}. The last training ran on: {cpu}, instruction set: {instruction_set}.
 
     python -m records.comparison --folder checkpoints/comparison
+"""
+_LEARNING_RATES = """
+## Learning rates
+
+Tried with {petaflops:g} PF and seed {seed} on `{rung}`. The accuracies are of held-out training puzzles
+(`validation_fraction={validation_fraction:g}`).
+
 """
 _COLUMNS = {  # {column of the page: function of the results of all seeds of a model}
     "model": lambda rows: rows[0]["model"],
     "parameters": lambda rows: f"{rows[0]['parameters']:,}",
     "lr": lambda rows: f"{rows[0]['lr']:g}",
-    "accuracy": lambda rows: _mean(row["accuracies"][0] for row in rows),
+    "accuracy": lambda rows: _mean((row["accuracies"][0] for row in rows), interval=True),
     "GFLOP of an answer": lambda rows: f"{_costs(rows)[0]:.3g}",
-    "thinking longer": lambda rows: _mean(row["accuracies"][1] for row in rows),
+    "thinking longer": lambda rows: _mean((row["accuracies"][1] for row in rows), interval=True),
     "its GFLOP": lambda rows: f"{_costs(rows)[1]:.3g}",
     "training PF": lambda rows: f"{rows[0]['petaflops']:.3g}",
     "steps": lambda rows: f"{rows[0]['steps']:,}",
@@ -90,22 +100,30 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
     folder, or else the fast one on this machine.
     """
     before = read_json(folder / _JSON) if (folder / _JSON).exists() else {"results": []}
-    results = before["results"]
+    results, tuned = before["results"], before.setdefault("tuning", {})
     config = compose_overrides(
         PretrainConfig, [*_overrides(plan, next(iter(plan["models"]))), "data_path=data"]
     )
     device = training_device(config, processes=plan["processes"])
     stored = before.get("forward_dtype", _FORMER_FORMAT) if results else None
     chosen = find_format(folder, config, device, requested=dtype, stored=stored)
-    content = {**describe_machine(device), "forward_dtype": chosen, "commit": commit(), "results": results}
+    content = {**describe_machine(device), "forward_dtype": chosen, "commit": commit()}
+    content |= {"tuning": tuned, "results": results}
     if not results:
         write_format(folder, chosen)
-    rates = {row["model"]: row["lr"] for row in results}
+    rates = {}
+    for model_name, model in plan["models"].items():
+        rows = tuned.setdefault(model_name, [])
+        for lr in model["rates"]:
+            if lr not in (row["lr"] for row in rows):
+                rows.append(tune(plan, model_name, lr, folder, forward_dtype=chosen))
+                print(f"{model_name}: {rows[-1]}", flush=True)
+        rates[model_name] = max(rows, key=lambda row: (row["exact_accuracy"], row["accuracy"]))["lr"]
+        results[:] = [row for row in results if row["model"] != model_name or row["lr"] == rates[model_name]]
+        write_results(plan, content, folder)
     for training in plan["trainings"]:
         title = f"{training['rung']}, {training['petaflops']:g} PF"
         for model_name in plan["models"]:
-            if model_name not in rates:
-                rates[model_name] = tune(plan, model_name, folder, forward_dtype=chosen)
             for seed in training["seeds"]:
                 key = {"training": title, "model": model_name, "seed": seed}
                 if any(key.items() <= row.items() for row in results):
@@ -117,23 +135,25 @@ def compare(plan: dict[str, Any], folder: Path, *, dtype: NumberFormat | None = 
                 print("{training}, {model}, seed {seed}: {accuracies}".format(**results[-1]), flush=True)
 
 
-def tune(plan: dict[str, Any], model_name: str, folder: Path, *, forward_dtype: NumberFormat) -> float:
-    """Trains a model with each of its learning rates, and returns the best learning rate.
+def tune(
+    plan: dict[str, Any], model_name: str, lr: float, folder: Path, *, forward_dtype: NumberFormat
+) -> dict[str, float]:
+    """Trains a model with a learning rate, and evaluates it on held-out training puzzles.
 
-    The best one solves the most held-out training puzzles. If two are equal, the fraction of right cells
-    decides.
+    Returns "lr", "exact_accuracy" (fraction of puzzles), "accuracy" (fraction of cells), "petaflops" and
+    "processor_hours".
 
     model_name: Name of the model in the plan.
     folder: Folder of the comparison.
     """
-    tuning, found = plan["tuning"], {}
-    for lr in plan["models"][model_name]["rates"]:
-        overrides = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
-        rerun = build_rerun(plan, model_name, tuning, folder, *overrides, forward_dtype=forward_dtype)
-        rerun.train(tuning["seed"], data_seconds=0)
-        rows, names = rerun.rows(tuning["seed"], data_seconds=0), ("exact_accuracy", "accuracy")
-        found[lr] = [final_evaluation(rows, metric, of="validation") for metric in names]
-    return max(found, key=lambda lr: found[lr])
+    tuning = plan["tuning"]
+    overrides = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")
+    rerun = build_rerun(plan, model_name, tuning, folder, *overrides, forward_dtype=forward_dtype)
+    trained = rerun.train(tuning["seed"], data_seconds=0)
+    rows = rerun.rows(tuning["seed"], data_seconds=0)
+    names = ("exact_accuracy", "accuracy")
+    measured = {name: final_evaluation(rows, name, of="validation") for name in names}
+    return {"lr": lr, **measured, **{key: trained[key] for key in ("petaflops", "processor_hours")}}
 
 
 def build_rerun(
@@ -199,7 +219,7 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
     """
     write_json(folder / _JSON, content)
     results = content["results"]
-    text, panels = _HEAD.format(title=_TITLE, picture=_PICTURE, **plan["tuning"], **content), []
+    text, panels = _HEAD.format(title=_TITLE, picture=_PICTURE, **content), []
     models = dict.fromkeys(row["model"] for row in results)
     roles = {name: f"series{index}" for index, name in enumerate(models, 1)}
     for training in dict.fromkeys(row["training"] for row in results):
@@ -207,9 +227,8 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
         for row in results:
             if row["training"] == training:
                 groups.setdefault(row["model"], []).append(row)
-        rows = [list(_COLUMNS), ["---"] * len(_COLUMNS)]
-        rows += [[write(group) for write in _COLUMNS.values()] for group in groups.values()]
-        text += f"\n## {training}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+        rows = [[write(group) for write in _COLUMNS.values()] for group in groups.values()]
+        text += f"\n## {training}\n\n" + _table(list(_COLUMNS), rows)
         lines = []
         for model, group in groups.items():
             means = [fmean(shares) for shares in zip(*(row["accuracies"] for row in group), strict=True)]
@@ -218,7 +237,16 @@ def write_results(plan: dict[str, Any], content: dict[str, Any], folder: Path) -
         chart = line_chart(training, lines, x_label="GFLOP of an answer", **options)
         names = (f'<tspan fill="var(--{role})">{name}</tspan>' for name, role in chart.legend)
         panels.append(((training, " ".join(names)), chart))
-    write_text(folder / _PICTURE, chart_file(panels, title=_TITLE))
+    text += _LEARNING_RATES.format(**plan["tuning"]) + _table(
+        ["model", "lr", "exact accuracy", "accuracy of cells"],
+        [
+            [name, f"{row['lr']:g}", f"{row['exact_accuracy']:.3f}", f"{row['accuracy']:.3f}"]
+            for name, rows in content["tuning"].items()
+            for row in sorted(rows, key=lambda row: row["lr"])
+        ],
+    )
+    if panels:
+        write_text(folder / _PICTURE, chart_file(panels, title=_TITLE))
     write_text(folder / _PAGE, text)
 
 
@@ -240,9 +268,21 @@ def _costs(rows: Sequence[dict[str, Any]]) -> list[float]:
     return [fmean(costs) for costs in zip(*(row["gigaflops"] for row in rows), strict=True)]
 
 
-def _mean(values: Iterable[float]) -> str:
-    mean, deviation = mean_and_deviation(list(values))
-    return f"{mean:.3f}" + ("" if deviation is None else f" +- {deviation:.3f}")
+def _table(columns: list[str], rows: list[list[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in [columns, ["---"] * len(columns), *rows])
+
+
+def _mean(values: Iterable[float], *, interval: bool = False) -> str:
+    """Returns "0.500 +- 0.023", with " [0.420, 0.580]" if `interval`: the 95 % interval of the mean."""
+    numbers = list(values)
+    mean, deviation = mean_and_deviation(numbers)
+    text = f"{mean:.3f}"
+    if deviation is not None:
+        text += f" +- {deviation:.3f}"
+        if interval:
+            low, high = mean_interval(numbers)
+            text += f" [{max(low, 0):.3f}, {min(high, 1):.3f}]"
+    return text
 
 
 if __name__ == "__main__":

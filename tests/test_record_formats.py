@@ -44,6 +44,30 @@ def test_a_folder_of_an_earlier_version_goes_on_in_bfloat16(tmp_path):
     assert ended.stdout.splitlines() == lines, ended.stderr
 
 
+def _tune(plan: dict, model_name: str, lr: float, folder: object, *, forward_dtype: str) -> dict:
+    best = {"TRM": 0.003}.get(model_name)
+    return {"lr": lr, "exact_accuracy": 0.5 if lr == best else 0.4, "accuracy": 0.6}
+
+
+def test_a_better_learning_rate_replaces_the_results_of_the_old_one(tmp_path, monkeypatch):
+    plan = read_yaml(REPOSITORY / "records/comparison.yaml")
+    content = json.loads((REPOSITORY / "records/comparison/comparison.json").read_text())
+    rows = [next(row for row in content["results"] if row["model"] == name) for name in ("TRM", "HRM")]
+    rung, petaflops = rows[0]["training"].removesuffix(" PF").split(", ")
+    plan["trainings"] = [{"rung": rung, "petaflops": float(petaflops), "seeds": [rows[0]["seed"]]}]
+    plan["models"] = {
+        "TRM": plan["models"]["TRM"] | {"rates": [0.003, 0.006]},
+        "HRM": plan["models"]["HRM"] | {"rates": [0.0003]},
+    }
+    monkeypatch.setattr(comparison, "build_rerun", lambda *_, **__: None)
+    monkeypatch.setattr(comparison, "train", lambda _, seed: {"seed": seed} | rows[1])
+    monkeypatch.setattr(comparison, "tune", _tune)
+    (tmp_path / "comparison.json").write_text(json.dumps(content | {"results": rows, "tuning": {}}))
+    comparison.compare(plan, tmp_path)
+    after = json.loads((tmp_path / "comparison.json").read_text())
+    assert [(row["model"], row["lr"]) for row in after["results"]] == [("TRM", 0.003), ("HRM", 0.0003)]
+
+
 def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
     """One of an earlier version names none. This machine has no bfloat16 instructions."""
     monkeypatch.setattr(number_format, "instruction_set", lambda device: "avx2")
@@ -61,7 +85,7 @@ def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
 
     monkeypatch.setattr(comparison, "build_rerun", lambda *_, forward_dtype: forward_dtype)
     monkeypatch.setattr(comparison, "train", train)
-    monkeypatch.setattr(comparison, "tune", lambda *_, forward_dtype: 0.001)
+    monkeypatch.setattr(comparison, "tune", _tune)
     earlier = {"cpu": "AN EPYC", "commit": "COMMIT", "results": [first]}
     for name, before, expected in (("old", earlier, "bfloat16"), ("new", None, "float32")):
         folder, path = tmp_path / name, tmp_path / name / "comparison.json"
@@ -74,6 +98,8 @@ def test_a_comparison_keeps_its_format(tmp_path, monkeypatch):
         after = json.loads(path.read_text())
         assert (after["instruction_set"], after["forward_dtype"]) == ("avx2", expected)
         assert len(after["results"]) == 2
+        assert [row["lr"] for row in after["tuning"]["TRM"]] == [0.003, 0.006]
+        assert "| TRM | 0.006 | 0.400 | 0.600 |" in (folder / "README.md").read_text()
         assert {*used} == {expected}
         assert f"Number format: {expected}. The last training" in (folder / "README.md").read_text()
         assert "instruction set: avx2" in (folder / "README.md").read_text()
