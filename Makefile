@@ -61,12 +61,13 @@ notebook: setup ## open docs/quickstart.ipynb in the browser; installs Jupyter
 	$(BIN)/jupyter notebook docs/quickstart.ipynb
 
 test: setup ## all tests except test-system
-	$(PYTEST) -n 3 --ignore tests/system  # many of the slow ones wait: for a timeout, a server, torchrun
+	$(PYTEST) -n 3 --ignore tests/system -m "not long"  # many of the slow ones wait: for a timeout, a server, torchrun
 
 test-fast: setup ## the fast tests, in about one minute
 	$(PYTEST) --ignore tests/system -m "not slow"
 
 test-system: setup .venv/system ## long tests, and tests that need a browser, root, Slurm, sshd or packages; skipped, with the reason, if missing
+	$(PYTEST) --ignore tests/system -m long
 	$(BIN)/python -m pytest tests/system  # without workers: emulated machines and clusters need both cores
 
 # If a package cannot be installed, its tests skip.

@@ -140,6 +140,7 @@ def test_the_trace_holds_exactly_three_steps(tmp_path):
     assert out.startswith("steps 5 to 7 of rank 0"), "the table needs no disk"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_profiled_run(tmp_path, sudoku_folder):
     options = (f"data_path={sudoku_folder}", *OVERRIDES, "checkpoint_path=run", "max_steps=9", "profile=true")

@@ -29,6 +29,7 @@ def test_auto_compiles_where_it_pays_off():
     assert not should_compile("auto", _MPS, num_steps=10**9)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_compiler_that_fails_is_one_line_and_auto_does_without(tmp_path, monkeypatch, capsys):
     compiler = tmp_path / "some_c++"
@@ -47,6 +48,7 @@ def test_a_compiler_that_fails_is_one_line_and_auto_does_without(tmp_path, monke
     assert error.startswith("error: compile=true, but the compiler fails (found once: it takes seconds). ")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_damaged_library_in_the_cache_ends_the_run(tmp_path, monkeypatch, capsys):
     """It does not continue without compilation, because its numbers would differ."""

@@ -42,13 +42,17 @@ _MISTAKES = [
     ("backend=nccl", ["backend=nccl", "device=cuda"]),
     ("checkpoint_path=file/run", ["cannot write into the run folder", "checkpoint_path"]),
     ("evaluators=[arc]", ["is not a dataset of kind arc", "Choose the evaluator"]),
-    ("compile=true", ["compile=true", "no-such-compiler", "compile=auto"]),
 ]
+_COMPILER = ("compile=true", ["compile=true", "no-such-compiler", "compile=auto"])
 
 
 @pytest.mark.parametrize(
     ("mistake", "parts"),
-    [*_MISTAKES[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in _MISTAKES[2:])],
+    [
+        *_MISTAKES[:2],
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in _MISTAKES[2:]),
+        pytest.param(*_COMPILER, marks=[pytest.mark.slow, pytest.mark.long]),
+    ],
 )
 def test_mistakes_in_training(tmp_path, data, mistake, parts):
     (tmp_path / "file").touch()

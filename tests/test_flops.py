@@ -71,6 +71,7 @@ def test_a_step_takes_what_torch_counts(name, changes):
     assert size * counter.flops(model.eval_reasoning("max")) == answers
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_the_page_of_the_field_says_of_recipes():
     """The rows of "What computing buys": updates x slots x GFLOP, the PF of them, and the GFLOP of a step."""

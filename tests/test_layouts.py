@@ -175,6 +175,7 @@ def test_a_layout_of_a_model_is_one_process(tmp_path):
     assert_equal_to_one(tmp_path, runs)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_layout_with_other_options_is_one_process(tmp_path):
     runs = {"accumulation": ("trm", "pp2", ACCUMULATION)}
@@ -345,6 +346,7 @@ def assert_programs_agree(folder: Path, data: Path, runs: dict[str, list[str]]) 
         assert solved[run] == solved[first]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_programs_do_the_same_where_a_run_changes_its_layout(tmp_path, sudoku_folder):
     """Tensor parallelism for a whole run: system/test_all_layouts.py."""

@@ -223,6 +223,7 @@ raise SystemExit(7)
     assert _run(code, tmp_path) == Finished([7], "", "")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_programs_do_without_standard_streams(tmp_path):
     """And with PYTHONSAFEPATH, by which Python leaves the folder of a program out of where it looks."""

@@ -89,9 +89,10 @@ _ROW = Counter(reduce=1, all_gather=1)  # metrics and times, where they are logg
 _FEW = ["plain", "shared memory"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [_FEW, pytest.param([name for name in _RUNS if name not in _FEW], marks=pytest.mark.slow)],
+    [_FEW, [name for name in _RUNS if name not in _FEW]],
     ids=["few", "all others"],
 )
 def test_a_step_sends_its_gradients_and_the_rows_of_its_puzzles(tmp_path, sudoku_folder, names):

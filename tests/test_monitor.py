@@ -254,6 +254,7 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_offline_runs_hold_every_logged_line_once(tmp_path, sudoku_folder):
     """Killed after step 3 was logged, a run goes on from step 2: W&B cannot take lines back."""

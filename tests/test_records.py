@@ -241,6 +241,7 @@ def test_a_signal_ends_the_command_too(tmp_path, number, status):
     wait_for(lambda: not (command_line.exists() and command_line.read_bytes()), "the command goes on")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_interrupted_rung_goes_on(tmp_path, monkeypatch, capsys, heeds_interrupts, sudoku_folder):
     rule = number_format.choose_format(torch.device("cpu")).name

@@ -84,6 +84,7 @@ class Launch:
         self.process.wait()
 
 
+@pytest.mark.long
 def test_a_restart_continues_a_run_that_was_not_named(tmp_path, sudoku_folder):
     """All restarts of one launch have the name that was drawn first."""
     words = (*OPTIONS, "epochs=6", "eval_interval=6", "max_steps=20")

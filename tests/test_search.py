@@ -93,6 +93,7 @@ def load_study(path: str = "out/study.db", name: str = "s") -> optuna.Study:
     return optuna.load_study(study_name=name, storage=f"sqlite:///{path}")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_search_tells_failures_goes_on_and_prints_the_best(run_search):
     out, err = run_search("lr=choice(1,2,3,9)", trials=8, parallel=2, pruner="none")

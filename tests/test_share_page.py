@@ -101,6 +101,7 @@ def _assert_same_answers(path: Path, model: HaltingModel, *, num_steps: int, num
         fed = {name: found[f"next_{name}"] for name in fed}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_onnx_looks_at_boards_as_torch_does(tmp_path):
     ort = pytest.importorskip("onnxruntime")

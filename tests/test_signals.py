@@ -117,6 +117,7 @@ def test_a_run_that_is_stopped_goes_on_from_that_step(
     assert logged_rows(run) == logged_rows(whole_run)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("signals", "is_ignored"), [("SIGTERM,SIGINT", True), ("SIGTERM,SIGHUP", False)])
 def test_torchrun_under_nohup(tmp_path, sudoku_folder, signals, is_ignored):
@@ -149,6 +150,7 @@ def test_torchrun_under_nohup(tmp_path, sudoku_folder, signals, is_ignored):
     assert "SignalException: Process " in last.splitlines()[-1]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_a_terminal_that_is_closed_stops_a_run_unless_it_is_under_nohup(tmp_path, sudoku_folder, is_ignored):

@@ -86,6 +86,7 @@ _MACHINE = ("device=cpu", f"cpu_threads={NUM_THREADS}")
 _RUN = tuple(each for each in OVERRIDES if not each.startswith("arch."))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_on_4x4_sudokus_is_evaluated_on_6x6_and_asked_16x16(tmp_path, capsys):
     """SE-RRM (arXiv 2603.02193)."""

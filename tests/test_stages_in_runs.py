@@ -34,6 +34,7 @@ def _run(folder: Path, program: str, *overrides: str, world_size: int = 1):
     return complete_program(program, *overrides, folder=folder, world_size=world_size)
 
 
+@pytest.mark.long
 def test_a_curriculum_stopped_in_a_stage_goes_on_to_the_same_end(tmp_path, sudoku_folder, other_folder):
     data = (
         f"data_path=[{sudoku_folder},{other_folder}]",

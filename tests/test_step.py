@@ -117,6 +117,7 @@ def _assert_same_runs(num_ranks: int, steps: int, archs: dict[str, dict], **opti
     return list(alone.values())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_other_models_are_the_same_run():
     """With random stops, dropout and noise, however the batch is cut into parts."""

@@ -190,6 +190,7 @@ def _tensors(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_that_is_stopped_goes_on_as_if_nothing_had_happened(tmp_path, sudoku_folder):
     """What is due at steps 5, 8, 10, 15 and 16 is done after 8, 12 and 16; a signal is obeyed there too."""

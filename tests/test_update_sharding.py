@@ -55,6 +55,7 @@ def _train(
     return kept
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_shares_have_the_bits_of_the_whole_also_resumed_on_other_numbers_of_ranks(tmp_path):
     for size, last_step in ((3, 3), (2, 5), (1, 6)):

@@ -104,6 +104,7 @@ def _as_of_an_earlier_version(step: Path) -> None:
     (step / MANIFEST_FILE).write_text(manifest_text(files))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_repeated_puzzles_are_on_one_side_and_a_run_of_an_earlier_version_keeps_its_choice(tmp_path):
     """20 puzzles, each four times, in a folder of an earlier version."""

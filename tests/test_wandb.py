@@ -194,6 +194,7 @@ def test_dashboard_is_shown_without_a_network(capsys, monkeypatch, tmp_path):
         dashboard.main(["--project", "p"])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("unanswered", ["ArtifactType", "CreateArtifact"])
 def test_no_row_is_lost_because_an_artifact_fails(tmp_path, sudoku_folder, unanswered):
@@ -228,6 +229,7 @@ def test_no_row_is_lost_because_an_artifact_fails(tmp_path, sudoku_folder, unans
             _assert_has_all_rows(run.history, tmp_path / "run")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_copy_of_a_run_is_another_run(tmp_path, sudoku_folder):
     """The id that an agent chose belongs to the first folder, and each of both has all of its rows."""
