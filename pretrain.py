@@ -9,8 +9,8 @@ From Python, in new processes:
     result = pretrain.run(["experiment=demo"], processes=2)
     result.metrics["all"]["exact_accuracy"], result.folder
 
-A launch is one start of these commands. If a run is launched again with the same run_name, it continues from
-its newest checkpoint.
+A launch is one start of pretrain.py, on one or many processes. A run may need several launches: with the same
+run_name, a launch continues from the newest checkpoint of the run.
 
 Every process is one rank, and runs this file. training/step.py contains the training step, and lists its
 modes.
@@ -47,7 +47,8 @@ from training.step import train_step
 def main() -> None:
     """Runs this process as one rank of a run. `launch` reads the command line and connects the ranks."""
     with launch(PretrainConfig, compose_run) as program:
-        # These contexts turn a lack of memory, or a damaged cache of the compiler, into a one-line message.
+        # The two contexts below turn a lack of memory, or a damaged cache of the compiler, into a message of
+        # one line. If a GPU lacks memory, `memory_errors` also writes a snapshot of its memory to `folder`.
         advice = memory_advice(program.config, program.device)
         folder = Path(program.config.checkpoint_path)
         with memory_errors(advice, folder=folder), compiler_cache_errors():
@@ -70,24 +71,25 @@ def train(program: Program[PretrainConfig]) -> int:
     # Open the datasets. The schedule says after which steps a log row, an evaluation or a checkpoint is due.
     data = open_data(config)
     metadata, schedule = data.dataset.metadata, data.schedule
-    # Build the state of step 0 from the seed: weights, optimizer state, moving averages of the weights (EMA),
-    # and the carry. The carry contains a puzzle and a latent state for each slot of this rank. A slot is one
-    # position of the global batch. With pipeline parallelism, tensor parallelism or a sharded optimizer, each
-    # rank holds only its part of the weights or of the optimizer state.
+    # Build the state of step 0 from the seed: weights, optimizer state, moving averages of the weights
+    # (EMA), and the carry. A slot is one position of the global batch. The carry contains a puzzle and a
+    # latent state for each slot of this rank. With pipeline or tensor parallelism, each rank holds only its
+    # part of the weights. With a sharded optimizer, each rank holds only its part of the optimizer state.
     state = build_first_state(config, metadata, device=program.device, total_steps=schedule.total_steps)
 
-    # Lock the run folder. Load the checkpoint that the key `resume` selects (by default the newest one), or
-    # the weights that `init_from` names.
+    # Lock the run folder. Load the checkpoint that the key `resume` selects, by default the newest one. If
+    # the run has no checkpoint, load the weights that `init_from` names, if it is set.
     checkpoints = open_checkpoints(config, data)
     with program.watchdog.paused():  # The watchdog ends a run that hangs. A download for `init_from` is slow.
-        # True if metrics.jsonl contains the row of the loaded step, or if the step is 0.
+        # False if the loaded step should have a row in metrics.jsonl, but has none. Step 0 needs no row.
         is_logged = checkpoints.resume(state, total_steps=schedule.total_steps)
-    # Find leaks: evaluated puzzles on which this run trains, or on which the loaded weights were trained.
+    # Find leaks: evaluated puzzles that are also training puzzles, of this run or of the loaded weights.
+    # `trained_on` returns all puzzles that the model will have seen at the end of the run.
     training_puzzles = checkpoints.trained_on(schedule.total_steps)
     data.leaks.broadcast_find(training_puzzles, model="the checkpoint that this run started from")
 
-    # If the row of the loaded step is missing, because the run was killed in its evaluation, `run_steps`
-    # first evaluates and logs. Otherwise, there is nothing to do in two cases:
+    # If the row of the loaded step is missing, `run_steps` makes it first. Example: The run was killed while
+    # it evaluated. If the row exists, there is nothing to do in two cases:
     # - The loaded step is the last step of this launch: `max_steps`, or the last step of the run.
     # - The evaluation of the loaded step ended the run, because `stop_patience` evaluations had no new best.
     is_evaluated = is_logged and schedule.is_evaluation(state.step)
@@ -108,9 +110,9 @@ def train(program: Program[PretrainConfig]) -> int:
         log.info(f"done: {reached}")
         return 0
     log.info(f"stopped: {reached}. To continue, run the same command with run_name={config.run_name}.")
-    # A signal stopped the run. `end_torchrun` stops torchrun on every node, and returns exit status 0. If
-    # torchrun is elastic (--nnodes MIN:MAX), `end_torchrun` returns another exit status. torchrun then starts
-    # the processes again on the remaining nodes.
+    # A signal stopped the run. If torchrun is not elastic, `end_torchrun` stops torchrun on every node, and
+    # returns exit status 0. If torchrun is elastic (--nnodes MIN:MAX), `end_torchrun` does not stop it, and
+    # returns another exit status. torchrun then starts the processes again on the remaining nodes.
     return end_torchrun()
 
 
@@ -125,7 +127,7 @@ def run_steps(
     """Runs the training steps, and between steps the work that is due. All ranks call it.
 
     With local_steps > 1, each rank trains by itself, and the ranks merge their weights every `local_steps`
-    steps. If work falls due between two merges, the schedule moves it to the next merge.
+    steps. Log rows, evaluations and checkpoints that are due between two merges wait for the next merge.
 
     is_logged: Whether metrics.jsonl has a row for `state.step`, or the step is 0.
 
@@ -135,9 +137,9 @@ def run_steps(
     # - batches: Iterator over the batches of this rank, from the step after `state.step`.
     # - checkpoints: Saves checkpoints in a thread.
     # - monitor: Measures and logs the steps. `monitor.paused()` stops its clock and the watchdog for a while.
-    # - interruption: Makes a signal, such as Ctrl-C, a request to stop. If one rank has a request,
-    #   `is_agreed()` becomes True on all ranks, after the same step. A process that does not reach this point
-    #   within a time limit exits without saving. While the watchdog is paused, there is no limit.
+    # - interruption: Turns a signal such as Ctrl-C into a request to stop. If one rank has a request,
+    #   `is_agreed()` becomes True on all ranks, after the same step. If a rank does not finish the step in
+    #   time, it exits without saving. While the watchdog is paused, there is no time limit.
     with (
         data.read_train_batches(first_step=state.step, ranks=state.ranks, device=program.device) as batches,
         checkpoints,
@@ -169,9 +171,9 @@ def run_steps(
                     with monitor.paused("evaluating"):
                         results = evaluate(config, state, data, interruption)
                     if results is None:
-                        # A signal interrupted the evaluation, so this row is not logged. The next launch
-                        # evaluates again, and logs the row. It finds the training metrics of the row in the
-                        # checkpoint, because only `monitor.log` resets their sums.
+                        # A signal interrupted the evaluation, so this row is not logged. The sums of the
+                        # training metrics are not reset, so the checkpoint contains them. The next launch
+                        # evaluates again, and logs the row with them.
                         break
                     row |= results
                     monitor.show_puzzles(state)
@@ -184,14 +186,14 @@ def run_steps(
                 break
 
             # Read this rank's part of the next global batch: one puzzle for each slot. A slot that is still
-            # thinking ignores the puzzle that the batch has for it. A dataset may have several training sets.
-            # A batch contains puzzles of one of them, `set_name`. With a curriculum, the step decides which
-            # data are read.
+            # thinking ignores the puzzle that the batch has for it. A dataset may have several training
+            # sets. A batch contains puzzles of one of them, `set_name`. With a curriculum, the datasets
+            # depend on the number of the step.
             with monitor.reading():
                 set_name, batch = next(batches)
 
             # Run one training step. It adds 1 to `state.step`. The schedule gives the learning rates of the
-            # step, and how much the network computes in it (`reasoning`), which a curriculum may change.
+            # step, and its number of cycles and amount of noise (`reasoning`). A curriculum may change them.
             next_step = state.step + 1
             result = train_step(
                 state,
@@ -216,10 +218,10 @@ def run_steps(
                 with monitor.paused():
                     state.check_replicas()
 
-        # End the launch. `save` does nothing if the step is already saved. `close` waits until the checkpoint
-        # is written. If this save failed, the status file keeps its old status. The checkpoints and the
-        # monitor are closed here, and not by the end of the `with` block, because the watchdog must be paused
-        # while they wait.
+        # End the launch. `save` does nothing if the step is already saved. `close` waits until the
+        # checkpoint is written. If it could not be written, the status file keeps its old status. The
+        # checkpoints and the monitor are closed here, and not by the end of the `with` block, because the
+        # watchdog must be paused while they wait.
         is_stopped = interruption.is_agreed()
         with monitor.paused():  # writing the checkpoint and sending data to W&B may take long
             checkpoints.save(state)

@@ -1,90 +1,101 @@
 """One training step: one thinking step of every slot, then one update of the weights.
 
 A slot is one position of the global batch, and works on one puzzle at a time. Each rank works on its own
-slots. A thinking step is one forward pass of the network. It returns a new state and an answer for each slot,
-and the slot may halt. A slot keeps its puzzle and its state for several training steps, until it halts.
-Between training steps, they are in `state.carry`. A new state is detached, so no gradient flows from one
-training step into an earlier one.
+slots. A thinking step is one forward pass of the network: it computes a new state and an answer for each
+slot. A slot works on its puzzle for several training steps, until it halts. Each of these steps continues
+from the state of the previous one. Between training steps, `state.carry` holds puzzles and states. They are
+detached, so no gradient flows from a training step into an earlier one.
 
 `train_step` does the following, in this order. The comments in the code have the same numbers. "Dense
 weights" are all weights except the puzzle embeddings.
 
-1. Sample the random numbers of the step. Example: which slots explore. An exploring slot samples a minimum
-   number of thinking steps, and does not halt in this training step if it has made fewer on its puzzle. The
-   next training step samples again.
-2. If a slot has halted, give it its puzzle of the batch and an initial state. The other slots keep their
-   puzzle and their state. They skip their puzzle of the batch.
-3. Prepare the embeddings of the puzzles in the slots, and the divisors of the loss. A divisor is a number
-   that divides a term of the loss, such as the number of slots.
-4. For each micro-batch: run the thinking step, decide which slots halt, compute the loss, and run the
-   backward pass. The gradients of the micro-batches add up. Scalars are prepared for step 6: the loss of this
-   rank, and its stop request. A rank requests a stop if it has received a signal.
+1. Sample the random numbers that the host draws for this step, such as which slots explore. An exploring
+   slot may not halt in this training step before a sampled minimum number of thinking steps on its puzzle.
+   Every training step samples all of them again. Noise and dropout are drawn later, on the device.
+2. Give new puzzles to the slots that have halted. Slot i takes puzzle i of the batch, and an initial state.
+   If slot i has not halted, it keeps its puzzle and state, and puzzle i of the batch is discarded.
+3. Compute the divisors of the loss. A divisor is a number that divides a term of the loss, such as the
+   number of slots. With a sharded puzzle table, fetch the embeddings of the puzzles in the slots.
+4. Run all micro-batches. For each one: run the thinking step, decide which slots halt, compute the loss, and
+   run the backward pass. The gradients of the micro-batches add up. Before the last backward pass, this rank
+   writes two scalars to the buffer that step 6 sums: its loss, and 1 if a signal has asked it to stop.
 5. Store the new carry.
 6. Sum over ranks: the gradients of the dense weights, the gradients of the puzzle embeddings, and the
-   scalars. With sync_dtype=bfloat16, all of them are rounded before.
-7. Clip the norm of the gradients of the dense weights, if `grad_clip_norm` is set. Update the dense weights
-   with the optimizer. Update each puzzle embedding that the step used with sign SGD. If `ema` is set, bring
-   its moving average (EMA) up to date before. Most steps do not use an embedding, so they do not touch its
-   average either.
-8. In bfloat16, copy the updated float32 weights of the blocks to the bfloat16 weights of the forward pass.
-9. Add the dense weights to their moving average, if `ema` is set.
-10. Add the metric sums of the step.
+   scalars.
+7. If `grad_clip_norm` is set, clip the gradients of the dense weights by their norm. Update the dense
+   weights with the optimizer. Update the embeddings of the puzzles in the slots with sign SGD. If `ema` is
+   set, first bring the moving averages of these embeddings up to date. The averages of all other embeddings
+   wait until their puzzles are in a slot again.
+8. Copy the updated weights to those that the forward pass reads. This concerns the weights of the blocks in
+   bfloat16, because the optimizer updates float32 weights.
+9. If `ema` is set, update the moving averages of the dense weights.
+10. Add the metrics of this rank to the sums for the next log row.
+
+With one process, nothing is sent. A step with a loss or gradient norm that is not finite changes the weights
+like any other step. The training loop then ends the run, before the next log row, checkpoint or evaluation
+(`Monitor` in training/monitor.py).
 
 Config keys select modes of a step. Each entry says what a mode changes in steps 1 to 10.
 
-Sums over ranks
-- sync=flat, and sync=auto without shared memory (see below): During the last backward pass of step 4, the
-  gradients and the scalars are sent in buckets. Step 6 waits for the sums (FlatSync in distributed/sync.py).
-- sync=auto on the CPUs of one Linux node: Step 6 adds the gradients in shared memory (SharedMemorySync). The
-  optimizer is then sharded over all ranks by default. Not with a pipeline, tensor parallelism, local steps,
-  sync_dtype=bfloat16 or train_only=puzzle_embeddings, nor if some but not all ranks shard the optimizer.
+How gradients are summed
+- sync=auto: On the CPUs of one Linux node, step 6 adds the gradients of all ranks in shared memory
+  (SharedMemorySync in distributed/sync.py). The optimizer is then sharded over all ranks, unless
+  `data_parallel_shard_degree` is 1. In all other cases, sync=auto is sync=flat. This holds for GPUs, for
+  several nodes, and for each of: a pipeline, tensor parallelism, local steps, sync_dtype=bfloat16,
+  train_only=puzzle_embeddings, and an optimizer that is sharded over some of the ranks.
+- sync=flat: During the last backward pass of step 4, the gradients of the dense weights and the scalars are
+  sent in buckets. Step 6 waits for the sums (FlatSync). With a pipeline, tensor parallelism or
+  train_only=puzzle_embeddings, step 6 sends everything.
 - sync=ddp: torch's DistributedDataParallel sums the gradients in the last backward pass of step 4. Step 6
-  sums the scalars in a separate message (DDPSync).
-- local_steps > 1: Each rank trains by itself on its slots. Steps 3 and 6 send nothing, and step 7 uses only
-  the gradients of this rank. Every `local_steps` training steps, and after the last one, step 8 merges the
-  ranks. A merge replaces the weights of all ranks by one set of weights: their mean, or with `outer_lr` and
-  `outer_momentum` the result of a step in the direction of the mean. A puzzle embedding becomes its mean over
-  the ranks that changed it. Step 9 does nothing without a merge. After a merge, it adds the merged weights
-  once for each training step since the previous merge. The scalars are summed over ranks in a merge, too
-  (LocalSteps in training/strategy.py).
+  sums the scalars in a separate message (DDPSync). The weights stay float32, so step 8 copies nothing.
+- sync_dtype=bfloat16: The gradients of the dense weights are sent in bfloat16. The gradients of puzzle
+  embeddings are always sent in float32.
+- local_steps > 1: Each rank trains by itself. Step 3 sends nothing, the number of slots that divides the
+  loss is that of the rank, and step 6 does nothing. Every `local_steps` training steps, and after the last
+  step of the run, step 8 merges the weights: it replaces them on all ranks by their mean over the ranks.
+  With `outer_lr` and `outer_momentum`, it starts from the weights of the previous merge, and moves them in
+  the direction of the mean, like SGD with momentum. A puzzle embedding becomes its mean over the ranks that
+  changed it. A merge also sums the scalars since the previous one. Step 9 does nothing without a merge.
+  After a merge, it adds the merged weights to the average once for each training step since the previous
+  merge (LocalSteps in training/strategy.py).
 
-Weights on several ranks
-- data_parallel_shard_degree: The optimizer is sharded (ZeRO-1). In step 7, each rank updates only its shard
-  of the blocks' weights, and all other dense weights. In float32, all dense weights are sharded. Step 8
-  all-gathers the shards (distributed/flat.py).
+How weights are distributed
+- data_parallel_shard_degree: The optimizer is sharded (ZeRO-1). In step 7, each rank updates its shard of
+  the sharded weights. Step 8 copies the shard, then all-gathers the copies. With a bfloat16 forward pass,
+  the weights of the blocks are sharded, and each rank updates all other dense weights. With a float32
+  forward pass, all dense weights are sharded (distributed/flat.py).
 - pipeline_parallel_degree: Each rank has some of the blocks. In step 4, the activations of the slots pass
-  through the blocks of all ranks of a pipeline, forward and backward. Step 4 sends no gradients of weights.
-  Step 6 sends all of them (distributed/pipeline.py). In step 7, the ranks sum their parts of the gradient
-  norm.
-- tensor_parallel_degree: Several ranks work on the same slots. Each of them has a part of every matrix in the
-  blocks. In step 4, they sum activations and gradients of activations. Gradients of weights and the norm are
-  summed as in a pipeline. With optimizer=muon, step 7 gathers matrices (distributed/tensor.py).
+  through the blocks of all ranks of a pipeline, forward and backward. Step 4 sends no gradients of weights,
+  step 6 sends all of them (distributed/pipeline.py). Step 7 adds the squared norms of the ranks.
+- tensor_parallel_degree: Several ranks work on the same slots. Each of them has a part of every matrix in
+  the blocks. In step 4, they sum activations, and gradients of activations. Step 4 sends no gradients of
+  weights, step 6 sends all of them (distributed/tensor.py). Step 7 adds the squared norms of the ranks. Muon
+  needs full matrices: in step 7, one rank gathers each matrix, computes its update, and sends the parts
+  back.
 - puzzle_emb_sharding=rows: Each puzzle embedding is on one rank, its owner. Step 3 fetches embeddings from
   the owners, and step 6 sends the gradients to the owners (optimizers/puzzle_table.py).
 
 What is computed
 - train_only=puzzle_embeddings: The dense weights have no gradient, and do not change.
-- arch.no_ACT_continue=false (HRM): The loss has a term for q_continue, the value of one more thinking step.
-  With arch.q_target=exact, step 4 calls the network once more on all slots, without gradient, for the target
-  of this term. With arch.q_target=deferred, it does so only on slots that halt. For all other slots, the next
-  training step computes the term (models/objective.py).
-- arch=ldt: A slot may hold several puzzles (`boards_per_slot`). A training step works on one of them, and the
-  others wait. LDT has divisors that depend on the data. Step 3 sums them over ranks, except with local steps
-  (models/ldt.py).
-- state_noise, step_noise, init_noise, dropout: Random changes of states and activations in steps 2 and 4
-  (models/noise.py).
-- gradient_accumulation_steps: Step 4 splits the slots of a rank into this number of micro-batches. The number
-  must divide the number of slots, except in an elastic run with uneven ranks. Only the last micro-batch may
-  send gradients.
+- arch.no_ACT_continue=false (the default of HRM): The loss has a term for q_continue, the value of one more
+  thinking step. The target of this term needs the result of that thinking step. With arch.q_target=exact,
+  step 4 runs it for all slots, without gradient. With arch.q_target=deferred, step 4 runs it only for slots
+  that halt. The other slots run it in the next training step anyway, which then computes their term
+  (models/objective.py).
+- arch=ldt: A slot may hold several puzzles, called boards (`boards_per_slot`). A training step works on one
+  of them, picked before step 2, and the others wait. Each board halts by itself. The divisors of LDT depend
+  on the data. Step 3 sums them over ranks (models/ldt.py).
+- init_noise changes initial states in step 2. state_noise, step_noise, damping and dropout change states and
+  activations in step 4 (models/noise.py).
+- gradient_accumulation_steps: Step 4 splits the slots of a rank into this number of micro-batches. All of
+  them have the same divisors. Only the last backward pass may send gradients. If ranks of an elastic run
+  have unequal numbers of slots, the number of micro-batches may differ from the key.
 - activation_checkpointing=block: The backward pass computes the activations of each block again.
 - compile: torch compiles the blocks, and the update of AdamATan2.
-- curriculum: The batch and the number of cycles in step 4 depend on the stage (training/schedule.py).
+- curriculum: The stage of the run selects the training data, and how often a thinking step runs the blocks
+  (training/schedule.py).
 - torchrun --nnodes MIN:MAX (elastic): The number of ranks may change between launches. A rank may have no
-  slot.
-
-With one process, nothing is sent. No update is skipped: if the loss or the gradient norm is not finite, the
-weights are updated all the same. The training loop then ends the run, before the next log row, checkpoint or
-evaluation (`Monitor` in training/monitor.py).
+  slot. It then runs one empty micro-batch.
 
 `PretrainConfig.mistakes` in config/schema.py and `check_layout` in training/layout.py refuse modes that
 cannot be combined.
@@ -130,8 +141,9 @@ def train_step(
             last micro-batch.
 
     Returns:
-        The loss, the gradient norm and the number of stop requests. They are equal on all ranks. With local
-        steps, they are None unless the step ends with a merge.
+        The loss, the gradient norm, the number of stop requests, and the training steps that the moving
+        average includes now. They are equal on all ranks. With local steps and without a merge, the first
+        three are None.
     """
     state.step += 1
     network = state.model.network
@@ -139,23 +151,23 @@ def train_step(
         reasoning = state.model.reasoning
     # 1. Random numbers.
     rng = sample_rng(state, config, reasoning)
-    # 2. Start halted slots. The other slots keep their puzzle and their state. If slots hold several puzzles
-    # (LDT), `picked` is the number of the puzzle that each slot works on. Otherwise, it is None.
+    # 2. New puzzles. If slots hold several boards (LDT), `picked` is the index of the board that each slot
+    # works on in this step. Otherwise, it is None, and `boards(None)` is the whole carry.
     picked = network.pick_boards(rng)
     active = state.model.refill(state.carry.boards(picked), batch, reasoning, rng)
-    # 3. Puzzle embeddings and divisors. Only a sharded puzzle table, and arch=ldt, send something here.
+    # 3. Divisors and puzzle embeddings. Only arch=ldt and a sharded puzzle table send something here.
     with clock.measure("sync"):
         state.table.prepare(active.data.puzzle_identifiers)
         local_divisors = network.objective.divisors(active)
-        divisors = state.strategy.sum_divisors(local_divisors)  # it adds the number of slots as "slots"
+        divisors = state.strategy.sum_divisors(local_divisors)  # also has "slots": the number of slots
     # 4. Forward and backward passes.
     after, sums = forward_and_backward(state, active, config, divisors, reasoning, rng, is_asked_to_stop)
-    # 5. Store the carry, for the next step.
+    # 5. The carry. With `picked`, the picked boards are replaced in place. Otherwise, the result is `after`.
     state.carry = state.carry.with_boards_(picked, after)
     # 6 to 9. Update the weights.
     grad_norm, result = update(state, config, rates, clock)
-    # 10. Metrics. For a log row, metrics are summed over ranks. The gradient norm is divided by the number of
-    # ranks before, so that this sum is the mean over ranks. (Without local steps, all ranks have the same.)
+    # 10. Metrics. A log row has their sums over ranks. For the gradient norm, it shall have the mean over
+    # ranks. Each rank therefore adds its norm divided by the number of ranks.
     state.metrics.add(sums | {"grad_norm": grad_norm / state.ranks.size})
     return result
 
@@ -169,21 +181,22 @@ def forward_and_backward(
     rng: SlotRng,
     is_asked_to_stop: Callable[[], bool],
 ) -> tuple[Carry, Sums]:
-    """Adds this rank's gradients of all micro-batches. Returns the new carry and the metric sums.
+    """Runs all micro-batches of this rank. Returns the new carry and the metric sums.
 
-    The objective returns the sum of the losses of the slots. Before the backward pass, this function divides
-    the sum by divisors["slots"]: the number of slots of the global batch, or with local steps of this rank.
-    All micro-batches have the same divisor.
+    The gradients of the micro-batches add up in the gradient buffers. The objective returns the sum of the
+    losses of the slots. The backward pass starts from this sum divided by divisors["slots"], the number of
+    slots in the global batch. With local steps, it is the number of slots of this rank.
     """
     strategy, network = state.strategy, state.model.network
     strategy.start_step()  # zeroes the gradients
-    # Each micro-batch has `size` slots. The last one may have fewer. A rank without slots runs one empty
-    # micro-batch, because the other ranks wait for its messages.
+    # Each micro-batch has `size` slots. The last one may have fewer. A rank without slots has one empty
+    # slice, because the other ranks wait for its messages.
     num_slots = len(state.slots)
     size = max(1, num_slots // config.gradient_accumulation_steps)
     micro_batches = [slice(start, start + size) for start in range(0, max(1, num_slots), size)]
     # Add the scalars (loss and stop request) before the last backward pass, because with sync=flat this pass
-    # sends them together with the gradients. The loss is a sum over slots. `Strategy.synchronize` divides it.
+    # sends them together with the gradients. The loss among the scalars is the sum over slots.
+    # `Strategy.synchronize` divides it by the number of slots, after the sum over ranks.
     scalars = state.weights.scalars
     carries: list[Carry] = []
     sums: Sums = {}
@@ -220,22 +233,24 @@ def update(
     grad_norm = state.weights.clip_(config.grad_clip_norm)
     state.weights.update_(rates["lr"], step=state.step)
     state.table.update_(rates["puzzle_emb_lr"])
-    # 8. Copy the weights into the forward pass. With local steps, merge the weights of all ranks first, if a
-    # merge is due. The result contains the loss of the step over all ranks.
+    # 8. Copy the new weights to those that the forward pass reads. With local steps: if a merge is due, first
+    # merge the weights of all ranks. The result has the mean loss of the step over all ranks. With local
+    # steps, it has the mean loss since the previous merge, or None if no merge was due.
     with clock.measure("sync"):
         result = state.strategy.synchronize(grad_norm, step=state.step)
-    # 9. Moving average. `averaged_steps` contains this step. With local steps, it is empty without a merge.
-    # After a merge, it contains all steps since the previous merge.
+    # 9. Moving average. Without local steps, `averaged_steps` is this step. With local steps, it is empty if
+    # no merge was due. Otherwise, it has all steps since the previous merge.
     state.average.update(result.averaged_steps)
     return grad_norm, result
 
 
 def sample_rng(state: TrainState, config: PretrainConfig, reasoning: Reasoning) -> SlotRng:
-    """Samples the random numbers of one training step on this rank.
+    """Returns the source of the random numbers of one training step for this rank's slots.
 
-    They depend on the seed, the step and the slot, but not on the number of ranks. `sample_randomness` of the
-    network samples arrays for the global batch on the host. Each rank copies the entries of its slots to the
-    device. All other random numbers are generated on the device.
+    The numbers depend on the seed, the step and the slot, but not on the number of ranks.
+    `Network.sample_randomness` samples arrays for the global batch on the host, such as {"min_steps": int32
+    [global_batch_size]}. Each rank copies the entries of its slots to the device. All other random numbers,
+    such as noise, are drawn later on the device.
     """
     slots, device = state.slots, state.carry.steps.device
     arrays = state.model.network.sample_randomness(
