@@ -16,8 +16,7 @@ from dataset.kinds.kind import to_grid
 from distributed import log
 from distributed.process_group import is_main
 from evaluation.intervals import wilson_interval
-from evaluation.names import written_name
-from evaluation.results import (
+from evaluation.metric_tables import (
     INTERVAL_ENDS,
     independent_count,
     is_number,
@@ -25,6 +24,7 @@ from evaluation.results import (
     metric_names,
     with_suffix,
 )
+from evaluation.names import written_name
 from models import HaltingModel
 from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart, short
 from report.compute import compute_chart, compute_picture

@@ -11,19 +11,17 @@ from config.architecture import architectures
 from config.compose import config_with
 from config.programs import EvaluateConfig
 from evaluation.intervals import wilson_interval
-from evaluation.names import NAMES, written_name
-from evaluation.passes import SetResult
-from evaluation.results import (
-    all_metrics,
+from evaluation.metric_tables import (
     independent_count,
     metrics_table,
-    scaling_of,
     scaling_table,
     setting_metrics,
     summarize,
     with_intervals,
-    write_measured,
 )
+from evaluation.names import NAMES, written_name
+from evaluation.passes import SetResult
+from evaluation.results import all_metrics, scaling_of, write_measured
 from models import network_class
 from report.compute import compute_picture
 from runtime.writing import write_json

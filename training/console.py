@@ -9,8 +9,8 @@ from datetime import datetime, timedelta
 from config.schema import PretrainConfig
 from distributed import log
 from distributed.progress import Progress
+from evaluation.metric_tables import is_count, is_share, metrics_by_set
 from evaluation.names import written_name
-from evaluation.results import is_count, is_share, metrics_by_set
 from runtime.reading import printable
 
 _TRAINED = ("lm_loss", "exact_accuracy", "accuracy")  # on the progress bar

@@ -20,7 +20,7 @@ from distributed.process_group import is_main
 from distributed.shards import Shard, Tensors
 from evaluation.known import find_match
 from evaluation.leaks import find_trained
-from evaluation.results import is_number
+from evaluation.metric_tables import is_number
 from models import network_class
 from models.puzzle_embedding import PuzzleEmbedding
 from models.search import Search

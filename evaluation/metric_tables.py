@@ -1,0 +1,222 @@
+"""Tables of metrics, with a 95 % interval of every accuracy, and what kind of number a metric is.
+
+The interval is for the variation over other test puzzles. With several checkpoints, every metric has a mean
+and a standard deviation, for the variation over seeds of the training.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evaluation.intervals import mean_and_deviation, wilson_interval
+from evaluation.names import both_names
+from evaluation.selection import ORACLE
+
+INTERVAL_ENDS = ("low", "high")
+TEXTS = ("selected_by", "forward_dtype")  # entries of metrics.json that are texts
+
+_SETTING = "@steps="  # in names such as exact_accuracy@steps=4,samples=1
+
+Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
+
+
+def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
+    """Adds the 95 % interval of each accuracy: "accuracy_low" and "accuracy_high" after "accuracy".
+
+    If the number of puzzles is unknown, an accuracy gets no interval.
+
+    values: {metric: value} of one test set.
+    """
+    completed = {}
+    for name, value in values.items():
+        completed[name] = value
+        evaluator, slash, _ = name.rpartition("/")
+        if is_share(name) and (count := independent_count(values, f"{evaluator}{slash}")) > 0:
+            completed |= interval_of(name, min(max(value, 0.0), 1.0), count)
+    return completed
+
+
+def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
+    """Returns the number of test puzzles for the confidence interval of an accuracy. 0 if it is unknown.
+
+    The interval assumes independent puzzles. So puzzles with equal inputs count once.
+
+    values: {metric: value} of one test set.
+    evaluator: Prefix of the metrics of one evaluator, such as "sudoku/" in "sudoku/valid_accuracy", because
+    an evaluator may count other puzzles. "" for metrics without a prefix.
+    """
+    count, num_rows = values.get(f"{evaluator}count", 0), values.get("count", 0)
+    counts_examples = evaluator in ("", "unseen/") or count == num_rows
+    if count and counts_examples and (distinct := values.get("distinct_count")):
+        return max(round(distinct * count / num_rows), 1)
+    return int(count)
+
+
+def interval_of(metric: str, share: float, count: int) -> dict[str, float]:
+    ends = zip(INTERVAL_ENDS, wilson_interval(share, count), strict=True)
+    return {with_suffix(metric, end): value for end, value in ends}
+
+
+def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
+    """Computes the mean and the standard deviation of every metric over several evaluations.
+
+    Returns {test set: {metric: mean, "<metric>_deviation": standard deviation}}. A metric that one of the
+    evaluations lacks is left out.
+
+    runs: {test set: {metric: value}} of each evaluation.
+    """
+    summary: dict[str, dict[str, float]] = {}
+    for name in runs[0]:
+        columns = [run.get(name, {}) for run in runs]
+        for metric in columns[0]:
+            if _has_suffix(metric, *INTERVAL_ENDS) or not all(metric in column for column in columns):
+                continue
+            if metric in TEXTS:
+                summary.setdefault(name, {})[metric] = ", ".join(
+                    sorted({column[metric] for column in columns})
+                )
+                continue
+            mean, deviation = mean_and_deviation([column[metric] for column in columns])
+            summary.setdefault(name, {})[metric] = mean
+            if deviation is not None and not metric.endswith("count"):
+                summary[name][with_suffix(metric, "deviation")] = deviation
+    return summary
+
+
+def metrics_table(metrics: Columns, *, title: str) -> str:
+    """Returns a text table with one line for each metric and one column for each set.
+
+    A cell also shows the interval or the standard deviation of its metric. Known metrics are shown with both
+    names, for example "solved (exact_accuracy)".
+    """
+    names = metric_names(metrics)
+    columns = [["", *map(both_names, names)]]
+    for set_name, values in metrics.items():
+        cells = [metric_cell(values, name) for name in names]
+        columns.append([set_name.rjust(max(12, *map(len, cells), len(set_name))), *cells])
+    widths = [max(map(len, column)) for column in columns]
+    rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
+    return "\n".join([title, *rows])
+
+
+def metric_names(metrics: Columns) -> list[str]:
+    """Lists the metrics of all sets, without derived entries such as "accuracy_low"."""
+    names = dict.fromkeys(metric for values in metrics.values() for metric in values)
+    return [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
+
+
+def metric_cell(values: Mapping[str, float | str], name: str) -> str:
+    """Formats a metric for a table, with its interval or standard deviation if `values` contains them.
+
+    Example: "0.9  [0.88, 0.92]". Returns "" if the metric is missing.
+
+    values: {metric: value} of one test set.
+    """
+    if name not in values:
+        return ""
+    value = values[name]
+    text = f"{value:>12}" if isinstance(value, str) else f"{value:>12.6g}"
+    low, high, deviation = (values.get(with_suffix(name, suffix)) for suffix in (*INTERVAL_ENDS, "deviation"))
+    if low is not None:
+        text += f"  [{low:.4f}, {high:.4f}]"
+    if deviation is not None:
+        text += f"  +- {deviation:.4g}"
+    return text
+
+
+def scaling_table(scaling: Mapping[str, Any]) -> str:
+    """Returns a text table of the accuracies in scaling.json.
+
+    It has one line for each number of model calls and of samples (runs of a puzzle), and one column for each
+    selection rule. For a search model (LDT), it also has the fractions of wrong answers and of puzzles
+    without an answer.
+
+    scaling: Content of scaling.json.
+    """
+    lines = []
+    for set_name, content in scaling["sets"].items():
+        ways = content["corners"][0]["ways"]
+        is_search = any("undecided" in fractions for fractions in ways.values())
+        names = "".join(f"  {name:>15}" for name in (*ways, *(("wrong", "undecided") if is_search else ())))
+        lines += [set_name, f"steps  samples  calls/puzzle{names}"]
+        for setting in content["corners"]:
+            ways = [*setting["ways"].values()]
+            fractions = [values["exact_accuracy"] for values in ways]
+            if is_search:
+                undecided = ways[0]["undecided"]
+                fractions += [1 - fractions[0] - undecided, undecided]
+            cells = "".join(f"  {fraction:>15.4f}" for fraction in fractions)
+            lines.append(f"{setting['steps']:>5}  {setting['samples']:>7}  {ways[0]['calls']:>12.6g}{cells}")
+    return "\n".join(lines)
+
+
+def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Flattens the content of scaling.json to {test set: {metric: value}}.
+
+    Example of a metric: "exact_accuracy@steps=64,samples=8". A name ends with ",select=vote" if the rule
+    `vote` selected the sample. Names of the first rule lack this ending. A name starts with "any_" if a
+    puzzle counts as solved when any sample is right.
+
+    scaling: Content of scaling.json.
+    """
+    metrics: dict[str, dict[str, float]] = {}
+    for set_name, content in scaling["sets"].items():
+        columns = metrics.setdefault(set_name, {})
+        for setting in content["corners"]:
+            where = f"@steps={setting['steps']},samples={setting['samples']}"
+            for index, (rule, fractions) in enumerate(setting["ways"].items()):
+                chosen = f",select={rule}" if index and rule != ORACLE else ""
+                for metric, value in fractions.items():
+                    columns[f"{'any_' if rule == ORACLE else ''}{metric}{where}{chosen}"] = value
+    return metrics
+
+
+def with_suffix(metric: str, suffix: str) -> str:
+    """Appends _<suffix> to the name of a metric, before the part that starts with "@", if there is one.
+
+    Example: with_suffix("accuracy@steps=4", "low") is "accuracy_low@steps=4".
+    """
+    name, at, setting = metric.partition(_SETTING)
+    return f"{name}_{suffix}{at}{setting}"
+
+
+def _has_suffix(metric: str, *suffixes: str) -> bool:
+    return metric.partition(_SETTING)[0].endswith(tuple(f"_{suffix}" for suffix in suffixes))
+
+
+def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dict[str, Any]]:
+    """Extracts {test set: {metric: value}} from a log record with names such as "eval/all/exact_accuracy".
+
+    split: First part of the names, such as "eval". Other names are ignored.
+    """
+    metrics: dict[str, dict[str, Any]] = {}
+    for name, value in row.items():
+        first, _, rest = name.partition("/")
+        set_name, slash, metric = rest.partition("/")
+        if first == split and slash:
+            metrics.setdefault(set_name, {})[metric] = value
+    return metrics
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value is a finite int or float. Bools do not count."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(metric: str) -> bool:
+    """Returns whether a metric is a number of puzzles or similar, and not a quality of answers.
+
+    Examples: True for "count" and "arc/votes", False for "accuracy".
+    """
+    name = metric.rpartition("/")[2]
+    return name.endswith("count") or name in ("test_inputs", "votes", "trained_on", "trained_on_rate")
+
+
+def is_share(metric: str) -> bool:
+    """Returns whether a metric is a fraction of puzzles or cells, such as "accuracy" or "arc/pass@2".
+
+    Such a metric gets a confidence interval. Returns False for the ends of an interval, such as
+    "accuracy_low".
+    """
+    is_end = _has_suffix(metric, *INTERVAL_ENDS, "deviation")
+    return not is_end and (metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@"))
