@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpointing.pretrained import Checkpoint
+from checkpointing.finding import Checkpoint
 from config.compose import config_with
 from config.programs import EvaluateConfig
 from dataset.kinds.kind import SUBMISSION_FILE, TASKS_FILE

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpointing.pretrained import Checkpoint
+from checkpointing.finding import Checkpoint
 from dataset.drawing import SCRIPTS, THEME
 from dataset.format import Dataset
 from dataset.kinds.kind import to_grid

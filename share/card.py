@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.files import STARTS_FILE
-from checkpointing.pretrained import Checkpoint
+from checkpointing.finding import Checkpoint
 from config.files import changed_words, load_defaults, word
 from dataset.build import builders
 from dataset.format import read_builder

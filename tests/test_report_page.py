@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointing.pretrained import find_checkpoint, load_trained_model
+from checkpointing.finding import find_checkpoint
+from checkpointing.loading import load_trained_model
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, open_dataset
 from dataset.loader import Batch
 from evaluation.intervals import wilson_interval

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from checkpointing.files import TRAINED_FILE
-from checkpointing.pretrained import ARCH_WORD, find_checkpoint, load_weights, take_rows
+from checkpointing.finding import ARCH_WORD, find_checkpoint
+from checkpointing.loading import load_weights, take_rows
 from config.architecture import Architecture
 from config.files import changed_words, load_defaults
 from config.schema import PretrainConfig
