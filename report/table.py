@@ -13,8 +13,8 @@ from typing import Any
 from config.files import flatten
 from evaluation.intervals import difference_p, mean_interval, wilson_interval
 from evaluation.metric_tables import independent_count
-from report.charts import fraction, short
-from report.page import check_output, duration, write_page
+from report.charts import duration, fraction, short
+from report.page import check_output, write_page
 from report.run import RunRecord, read_run
 
 NOTE = (

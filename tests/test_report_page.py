@@ -22,8 +22,9 @@ from evaluation.intervals import wilson_interval
 from evaluation.trace import record_trace
 from models.trm import TRM
 from report.__main__ import main
+from report.charts import duration
 from report.compare import comparison_charts
-from report.page import duration, learning_charts
+from report.page_content import learning_charts
 from report.run import RunRecord, read_run
 from report.table import build_table, group_runs, without_repeats
 from report.trace import (
