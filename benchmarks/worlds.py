@@ -263,6 +263,15 @@ class Trainer:
         }
 
 
+def model_sizes(options: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the arguments of pretrain.py that set the size of the model.
+
+    They select a tiny model with --quick. Otherwise there are none. The model is then HRM with 27 M
+    parameters.
+    """
+    return TINY if options.quick else ()
+
+
 def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:
     """Returns the metadata of a synthetic dataset like 9x9 Sudoku.
 
