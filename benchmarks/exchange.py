@@ -1,12 +1,19 @@
-"""The benchmark `exchange` of benchmarks.parallel: times a training step with each method to sum gradients.
+"""Times a training step on several processes, with each method to sum gradients.
+
+    python -m benchmarks.exchange
+    python -m benchmarks.exchange --line 100mbit 25        # emulated machines (root): rate, one-way ms
+    torchrun ... -m benchmarks.exchange --at-least 0.85    # on the machines of a run
 
 `alone` is the step without messages. `default` uses the defaults of a run. `shared`, `flat`, `ddp` and
 `bfloat16` set sync and sync_dtype, without sharding of the optimizer. `per_parameter` is a blocking
 all-reduce for each parameter. `copy` copies all gradients in memory on each rank. This is the lower limit of
 `shared`.
 
-Under torchrun, `measure_cluster` measures only the time of `alone` / the time of `default`.
+Under torchrun, the program measures only `alone` and `default`. It exits with status 1 if the efficiency, the
+time of `alone` / the time of `default`, is below --at-least.
 """
+
+import runtime.environment  # noqa: F401 - sets variables that OpenMP reads when torch is imported
 
 import argparse
 import contextlib
@@ -18,14 +25,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import (
-    cells,
-    fail,
-    measurement,
-    print_report,
-    ratio,
-)
-from benchmarks.worlds import Trainer, World, model_sizes, take_turns, timed
+from benchmarks.harness import cells, fail, measurement, parse, print_report, ratio, run_main
+from benchmarks.worlds import Trainer, World, model_sizes, take_turns, timed, world_parser
 from distributed.collectives import all_ranks
 from distributed.errors import abort_all
 from distributed.process_group import (
@@ -86,10 +87,28 @@ class _Exchange:
         self._alone.state.step = 0
 
 
-def measure_exchange(options: argparse.Namespace) -> None:
-    (processes,) = options.processes or [2]
-    if processes == 1:
-        fail("exchange needs several processes. Pass --processes 2 or more.")
+def main(argv: Sequence[str] | None = None) -> None:
+    description = "Times a training step on several processes, with each method to sum gradients."
+    parser = world_parser("exchange", description=description)
+    line = (
+        "emulate a machine for each process, and a slow network (needs root). RATE: bandwidth in the syntax "
+        "of tc, such as 1gbit. MS: delay of a message in ms"
+    )
+    parser.add_argument("--line", nargs=2, metavar=("RATE", "MS"), help=line)
+    least = "under torchrun: exit with status 1 if the efficiency is lower than FRACTION"
+    parser.add_argument("--at-least", type=float, metavar="FRACTION", help=least)
+    options = parse(parser, argv)
+    if world_size() > 1:
+        return _measure_cluster(options)
+    if options.at_least is not None:
+        parser.error("--at-least applies only under torchrun. For one machine, run benchmarks.scaling.")
+    if options.processes == 1:
+        parser.error("--processes 1: this benchmark needs several processes. Pass --processes 2 or more.")
+    _measure_exchange(options)
+
+
+def _measure_exchange(options: argparse.Namespace) -> None:
+    processes = options.processes
     is_in_memory = options.device == "cpu" and not options.line
     ways = [way for way in _EXCHANGES if way != "shared" or is_in_memory]
     names = [*ways, "per_parameter", "rarely", *(["copy"] if is_in_memory else [])]
@@ -126,7 +145,7 @@ def measure_exchange(options: argparse.Namespace) -> None:
         result["shared_over_copy"] = added["shared"].median / copy.median
     where = f"machines, line {' '.join(options.line)} ms" if options.line else "processes on this machine"
     print_report(
-        "parallel exchange",
+        "exchange",
         options,
         header=["exchange", "step ms", "spread ms", "exchange ms", "spread ms", "efficiency"],
         rows=rows,
@@ -139,7 +158,7 @@ def measure_exchange(options: argparse.Namespace) -> None:
     )
 
 
-def measure_cluster(options: argparse.Namespace) -> None:
+def _measure_cluster(options: argparse.Namespace) -> None:
     """Measures how efficient a training is on the machines of torchrun. Rank 0 prints it. All ranks call it.
 
     The efficiency is (time of a training step without messages) / (time with messages).
@@ -159,7 +178,7 @@ def measure_cluster(options: argparse.Namespace) -> None:
         efficiency = ratio(times["alone"], times["default"])
         if is_main():
             print_report(
-                "parallel cluster",
+                "cluster",
                 options,
                 header=["exchange", "step ms", "spread ms"],
                 rows=[[way, *cells(measured)] for way, measured in times.items()],
@@ -184,3 +203,7 @@ def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitSt
     folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
     emulated = emulate(count, folder, rate=rate, delay_seconds=float(milliseconds) / 1000)
     return opened.enter_context(emulated).namespaces
+
+
+if __name__ == "__main__":
+    run_main(main)

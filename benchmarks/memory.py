@@ -1,14 +1,17 @@
-"""The benchmark `memory` of benchmarks.parallel: memory of each rank, with and without sharding."""
+"""Measures how much memory each rank of a training stores, and its peak, with and without sharding.
+
+python -m benchmarks.memory --processes 1 2 4
+"""
+
+import runtime.environment  # noqa: F401 - sets variables that OpenMP reads when torch is imported
 
 import argparse
 from collections.abc import Sequence
 
 import torch
 
-from benchmarks.harness import (
-    print_report,
-)
-from benchmarks.worlds import Trainer, World, model_sizes
+from benchmarks.harness import parse, positive, print_report, run_main
+from benchmarks.worlds import Trainer, World, model_sizes, world_parser
 from training.clock import peak_memory_bytes
 
 _MIB = 2**20
@@ -23,7 +26,7 @@ _MEMORY: dict[str, tuple[str, ...]] = {
 
 
 class _Memory:
-    """A model after one training step, to measure memory (benchmark `memory`).
+    """A model after one training step, to measure memory.
 
     It has a large table of puzzle embeddings and a moving average of its weights.
 
@@ -34,9 +37,8 @@ class _Memory:
         arguments = (*model_sizes(options), "ema=0.999", *overrides)
         rows = 1000 if options.quick else options.rows
         trainer = Trainer(device, *arguments, puzzles=options.puzzles, rows=rows)
-        trainer.state.model.network.puzzle_emb.weights.fill_(
-            0.5
-        )  # memory pages that are never written would not count
+        # Write the table, because memory pages that are never written would not count.
+        trainer.state.model.network.puzzle_emb.weights.fill_(0.5)
         trainer.step()
         self._trainer, self._device = trainer, device
 
@@ -52,9 +54,14 @@ class _Memory:
         return parts | {"peak": peak_memory_bytes(self._device)}
 
 
-def measure_memory(options: argparse.Namespace) -> None:
+def main(argv: Sequence[str] | None = None) -> None:
+    description = "Measures how much memory each rank of a training stores, and its peak."
+    parser = world_parser("memory", description=description, compares_numbers=True)
+    of_rows = "number of puzzle embeddings (default: %(default)s)"
+    parser.add_argument("--rows", type=positive, default=10**6, metavar="N", help=of_rows)
+    options = parse(parser, argv)
     rows, result = [], {}
-    for count in sorted(set(options.processes or [1, 2]) | {1}):
+    for count in sorted({1, *options.processes}):
         for setting, overrides in _MEMORY.items():
             if count == 1 and setting not in ("", "activation_checkpointing=block"):
                 continue
@@ -72,10 +79,14 @@ def measure_memory(options: argparse.Namespace) -> None:
             )
             header = ["processes", *memory, "peak"]
     print_report(
-        "parallel memory",
+        "memory",
         options,
         header=header,
         rows=rows,
         notes=["MiB, maximum over ranks. peak: peak memory of the process, with activations and libraries."],
         result=result,
     )
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,4 +1,7 @@
-"""The benchmark `scaling` of benchmarks.parallel: efficiency relative to one process.
+"""Measures the efficiency of a training on several processes, relative to one process.
+
+    python -m benchmarks.scaling --processes 1 2 4
+    python -m benchmarks.scaling --at-least 0.85    # exit status 1 if two processes scale worse
 
 weak: --puzzles in every process. strong: --puzzles over all processes. apart: the same processes without
 messages. This is the limit of memory and caches on this machine. The program exits with status 1 if a weak
@@ -9,17 +12,12 @@ from runtime.environment import num_cores
 
 import argparse
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from benchmarks.harness import (
-    cells,
-    fail,
-    print_report,
-    ratio,
-)
-from benchmarks.worlds import Trainer, World, model_sizes, take_turns
+from benchmarks.harness import cells, fail, parse, print_report, ratio, run_main
+from benchmarks.worlds import Trainer, World, model_sizes, take_turns, world_parser
 
 
 class _Step:
@@ -28,8 +26,23 @@ class _Step:
         self.turns = {mode: Trainer(device, *sizes, puzzles=num).step for mode, num in puzzles.items()}
 
 
-def measure_scaling(options: argparse.Namespace) -> None:
-    counts = sorted(set(options.processes or [1, 2]) | {1})
+def main(argv: Sequence[str] | None = None) -> None:
+    description = "Measures the efficiency of a training on several processes, relative to one process."
+    parser = world_parser("scaling", description=description, compares_numbers=True)
+    least = "exit with status 1 if a weak efficiency is lower than FRACTION"
+    parser.add_argument("--at-least", type=float, metavar="FRACTION", help=least)
+    options = parse(parser, argv)
+    most = max(options.processes)
+    if options.at_least is not None and (most == 1 or (options.device == "cpu" and most > num_cores())):
+        parser.error(
+            "--at-least compares several processes with one, and each needs its own core: "
+            f"{most} processes, {num_cores()} cores. Pass --processes from 2 to the number of cores."
+        )
+    _measure_scaling(options)
+
+
+def _measure_scaling(options: argparse.Namespace) -> None:
+    counts = sorted({1, *options.processes})
     turns: dict[tuple[str, int], tuple[World, str]] = {}
     with contextlib.ExitStack() as opened:
         for count in counts:
@@ -54,7 +67,7 @@ def measure_scaling(options: argparse.Namespace) -> None:
             [f"{mode} {count}", *cells(measured), "oversubscribed" if shares_cores else f"{efficiency:.3f}"]
         )
     print_report(
-        "parallel scaling",
+        "scaling",
         options,
         header=["mode, processes", "step ms", "spread ms", "efficiency"],
         rows=rows,
@@ -67,3 +80,7 @@ def measure_scaling(options: argparse.Namespace) -> None:
     for count in counts[1:] if options.at_least is not None else ():
         if (efficiency := result[f"weak_efficiency_{count}"]) < options.at_least:
             fail(f"efficiency {efficiency:.3f} of {count} processes is below --at-least {options.at_least:g}")
+
+
+if __name__ == "__main__":
+    run_main(main)
