@@ -198,6 +198,18 @@ def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dic
     return metrics
 
 
+def written_value(metric: str, value: float) -> str:
+    """Returns the text of a metric that consoles and pages show, so that they round equally.
+
+    Accuracies have three decimals. Mean numbers of thinking steps have two.
+    """
+    if is_share(metric):
+        return f"{value:.3f}"
+    if float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:,.2f}" if metric.endswith("steps") else f"{value:,.4g}"
+
+
 def is_number(value: Any) -> bool:
     """Returns whether a value is a finite int or float. Bools do not count."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

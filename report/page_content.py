@@ -10,9 +10,9 @@ from evaluation.metric_tables import (
     INTERVAL_ENDS,
     independent_count,
     is_number,
-    is_share,
     metric_names,
     with_suffix,
+    written_value,
 )
 from evaluation.names import written_name
 from report.charts import Chart, Line, bar_chart, duration, fraction, line_chart, reliability_chart, short
@@ -80,9 +80,12 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
         where += f", set {set_name}" if len(run.evaluation) > 1 else ""
         found.append(("solved", fraction(share), where))
     if traced:
-        halts, steps = traced.trace.halting_steps.mean(), traced.trace.preds.shape[1]
+        # The evaluation has all test puzzles, `traced` only some.
+        halts, steps = values.get("act_steps"), traced.trace.preds.shape[1]
+        halts = halts if is_number(halts) else traced.trace.halting_steps.mean()
         judge = "search" if traced.is_search else "Q head"
-        found.append(("thinking steps per answer", f"{halts:.1f}", f"of {steps}, halted by the {judge}"))
+        halted = f"of {steps}, halted by the {judge}"
+        found.append((written_name("act_steps"), written_value("act_steps", halts), halted))
     gigaflops = run.starts[-1].get("gigaflops_per_step") if run.starts else None
     # `calls@...` counts the calls for all samples. The accuracy above belongs to the largest setting.
     calls = [value for name, value in values.items() if name.startswith("calls@")] or [values.get("steps")]
@@ -166,7 +169,7 @@ def _cell(values: Mapping[str, Any], metric: str) -> tuple[str, str]:
         return str(value or ""), ""
     low, high = (values.get(with_suffix(metric, end)) for end in INTERVAL_ENDS)
     interval = f"{low:.3f} to {high:.3f}" if low is not None and high is not None else ""
-    return fraction(value) if is_share(metric) else f"{value:,.4g}", interval
+    return written_value(metric, value), interval
 
 
 def learning_charts(run: RunRecord) -> list[Chart]:
