@@ -74,6 +74,22 @@ def test_pages_that_code_and_config_name_exist():
     assert not [name for name in names if not (REPOSITORY / name).exists()]
 
 
+def test_a_key_of_a_run_is_on_a_page():
+    """The meaning of the others in config/pretrain.yaml is enough."""
+    text = "\n".join(page.read_text() for page in PAGES)
+    missing = {key for key in PretrainConfig.model_fields if not re.search(rf"\b{key}\b", text)}
+    assert missing <= {
+        *(
+            "bucket_size_mb",
+            "checkpoint_async",
+            "keep_checkpoints",
+            "log_interval",
+            "lr_reference_batch_size",
+        ),
+        *("profile_details", "profile_ranks", "sanity_check", "train_only"),
+    }
+
+
 def test_no_command_stands_in_two_pages():
     pages = Counter(command for path in PAGES for command in set(commands(path)))
     assert not [command for command, count in pages.items() if count > 1]
