@@ -1,16 +1,21 @@
-"""Times a training step on several processes, with each method to sum gradients.
+"""Times a training step on several processes, for each method to sum gradients over ranks.
 
     python -m benchmarks.exchange
     python -m benchmarks.exchange --line 100mbit 25        # emulated machines (root): rate, one-way ms
     torchrun ... -m benchmarks.exchange --at-least 0.85    # on the machines of a run
 
-`alone` is the step without messages. `default` uses the defaults of a run. `shared`, `flat`, `ddp` and
-`bfloat16` set sync and sync_dtype, without sharding of the optimizer. `per_parameter` is a blocking
-all-reduce for each parameter. `copy` copies all gradients in memory on each rank. This is the lower limit of
-`shared`.
+alone           a step without messages
+default         the keys of a run have their defaults
+shared          sync=auto, which sums gradients in shared memory. Only on the CPUs of this machine
+flat, ddp       sync=flat, sync=ddp
+bfloat16        sync_dtype=bfloat16
+per_parameter   a step without messages, then a blocking all-reduce for each parameter
+local_steps_N   local_steps=N, computed from `alone` and from a step that merges the weights
+copy            only a copy of all gradients in memory, on each rank. The sum of `shared` cannot be faster
 
-Under torchrun, the program measures only `alone` and `default`. It exits with status 1 if the efficiency, the
-time of `alone` / the time of `default`, is below --at-least.
+Only `default` may shard the optimizer. The efficiency of a method is the time of `alone` / its time. Under
+torchrun, the program measures only `alone` and `default`. It exits with status 1 if the efficiency is below
+--at-least.
 """
 
 import runtime.environment  # noqa: F401 - sets variables that OpenMP reads when torch is imported
@@ -38,8 +43,8 @@ from distributed.process_group import (
     world_size,
 )
 
-_WHOLE_UPDATE = "data_parallel_shard_degree=1"
-_NEVER = 10**5  # local_steps that no benchmark reaches, so that no step synchronizes
+_WHOLE_UPDATE = "data_parallel_shard_degree=1"  # without sharding of the optimizer
+_NEVER = 10**5  # with so many local_steps, no step of a benchmark sends messages
 _EXCHANGES: dict[str, tuple[str, ...]] = {
     "alone": (f"local_steps={_NEVER}", "sync_dtype=bfloat16"),
     "default": (),
@@ -53,8 +58,6 @@ _LOCAL_STEPS = (8, 32)
 
 class _Exchange:
     """Several models in training. Each sums its gradients over ranks with another method.
-
-    The benchmark `exchange` compares the times of their training steps.
 
     ways: Names of the methods, keys of _EXCHANGES.
     """
@@ -78,17 +81,14 @@ class _Exchange:
         self.turns["copy"] = lambda: flat[0].copy_(flat[1])
 
     def _exchange(self) -> None:
-        """Makes a training step after which the ranks average their weights.
-
-        With the config key `local_steps`, ranks train independently for many steps between two such steps.
-        """
+        """Makes a training step that merges the weights of all ranks, as with local_steps=N after N steps."""
         self._alone.state.step = _NEVER - 1
         self._alone.step()
         self._alone.state.step = 0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    description = "Times a training step on several processes, with each method to sum gradients."
+    description = "Times a training step on several processes, for each method to sum gradients over ranks."
     parser = world_parser("exchange", description=description)
     line = (
         "emulate a machine for each process, and a slow network (needs root). RATE: bandwidth in the syntax "
@@ -159,10 +159,7 @@ def _measure_exchange(options: argparse.Namespace) -> None:
 
 
 def _measure_cluster(options: argparse.Namespace) -> None:
-    """Measures how efficient a training is on the machines of torchrun. Rank 0 prints it. All ranks call it.
-
-    The efficiency is (time of a training step without messages) / (time with messages).
-    """
+    """Measures and prints the efficiency of a training on the machines of torchrun. All ranks call it."""
     set_cpu_threads(options.threads)
     device, seconds = choose_device(options.device), {"alone": [], "default": []}
     with process_group(device):
@@ -190,9 +187,8 @@ def _measure_cluster(options: argparse.Namespace) -> None:
 
 
 def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitStack) -> list[str]:
-    """Emulates several machines with a network on this machine. Returns their Linux network namespaces.
+    """Emulates `count` machines on this machine. Returns the Linux network namespace of each.
 
-    count: Number of machines. The option --line sets their bandwidth and delay.
     opened: Stack that ends the emulation when it is closed.
     """
     from tests.system.machines import emulate, why_not

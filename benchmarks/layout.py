@@ -55,10 +55,10 @@ _PURPOSES = {
 
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, Sent]]:
-    """Context manager that counts the bytes that this rank sends with torch.distributed.
+    """Context manager that counts the messages and bytes that this rank sends with torch.distributed.
 
-    Yields a dict that is filled meanwhile: {purpose: numbers of messages and bytes}, with purposes such as
-    "sums of gradients". The model must compute in bfloat16, because the dtype of a message tells its purpose.
+    Yields {purpose, such as "sums of gradients": numbers of messages and bytes}. The block fills it. The
+    model must compute in bfloat16, because the dtype of a message shows its purpose.
     """
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 
@@ -128,10 +128,7 @@ def _covered(tensors: Iterable[Tensor]) -> int:
 
 
 class _Ring:
-    """Test of the messages that pipeline parallelism sends. It needs no model.
-
-    It sends a tensor through all ranks, in the order of a training step.
-    """
+    """A tensor that is sent through all ranks, in the order of a training step of a pipeline."""
 
     def __init__(self, device: torch.device):
         mesh = Mesh(sizes_of(world_size(), pipeline=world_size()))
@@ -154,10 +151,9 @@ class _Layout:
         self._trainer = Trainer(device, *overrides, puzzles=options.puzzles)
 
     def count(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns stored and sent bytes as ({what: counted bytes}, {what: computed bytes}).
+        """Returns stored and sent bytes of a training step, as (counted bytes, bytes by formulas).
 
-        The first are counted in a training step. The second are computed from formulas. Keys are such as
-        "weights" or "sums of gradients".
+        Both are {"weights": bytes, "sums of gradients": bytes, ...}.
         """
         trainer = self._trainer
         with counting() as sent:

@@ -1,6 +1,8 @@
-"""Measures how much memory each rank of a training stores, and its peak, with and without sharding.
+"""Measures how much memory a rank of a training needs, with and without sharding.
 
-python -m benchmarks.memory --processes 1 2 4
+    python -m benchmarks.memory --processes 1 2 4
+
+The table lists the tensors of a rank by part of a checkpoint, and the peak memory of the process, in MiB.
 """
 
 import runtime.environment  # noqa: F401 - sets variables that OpenMP reads when torch is imported
@@ -26,9 +28,7 @@ _MEMORY: dict[str, tuple[str, ...]] = {
 
 
 class _Memory:
-    """A model after one training step, to measure memory.
-
-    It has a large table of puzzle embeddings and a moving average of its weights.
+    """A model after one training step, with many puzzle embeddings and a moving average of the weights.
 
     overrides: key=value arguments of pretrain.py, such as "puzzle_emb_sharding=rows".
     """
@@ -43,10 +43,7 @@ class _Memory:
         self._trainer, self._device = trainer, device
 
     def memory_bytes(self) -> dict[str, int]:
-        """Returns the memory that this rank uses, in bytes.
-
-        Keys are the parts of a checkpoint, such as "optimizer", and "peak", the peak memory of the process.
-        """
+        """Returns the bytes on this rank of each part of a checkpoint, and the "peak" of the process."""
         parts = {
             part: sum(tensor.nbytes for tensor in tensors.values())
             for part, tensors in self._trainer.parts().items()
@@ -55,7 +52,7 @@ class _Memory:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    description = "Measures how much memory each rank of a training stores, and its peak."
+    description = "Measures how much memory a rank of a training needs, with and without sharding."
     parser = world_parser("memory", description=description, compares_numbers=True)
     of_rows = "number of puzzle embeddings (default: %(default)s)"
     parser.add_argument("--rows", type=positive, default=10**6, metavar="N", help=of_rows)

@@ -3,9 +3,11 @@
     python -m benchmarks.scaling --processes 1 2 4
     python -m benchmarks.scaling --at-least 0.85    # exit status 1 if two processes scale worse
 
-weak: --puzzles in every process. strong: --puzzles over all processes. apart: the same processes without
-messages. This is the limit of memory and caches on this machine. The program exits with status 1 if a weak
-efficiency is below --at-least.
+weak     --puzzles in every process. Efficiency: time of a step with one process / time with n processes
+strong   --puzzles divided among all processes. Efficiency: the same, divided by n
+apart    the same processes without messages. They only share the memory and caches of this machine
+
+The program exits with status 1 if a weak efficiency is below --at-least.
 """
 
 from runtime.environment import num_cores
@@ -21,6 +23,8 @@ from benchmarks.worlds import Trainer, World, model_sizes, take_turns, world_par
 
 
 class _Step:
+    """Models in training, one for each batch size. puzzles: {mode: batch size of each process}."""
+
     def __init__(self, device: torch.device, options: argparse.Namespace, puzzles: Mapping[str, int]):
         sizes = model_sizes(options)
         self.turns = {mode: Trainer(device, *sizes, puzzles=num).step for mode, num in puzzles.items()}

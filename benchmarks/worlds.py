@@ -48,7 +48,6 @@ _CLONE_NEWNET = 0x40000000  # from sched.h of Linux
 def world_parser(name: str, *, description: str, compares_numbers: bool = False) -> OneLineParser:
     """Returns the command-line parser of a benchmark that trains one model on several processes.
 
-    name: Name of the benchmark module, such as "exchange".
     compares_numbers: Whether the benchmark compares several numbers of processes with one process.
     """
     parser = benchmark_parser(name, description=description, rounds=7, threads="1")
@@ -280,11 +279,7 @@ class Trainer:
 
 
 def model_sizes(options: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the arguments of pretrain.py that set the size of the model.
-
-    They select a tiny model with --quick. Otherwise there are none. The model is then HRM with 27 M
-    parameters.
-    """
+    """Returns the config overrides for a tiny model with --quick. Without it, none: HRM with 27 M weights."""
     return TINY if options.quick else ()
 
 

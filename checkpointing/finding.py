@@ -1,7 +1,12 @@
 """Finds a checkpoint on this machine or on the Hugging Face Hub, and describes it (`Checkpoint`).
 
-The writer of the checkpoint is a run of this repository, `python -m share push`, or the code that the authors
-of a model published ("the public code"). Configs are YAML or JSON. loading.py loads the weights.
+A checkpoint is one of three:
+
+- a folder step_<N> of a run
+- a folder with model.safetensors and config.json, which `python -m share push` wrote
+- a file step_<N> of the code that the authors of a model published ("public code")
+
+This file reads configs and verifies files. loading.py loads the weights.
 """
 
 from __future__ import annotations
@@ -46,12 +51,12 @@ if TYPE_CHECKING:  # the Hub's modules are imported only when needed
 
 SHIPPED = Path(__file__).resolve().parent.parent / "weights"  # trained models in this repository
 _LIGHTNING = ".ckpt"  # suffix of PyTorch Lightning's checkpoints, only for an error message
-_PUBLISHED_KEYS = ("arch", "data_path", "global_batch_size")  # keys of public configs that have our meaning
-ARCH_WORD = "arch=checkpoint"  # argument that copies the architecture of `init_from`
+_PUBLISHED_KEYS = ("arch", "data_path", "global_batch_size")  # keys that mean the same in public configs
+ARCH_WORD = "arch=checkpoint"  # argument of pretrain.py that copies the architecture of `init_from`
 
 
 class _Recorded(Strict):
-    """The keys that loading needs from the config of a run (config.yaml). Other keys are ignored."""
+    """The keys of a run's config.yaml that `Checkpoint` needs. Other keys are ignored."""
 
     arch: Architecture
     data_path: Paths
@@ -63,10 +68,7 @@ class _Recorded(Strict):
 
 
 class _Shared(Strict):
-    """The keys that loading needs from config.json in a folder that `python -m share push` has uploaded.
-
-    Other keys are ignored.
-    """
+    """The keys of config.json that `Checkpoint` needs. `python -m share push` writes this file."""
 
     run: dict[str, Any]
     step: NonNegativeInt
@@ -85,21 +87,20 @@ class Checkpoint:
     Attributes:
         path: A step_<N> folder, or a file of weights with a config in the same folder.
         step: Training step. None if unknown.
-        arch: Architecture of the model.
-        data_paths: Dataset folders in the config of the run.
-        global_batch_size: Number of puzzles of a training batch.
+        data_paths: Dataset folders of the training, as in the config.
         seq_len: Number of tokens of a puzzle in training. None if unknown.
         dataset_info: Description of the training data as JSON values (dataset/description.py). None if
             unknown.
         selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test".
             None if it was not selected.
-        has_averages: Whether the weights are averages (EMA), and the raw weights are not in the checkpoint.
+        has_averages: Whether the file contains only averaged weights (EMA), without the raw weights.
         address: Address on the Hugging Face Hub, with the commit. None if the checkpoint is local.
-        fingerprint: Hash of the datasets of the training. None if unknown.
+        fingerprint: Hash of the training datasets. None if unknown.
         test_fingerprint: Hash of their test splits. None if unknown.
-        joins_repeats: Whether the run held out equal puzzles together. False for runs of earlier versions.
-        seed, validation_fraction, init_from: Keys of the run's config. For a file of a model's public code,
-            their defaults.
+        joins_repeats: Whether the run held out puzzles with equal inputs together. False for runs of earlier
+            versions.
+        arch, global_batch_size, seed, validation_fraction, init_from: Keys of the run's config. For a file of
+            public code, the last three have their defaults.
     """
 
     path: Path
@@ -128,15 +129,15 @@ class Checkpoint:
 
     @property
     def run_folder(self) -> Path:
-        """Returns the folder for results: the parent of `path`, or for the Hub checkpoints/hf/OWNER/NAME."""
+        """Returns the folder for results. For a checkpoint of the Hub, it is checkpoints/hf/OWNER/NAME."""
         is_here = self.address is None
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
     @property
     def trained_file(self) -> Path | None:
-        """Returns the path of trained_on.safetensors (hashes of the training examples). It may not exist.
+        """Returns the path of trained_on.safetensors, hashes of the training examples. It may not exist.
 
-        None if the public code of a model wrote the checkpoint.
+        Returns None for a checkpoint of public code.
         """
         if self.path.name == SHARED_WEIGHTS_FILE:
             return self.path.with_name(TRAINED_FILE)
@@ -144,19 +145,19 @@ class Checkpoint:
 
     @property
     def identities_file(self) -> Path | None:
-        """Returns the path of identities.npz (the puzzle of each puzzle embedding). It may not exist.
+        """Returns the path of identities.npz, the puzzle of each puzzle embedding. It may not exist.
 
-        None if the public code of a model wrote the checkpoint.
+        Returns None for a checkpoint of public code.
         """
         is_of_run = self.path.name == SHARED_WEIGHTS_FILE or self.path.is_dir()
         return self.path.absolute().with_name(IDENTITIES_FILE) if is_of_run else None
 
     def find_data(self) -> list[Path]:
-        """Finds the dataset folders `data_paths` on this machine. Returns their paths.
+        """Returns the paths of the dataset folders `data_paths` on this machine.
 
-        A path may be relative to the folder in which the training was started. That folder is unknown. So the
-        path is tried in the working directory, in the run folder, and in the three folders above the run
-        folder. If none of them contains the dataset, the path in the working directory is returned.
+        A relative path starts at the folder in which the training was started. That folder is unknown.
+        Therefore this method tries the working directory, the run folder, and three folders above it. If none
+        contains the dataset, it returns the path in the working directory.
         """
         above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])
         choices = [[folder / name for folder in above] for name in self.data_paths]
@@ -167,9 +168,9 @@ class Checkpoint:
 
 
 def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
-    """Calls `find_checkpoint` on rank 0, and returns the checkpoints on all ranks. All ranks call it.
+    """Returns the results of `find_checkpoint` on all ranks. All ranks call it.
 
-    Each node downloads from the Hub once. An error ends all ranks with a message.
+    Rank 0 finds the checkpoints. Each node downloads from the Hub once. An error ends all ranks.
     """
     checkpoints = None
     with collective_errors():
@@ -187,7 +188,7 @@ def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
 
 
 def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
-    """Downloads a checkpoint of the Hub to this node. Returns it with the path on this node."""
+    """Downloads a checkpoint of the Hub. Returns it with the path on this node."""
     from runtime.hub import download_file
 
     by_hand = _by_hand(checkpoint.address)
@@ -244,10 +245,10 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
 
 
 def _follow_link(path: Path) -> Path:
-    """Returns the target of a symbolic link to a checkpoint, so that results go into the folder of its run.
+    """Returns the target of a symbolic link, so that results go into the run folder of the target.
 
-    Returns other paths unchanged. Also returns a link to a file unchanged if the name of the target contains
-    no step (a file in the cache of the Hub), or if a config is in the folder of the link.
+    Returns any other path unchanged. A link to a file also stays unchanged if the name of the target has no
+    step (example: a file in the cache of the Hub), or if the folder of the link contains the config.
     """
     target = path.resolve() if path.is_symlink() else path
     has_config = any(path.with_name(name).is_file() for name in PUBLISHED_CONFIGS)
@@ -260,7 +261,7 @@ def _by_hand(address: Address) -> str:
 
 
 def _choose_files(names: list[str]) -> list[str]:
-    """Returns the files to download among all files of a Hub repository. ValueError if there are none."""
+    """Returns which files of a Hub repository to download. Raises ValueError if it has no checkpoint."""
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
@@ -271,7 +272,7 @@ def _choose_files(names: list[str]) -> list[str]:
 
 
 def _newest_step(folder: Path) -> Path:
-    """Returns the newest checkpoint in a run folder, also of a model's public code. ValueError if none."""
+    """Returns the newest checkpoint in a run folder, also of public code. Raises ValueError without one."""
     if newest := newest_checkpoint(folder):
         return newest
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -291,10 +292,7 @@ def _newest_published(names: list[str]) -> str:
 
 
 def _read_shared(path: Path) -> Checkpoint:
-    """Describes a checkpoint that `python -m share push` wrote: `path` is model.safetensors.
-
-    config.json must be in the same folder.
-    """
+    """Describes a checkpoint of `python -m share push`. `path` is model.safetensors, next to config.json."""
     config_path = path.with_name(SHARED_CONFIG_FILE)
     try:
         values = read_json(config_path)
@@ -312,7 +310,7 @@ def _read_shared(path: Path) -> Checkpoint:
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns {field of `Checkpoint`: value} from the config of a run. path: Its file, for messages."""
+    """Returns {field of `Checkpoint`: value} from a run's config. path: File of the config, for messages."""
     config = fill_defaults(config)
     arch, named = config.get("arch"), config.get("plugins")
     if named and isinstance(arch, dict) and arch.get("name") not in architectures():
@@ -330,7 +328,7 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """Describes a step_<N> folder of a run, after verifying it, or a weight file of a model's public code.
+    """Describes a step_<N> folder of a run, or a file of public code. Verifies the files of a folder.
 
     step: Training step N. None if unknown.
     """

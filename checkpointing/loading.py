@@ -42,11 +42,10 @@ def load_trained_model(
     Args:
         checkpoint: Result of `find_checkpoint`.
         metadata: Metadata of the dataset that the model will read.
-        raw: If True, load the raw weights. If False, load the averages (EMA) if the checkpoint contains them.
-        forward_dtype: Number format of the model, "bfloat16" or "float32". If None, it is the format of the
-            training.
-        rows: Row of the checkpoint's puzzle table for each puzzle identifier of the dataset, as in
-            `take_rows`. If None, the row has the number of the identifier.
+        raw: If True, load the raw weights. Otherwise load the averages (EMA) if the checkpoint has them.
+        forward_dtype: Dtype of the model, "bfloat16" or "float32". If None, the dtype of the training.
+        rows: Row of the checkpoint's puzzle embeddings for each puzzle identifier of the dataset, int64 [n].
+            -1 selects the mean of all rows. If None, identifier i has row i.
 
     Returns:
         The model in training mode.
@@ -91,9 +90,9 @@ def load_trained_model(
 
 
 def take_rows(table: Tensor, rows: np.ndarray) -> Tensor:
-    """Returns rows of a table of puzzle embeddings, [n, ndim]. A row number -1 gives the mean of all rows.
+    """Returns rows of a table of puzzle embeddings, [n, ndim]. Row number -1 gives the mean of all rows.
 
-    table: [rows, ndim]. rows: Row numbers, int64 [n].
+    table: Puzzle embeddings, [num_rows, ndim]. rows: Row numbers, int64 [n].
     """
     taken = table[torch.from_numpy(rows).clamp(min=0)]
     taken[torch.from_numpy(rows < 0)] = table.double().mean(dim=0).to(table.dtype)
@@ -101,13 +100,13 @@ def take_rows(table: Tensor, rows: np.ndarray) -> Tensor:
 
 
 def _written(shape: torch.Size | None) -> str:
-    """Returns a shape as text for a message."""
+    """Returns a shape as text, "none" for a tensor that is missing."""
     return "none" if shape is None else str(list(shape))
 
 
 @contextlib.contextmanager
 def architecture_errors(checkpoint: Checkpoint) -> Iterator[None]:
-    """Context in which errors become a ValueError: the weights of a checkpoint do not match its config."""
+    """Context that turns errors into a ValueError: the weights do not match the config."""
     try:
         yield
     except (KeyError, ValueError, IndexError) as error:
@@ -121,10 +120,10 @@ def _other_architecture(checkpoint: Checkpoint, reason: object) -> ValueError:
 
 
 def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tensor]:
-    """Returns the weights of a checkpoint as {name in the model: full tensor}.
+    """Returns the weights of a checkpoint on the CPU, as {name in the model: full tensor}.
 
-    Returns the averages (EMA) if the checkpoint contains them, otherwise the raw weights. With `raw`, always
-    returns the raw weights. Raises ValueError if a file is damaged, or if raw weights are missing.
+    If `raw` is False and the checkpoint has averages (EMA), returns the averages. Otherwise returns the raw
+    weights. Raises ValueError if a file is damaged, or if the raw weights are missing.
     """
     path = checkpoint.path
     if raw and checkpoint.has_averages:

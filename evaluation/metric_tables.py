@@ -1,7 +1,7 @@
-"""Tables of metrics, with a 95 % interval of every accuracy, and what kind of number a metric is.
+"""Intervals and tables of metrics, and which metrics are fractions or counts.
 
-The interval is for the variation over other test puzzles. With several checkpoints, every metric has a mean
-and a standard deviation, for the variation over seeds of the training.
+Two ranges are shown. The 95 % interval of an accuracy says how much it varies over test puzzles. The standard
+deviation of a metric over several checkpoints says how much it varies over seeds of the training.
 """
 
 import math
@@ -17,13 +17,13 @@ TEXTS = ("selected_by", "forward_dtype")  # entries of metrics.json that are tex
 
 _SETTING = "@steps="  # in names such as exact_accuracy@steps=4,samples=1
 
-Columns = Mapping[str, Mapping[str, float | str]]  # by set, by metric
+Columns = Mapping[str, Mapping[str, float | str]]  # {test set: {metric: value}}
 
 
 def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
-    """Adds the 95 % interval of each accuracy: "accuracy_low" and "accuracy_high" after "accuracy".
+    """Returns metrics with the 95 % interval of each accuracy: "accuracy_low" and "accuracy_high".
 
-    If the number of puzzles is unknown, an accuracy gets no interval.
+    An accuracy gets no interval if the number of its puzzles is unknown.
 
     values: {metric: value} of one test set.
     """
@@ -37,13 +37,13 @@ def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
-    """Returns the number of test puzzles for the confidence interval of an accuracy. 0 if it is unknown.
+    """Returns the number of puzzles for the interval of an accuracy. Returns 0 if it is unknown.
 
-    The interval assumes independent puzzles. So puzzles with equal inputs count once.
+    The interval assumes independent puzzles. Therefore puzzles with equal inputs count once.
 
     values: {metric: value} of one test set.
-    evaluator: Prefix of the metrics of one evaluator, such as "sudoku/" in "sudoku/valid_accuracy", because
-    an evaluator may count other puzzles. "" for metrics without a prefix.
+    evaluator: Prefix of the accuracy, such as "sudoku/" for "sudoku/valid_accuracy". An evaluator may count
+    other puzzles than the test set does. "" for an accuracy without a prefix.
     """
     count, num_rows = values.get(f"{evaluator}count", 0), values.get("count", 0)
     counts_examples = evaluator in ("", "unseen/") or count == num_rows
@@ -53,17 +53,18 @@ def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
 
 
 def interval_of(metric: str, share: float, count: int) -> dict[str, float]:
+    """Returns the 95 % interval of an accuracy: {"<metric>_low": value, "<metric>_high": value}.
+
+    share: Accuracy, in [0, 1]. count: Number of independent puzzles.
+    """
     ends = zip(INTERVAL_ENDS, wilson_interval(share, count), strict=True)
     return {with_suffix(metric, end): value for end, value in ends}
 
 
 def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
-    """Computes the mean and the standard deviation of every metric over several evaluations.
+    """Returns {test set: {metric: mean, "<metric>_deviation": standard deviation}} over several evaluations.
 
-    Returns {test set: {metric: mean, "<metric>_deviation": standard deviation}}. A metric that one of the
-    evaluations lacks is left out.
-
-    runs: {test set: {metric: value}} of each evaluation.
+    Leaves out a metric that one of the evaluations lacks.
     """
     summary: dict[str, dict[str, float]] = {}
     for name in runs[0]:
@@ -84,10 +85,10 @@ def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
 
 
 def metrics_table(metrics: Columns, *, title: str) -> str:
-    """Returns a text table with one line for each metric and one column for each set.
+    """Returns a text table with one line for each metric and one column for each test set.
 
-    A cell also shows the interval or the standard deviation of its metric. Known metrics are shown with both
-    names, for example "solved (exact_accuracy)".
+    A line starts with both names of a metric, such as "solved (exact_accuracy)". A cell contains the value,
+    and its interval or standard deviation.
     """
     names = metric_names(metrics)
     columns = [["", *map(both_names, names)]]
@@ -100,18 +101,13 @@ def metrics_table(metrics: Columns, *, title: str) -> str:
 
 
 def metric_names(metrics: Columns) -> list[str]:
-    """Lists the metrics of all sets, without derived entries such as "accuracy_low"."""
+    """Returns the names of all metrics, without intervals and deviations such as "accuracy_low"."""
     names = dict.fromkeys(metric for values in metrics.values() for metric in values)
     return [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
 
 
 def metric_cell(values: Mapping[str, float | str], name: str) -> str:
-    """Formats a metric for a table, with its interval or standard deviation if `values` contains them.
-
-    Example: "0.9  [0.88, 0.92]". Returns "" if the metric is missing.
-
-    values: {metric: value} of one test set.
-    """
+    """Returns a metric of one test set as text, such as "0.9  [0.88, 0.92]". Returns "" if it is missing."""
     if name not in values:
         return ""
     value = values[name]
@@ -125,13 +121,11 @@ def metric_cell(values: Mapping[str, float | str], name: str) -> str:
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
-    """Returns a text table of the accuracies in scaling.json.
+    """Returns a text table of the accuracies in the content of scaling.json.
 
-    It has one line for each number of model calls and of samples (runs of a puzzle), and one column for each
-    selection rule. For a search model (LDT), it also has the fractions of wrong answers and of puzzles
-    without an answer.
-
-    scaling: Content of scaling.json.
+    It has one line for each number of thinking steps and of samples, and one column for each rule that
+    selects a sample. For a search (LDT), it also has the fractions of wrong answers and of puzzles without an
+    answer.
     """
     lines = []
     for set_name, content in scaling["sets"].items():
@@ -151,13 +145,11 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
 
 
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Flattens the content of scaling.json to {test set: {metric: value}}.
+    """Returns the content of scaling.json as {test set: {metric: value}}.
 
-    Example of a metric: "exact_accuracy@steps=64,samples=8". A name ends with ",select=vote" if the rule
-    `vote` selected the sample. Names of the first rule lack this ending. A name starts with "any_" if a
-    puzzle counts as solved when any sample is right.
-
-    scaling: Content of scaling.json.
+    Example of a metric: "exact_accuracy@steps=64,samples=8". If `vote` selected the sample, the name ends
+    with ",select=vote". The first rule has no such ending. If a puzzle counts as solved because any sample is
+    right, the name starts with "any_".
     """
     metrics: dict[str, dict[str, float]] = {}
     for set_name, content in scaling["sets"].items():
@@ -172,7 +164,7 @@ def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def with_suffix(metric: str, suffix: str) -> str:
-    """Appends _<suffix> to the name of a metric, before the part that starts with "@", if there is one.
+    """Appends _<suffix> to the name of a metric, before "@steps=...".
 
     Example: with_suffix("accuracy@steps=4", "low") is "accuracy_low@steps=4".
     """
@@ -185,9 +177,9 @@ def _has_suffix(metric: str, *suffixes: str) -> bool:
 
 
 def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dict[str, Any]]:
-    """Extracts {test set: {metric: value}} from a log record with names such as "eval/all/exact_accuracy".
+    """Returns {test set: {metric: value}} from a row of the log, for names such as "eval/all/exact_accuracy".
 
-    split: First part of the names, such as "eval". Other names are ignored.
+    split: First part of the names. Other names are ignored.
     """
     metrics: dict[str, dict[str, Any]] = {}
     for name, value in row.items():
@@ -199,9 +191,9 @@ def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dic
 
 
 def written_value(metric: str, value: float) -> str:
-    """Returns the text of a metric that consoles and pages show, so that they round equally.
+    """Returns the value of a metric as text. Consoles and pages use it, so that they round equally.
 
-    Accuracies have three decimals. Mean numbers of thinking steps have two.
+    Accuracies have three decimals, and mean numbers of thinking steps two.
     """
     if is_share(metric):
         return f"{value:.3f}"
@@ -216,19 +208,15 @@ def is_number(value: Any) -> bool:
 
 
 def is_count(metric: str) -> bool:
-    """Returns whether a metric is a number of puzzles or similar, and not a quality of answers.
-
-    Examples: True for "count" and "arc/votes", False for "accuracy".
-    """
+    """Returns whether a metric describes the test puzzles, such as "count", and not the answers."""
     name = metric.rpartition("/")[2]
     return name.endswith("count") or name in ("test_inputs", "votes", "trained_on", "trained_on_rate")
 
 
 def is_share(metric: str) -> bool:
-    """Returns whether a metric is a fraction of puzzles or cells, such as "accuracy" or "arc/pass@2".
+    """Returns whether a metric is an accuracy, such as "exact_accuracy" or "arc/pass@2". It has an interval.
 
-    Such a metric gets a confidence interval. Returns False for the ends of an interval, such as
-    "accuracy_low".
+    Returns False for the ends of an interval, such as "accuracy_low".
     """
     is_end = _has_suffix(metric, *INTERVAL_ENDS, "deviation")
     return not is_end and (metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@"))

@@ -1,4 +1,10 @@
-"""Writes and reads the files of an evaluation: metrics.json, measured.json, scaling.json, saved outputs."""
+"""Writes and reads the folder with the results of an evaluation.
+
+measured.json               options and data that determine the results (`measured_with`)
+metrics.json                {test set: {metric: value}}
+scaling.json                accuracies for several numbers of thinking steps and of samples, if asked for
+<test set>__outputs.npz     arrays, such as the predictions, if asked for
+"""
 
 import hashlib
 import json
@@ -32,25 +38,16 @@ from runtime.reading import read_json
 from runtime.writing import replace_file, write_json
 
 EVALUATION_FILE, SCALING_FILE = "metrics.json", "scaling.json"
-MEASURED_FILE = "measured.json"  # the identity of results (`measured_with`)
+MEASURED_FILE = "measured.json"
 
 _SCALING_KEYS = ("halting", "noise", "init_noise", "damping", "decision_cell", "decision_value")
 _SCALING_KEYS += ("eval_conflict_threshold", "seed")
-_OPTIONS = (
-    *_SCALING_KEYS,
-    "halt_max_steps",
-    "samples",
-    "select",
-    "raw",
-    "forward_dtype",
-)  # all options that change results
+# All options that change results.
+_OPTIONS = (*_SCALING_KEYS, "halt_max_steps", "samples", "select", "raw", "forward_dtype")
 
 
 def open_output_folder(folder: Path) -> Path:
-    """Creates a folder for results. Raises ValueError if it is not writable.
-
-    Call it before an evaluation, so that the error comes early.
-    """
+    """Creates a folder for results before an evaluation. Raises ValueError if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -62,11 +59,13 @@ def open_output_folder(folder: Path) -> Path:
 
 
 def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the choices that determine the results of an evaluation: {key: value}.
+    """Returns the options and data that determine the results of an evaluation, for measured.json.
 
-    Results with different choices are never mixed in one folder. The keys are "test" (hash of the test
-    splits), the options that differ from their defaults (such as "samples"), and "data" (paths of the dataset
-    folders). "data" is missing if the data are the unchanged data of the training.
+    A folder contains only results with equal options and data. The keys are:
+
+    - "test": Hash of the test splits.
+    - each option that differs from its default, such as "samples"
+    - "data": Paths of the dataset folders. Missing if the data of the training are evaluated, unchanged.
 
     data: Dataset folders of the evaluation.
     """
@@ -81,9 +80,9 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Chec
 
 
 def _has_same_tests(checkpoint: Checkpoint, data: Sequence[Path], fingerprint: str) -> bool:
-    """Returns whether the test splits are still the same as in the training.
+    """Returns whether the test splits are unchanged since the training.
 
-    Older checkpoints have no hash of only the test splits. For them, no split may have changed.
+    Checkpoints of earlier versions have no hash of the test splits. For them, no split may have changed.
 
     fingerprint: Hash of the test splits now.
     """
@@ -101,14 +100,14 @@ def _is_trained_on(checkpoint: Checkpoint, data: Sequence[Path]) -> bool:
 
 
 def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
-    """Returns the name of the folder for the results of a checkpoint.
+    """Returns the name of the default folder for results of a checkpoint.
 
-    It is "step_120" for the default options and the data of the training. Otherwise a hash is added:
-    "step_120_1a2b3c4d".
+    The name is "step_120" for default options and the data of the training. Otherwise it ends with a hash of
+    `measured`: "step_120_1a2b3c4d".
 
     measured: Result of `measured_with`.
     """
-    if "data" not in measured:  # the checkpoint determines the test splits
+    if "data" not in measured:  # the test splits are those of the training, so their hash adds nothing
         measured = {key: value for key, value in measured.items() if key != "test"}
     digest = hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()[:8]
     return f"{checkpoint.name}_{digest}" if measured else checkpoint.name
@@ -117,14 +116,12 @@ def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
 def write_measured(
     folder: Path, measured: Mapping[str, Any], data: Sequence[Path], *, is_default_folder: bool
 ) -> None:
-    """Writes the choices that determine the results to measured.json in the folder for results.
-
-    If the folder contains results with other choices, they are deleted first.
+    """Writes measured.json. First deletes results in the folder that have other options or data.
 
     measured: Result of `measured_with`.
     data: Dataset folders of the evaluation.
-    is_default_folder: Whether the folder has its name from `name_of`. Results there without a measured.json
-    then count as results with default choices. Training and older versions write such results.
+    is_default_folder: Whether `name_of` named the folder. Then a missing measured.json means default options,
+    because training and earlier versions write such results.
     """
     path = folder / MEASURED_FILE
     try:
@@ -145,9 +142,8 @@ def write_measured(
 def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
     """Logs a message if the evaluation will replace results that were computed in another dtype.
 
-    folder: Folder with the earlier results, if any.
     forward_dtype: Dtype of the new evaluation, such as "float32".
-    stored: Dtype of the training. Earlier results that do not name their dtype have this one.
+    stored: Dtype of the training. It is the dtype of earlier results that do not name theirs.
     """
     try:
         before = {str(values.get("forward_dtype", stored)) for values in read_results(folder).values()}
@@ -181,11 +177,11 @@ def write_results(
 ) -> tuple[dict[str, dict[str, float | str]], dict[str, Any] | None]:
     """Writes the result files of an evaluation into `folder`, and prints tables. Only rank 0 calls it.
 
-    Returns ({test set: {metric: value}}, content of scaling.json). The second is None if only one number of
-    model calls and one run of each puzzle was evaluated.
+    Returns (content of metrics.json, content of scaling.json). The second is None if the evaluation had one
+    number of thinking steps and one sample of each puzzle.
 
     title: Title of the printed table.
-    selected_by: Split on which this checkpoint was the best of its training, "validation" or "test". None if
+    selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test". None if
     it was not selected.
     forward_dtype: Dtype in which the model computed, such as "bfloat16".
     """
@@ -204,35 +200,15 @@ def write_results(
     return metrics, scaling
 
 
-def read_results(folder: Path) -> dict[str, dict[str, float | str]]:
-    """Reads the metrics that `write_results` wrote into a folder: {test set: {metric: value}}."""
-    return read_json(folder / EVALUATION_FILE)
-
-
-def write_summary(metrics: Sequence[Columns], checkpoints: Sequence[str], *, output_dir: str | None) -> None:
-    """Prints the mean and the standard deviation of every metric over several checkpoints.
-
-    metrics: {test set: {metric: value}} of each checkpoint.
-    checkpoints: Paths of the checkpoints.
-    output_dir: Folder for the file summary.json. If None, no file is written.
-    """
-    summary = summarize(metrics)
-    log.info(metrics_table(summary, title=f"mean and standard deviation of {len(metrics)} checkpoints"))
-    if output_dir:
-        folder = open_output_folder(Path(output_dir))
-        write_json(folder / "summary.json", {"checkpoints": checkpoints, "sets": summary})
-        log.info(f"wrote {folder}")
-
-
 def all_metrics(
     results: Mapping[str, SetResult], *, selected_by: str | None = None, forward_dtype: str | None = None
 ) -> dict[str, dict[str, float | str]]:
-    """Returns the results of an evaluation as {test set: {metric: value}}, for the file metrics.json.
+    """Returns the content of metrics.json: {test set: {metric: value}}.
 
-    An accuracy also gets its 95 % interval: "accuracy_low" and "accuracy_high". The accuracy after each step
-    gets names such as "exact_accuracy_after_step_1".
+    Adds the 95 % interval of each accuracy ("accuracy_low" and "accuracy_high"), and the accuracy after each
+    thinking step ("exact_accuracy_after_step_1").
 
-    selected_by, forward_dtype: Texts that are added to the metrics of every test set, unless they are None.
+    selected_by, forward_dtype: Texts that every test set gets, unless they are None.
     """
     metrics, texts = {}, zip(TEXTS, (selected_by, forward_dtype), strict=True)
     named = {name: text for name, text in texts if text is not None}
@@ -247,10 +223,7 @@ def all_metrics(
 
 
 def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
-    """Writes the output arrays of each test set to the file <test set>__outputs.npz in `folder`.
-
-    The arrays are in dataset order, without padding examples.
-    """
+    """Writes the output arrays of each test set to <test set>__outputs.npz, in the order of the dataset."""
     for name, result in results.items():
         if result.outputs:
             folder.mkdir(parents=True, exist_ok=True)
@@ -259,12 +232,14 @@ def write_outputs(folder: Path, results: Mapping[str, SetResult]) -> None:
 
 
 def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict[str, Any]:
-    """Returns the content of scaling.json: accuracies for several numbers of model calls and of samples.
+    """Returns the content of scaling.json: accuracies for several numbers of thinking steps and of samples.
 
-    A sample is one run of a puzzle. The format is {option: value, "sets": {test set: {"count": number of
-    puzzles, "corners": list}}}. An entry of the list is {"steps": 16, "samples": 4, "ways": {"vote":
-    {"exact_accuracy": 0.9, ...}}}. "vote" is a rule that selects one of the samples. The last rule, "any",
-    counts a puzzle as solved if any sample is right.
+    A sample is one of several runs of a puzzle with different noise. The format is {option: value, "sets":
+    {test set: {"count": number of puzzles, "corners": list}}}. An entry of "corners" is
+
+        {"steps": 16, "samples": 4, "ways": {"vote": {"exact_accuracy": 0.9, ...}, "any": {...}}}
+
+    "vote" is a rule that selects one sample. "any" counts a puzzle as solved if any sample is right.
     """
     sets = {}
     for name, result in results.items():
@@ -280,3 +255,22 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
             rows = [{"steps": key[0], "samples": key[1], "ways": corners[key]} for key in sorted(corners)]
             sets[name] = {"count": count, "corners": rows}
     return {**{name: getattr(config, name) for name in _SCALING_KEYS}, "sets": sets}
+
+
+def read_results(folder: Path) -> dict[str, dict[str, float | str]]:
+    """Returns the content of metrics.json. Raises ValueError if the file is missing or damaged."""
+    return read_json(folder / EVALUATION_FILE)
+
+
+def write_summary(metrics: Sequence[Columns], checkpoints: Sequence[str], *, output_dir: str | None) -> None:
+    """Prints the mean and the standard deviation of every metric over several checkpoints.
+
+    metrics: {test set: {metric: value}} for each checkpoint.
+    output_dir: Folder for the file summary.json. If None, no file is written.
+    """
+    summary = summarize(metrics)
+    log.info(metrics_table(summary, title=f"mean and standard deviation of {len(metrics)} checkpoints"))
+    if output_dir:
+        folder = open_output_folder(Path(output_dir))
+        write_json(folder / "summary.json", {"checkpoints": checkpoints, "sets": summary})
+        log.info(f"wrote {folder}")

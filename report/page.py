@@ -39,14 +39,14 @@ def write_report(
 ) -> Path:
     """Writes the report of a run as an HTML file, and returns its path.
 
-    If the checkpoint or its data are missing, the report shows no solved puzzles, and a note explains why.
+    If the checkpoint or its data are missing, the report has no solved puzzles, and a note says why.
 
     Args:
         folder: Run folder.
         output: File to write. If None, report.html in the run folder.
         data: Dataset folders to take the shown test puzzles from. If None, the data of the run.
-        num_puzzles: Maximum number of test puzzles to run the model on. If 0, the model does not run.
-        traced: Answers of the model, if it has run already. `data` and `num_puzzles` then have no effect.
+        num_puzzles: Maximum number of test puzzles that the model solves. If 0, the model does not run.
+        traced: Answers of the model. If given, `data` and `num_puzzles` have no effect.
         evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
         warn: Function that is called with the text of each warning.
 
@@ -97,8 +97,6 @@ def write_evaluation_report(
     """Runs the model on test puzzles, and writes report.html into the run folder. Only rank 0 calls it.
 
     evaluation: Folder with the results of the evaluation.
-    seed: Seed of the random noise of the model.
-    batch_size: Maximum number of puzzles in a batch.
     puzzles: {test set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
     """
     options = {"batch_size": batch_size, "path": checkpoint.path, "seed": seed, "puzzles": puzzles}
@@ -108,9 +106,7 @@ def write_evaluation_report(
 
 
 def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Writes an SVG file that shows accuracy over the number of model calls per puzzle.
-
-    If matplotlib is not installed, only warns.
+    """Writes an SVG file with a chart of accuracy over network calls. Without matplotlib, only warns.
 
     scaling: Content of scaling.json. If it has no test sets, nothing is written.
     """
@@ -127,10 +123,7 @@ def check_packages() -> None:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fills a jinja2 template of the folder report/ with values, and returns the HTML. Values are escaped.
-
-    template: File name of the template, such as "run.html.jinja".
-    """
+    """Returns the HTML of a jinja2 template of this folder, such as "run.html.jinja". Escapes the values."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
@@ -141,10 +134,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Checks that a file can be written later, before a long computation. Creates its folder.
-
-    Raises ValueError if the file cannot be written.
-    """
+    """Raises ValueError if a file cannot be written later. Creates its folder."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):

@@ -1,4 +1,4 @@
-"""The content of the page of a run: key numbers, results, origin and charts."""
+"""What the page of a run shows: key numbers, charts, a table of results, and how the run was made."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,7 +31,7 @@ from training.code import CHANGES
 
 
 def page_values(run: RunRecord, traced: TracedPuzzles | None) -> dict[str, Any]:
-    """Returns the values for the template run.html.jinja, as {name in the template: value}.
+    """Returns {name in the template run.html.jinja: value}.
 
     traced: Answers of the model to some test puzzles. If None, the page shows no puzzles.
     """
@@ -101,9 +101,9 @@ def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str,
 
 
 def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str]]:
-    """Returns how the model was trained, as list of (name, value).
+    """Returns how the run was made: list of (name, value). An unknown value is "not recorded".
 
-    Example: ("optimizer", "optimizer adam_atan2, lr 0.0001"). Missing values become "not recorded".
+    Example: ("optimizer", "optimizer adam_atan2, lr 0.0001").
     """
     config, start = run.config, run.starts[-1] if run.starts else {}
     commit = start.get("git_commit") or ""
@@ -140,15 +140,15 @@ def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str
 
 
 def _moment(text: Any) -> str:
-    """Formats a time of the log: "2026-01-31 12:00 UTC" for "2026-01-31T12:00:59+00:00"."""
+    """Returns "2026-01-31 12:00 UTC" for the time "2026-01-31T12:00:59+00:00" of the log."""
     return str(text)[:16].replace("T", " ") + " UTC" if text else ""
 
 
 def _results_table(run: RunRecord) -> dict[str, Any]:
-    """Returns a table of test results as {"sets": list, "counts": list, "rows": list}.
+    """Returns the table of test results. All values are texts.
 
-    "sets" contains the names of the test sets, "counts" their numbers of puzzles. A row is (metric, written
-    name, [(value, interval) for each test set]). All values are texts.
+    Returns {"sets": names of the test sets, "counts": their numbers of puzzles, "rows": list}. A row is
+    (metric, written name, [(value, interval) for each test set]).
     """
     drawn = [
         metric
@@ -225,11 +225,11 @@ def learning_charts(run: RunRecord) -> list[Chart]:
 
 
 def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]:
-    """Draws the charts about the answers to test puzzles: accuracy, early halting and calibration.
+    """Draws charts of the answers to test puzzles: accuracy over steps, halting, and calibration.
 
-    If the run has a scaling.json, also draws accuracy over the number of model calls.
+    If the run has a scaling.json, also draws accuracy over compute.
 
-    traced: Answers of the model to some test puzzles. If None, only charts that do not need them are drawn.
+    traced: Answers of the model to some test puzzles. If None, charts that need them are left out.
     """
     drawn: list[Chart | None] = [_accuracy_over_steps(run, traced)]
     if traced:
@@ -256,11 +256,9 @@ def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]
 
 
 def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart | None:
-    """Draws the accuracy on test puzzles after each thinking step (call of the model).
+    """Draws the accuracy on test puzzles after each thinking step, from the last evaluation.
 
-    It uses the last evaluation. If the evaluation did not record this accuracy, it uses `traced`.
-
-    traced: Answers of the model to some test puzzles, or None.
+    If the evaluation has no such accuracy, the chart shows the accuracy of the answers `traced`.
     """
     lines, key = [], "exact_accuracy_after_step_"
     for index, (set_name, values) in enumerate(run.evaluation.items()):

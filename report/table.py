@@ -23,7 +23,7 @@ NOTE = (
     "(Wilson)]. p: p-value of a two-sided t-test against the first row"
 )
 _NAMES = ("run_name", "project_name", "checkpoint_path", "wandb_group")
-# Keys that change what a run writes or checks, but not how it trains, and keys that start with these words.
+# Keys of what a run writes and checks. They do not change the training. _OUTPUT_WORDS start more such keys.
 _OF_OUTPUT = ("loggers", "log_interval", "report", "save_outputs", "keep_checkpoints", "resume", "leaks")
 _OF_OUTPUT += ("sanity_check", "replica_check_interval", "init_timeout_seconds", "step_timeout_seconds")
 _OUTPUT_WORDS = ("checkpoint_", "profile", "wandb_")
