@@ -96,6 +96,7 @@ matrix: setup ## run the tests with other versions of Python and torch, in new e
 	.ci/matrix
 
 bench: setup ## all short benchmarks that need neither root nor a GPU, in ten minutes
-	@status=0; for words in "start --rounds 2" "optimizers --threads 1 --rounds 10" "parallel --rounds 5 --rows 300000" \
+	@status=0; for words in "start --rounds 2" "optimizers --threads 1 --rounds 10" "exchange --rounds 5" \
+	    "scaling --rounds 5" "memory --rows 300000" "layout --processes 2" \
 	    "checkpoint --rounds 2 --rows 300000" "dataset --rounds 2" "evaluation --rounds 2" "step --rounds 6"; do \
 	    echo "python -m benchmarks.$$words"; timeout 600 $(BIN)/python -m benchmarks.$$words || status=1; done; exit $$status

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from checkpointing.pretrained import Checkpoint, broadcast_checkpoints, find_checkpoint, load_trained_model
+from checkpointing.finding import Checkpoint, broadcast_checkpoints, find_checkpoint
+from checkpointing.loading import load_trained_model
 from config.compose import compose_config, compose_overrides
 from config.programs import EvaluateConfig
 from dataset.mixture import open_datasets

@@ -26,7 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
+from checkpointing.finding import Checkpoint, find_checkpoint
+from checkpointing.loading import load_trained_model
 from config.architecture import NumberFormat
 from config.compose import compose_config, config_with, show
 from config.programs import SolveConfig

@@ -22,7 +22,8 @@ from benchmarks.harness import (
     run_program,
 )
 from benchmarks.worlds import TINY
-from checkpointing.pretrained import find_checkpoint, load_trained_model
+from checkpointing.finding import find_checkpoint
+from checkpointing.loading import load_trained_model
 from dataset.mixture import open_datasets
 from distributed.number_format import choose_evaluation_format
 from distributed.process_group import choose_device, set_cpu_threads

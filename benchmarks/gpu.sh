@@ -21,7 +21,7 @@ try $python -m tests.golden --device "$device"
     try $python -m benchmarks.optimizers --device "$device" $quick
     try $python -m benchmarks.checkpoint --device "$device" $quick
     [ "$($python -c "import torch; print(torch.cuda.device_count())")" -lt 2 ] ||
-        try $python -m benchmarks.parallel layout --device "$device" $quick --layout pipeline_parallel_degree=2
+        try $python -m benchmarks.layout --device "$device" $quick --layout pipeline_parallel_degree=2
 }
 [ -d "$folder/data" ] || try $python -m dataset.build sudoku --output-dir "$folder/data" --generate "${PUZZLES:-1000}" \
     --num-aug "${VARIANTS:-1000}"

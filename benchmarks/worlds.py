@@ -19,7 +19,7 @@ import torch
 import torch._dynamo  # import before the fork, because the optimizers of torch need it
 from torch.utils.benchmark import Measurement, timer
 
-from benchmarks.harness import fail, measurement
+from benchmarks.harness import benchmark_parser, fail, measurement, positive
 from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from dataset.format import Metadata
@@ -32,6 +32,7 @@ from distributed.progress import Progress
 from distributed.shards import tensor_of
 from distributed.signals import stop_signals
 from optimizers.learning_rate import learning_rates
+from runtime.command_line import OneLineParser
 from training.clock import StepClock
 from training.run_config import find_format, with_format
 from training.state import build_first_state
@@ -42,6 +43,20 @@ TOTAL_STEPS = 10**6  # for the learning rate; more steps than any benchmark make
 TINY = ("arch.hidden_size=32", "arch.num_heads=2", "arch.H_layers=1", "arch.L_layers=1")
 _POLL_SECONDS = 1.0
 _CLONE_NEWNET = 0x40000000  # from sched.h of Linux
+
+
+def world_parser(name: str, *, description: str, compares_numbers: bool = False) -> OneLineParser:
+    """Returns the command-line parser of a benchmark that trains one model on several processes.
+
+    compares_numbers: Whether the benchmark compares several numbers of processes with one process.
+    """
+    parser = benchmark_parser(name, description=description, rounds=7, threads="1")
+    options = {"nargs": "+", "default": [1, 2]} if compares_numbers else {"default": 2}
+    of_processes = "numbers of processes (default: 1 2)" if compares_numbers else "processes (default: 2)"
+    parser.add_argument("--processes", type=positive, metavar="N", help=of_processes, **options)
+    of_puzzles = "puzzles per process (default: 8)"
+    parser.add_argument("--puzzles", type=positive, default=8, metavar="N", help=of_puzzles)
+    return parser
 
 
 class World:
@@ -261,6 +276,11 @@ class Trainer:
             part: {name: tensor_of(entry) for name, entry in section.items()}
             for part, section in parts.items()
         }
+
+
+def model_sizes(options: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the config overrides for a tiny model with --quick. Without it, none: HRM with 27 M weights."""
+    return TINY if options.quick else ()
 
 
 def metadata(*, rows: int = 1000, seq_len: int = 81) -> Metadata:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from checkpointing.pretrained import Checkpoint
+from checkpointing.finding import Checkpoint
 from config.architecture import Architecture
 from dataset.format import Dataset
 from dataset.identities import Match, identities_of, read_identities

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from checkpointing.pretrained import Checkpoint
+from checkpointing.finding import Checkpoint
 from dataset.equal import (
     UNKNOWN,
     Trained,

@@ -7,7 +7,8 @@ import re
 import sys
 from pathlib import Path
 
-from checkpointing.pretrained import Checkpoint, architecture_errors, load_weights
+from checkpointing.finding import Checkpoint
+from checkpointing.loading import architecture_errors, load_weights
 from checkpointing.sizes import sizes_in
 from config.programs import SolveConfig
 from dataset.description import DatasetInfo, read_info, read_names

@@ -142,23 +142,21 @@ def build_average(
     """
     if config.ema is None:
         return Average()
-    if total_steps is not None:
+    if total_steps is not None and not config.ema_bias_correction:
         last_step = min(config.max_steps or total_steps, total_steps)
-        warn_of_long_average(config.ema, num_steps=last_step, corrects_bias=config.ema_bias_correction)
+        warn_of_long_average(config.ema, num_steps=last_step)
     return DenseAverage(*flats, rate=config.ema, corrects_bias=config.ema_bias_correction)
 
 
-def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:
-    """Warns if the EMA rate is so close to 1 that a run of `num_steps` is too short for the average.
+def warn_of_long_average(rate: float, *, num_steps: int) -> None:
+    """Warns if an EMA without bias correction still contains much of the initial weights after `num_steps`.
 
     Example: rate 0.999 averages over 1000 steps. Only rank 0 warns.
     """
     if num_steps * (1 - rate) >= _FEW or not is_main():
         return
-    share = f"The initial weights still make up {rate**num_steps:.0%} of the average. "
-    held, advice = ("", "") if corrects_bias else (share, " set ema_bias_correction=true,")
     log.warning(
         f"ema={rate:g} averages over about {1 / (1 - rate):.0f} steps, but this launch ends at step "
-        f"{num_steps}. {held}Evaluation may understate the model. Lower ema,{advice} or compare with "
-        "raw=true."
+        f"{num_steps}. The initial weights still make up {rate**num_steps:.0%} of the average. Evaluation "
+        "may understate the model. Lower ema, set ema_bias_correction=true, or compare with raw=true."
     )

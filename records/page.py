@@ -10,8 +10,7 @@ from benchmarks.harness import REPOSITORY
 from records.record import FOLDER, MOST_P, best_entry, logs_of, read_entries, read_rows
 from records.rungs import RUNGS, Rung
 from records.seeds import final_evaluation
-from report.charts import Line, chart_file, line_chart
-from report.page import duration
+from report.charts import Line, chart_file, duration, line_chart
 
 BEGIN, END = "<!-- records: python -m records --table -->", "<!-- end of records -->"
 

@@ -27,7 +27,8 @@ from config.compose import compose_overrides
 from config.schema import PretrainConfig
 from distributed.child import start_child, why_it_failed
 from distributed.number_format import NumberFormat
-from evaluation.results import EVALUATION_FILE, SCALING_FILE, metrics_by_set
+from evaluation.metric_tables import metrics_by_set
+from evaluation.results import EVALUATION_FILE, SCALING_FILE
 from records.machine import describe_machine, find_format, training_device, write_format
 from records.rungs import Rung
 from report.run import Row, read_run

@@ -201,6 +201,16 @@ def fraction(value: float) -> str:
     return f"{value:.3f}"
 
 
+def duration(seconds: float) -> str:
+    """Formats a duration in its two largest units: "2 min 5 s"."""
+    seconds, units = round(seconds), [(86400, "d"), (3600, "h"), (60, "min"), (1, "s")]
+    for (size, unit), (smaller, next_unit) in zip(units, units[1:], strict=False):
+        if seconds >= size:
+            rest = seconds % size // smaller
+            return f"{seconds // size} {unit}" + (f" {rest} {next_unit}" if rest else "")
+    return f"{seconds} s"
+
+
 def short(number: float) -> str:
     """Formats a count with three digits and a unit: "133 k" for 132738, "27.3 M" for 27275266."""
     for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):

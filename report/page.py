@@ -1,4 +1,4 @@
-"""The report of a run: a self-contained HTML file with results, charts and solved puzzles."""
+"""Writes the report of a run: a self-contained HTML file with results, charts and solved puzzles."""
 
 import contextlib
 import importlib.util
@@ -9,38 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from checkpointing.pretrained import Checkpoint
+from checkpointing.finding import Checkpoint
 from dataset.drawing import SCRIPTS, THEME
 from dataset.format import Dataset
-from dataset.kinds.kind import to_grid
 from distributed import log
 from distributed.process_group import is_main
-from evaluation.intervals import wilson_interval
-from evaluation.names import written_name
-from evaluation.results import (
-    INTERVAL_ENDS,
-    independent_count,
-    is_number,
-    is_share,
-    metric_names,
-    with_suffix,
-)
 from models import HaltingModel
-from report.charts import Chart, Line, bar_chart, fraction, line_chart, reliability_chart, short
-from report.compute import compute_chart, compute_picture
-from report.run import RunRecord, read_run
-from report.trace import (
-    TracedPuzzles,
-    accuracy_after_steps,
-    halting_histogram,
-    pack,
-    picture_data,
-    reliability,
-    trace_of_run,
-    trace_puzzles,
-)
-from runtime.writing import to_yaml, write_text
-from training.code import CHANGES
+from report.compute import compute_picture
+from report.page_content import page_values
+from report.run import read_run
+from report.trace import TracedPuzzles, trace_of_run, trace_puzzles
+from runtime.writing import write_text
 from training.run_folder import REPORT_FILE
 
 NUM_PUZZLES = 400  # test puzzles to run the model on
@@ -60,14 +39,14 @@ def write_report(
 ) -> Path:
     """Writes the report of a run as an HTML file, and returns its path.
 
-    If the checkpoint or its data are missing, the report shows no solved puzzles, and a note explains why.
+    If the checkpoint or its data are missing, the report has no solved puzzles, and a note says why.
 
     Args:
         folder: Run folder.
         output: File to write. If None, report.html in the run folder.
         data: Dataset folders to take the shown test puzzles from. If None, the data of the run.
-        num_puzzles: Maximum number of test puzzles to run the model on. If 0, the model does not run.
-        traced: Answers of the model, if it has run already. `data` and `num_puzzles` then have no effect.
+        num_puzzles: Maximum number of test puzzles that the model solves. If 0, the model does not run.
+        traced: Answers of the model. If given, `data` and `num_puzzles` have no effect.
         evaluation: Folder of the evaluation to report. If None, the newest one in the run folder.
         warn: Function that is called with the text of each warning.
 
@@ -89,7 +68,7 @@ def write_report(
     notes = [*run.warnings, *missing]
     for text in notes:
         warn(text)
-    write_page(path, _run_page(run, traced, notes=notes))
+    write_page(path, render("run.html.jinja", notes=notes, **page_values(run, traced)))
     return path
 
 
@@ -118,8 +97,6 @@ def write_evaluation_report(
     """Runs the model on test puzzles, and writes report.html into the run folder. Only rank 0 calls it.
 
     evaluation: Folder with the results of the evaluation.
-    seed: Seed of the random noise of the model.
-    batch_size: Maximum number of puzzles in a batch.
     puzzles: {test set: indices of the puzzles to choose from, int64 [n]}. If None, all puzzles.
     """
     options = {"batch_size": batch_size, "path": checkpoint.path, "seed": seed, "puzzles": puzzles}
@@ -129,9 +106,7 @@ def write_evaluation_report(
 
 
 def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Writes an SVG file that shows accuracy over the number of model calls per puzzle.
-
-    If matplotlib is not installed, only warns.
+    """Writes an SVG file with a chart of accuracy over network calls. Without matplotlib, only warns.
 
     scaling: Content of scaling.json. If it has no test sets, nothing is written.
     """
@@ -141,31 +116,6 @@ def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
         write_text(path, compute_picture(scaling))
 
 
-def _run_page(run: RunRecord, traced: TracedPuzzles | None, *, notes: Sequence[str]) -> str:
-    packed, num_pictures = pack(picture_data(traced)) if traced else ("", 0)
-    return render(
-        "run.html.jinja",
-        title=run.name,
-        subtitle=_describe(run, traced),
-        highlights=_highlights(run, traced),
-        notes=notes,
-        pictures=packed,
-        is_search=traced is not None and traced.is_search,
-        num_pictures=num_pictures,
-        num_puzzles=traced.num_puzzles if traced else 0,
-        has_variants=traced is not None and traced.has_variants,
-        thinking_charts=thinking_charts(run, traced),
-        learning_charts=learning_charts(run),
-        results=_results_table(run),
-        origin=_origin(run, traced),
-        starts=run.starts,
-        config=to_yaml(run.config) if run.config else "",
-    )
-
-
-# ------------------------------------------------------------------------------------------------------ files
-
-
 def check_packages() -> None:
     """Raises ValueError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
@@ -173,10 +123,7 @@ def check_packages() -> None:
 
 
 def render(template: str, **values: Any) -> str:
-    """Fills a jinja2 template of the folder report/ with values, and returns the HTML. Values are escaped.
-
-    template: File name of the template, such as "run.html.jinja".
-    """
+    """Returns the HTML of a jinja2 template of this folder, such as "run.html.jinja". Escapes the values."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
@@ -187,10 +134,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Checks that a file can be written later, before a long computation. Creates its folder.
-
-    Raises ValueError if the file cannot be written.
-    """
+    """Raises ValueError if a file cannot be written later. Creates its folder."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
@@ -204,256 +148,3 @@ def write_page(path: Path, text: str) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise ValueError(f"cannot write {path} ({reason}). Choose another file.") from None
-
-
-# ------------------------------------------------------------------------------------------------------ words
-
-
-def duration(seconds: float) -> str:
-    """Formats a duration in its two largest units: "2 min 5 s"."""
-    seconds, units = round(seconds), [(86400, "d"), (3600, "h"), (60, "min"), (1, "s")]
-    for (size, unit), (smaller, next_unit) in zip(units, units[1:], strict=False):
-        if seconds >= size:
-            rest = seconds % size // smaller
-            return f"{seconds // size} {unit}" + (f" {rest} {next_unit}" if rest else "")
-    return f"{seconds} s"
-
-
-def _describe(run: RunRecord, traced: TracedPuzzles | None) -> str:
-    """Returns the subtitle of the page, such as "HRM on 9 x 9 Sudoku"."""
-    on = None
-    # If a dataset defines its own symbols, the subtitle shows the name of its folder instead.
-    if traced and (kind := traced.info.kind) and traced.info.vocabulary is None:
-        style, kind_name = traced.info.style, kind.title or kind.name.capitalize()
-        rows, columns = to_grid(traced.inputs[0], num_columns=style.num_columns).shape
-        on = kind_name if style.first_of_field is not None else f"{rows} \u00d7 {columns} {kind_name}"
-    data = run.config.get("data_path")
-    names = [Path(str(path)).name for path in data] if isinstance(data, list) else []
-    return " on ".join(filter(None, [run.architecture, on or ", ".join(names)])) or "run without config.yaml"
-
-
-def _highlights(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str, str]]:
-    """Returns the key numbers at the top of the page: list of (name, value, explanation).
-
-    Example: ("solved", "0.873", "873 of 1,000 test puzzles").
-    """
-    found = []
-    set_name, values = next(iter(run.evaluation.items()), ("", {}))
-    if isinstance(share := values.get("exact_accuracy"), float):
-        count = values.get("count")
-        where = f"{share * count:,.0f} of {count:,.0f} test puzzles" if count else "of the test puzzles"
-        where += f", set {set_name}" if len(run.evaluation) > 1 else ""
-        found.append(("solved", fraction(share), where))
-    if traced:
-        halts, steps = traced.trace.halting_steps.mean(), traced.trace.preds.shape[1]
-        judge = "search" if traced.is_search else "Q head"
-        found.append(("thinking steps per answer", f"{halts:.1f}", f"of {steps}, halted by the {judge}"))
-    gigaflops = run.starts[-1].get("gigaflops_per_step") if run.starts else None
-    # `calls@...` counts the calls for all samples. The accuracy above belongs to the largest setting.
-    calls = [value for name, value in values.items() if name.startswith("calls@")] or [values.get("steps")]
-    if gigaflops and is_number(calls := max(calls)):
-        what = f"{calls:.4g} network calls of {gigaflops:.3g} GFLOP"
-        found.append(("GFLOP per answer", f"{calls * gigaflops:.3g}", what))
-    if run.num_parameters:
-        found.append(("parameters", short(run.num_parameters), "without puzzle embeddings"))
-    if seconds := run.seconds().get(run.last_step):
-        of_steps = f", {run.petaflops:.3g} PFLOP" if run.petaflops else ""
-        found.append(("training time", duration(seconds), f"{run.last_step:,} training steps{of_steps}"))
-    return found
-
-
-def _origin(run: RunRecord, traced: TracedPuzzles | None) -> list[tuple[str, str]]:
-    """Returns how the model was trained, as list of (name, value).
-
-    Example: ("optimizer", "optimizer adam_atan2, lr 0.0001"). Missing values become "not recorded".
-    """
-    config, start = run.config, run.starts[-1] if run.starts else {}
-    commit = start.get("git_commit") or ""
-
-    def keys(*names: str) -> str:
-        return ", ".join(f"{name} {config[name]}" for name in names if config.get(name) is not None)
-
-    data = config.get("data_path")
-    status = run.status.get("status")
-    if "step" in run.status and status == "finished":
-        status += f" at training step {run.status['step']:,}"
-    rows = {
-        "model": run.architecture,
-        "dataset": ", ".join(map(str, data)) if isinstance(data, list) else data,
-        "fingerprint": (run.fingerprint or "")[:16],
-        "length": keys(
-            "train_steps" if config.get("train_steps") else "epochs", "global_batch_size", "max_steps"
-        ),
-        "optimizer": keys("optimizer", "lr", "weight_decay", "ema"),
-        "seed": config.get("seed"),
-        "status": status,
-        "shown here": traced.checkpoint.name if traced else "no checkpoint",
-        "started": _moment(run.starts[0].get("time")) if run.starts else None,
-        "hardware": start.get("hardware"),
-        "processes": start.get("processes"),
-        "commit": commit[:12] + (CHANGES if commit.endswith(CHANGES) else ""),
-        "torch": start.get("torch"),
-    }
-    if len(run.starts) > 1:
-        rows["starts"] = (
-            f"{len(run.starts)}, at training steps {', '.join(str(entry['step']) for entry in run.starts)}"
-        )
-    return [(name, "not recorded" if value in (None, "") else str(value)) for name, value in rows.items()]
-
-
-def _moment(text: Any) -> str:
-    """Formats a time of the log: "2026-01-31 12:00 UTC" for "2026-01-31T12:00:59+00:00"."""
-    return str(text)[:16].replace("T", " ") + " UTC" if text else ""
-
-
-def _results_table(run: RunRecord) -> dict[str, Any]:
-    """Returns a table of test results as {"sets": list, "counts": list, "rows": list}.
-
-    "sets" contains the names of the test sets, "counts" their numbers of puzzles. A row is (metric, written
-    name, [(value, interval) for each test set]). All values are texts.
-    """
-    drawn = [
-        metric
-        for metric in metric_names(run.evaluation)
-        if "@" not in metric and "_after_step_" not in metric and metric != "count"
-    ]
-    rows = [
-        (metric, written_name(metric), [_cell(values, metric) for values in run.evaluation.values()])
-        for metric in drawn
-    ]
-    counts = [f"{values.get('count', 0):,.0f}" for values in run.evaluation.values()]
-    return {"sets": list(run.evaluation), "counts": counts, "rows": rows}
-
-
-def _cell(values: Mapping[str, Any], metric: str) -> tuple[str, str]:
-    value = values.get(metric)
-    if not isinstance(value, (int, float)):
-        return str(value or ""), ""
-    low, high = (values.get(with_suffix(metric, end)) for end in INTERVAL_ENDS)
-    interval = f"{low:.3f} to {high:.3f}" if low is not None and high is not None else ""
-    return fraction(value) if is_share(metric) else f"{value:,.4g}", interval
-
-
-# ----------------------------------------------------------------------------------------------------- charts
-
-
-def learning_charts(run: RunRecord) -> list[Chart]:
-    """Draws the charts over training steps: loss, accuracy, learning rate and others."""
-
-    def trained(metric: str, name: str = "") -> Line:
-        return Line(name, *run.curve(f"train/{metric}"), role="second")
-
-    def curves(metric: str) -> list[Line]:
-        lines = [trained(metric, "training")]
-        for split, word in (("eval", "test"), ("validation", "validation")):
-            sets = run.eval_sets(split)
-            for index, set_name in enumerate(sets):
-                role = "accent" if split == "eval" and index == 0 else f"series{(index + 2) % 8 + 1}"
-                label = word if len(sets) == 1 else f"{word}, {set_name}"
-                lines.append(
-                    Line(label, *run.curve(f"{split}/{set_name}/{metric}"), role=role, has_dots=True)
-                )
-        return lines
-
-    steps = [trained("steps", "training")]
-    steps += [
-        Line("test", *run.curve(f"eval/{set_name}/act_steps"), has_dots=True)
-        for set_name in run.eval_sets()[:1]
-    ]
-    solved = curves("exact_accuracy")
-    after_first = run.curve("train/exact_accuracy_after_step_1")
-    solved.insert(1, Line("training, after one thinking step", *after_first, role="series2"))
-    log, share, zero = {"log_y": True}, {"share": True}, {"from_zero": True}
-    of_solved = (
-        "Fraction of puzzles with every cell right. The Q head predicts whether the answer is right, and "
-        "halts a puzzle. Training: at halting, and after the first thinking step of every puzzle."
-    )
-    of_q_head = "How often the Q head predicts correctly whether the answer is right."
-    of_steps = "Training: randomly chosen puzzles must think longer. Test: the Q head halts every puzzle."
-    table = [
-        ("Loss", curves("lm_loss"), log, "Cross-entropy per cell."),
-        ("Puzzles solved", solved, share | zero, of_solved),
-        ("Cells right", curves("accuracy"), share, "Fraction of right cells in a puzzle."),
-        ("Thinking steps until halting", steps, {}, of_steps),
-        ("Q head right", curves("q_halt_accuracy"), share, of_q_head),
-        ("Halting loss", curves("q_halt_loss"), log, "Binary cross-entropy of the Q head."),
-        *((written_name(name), curves(name), {}, "") for name in run.other_metrics),
-        ("Gradient norm", [trained("grad_norm")], log, "Before clipping, if any."),
-        ("Throughput", [trained("examples_per_second")], zero, "Examples per second, summed over processes."),
-        ("Learning rate", [trained("lr")], zero, "Learning rate of the dense weights."),
-    ]
-    drawn = [
-        line_chart(title, lines, x_label="training steps", caption=caption, **options)
-        for title, lines, options, caption in table
-    ]
-    return [chart for chart in drawn if chart]
-
-
-def thinking_charts(run: RunRecord, traced: TracedPuzzles | None) -> list[Chart]:
-    """Draws the charts about the answers to test puzzles: accuracy, early halting and calibration.
-
-    If the run has a scaling.json, also draws accuracy over the number of model calls.
-
-    traced: Answers of the model to some test puzzles. If None, only charts that do not need them are drawn.
-    """
-    drawn: list[Chart | None] = [_accuracy_over_steps(run, traced)]
-    if traced:
-        right, wrong = halting_histogram(traced)
-        num_labelled = sum(right) + sum(wrong)
-        judge = "at the end of the search" if traced.is_search else "by the Q head"
-        caption = f"With halting {judge}, {sum(right):,} of {num_labelled:,} puzzles are right."
-        stacks = [("right", "good", right), ("wrong", "bad", wrong)]
-        if num_labelled:
-            drawn.append(bar_chart("Halting steps", stacks, x_label="thinking step", caption=caption))
-        if judged := reliability(traced):
-            caption = (
-                "A calibrated Q head lies on the diagonal. Larger dots stand for more answers. "
-                f"Expected calibration error: {judged[1]:.3f}."
-            )
-            drawn.append(reliability_chart("Calibration of the Q head", judged[0], caption=caption))
-    sets = run.scaling["sets"] if run.scaling else {}
-    for set_name, content in sets.items():
-        by = next(iter(content["corners"][0]["ways"]))
-        title = "Accuracy over compute" + (f", {set_name}" if len(sets) > 1 else "")
-        caption = f"Compute: thinking steps times samples. Of several samples, {by} selects the answer."
-        drawn.append(compute_chart(title, content["corners"], by, has_oracle=False, caption=caption))
-    return [chart for chart in drawn if chart]
-
-
-def _accuracy_over_steps(run: RunRecord, traced: TracedPuzzles | None) -> Chart | None:
-    """Draws the accuracy on test puzzles after each thinking step (call of the model).
-
-    It uses the last evaluation. If the evaluation did not record this accuracy, it uses `traced`.
-
-    traced: Answers of the model to some test puzzles, or None.
-    """
-    lines, key = [], "exact_accuracy_after_step_"
-    for index, (set_name, values) in enumerate(run.evaluation.items()):
-        steps = sorted(int(rest) for metric in values if (rest := metric.removeprefix(key)).isdigit())
-        shares = [values[f"{key}{step}"] for step in steps]
-        count = independent_count(values)
-        ends = [wilson_interval(min(share, 1.0), count) for share in shares] if count else []
-        lines.append(
-            Line(
-                set_name if len(run.evaluation) > 1 else "",
-                steps,
-                shares,
-                role="accent" if index == 0 else f"series{index % 8 + 1}",
-                has_dots=len(steps) <= 20,
-                low=[low for low, _ in ends],
-                high=[high for _, high in ends],
-            )
-        )
-    caption = "Fraction of test puzzles solved after each thinking step, with a 95 % interval."
-    if traced and not any(line.x for line in lines):
-        shares, count = accuracy_after_steps(traced), int(traced.has_labels.sum())
-        lines = [Line("", range(1, len(shares) + 1), shares, has_dots=len(shares) <= 20)]
-        caption = f"Fraction of the {count:,} puzzles on this page that are solved after each thinking step."
-    return line_chart(
-        "Accuracy over thinking steps",
-        lines,
-        x_label="thinking steps",
-        share=True,
-        integer_x=True,
-        caption=caption,
-    )

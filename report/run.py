@@ -18,15 +18,8 @@ from checkpointing.files import (
 )
 from config.architecture import architectures
 from config.files import fill_defaults
-from evaluation.results import (
-    EVALUATION_FILE,
-    MEASURED_FILE,
-    SCALING_FILE,
-    TEXTS,
-    is_number,
-    metrics_by_set,
-    with_intervals,
-)
+from evaluation.metric_tables import TEXTS, is_number, metrics_by_set, with_intervals
+from evaluation.results import EVALUATION_FILE, MEASURED_FILE, SCALING_FILE
 from models import network_class
 from runtime.metrics_file import METRICS_FILE, read_rows
 from runtime.reading import read_json, read_lines, read_yaml

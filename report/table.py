@@ -11,10 +11,11 @@ from statistics import fmean
 from typing import Any
 
 from config.files import flatten
+from dataset.kinds.kind import kind_names
 from evaluation.intervals import difference_p, mean_interval, wilson_interval
-from evaluation.results import independent_count
-from report.charts import fraction, short
-from report.page import check_output, duration, write_page
+from evaluation.metric_tables import independent_count
+from report.charts import duration, fraction, short
+from report.page import check_output, write_page
 from report.run import RunRecord, read_run
 
 NOTE = (
@@ -22,7 +23,10 @@ NOTE = (
     "(Wilson)]. p: p-value of a two-sided t-test against the first row"
 )
 _NAMES = ("run_name", "project_name", "checkpoint_path", "wandb_group")
-_OF_ONE_RUN = ("seed", *_NAMES)
+# Keys of what a run writes and checks. They do not change the training. _OUTPUT_WORDS start more such keys.
+_OF_OUTPUT = ("loggers", "log_interval", "report", "save_outputs", "keep_checkpoints", "resume", "leaks")
+_OF_OUTPUT += ("sanity_check", "replica_check_interval", "init_timeout_seconds", "step_timeout_seconds")
+_OUTPUT_WORDS = ("checkpoint_", "profile", "wandb_")
 _MOST_DIFFERENCES = 6  # with more differing keys, only _ALWAYS_SHOWN become columns, and none is in the label
 _ALWAYS_SHOWN = ("arch.name", "halting")  # accuracies with other values of these keys are not comparable
 
@@ -53,14 +57,22 @@ def without_repeats(
     """
     counted: dict[str, RunRecord] = {}
     for index, run in enumerate(runs):
-        settings = {key: value for key, value in run.config.items() if key not in _NAMES}
-        key = json.dumps([settings, run.fingerprint], sort_keys=True, default=str)
+        key = json.dumps([_settings(run), run.fingerprint], sort_keys=True, default=str)
         key = key if run.config else f"run {index}"
         if other := counted.get(key):
             run, left_out = sorted((other, run), key=_age, reverse=True)
             warn(f"{left_out.folder} repeats {run.folder} with the same config and seed. It is left out.")
         counted[key] = run
     return list(counted.values())
+
+
+def _settings(run: RunRecord) -> dict[str, Any]:
+    """Returns the config of a run without its names, and without keys that do not change the training."""
+    return {
+        key: value
+        for key, value in run.config.items()
+        if key not in (*_NAMES, *_OF_OUTPUT) and not key.startswith(_OUTPUT_WORDS)
+    }
 
 
 def _age(run: RunRecord) -> tuple[bool, str]:
@@ -75,13 +87,13 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     """
     groups: dict[str, list[RunRecord]] = {}
     for index, run in enumerate(runs):
-        settings = {key: value for key, value in run.config.items() if key not in _OF_ONE_RUN}
+        settings = {key: value for key, value in _settings(run).items() if key != "seed"}
         # A run without a config forms its own group.
         key = json.dumps([settings, run.fingerprint], sort_keys=True, default=str)
         groups.setdefault(key if run.config else f"run {index}", []).append(run)
-    configs = [flatten(members[0].config) for members in groups.values()]
+    configs = [flatten(_settings(members[0])) for members in groups.values()]
     _name_rebuilt_data(configs, [members[0].fingerprint for members in groups.values()])
-    names = dict.fromkeys(key for config in configs for key in config if key not in _OF_ONE_RUN)
+    names = dict.fromkeys(key for config in configs for key in config if key != "seed")
     differing = [key for key in names if len({str(config.get(key)) for config in configs}) > 1]
     settings = [{key: str(config.get(key, "")) for key in differing} for config in configs]
     labels = [_label(*group) for group in zip(groups.values(), settings, strict=True)]
@@ -228,15 +240,12 @@ def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -
     "train/lm_loss" or "accuracy" (mean over test sets). If None, all default columns that are not empty.
     """
     usual = ["seeds", "solved", "p", *_VALUES]
-    values = dict(_VALUES)
+    values, runs = dict(_VALUES), [run for group in groups for run in group.runs]
     for column in columns or ():
         if column not in usual:
             values[column] = ("{:.4g}".format, functools.partial(_last_value, name=column))
-            if all(_last_value(run, name=column) is None for group in groups for run in group.runs):
-                known = ", ".join(usual)
-                raise ValueError(
-                    f"--columns: no run has {column}. Choose from {known}, or a metric of the log."
-                )
+            if all(_last_value(run, name=column) is None for run in runs):
+                raise ValueError(_unknown_column(column, runs, usual))
     settings = list(groups[0].settings)
     is_labeled = not 0 < len(settings) <= _MOST_DIFFERENCES
     settings = [key for key in _ALWAYS_SHOWN if key in settings] if is_labeled else settings
@@ -266,6 +275,17 @@ def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -
         of_csv = {*shown, *(("low", "high") if "solved" in columns else ())}
         records = [{name: value for name, value in record.items() if name in of_csv} for record in records]
     return Table(shown, [[row[name] for name in shown] for row in rows], records)
+
+
+def _unknown_column(column: str, runs: Sequence[RunRecord], usual: Sequence[str]) -> str:
+    """Returns the message for a column that no run has in its log. usual: Names of the default columns."""
+    kind = next((part for part in column.split("/")[:-1] if part in kind_names()), None)
+    if kind and not any(f"/{kind}/" in name for run in runs for row in run.rows for name in row):
+        return (
+            f"--columns: no run has {column}, because the evaluator {kind} did not run in training. Train "
+            f"with evaluators=[{kind}], or choose another column."
+        )
+    return f"--columns: no run has {column}. Choose from {', '.join(usual)}, or a metric of the log."
 
 
 def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float | None, float | None]:

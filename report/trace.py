@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from checkpointing.pretrained import find_checkpoint, load_trained_model
+from checkpointing.finding import find_checkpoint
+from checkpointing.loading import load_trained_model
 from dataset.description import DatasetInfo, read_info
 from dataset.drawing import cells_of, page_style
 from dataset.format import IGNORE_LABEL_ID, Dataset

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from checkpointing.pretrained import SHIPPED, Checkpoint, find_checkpoint, load_trained_model
+from checkpointing.finding import SHIPPED, Checkpoint, find_checkpoint
+from checkpointing.loading import load_trained_model
 from config.programs import PageConfig
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.description import DatasetInfo

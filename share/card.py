@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from checkpointing.files import STARTS_FILE
-from checkpointing.pretrained import Checkpoint
+from checkpointing.finding import Checkpoint
 from config.files import changed_words, load_defaults, word
 from dataset.build import builders
 from dataset.format import read_builder
-from evaluation.names import written_name
-from evaluation.questions import find_info
-from evaluation.results import (
-    EVALUATION_FILE,
+from evaluation.metric_tables import (
     is_number,
     is_share,
     metric_cell,
@@ -23,6 +20,9 @@ from evaluation.results import (
     metrics_by_set,
     with_intervals,
 )
+from evaluation.names import written_name
+from evaluation.questions import find_info
+from evaluation.results import EVALUATION_FILE
 from runtime.hub import Address, is_address, parse_address
 from runtime.metrics_file import read_rows
 from runtime.reading import read_json

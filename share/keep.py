@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from checkpointing.files import SHARED_WEIGHTS_FILE
-from checkpointing.pretrained import SHIPPED, Checkpoint, find_checkpoint, load_trained_model, load_weights
+from checkpointing.finding import SHIPPED, Checkpoint, find_checkpoint
+from checkpointing.loading import load_trained_model, load_weights
 from dataset.build.writing import check_output_folder, replaced_folder
 from dataset.format import Dataset
 from dataset.mixture import open_datasets

@@ -20,7 +20,8 @@ from checkpointing.files import (
     TRAINED_FILE,
     read_state,
 )
-from checkpointing.pretrained import Checkpoint, find_checkpoint, load_weights
+from checkpointing.finding import Checkpoint, find_checkpoint
+from checkpointing.loading import load_weights
 from checkpointing.sizes import sizes_in
 from checkpointing.tensors import find_files
 from config.files import fill_defaults

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from checkpointing.pretrained import find_checkpoint
+from checkpointing.finding import find_checkpoint
 from tests.checkpoints import blank_state, open_checkpoints, save
 from tests.tiny import tiny_config
 from training.best import BestStep, Selection, goal_of

@@ -11,7 +11,7 @@ import torch
 
 import checkpointing.writer
 from checkpointing.files import choose_checkpoint, newest_checkpoint, verify_checkpoint
-from checkpointing.pretrained import find_checkpoint
+from checkpointing.finding import find_checkpoint
 from optimizers.learning_rate import learning_rates
 from report.run import read_run
 from tests.checkpoints import (

@@ -17,7 +17,7 @@ import training.clock
 from distributed.process_group import is_main, rank
 from tests.ranks import call_each, complete_program, run_ranks
 from tests.tiny import OVERRIDES
-from training.clock import StepClock, gather_timing, traced_steps
+from training.clock import StepClock, Stragglers, gather_timing, traced_steps
 
 _CPU = torch.device("cpu")
 
@@ -50,13 +50,13 @@ def test_parts_and_the_rest():
     assert clock.pop() == {}, "reading starts anew"
 
 
-def _time_steps(*cases: list[float]) -> list[tuple[dict[str, float], str | None]]:
-    """Times five steps a case, by a clock that is given the seconds of each rank: no busy machine counts."""
+def _time_steps(*rows: list[float]) -> list[tuple[dict[str, float], str | None]]:
+    """Times 40 steps a row, by a clock that is given the seconds of each rank: no busy machine counts."""
     shown, timings = 0.0, []
     training.clock.time = SimpleNamespace(perf_counter=lambda: shown)
-    for seconds_of_ranks in cases:
-        clock = StepClock(_CPU)
-        for _ in range(5):
+    clock = StepClock(_CPU)
+    for seconds_of_ranks in rows:
+        for _ in range(40):
             clock.start()
             shown += seconds_of_ranks[rank()]
             clock.count_step()
@@ -64,18 +64,42 @@ def _time_steps(*cases: list[float]) -> list[tuple[dict[str, float], str | None]
     return timings
 
 
-def test_a_straggler_is_named_and_no_rank_that_differs_by_less_than_a_person_notices_or_than_half():
-    equal = ([0.02, 0.02, 0.02], [0.02, 0.02, 0.06], [1.0, 1.0, 1.4])
-    ((metrics, told), *alike), *others = run_ranks(_time_steps, 3, [0.02, 0.02, 0.3], *equal)
+def test_a_straggler_is_named_once():
+    ((metrics, first), *later), *others = run_ranks(_time_steps, 3, *[[0.02, 0.02, 0.3]] * 4)
     assert metrics["slowest_rank"] == 2
     assert metrics["compute_seconds_slowest_rank"] == pytest.approx(0.3)
     assert metrics["compute_seconds_fastest_rank"] == pytest.approx(0.02)
     assert metrics["examples_per_second"] == pytest.approx(30 / metrics["step_seconds"])
     assert metrics["peak_memory_bytes"] > 10e6
     assert metrics["peak_memory_rank"] in range(3)
-    assert "rank 2 is a straggler" in told
-    assert [told for _, told in alike] == [None] * 3
+    told = [first, *(told for _, told in later)]
+    assert told == [None, None, told[2], None]
+    assert "rank 2 is a straggler: for 120 steps, " in told[2]
     assert others == [[({}, None)] * 4] * 2, "rank 0 alone logs"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [[0.02, 0.02, 0.06]] * 4,  # less than a person notices
+        [[1.0, 1.0, 1.4]] * 4,
+        [[0.3, 0.02], [0.02, 0.3]] * 5,  # another program slows now one rank, now the other
+        [[0.3, 0.02], [0.3, 0.02], [0.02, 0.02]] * 5,
+        [[0.3]] * 4,
+    ],
+)
+def test_ordinary_noise_makes_no_straggler(rows):
+    stragglers = Stragglers()
+    assert [stragglers.add_row(row, steps=40) for row in rows] == [None] * len(rows)
+
+
+@pytest.mark.parametrize(("steps", "row"), [(10, 10), (1, 100), (1000, 3)])
+def test_a_straggler_needs_rows_and_steps(steps, row):
+    """After a row in which it is not slow, the count begins again."""
+    stragglers, slow = Stragglers(), [0.02, 0.3]
+    rows = [slow] * (row - 1) + [[0.02, 0.02]] + [slow] * 2 * row
+    told = [stragglers.add_row(times, steps=steps) for times in rows]
+    assert [number for number, text in enumerate(told, 1) if text] == [2 * row]
 
 
 _MATRIX_PRODUCTS = 3  # of one step: one forward, two backward

@@ -88,6 +88,9 @@ def test_a_cluster_that_is_not_at_hand_is_described(capsys, sudoku_folder):
     assert (
         lines[-1] == "The estimates assume arch.forward_dtype=bfloat16, because arch.forward_dtype is given."
     )
+    needed = "depends on the dataset. Build the dataset to see it, or set train_steps."
+    assert compose_run([*words[:3], *words[4:]]) is None
+    assert needed in capsys.readouterr().out
     assert compose_run([*words, f"data_path={sudoku_folder}"]) is None
     assert "nowhere" not in capsys.readouterr().out
     assert (

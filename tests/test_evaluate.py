@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpointing.pretrained import Checkpoint
+from checkpointing.finding import Checkpoint
 from dataset.mixture import fingerprint_of
 from report.run import read_run
 from tests.checkpoints import save_on

@@ -5,7 +5,8 @@ import pytest
 import torch
 import yaml
 
-from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
+from checkpointing.finding import find_checkpoint
+from checkpointing.loading import load_trained_model, load_weights
 from config.compose import compose_overrides
 from config.published import PUBLISHED
 from config.schema import PretrainConfig

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from checkpointing.pretrained import find_checkpoint
+from checkpointing.finding import find_checkpoint
 from dataset.build import build_dataset
 from dataset.build.sources import find_source_files
 from runtime.hub import Address, download

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights, take_rows
+from checkpointing.finding import find_checkpoint
+from checkpointing.loading import load_trained_model, load_weights, take_rows
 from config.compose import config_with
 from config.programs import SolveConfig
 from dataset.format import DIGESTS, IDENTIFIERS

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from checkpointing.pretrained import find_checkpoint
+from checkpointing.finding import find_checkpoint
 from config.compose import config_with
 from config.files import load_defaults
 from config.programs import EvaluateConfig, SolveConfig

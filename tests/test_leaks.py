@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpointing.files import TRAINED_FILE
-from checkpointing.pretrained import find_checkpoint
+from checkpointing.finding import find_checkpoint
 from dataset.build.splits import make_split
 from dataset.build.writing import write_dataset
 from dataset.equal import Trained, hash_examples

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 import yaml
 
 import models
-from checkpointing.pretrained import find_checkpoint, load_trained_model
+from checkpointing.finding import find_checkpoint
+from checkpointing.loading import load_trained_model
 from config.architecture import architectures
 from config.compose import compose_overrides
 from config.schema import PretrainConfig

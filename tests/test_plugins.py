@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpointing.pretrained import find_checkpoint
+from checkpointing.finding import find_checkpoint
 from config.architecture import architectures
 from config.compose import compose_overrides
 from config.schema import PretrainConfig

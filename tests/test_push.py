@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from checkpointing.files import STARTS_FILE
-from checkpointing.pretrained import broadcast_checkpoints, find_checkpoint, load_weights
+from checkpointing.finding import broadcast_checkpoints, find_checkpoint
+from checkpointing.loading import load_weights
 from checkpointing.tensors import load_joined
 from config.files import FOLDER
 from dataset.build import build_dataset

@@ -14,17 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointing.pretrained import find_checkpoint, load_trained_model
+from checkpointing.finding import find_checkpoint
+from checkpointing.loading import load_trained_model
+from config.schema import PretrainConfig
 from dataset.format import IDENTIFIERS, IGNORE_LABEL_ID, open_dataset
 from dataset.loader import Batch
 from evaluation.intervals import wilson_interval
 from evaluation.trace import record_trace
 from models.trm import TRM
 from report.__main__ import main
+from report.charts import duration
 from report.compare import comparison_charts
-from report.page import duration, learning_charts
+from report.page_content import learning_charts
 from report.run import RunRecord, read_run
-from report.table import build_table, group_runs, without_repeats
+from report.table import _OF_OUTPUT, build_table, group_runs, without_repeats
 from report.trace import (
     accuracy_after_steps,
     clue_tokens,
@@ -91,8 +94,11 @@ def test_the_page_is_whole_and_small_and_asks_for_nothing(reported):
     assert not re.search(r'(src|href)="(?!#|data:)', page)
     told = ["tiny", "TRM on 4 \u00d7 4 Sudoku", "0.500", "20 s", "1,234", "2 cores of a test"]
     told += ["40 training steps, 5 PFLOP", "GFLOP per answer</dt><dd>10<", "c" * 12, "f" * 16]
-    told += ["python pretrain.py lr=&lt;b&gt;1&lt;/b&gt;"]
+    told += ["python pretrain.py lr=&lt;b&gt;1&lt;/b&gt;", "steps until halting</dt><dd>2.35<"]
     assert [text for text in told if text not in page] == []
+    assert re.search(r"steps until halting</th>\s*<td[^>]*>2\.35<", page), (
+        "the table rounds as the key numbers do"
+    )
     assert "Missing from this report" not in page
     titles = re.findall(r"<h3>([^<]*)</h3>", page)
     assert {"Loss", "Puzzles solved", "Thinking steps until halting", "Throughput", "Gradient norm"} <= set(
@@ -241,8 +247,26 @@ def test_columns_are_chosen_and_the_newest_finished_run_of_a_seed_counts(tmp_pat
     assert table.columns == ["runs", "sudoku/valid_accuracy", "solved", "train/lm_loss"]
     assert [table.rows[0][1], table.rows[0][3]] == ["0.75", "0.125"]
     assert "sudoku/valid_accuracy,train/lm_loss" in table.to_csv().splitlines()[0]
-    with pytest.raises(ValueError, match="--columns: no run has accuracy2. Choose from seeds, solved, p, "):
-        build_table(group_runs(counted), ["accuracy2"])
+    for column, words in {
+        "accuracy2": "Choose from seeds, solved, p, ",
+        "sudoku/valid": "Choose from seeds, solved, p, ",
+        "maze/valid_accuracy": r"the evaluator maze did not run in training\. Train with evaluators=\[maze\]",
+    }.items():
+        with pytest.raises(ValueError, match=f"--columns: no run has {column}.*{words}"):
+            build_table(group_runs(counted), [column])
+
+
+def test_keys_that_change_no_training_are_no_difference(tmp_path, sudoku_folder):
+    """The same training that is logged elsewhere is a repetition, not another seed."""
+    assert {*_OF_OUTPUT} < {*PretrainConfig.model_fields}
+    changes = {"a": {"loggers": ["csv"], "log_interval": 5}, "b": {"loggers": [], "lr": 0.1}}
+    changes["c"] = {"wandb_log_puzzles": 0, "checkpoint_interval": 9, "lr": 0.1}
+    runs = [
+        read_run(write_run(tmp_path / name, sudoku_folder, has_checkpoint=False, **keys))
+        for name, keys in changes.items()
+    ]
+    assert [run.name for run in without_repeats(runs)] == ["a", "b"]
+    assert [group.label for group in group_runs(runs)] == ["lr=0.001", "lr=0.1"]
 
 
 @pytest.mark.slow

@@ -11,19 +11,18 @@ from config.architecture import architectures
 from config.compose import config_with
 from config.programs import EvaluateConfig
 from evaluation.intervals import wilson_interval
-from evaluation.names import NAMES, written_name
-from evaluation.passes import SetResult
-from evaluation.results import (
-    all_metrics,
+from evaluation.metric_tables import (
     independent_count,
     metrics_table,
-    scaling_of,
     scaling_table,
     setting_metrics,
     summarize,
     with_intervals,
-    write_measured,
+    written_value,
 )
+from evaluation.names import NAMES, written_name
+from evaluation.passes import SetResult
+from evaluation.results import all_metrics, scaling_of, write_measured
 from models import network_class
 from report.compute import compute_picture
 from runtime.writing import write_json
@@ -49,6 +48,20 @@ def test_an_interval_has_no_interval():
     )
     assert once["arc/pass@1_low"] < 0.5 < once["arc/pass@1_high"]
     assert with_intervals(once) == once
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "text"),
+    [
+        ("arc/pass@2", 1.0, "1.000"),
+        ("act_steps", 2.346, "2.35"),
+        ("steps", 16.0, "16"),
+        ("trained_on", 12345.0, "12,345"),
+        ("lm_loss", 0.123456, "0.1235"),
+    ],
+)
+def test_a_value_is_written_in_one_way(metric, value, text):
+    assert written_value(metric, value) == text
 
 
 @pytest.mark.parametrize(

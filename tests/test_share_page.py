@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from checkpointing.pretrained import find_checkpoint, load_trained_model
+from checkpointing.finding import find_checkpoint
+from checkpointing.loading import load_trained_model
 from config.files import load_defaults
 from config.programs import PageConfig
 from config.schema import validate_config

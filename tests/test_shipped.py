@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from checkpointing.files import SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE
-from checkpointing.pretrained import SHIPPED, find_checkpoint, load_trained_model
+from checkpointing.finding import SHIPPED, find_checkpoint
+from checkpointing.loading import load_trained_model
 from dataset.build import build_dataset
 from dataset.mixture import open_datasets
 from evaluation.leaks import find_trained

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from checkpointing.pretrained import find_checkpoint, load_trained_model
+from checkpointing.finding import find_checkpoint
+from checkpointing.loading import load_trained_model
 from checkpointing.tensors import load_joined
 from dataset.build import build_dataset
 from dataset.format import open_dataset

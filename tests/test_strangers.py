@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from checkpointing.files import read_state
-from checkpointing.pretrained import SHIPPED, find_checkpoint, load_trained_model, load_weights
+from checkpointing.finding import SHIPPED, find_checkpoint
+from checkpointing.loading import load_trained_model, load_weights
 from checkpointing.tensors import find_files, load_joined
 from checkpointing.writer import save_section
 from config.compose import compose_overrides

@@ -60,18 +60,21 @@ def test_a_failing_write_leaves_what_was_there(tmp_path, monkeypatch):
     def save(path, array, **options):
         saved.append(path)
         if len(saved) % 8 == 0:
-            raise OSError("No space left on device")
+            raise OSError(f"{array.size} requested and 1 written")
         original(path, array, **options)
 
     original = np.save
     monkeypatch.setattr(np, "save", save)
-    with pytest.raises(OSError, match="No space left"):
+    message = (
+        rf"cannot write {tmp_path}/data \(incomplete write, .*\). Free space on the disk of {tmp_path}, "
+    )
+    with pytest.raises(OSError, match=message):
         write(tmp_path / "data", **SPLITS)
     assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
     before = files_of(write(tmp_path / "data", **SPLITS))
     monkeypatch.setattr(np, "save", save)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=message):
         write(tmp_path / "data", train=TEST, test=TRAIN)
     assert files_of(tmp_path / "data") == before
     assert [path.name for path in tmp_path.iterdir()] == ["data"]

@@ -7,7 +7,8 @@ import dataclasses
 import numpy as np
 import torch
 
-from checkpointing.pretrained import Checkpoint, load_weights
+from checkpointing.finding import Checkpoint
+from checkpointing.loading import load_weights
 from config.compose import config_with
 from config.schema import PretrainConfig
 from dataset.format import Metadata

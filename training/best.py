@@ -9,7 +9,7 @@ from config.schema import PretrainConfig
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.process_group import is_main
-from evaluation.results import is_count, metrics_by_set
+from evaluation.metric_tables import is_count, metrics_by_set
 
 _PASSES = ("eval", "eval_raw", "validation")
 

@@ -18,11 +18,12 @@ from distributed.process_group import is_main, rank
 from runtime.writing import write_text
 
 WAITS = ("data_wait", "sync")  # waits within a step: for the batch, and for the other ranks
-# A rank is a straggler if its steps compute more than 1.5 times as long as the median of the other ranks, and
-# at least 0.05 s longer. At least 5 steps are measured.
-_STRAGGLER = 1.5
+# A rank is slow if its steps compute more than 1.5 times as long as the median of the other ranks, and at
+# least 0.05 s longer. It is a straggler if it was slow in every row of the log, for 3 rows and 100 steps.
+# Example: on a shared machine, other programs make rank 0 slow in one row, and rank 1 in the next.
+_SLOW = 1.5
 _NOTICEABLE_SECONDS = 0.05
-_NOTICEABLE_STEPS = 5
+_STRAGGLER_ROWS, _STRAGGLER_STEPS = 3, 100
 # Before a trace, up to this number of steps is traced and discarded: starting the profiler takes time.
 _WARMUP = 2
 
@@ -35,6 +36,7 @@ class StepClock:
         self._seconds, self._steps, self._since = 0.0, 0, None
         self._waits = dict.fromkeys(WAITS, 0.0)
         self._sync_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.stragglers = Stragglers()
 
     def start(self) -> None:
         if self._since is None:
@@ -91,11 +93,42 @@ class StepClock:
         }
 
 
+class Stragglers:
+    """Finds a rank that is slow in row after row of the log. Only rank 0 uses it."""
+
+    def __init__(self) -> None:
+        self._rank, self._rows, self._steps = 0, 0, 0  # the slow rank, and since when it is slow
+
+    def add_row(self, compute: Sequence[float], *, steps: int) -> str | None:
+        """Adds the times of one row of the log. Returns a warning if a rank has now become a straggler.
+
+        compute: Mean seconds of each rank in a step, without waits.
+        steps: Number of steps since the row before.
+        """
+        slowest = compute.index(max(compute))
+        usual = median([*compute[:slowest], *compute[slowest + 1 :]] or compute)
+        is_slow = max(compute) > max(_SLOW * usual, usual + _NOTICEABLE_SECONDS)
+        if not is_slow or slowest != self._rank:
+            self._rank, self._rows, self._steps = slowest, 0, 0
+        was_straggler = self._is_straggler()
+        self._rows, self._steps = self._rows + is_slow, self._steps + steps * is_slow
+        if was_straggler or not self._is_straggler():
+            return None
+        return (
+            f"rank {slowest} is a straggler: for {self._steps} steps, it computed more than {_SLOW} times as "
+            "long as the median of the other ranks (train/compute_seconds_slowest_rank). The other ranks "
+            "wait for it. Check what else runs on its machine."
+        )
+
+    def _is_straggler(self) -> bool:
+        return self._rows >= _STRAGGLER_ROWS and self._steps >= _STRAGGLER_STEPS
+
+
 def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str, float], str | None]:
     """Gathers the step times and the memory of all ranks. All ranks call it.
 
-    Returns (metrics, warning). The warning names a rank that is much slower than the others, or is None. On
-    ranks other than 0, and if no step was timed, the metrics are {}.
+    Returns (metrics, warning). The warning names a rank that has become a straggler, or is None. On ranks
+    other than 0, and if no step was timed, the metrics are {}.
     """
     local, ranks = clock.pop(), all_ranks()
     if not local:
@@ -107,7 +140,6 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
         return {}, None
     values = dict(zip(local, by_rank.t().tolist(), strict=True))
     compute, memory = values["compute_seconds"], values["peak_memory_bytes"]
-    slowest = compute.index(max(compute))
     metrics = {
         "examples_per_second": global_batch_size / local["step_seconds"],
         "step_seconds": local["step_seconds"],
@@ -116,18 +148,11 @@ def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str
         "data_wait_seconds": max(values["data_wait_seconds"]),
         "compute_seconds_slowest_rank": max(compute),
         "compute_seconds_fastest_rank": min(compute),
-        "slowest_rank": slowest,
+        "slowest_rank": compute.index(max(compute)),
         "peak_memory_bytes": int(max(memory)),
         "peak_memory_rank": memory.index(max(memory)),
     }
-    usual = median(compute[:slowest] + compute[slowest + 1 :]) if len(compute) > 1 else max(compute)
-    more = max(compute) - max(_STRAGGLER * usual, usual + _NOTICEABLE_SECONDS)
-    if more > 0 and local["steps"] >= _NOTICEABLE_STEPS:
-        compared = f"its steps compute more than {_STRAGGLER} times as long as the median of the others"
-        values = "train/compute_seconds_slowest_rank"
-        advice = "The other ranks wait for it. Check what else runs on its machine."
-        return metrics, f"rank {slowest} is a straggler: {compared} ({values}). {advice}"
-    return metrics, None
+    return metrics, clock.stragglers.add_row(compute, steps=local["steps"])
 
 
 def peak_memory_bytes(device: torch.device) -> int:

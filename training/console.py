@@ -9,9 +9,10 @@ from datetime import datetime, timedelta
 from config.schema import PretrainConfig
 from distributed import log
 from distributed.progress import Progress
+from evaluation.metric_tables import is_count, is_share, metrics_by_set, written_value
 from evaluation.names import written_name
-from evaluation.results import is_count, is_share, metrics_by_set
 from runtime.reading import printable
+from training.best import goal_of
 
 _TRAINED = ("lm_loss", "exact_accuracy", "accuracy")  # on the progress bar
 _EVALUATED = ("wrong", "undecided", "accuracy", "lm_loss", "act_steps")
@@ -57,10 +58,15 @@ class Console:
         for (split, name), set_metrics in sets.items():
             where = f"  {split}/{printable(name)}".ljust(width + 2) if len(sets) > 1 else ""
             chooses = split == ("validation" if metrics.get("best/selected_by") == "validation" else "eval")
-            is_best = chooses and metrics.get("best/step") == step
+            is_best = chooses and metrics.get("best/step") == step and not self._is_worst(metrics)
             self._show_evaluation(
                 step, where, dict(_shown_metrics(set_metrics, self._keep_best)), is_best=is_best
             )
+
+    def _is_worst(self, metrics: Mapping[str, float]) -> bool:
+        """Returns whether the best value so far is an accuracy of 0, the worst that is possible."""
+        best = metrics.get(f"best/{self._keep_best}")
+        return best == 0 and goal_of(self._keep_best) == "max"
 
     def _show_evaluation(self, step: int, where: str, texts: dict[str, str], *, is_best: bool) -> None:
         """Prints one line with the results of a test or validation set.
@@ -134,5 +140,6 @@ def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Itera
     names += [name for name in _UNSEEN if metrics.get("trained_on") and name in metrics]
     chosen = [name for name in metrics if keep_best and f"/{keep_best}".endswith(f"/{name}")]
     for name in dict.fromkeys([*chosen[:1], *names]):
-        digits = 0 if name == "trained_on" else 1 if "steps" in name else 3
-        yield written_name(name), f"{metrics[name]:.{digits}f}"
+        value = metrics[name]
+        is_whole = name == "trained_on" or name.endswith("steps")
+        yield written_name(name), written_value(name, value) if is_whole else f"{value:.3f}"

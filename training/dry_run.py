@@ -203,7 +203,10 @@ def describe(config: PretrainConfig, world_size: int) -> str:
                 f"{purpose:<24}{traffic.messages:10.3g}{traffic.bytes / _MB:10.3g}"
                 for purpose, traffic in sent.items()
             ),
-            f"\n{num_steps or 'unknown'} steps, {flops / _PETA:.3g} PFLOP each",
+            f"\n{num_steps} steps, {flops / _PETA:.3g} PFLOP each"
+            if num_steps
+            else f"\n{flops / _PETA:.3g} PFLOP a step. The number of steps depends on the dataset. Build the "
+            f"dataset to see it{'' if config.curriculum else ', or set train_steps'}.",
         ]
     )
 

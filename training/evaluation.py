@@ -10,8 +10,9 @@ from config.schema import PretrainConfig
 from distributed.errors import collective_errors
 from distributed.process_group import is_main
 from distributed.signals import Interruption
+from evaluation.metric_tables import metrics_by_set
 from evaluation.passes import evaluate_split
-from evaluation.results import metrics_by_set, write_outputs
+from evaluation.results import write_outputs
 from runtime.metrics_file import read_rows
 from training.data import RunData
 from training.run_folder import disk_errors_warn

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from checkpointing.files import TRAINED_FILE
-from checkpointing.pretrained import ARCH_WORD, find_checkpoint, load_weights, take_rows
+from checkpointing.finding import ARCH_WORD, find_checkpoint
+from checkpointing.loading import load_weights, take_rows
 from config.architecture import Architecture
 from config.files import changed_words, load_defaults
 from config.schema import PretrainConfig
@@ -20,7 +21,7 @@ from distributed.process_group import is_main
 from distributed.shards import Shard, Tensors
 from evaluation.known import find_match
 from evaluation.leaks import find_trained
-from evaluation.results import is_number
+from evaluation.metric_tables import is_number
 from models import network_class
 from models.puzzle_embedding import PuzzleEmbedding
 from models.search import Search

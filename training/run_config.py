@@ -13,7 +13,7 @@ import coolname
 import torch
 
 from checkpointing.files import CONFIG_FILE, checkpoints_in, newest_checkpoint
-from checkpointing.pretrained import ARCH_WORD, find_checkpoint
+from checkpointing.finding import ARCH_WORD, find_checkpoint
 from config.compose import chosen_experiment, compose_config, compose_values
 from config.files import fill_defaults, flatten, format_of
 from config.messages import check_data_folders

@@ -61,13 +61,23 @@ def write_dataset(
 
     Raises:
         ValueError: The folder may not be replaced, or the dataset is inconsistent.
+        OSError: A file cannot be written, for example because the disk is full.
     """
-    with replaced_folder(check_output_folder(folder, builder=builder.get("name"))) as new:
-        _write(new, splits, identifiers=identifiers, extra_files=extra_files or {})
-        if digests is not None:
-            np.save(new / DIGESTS, digests, allow_pickle=False)
-        _write_manifest(new, splits, builder=builder, several_solutions=several_solutions)
-        open_dataset(new, splits=tuple(splits), read_everything=True)
+    destination = check_output_folder(folder, builder=builder.get("name"))
+    try:
+        with replaced_folder(destination) as new:
+            _write(new, splits, identifiers=identifiers, extra_files=extra_files or {})
+            if digests is not None:
+                np.save(new / DIGESTS, digests, allow_pickle=False)
+            _write_manifest(new, splits, builder=builder, several_solutions=several_solutions)
+            open_dataset(new, splits=tuple(splits), read_everything=True)
+    except OSError as error:
+        # On a full disk, numpy raises an error without a number: "80040 requested and 13280 written".
+        reason = error.strerror or f"incomplete write, {error}"
+        raise OSError(
+            f"cannot write {folder} ({reason}). Free space on the disk of {destination.parent}, or choose "
+            "another --output-dir."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ import pytest
 import torch
 import yaml
 
-from checkpointing.pretrained import Checkpoint, find_checkpoint, load_trained_model
+from checkpointing.finding import Checkpoint, find_checkpoint
+from checkpointing.loading import load_trained_model
 from config.published import PUBLISHED
 from dataset.loader import Batch
 from distributed.collectives import all_ranks

@@ -17,7 +17,8 @@ import yaml
 
 from benchmarks.harness import run_program
 from checkpointing.files import MANIFEST_FILE, SHARED_CONFIG_FILE, manifest_text
-from checkpointing.pretrained import find_checkpoint, load_trained_model, load_weights
+from checkpointing.finding import find_checkpoint
+from checkpointing.loading import load_trained_model, load_weights
 from config.programs import SearchConfig
 from config.schema import PretrainConfig
 from dataset.build import build_dataset

@@ -49,7 +49,7 @@ def test_published_sizes_run_to_their_end(tmp_path):
 
 @pytest.mark.parametrize(("least", "status"), [("0", 0), ("5", 1)])
 def test_a_cluster_is_measured_by_its_ranks(least, status):
-    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks.parallel", "--quick")
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "benchmarks.exchange", "--quick")
     finished = _run(sys.executable, *words, "--at-least", least)
     assert finished.returncode == status, finished.stderr
     result = json.loads(finished.stdout.splitlines()[-1])
@@ -61,7 +61,7 @@ def test_a_cluster_is_measured_by_its_ranks(least, status):
 
 @pytest.mark.parametrize(("least", "status"), [("0", 0), ("5", 1)])
 def test_scaling_on_one_machine_needs_no_torchrun(least, status):
-    words = ("-m", "benchmarks.parallel", "scaling", "--quick", "--at-least", least)
+    words = ("-m", "benchmarks.scaling", "--quick", "--at-least", least)
     finished = _run(sys.executable, *words)
     assert finished.returncode == status, finished.stderr
     assert json.loads(finished.stdout.splitlines()[-1])["weak_efficiency_2"] > 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.layouts import computed, counting, stored_bytes
+from benchmarks.layout import computed, counting, stored_bytes
 from tests.checkpoints import begin_training, do_step
 from tests.ranks import run_ranks
 from tests.test_layouts import ARCHS, LAYOUTS

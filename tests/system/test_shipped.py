@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import solve
-from checkpointing.pretrained import find_checkpoint
+from checkpointing.finding import find_checkpoint
 from config.files import load_defaults
 from config.programs import PageConfig
 from config.schema import validate_config

@@ -1,30 +1,25 @@
-"""Finds a checkpoint, describes it (`Checkpoint`), and loads the trained model from it.
+"""Finds a checkpoint on this machine or on the Hugging Face Hub, and describes it (`Checkpoint`).
 
-A run of this repository, `python -m share push`, or the code that the authors of a model published ("the
-public code") wrote it. It is on this machine or on the Hugging Face Hub. Loading executes no code from it.
-Weights are safetensors files, or files of `torch.save` that are read with `weights_only=True`. Configs are
-YAML or JSON.
+A checkpoint is one of three:
+
+- a folder step_<N> of a run
+- a folder with model.safetensors and config.json, which `python -m share push` wrote
+- a file step_<N> of the code that the authors of a model published ("public code")
+
+This file reads configs and verifies files. loading.py loads the weights.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import pickle
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import torch
 from pydantic import NonNegativeInt, PositiveInt
-from safetensors.torch import load_file
-from torch import Tensor
 
 from checkpointing.files import (
     CONFIG_FILE,
-    EMA_WEIGHTS,
     IDENTITIES_FILE,
     MANIFEST_FILE,
     SHARED_CONFIG_FILE,
@@ -39,35 +34,29 @@ from checkpointing.files import (
     step_of,
     verify_checkpoint,
 )
-from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS, translate_weights
-from checkpointing.sizes import sizes_in
-from checkpointing.tensors import find_files, load_joined
+from checkpointing.published import PUBLISHED_CONFIGS, PUBLISHED_WEIGHTS
+from checkpointing.tensors import find_files
 from config.architecture import Architecture, Fraction, Strict, architectures
 from config.files import fill_defaults
 from config.published import translate_config
 from config.schema import Paths, Seed, StageConfig, Text, all_data_paths, validate_config
-from dataset.format import Metadata
 from distributed import log
 from distributed.collectives import broadcast_object
 from distributed.errors import collective_errors
 from distributed.process_group import is_main, local_rank
-from models import HaltingModel, build_model, network_class
-from models.blocks import cast_blocks_
-from models.puzzle_embedding import PuzzleEmbedding
-from models.search import Search
-from runtime.reading import PointerFileError, open_regular, read_json, read_yaml
+from runtime.reading import PointerFileError, read_json, read_yaml
 
 if TYPE_CHECKING:  # the Hub's modules are imported only when needed
     from runtime.hub import Address
 
 SHIPPED = Path(__file__).resolve().parent.parent / "weights"  # trained models in this repository
 _LIGHTNING = ".ckpt"  # suffix of PyTorch Lightning's checkpoints, only for an error message
-_PUBLISHED_KEYS = ("arch", "data_path", "global_batch_size")  # keys of public configs that have our meaning
-ARCH_WORD = "arch=checkpoint"  # argument that copies the architecture of `init_from`
+_PUBLISHED_KEYS = ("arch", "data_path", "global_batch_size")  # keys that mean the same in public configs
+ARCH_WORD = "arch=checkpoint"  # argument of pretrain.py that copies the architecture of `init_from`
 
 
 class _Recorded(Strict):
-    """The keys that loading needs from the config of a run (config.yaml). Other keys are ignored."""
+    """The keys of a run's config.yaml that `Checkpoint` needs. Other keys are ignored."""
 
     arch: Architecture
     data_path: Paths
@@ -79,10 +68,7 @@ class _Recorded(Strict):
 
 
 class _Shared(Strict):
-    """The keys that loading needs from config.json in a folder that `python -m share push` has uploaded.
-
-    Other keys are ignored.
-    """
+    """The keys of config.json that `Checkpoint` needs. `python -m share push` writes this file."""
 
     run: dict[str, Any]
     step: NonNegativeInt
@@ -101,21 +87,20 @@ class Checkpoint:
     Attributes:
         path: A step_<N> folder, or a file of weights with a config in the same folder.
         step: Training step. None if unknown.
-        arch: Architecture of the model.
-        data_paths: Dataset folders in the config of the run.
-        global_batch_size: Number of puzzles of a training batch.
+        data_paths: Dataset folders of the training, as in the config.
         seq_len: Number of tokens of a puzzle in training. None if unknown.
         dataset_info: Description of the training data as JSON values (dataset/description.py). None if
             unknown.
         selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test".
             None if it was not selected.
-        has_averages: Whether the weights are averages (EMA), and the raw weights are not in the checkpoint.
+        has_averages: Whether the file contains only averaged weights (EMA), without the raw weights.
         address: Address on the Hugging Face Hub, with the commit. None if the checkpoint is local.
-        fingerprint: Hash of the datasets of the training. None if unknown.
+        fingerprint: Hash of the training datasets. None if unknown.
         test_fingerprint: Hash of their test splits. None if unknown.
-        joins_repeats: Whether the run held out equal puzzles together. False for runs of earlier versions.
-        seed, validation_fraction, init_from: Keys of the run's config. For a file of a model's public code,
-            their defaults.
+        joins_repeats: Whether the run held out puzzles with equal inputs together. False for runs of earlier
+            versions.
+        arch, global_batch_size, seed, validation_fraction, init_from: Keys of the run's config. For a file of
+            public code, the last three have their defaults.
     """
 
     path: Path
@@ -144,15 +129,15 @@ class Checkpoint:
 
     @property
     def run_folder(self) -> Path:
-        """Returns the folder for results: the parent of `path`, or for the Hub checkpoints/hf/OWNER/NAME."""
+        """Returns the folder for results. For a checkpoint of the Hub, it is checkpoints/hf/OWNER/NAME."""
         is_here = self.address is None
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
     @property
     def trained_file(self) -> Path | None:
-        """Returns the path of trained_on.safetensors (hashes of the training examples). It may not exist.
+        """Returns the path of trained_on.safetensors, hashes of the training examples. It may not exist.
 
-        None if the public code of a model wrote the checkpoint.
+        Returns None for a checkpoint of public code.
         """
         if self.path.name == SHARED_WEIGHTS_FILE:
             return self.path.with_name(TRAINED_FILE)
@@ -160,19 +145,19 @@ class Checkpoint:
 
     @property
     def identities_file(self) -> Path | None:
-        """Returns the path of identities.npz (the puzzle of each puzzle embedding). It may not exist.
+        """Returns the path of identities.npz, the puzzle of each puzzle embedding. It may not exist.
 
-        None if the public code of a model wrote the checkpoint.
+        Returns None for a checkpoint of public code.
         """
         is_of_run = self.path.name == SHARED_WEIGHTS_FILE or self.path.is_dir()
         return self.path.absolute().with_name(IDENTITIES_FILE) if is_of_run else None
 
     def find_data(self) -> list[Path]:
-        """Finds the dataset folders `data_paths` on this machine. Returns their paths.
+        """Returns the paths of the dataset folders `data_paths` on this machine.
 
-        A path may be relative to the folder in which the training was started. That folder is unknown. So the
-        path is tried in the working directory, in the run folder, and in the three folders above the run
-        folder. If none of them contains the dataset, the path in the working directory is returned.
+        A relative path starts at the folder in which the training was started. That folder is unknown.
+        Therefore this method tries the working directory, the run folder, and three folders above it. If none
+        contains the dataset, it returns the path in the working directory.
         """
         above = (Path(), self.run_folder, *self.run_folder.resolve().parents[:3])
         choices = [[folder / name for folder in above] for name in self.data_paths]
@@ -183,9 +168,9 @@ class Checkpoint:
 
 
 def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
-    """Calls `find_checkpoint` on rank 0, and returns the checkpoints on all ranks. All ranks call it.
+    """Returns the results of `find_checkpoint` on all ranks. All ranks call it.
 
-    Each node downloads from the Hub once. An error ends all ranks with a message.
+    Rank 0 finds the checkpoints. Each node downloads from the Hub once. An error ends all ranks.
     """
     checkpoints = None
     with collective_errors():
@@ -203,7 +188,7 @@ def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
 
 
 def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
-    """Downloads a checkpoint of the Hub to this node. Returns it with the path on this node."""
+    """Downloads a checkpoint of the Hub. Returns it with the path on this node."""
     from runtime.hub import download_file
 
     by_hand = _by_hand(checkpoint.address)
@@ -260,10 +245,10 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
 
 
 def _follow_link(path: Path) -> Path:
-    """Returns the target of a symbolic link to a checkpoint, so that results go into the folder of its run.
+    """Returns the target of a symbolic link, so that results go into the run folder of the target.
 
-    Returns other paths unchanged. Also returns a link to a file unchanged if the name of the target contains
-    no step (a file in the cache of the Hub), or if a config is in the folder of the link.
+    Returns any other path unchanged. A link to a file also stays unchanged if the name of the target has no
+    step (example: a file in the cache of the Hub), or if the folder of the link contains the config.
     """
     target = path.resolve() if path.is_symlink() else path
     has_config = any(path.with_name(name).is_file() for name in PUBLISHED_CONFIGS)
@@ -276,7 +261,7 @@ def _by_hand(address: Address) -> str:
 
 
 def _choose_files(names: list[str]) -> list[str]:
-    """Returns the files to download among all files of a Hub repository. ValueError if there are none."""
+    """Returns which files of a Hub repository to download. Raises ValueError if it has no checkpoint."""
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
@@ -287,7 +272,7 @@ def _choose_files(names: list[str]) -> list[str]:
 
 
 def _newest_step(folder: Path) -> Path:
-    """Returns the newest checkpoint in a run folder, also of a model's public code. ValueError if none."""
+    """Returns the newest checkpoint in a run folder, also of public code. Raises ValueError without one."""
     if newest := newest_checkpoint(folder):
         return newest
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -307,10 +292,7 @@ def _newest_published(names: list[str]) -> str:
 
 
 def _read_shared(path: Path) -> Checkpoint:
-    """Describes a checkpoint that `python -m share push` wrote: `path` is model.safetensors.
-
-    config.json must be in the same folder.
-    """
+    """Describes a checkpoint of `python -m share push`. `path` is model.safetensors, next to config.json."""
     config_path = path.with_name(SHARED_CONFIG_FILE)
     try:
         values = read_json(config_path)
@@ -328,7 +310,7 @@ def _read_shared(path: Path) -> Checkpoint:
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns {field of `Checkpoint`: value} from the config of a run. path: Its file, for messages."""
+    """Returns {field of `Checkpoint`: value} from a run's config. path: File of the config, for messages."""
     config = fill_defaults(config)
     arch, named = config.get("arch"), config.get("plugins")
     if named and isinstance(arch, dict) and arch.get("name") not in architectures():
@@ -346,7 +328,7 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """Describes a step_<N> folder of a run, after verifying it, or a weight file of a model's public code.
+    """Describes a step_<N> folder of a run, or a file of public code. Verifies the files of a folder.
 
     step: Training step N. None if unknown.
     """
@@ -367,126 +349,3 @@ def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
     of_data["test_fingerprint"] = state.get("test_fingerprint")
     of_data["joins_repeats"] = state.get("joins_repeats") is True
     return Checkpoint(path, step, **of_data, **_read_recorded(config, path / CONFIG_FILE))
-
-
-def load_trained_model(
-    checkpoint: Checkpoint,
-    metadata: Metadata,
-    *,
-    raw: bool = False,
-    forward_dtype: str | None = None,
-    rows: np.ndarray | None = None,
-) -> HaltingModel:
-    """Builds the model of a checkpoint on the CPU, and loads its weights.
-
-    Args:
-        checkpoint: Result of `find_checkpoint`.
-        metadata: Metadata of the dataset that the model will read.
-        raw: If True, load the raw weights. If False, load the averages (EMA) if the checkpoint contains them.
-        forward_dtype: Number format of the model, "bfloat16" or "float32". If None, it is the format of the
-            training.
-        rows: Row of the checkpoint's puzzle table for each puzzle identifier of the dataset, as in
-            `take_rows`. If None, the row has the number of the identifier.
-
-    Returns:
-        The model in training mode.
-
-    Raises:
-        ValueError: If the model cannot read such a dataset, or the weights do not match the config.
-    """
-    weights = load_weights(checkpoint, raw=raw)
-    if rows is not None:
-        weights[PuzzleEmbedding.weights_name] = take_rows(weights[PuzzleEmbedding.weights_name], rows)
-    arch = checkpoint.arch
-    if forward_dtype is not None:
-        arch = arch.model_copy(update={"forward_dtype": forward_dtype})
-    network = network_class(checkpoint.arch.name)
-    with architecture_errors(checkpoint):
-        sizes = sizes_in(weights, checkpoint.arch)
-        if issubclass(network, Search):
-            metadata = network.complete(metadata, weights)
-    if checkpoint.seq_len is not None and not checkpoint.arch.reads_any_length:
-        sizes["seq_len"] = checkpoint.seq_len
-    for field, size in sizes.items():
-        if size != getattr(metadata, field):
-            raise ValueError(
-                f"checkpoint {checkpoint} was trained with {field} {size}, but the dataset has "
-                f"{getattr(metadata, field)}. Use the dataset that it was trained on."
-            )
-    with torch.device("meta"):  # only the shapes, without memory
-        expected = build_model(arch, metadata).network.state_dict()
-    for name in sorted(expected.keys() | weights.keys()):
-        stored_shape, expected_shape = (
-            tensors[name].shape if name in tensors else None for tensors in (weights, expected)
-        )
-        if stored_shape != expected_shape:
-            reason = (
-                f"{name} has shape {_written(stored_shape)}, the config expects {_written(expected_shape)}"
-            )
-            raise _other_architecture(checkpoint, reason)
-    model = build_model(arch, metadata)
-    model.network.load_state_dict(weights)
-    cast_blocks_(model.network)
-    return model
-
-
-def take_rows(table: Tensor, rows: np.ndarray) -> Tensor:
-    """Returns rows of a table of puzzle embeddings, [n, ndim]. A row number -1 gives the mean of all rows.
-
-    table: [rows, ndim]. rows: Row numbers, int64 [n].
-    """
-    taken = table[torch.from_numpy(rows).clamp(min=0)]
-    taken[torch.from_numpy(rows < 0)] = table.double().mean(dim=0).to(table.dtype)
-    return taken
-
-
-def _written(shape: torch.Size | None) -> str:
-    """Returns a shape as text for a message."""
-    return "none" if shape is None else str(list(shape))
-
-
-@contextlib.contextmanager
-def architecture_errors(checkpoint: Checkpoint) -> Iterator[None]:
-    """Context in which errors become a ValueError: the weights of a checkpoint do not match its config."""
-    try:
-        yield
-    except (KeyError, ValueError, IndexError) as error:
-        raise _other_architecture(checkpoint, error) from None
-
-
-def _other_architecture(checkpoint: Checkpoint, reason: object) -> ValueError:
-    return ValueError(
-        f"checkpoint {checkpoint}: the weights do not match the config stored with them ({reason})."
-    )
-
-
-def load_weights(checkpoint: Checkpoint, *, raw: bool = False) -> dict[str, Tensor]:
-    """Returns the weights of a checkpoint as {name in the model: full tensor}.
-
-    Returns the averages (EMA) if the checkpoint contains them, otherwise the raw weights. With `raw`, always
-    returns the raw weights. Raises ValueError if a file is damaged, or if raw weights are missing.
-    """
-    path = checkpoint.path
-    if raw and checkpoint.has_averages:
-        raise ValueError(f"checkpoint {checkpoint} contains only averaged (EMA) weights. Remove raw=true.")
-    try:
-        if path.name == SHARED_WEIGHTS_FILE:
-            with open_regular(path):
-                return load_file(path)
-        if path.is_dir():
-            has_averages = not raw and find_files(path, EMA_WEIGHTS)
-            return load_joined(path, EMA_WEIGHTS if has_averages else WEIGHTS)
-        with open_regular(path), warnings.catch_warnings():  # torch warns about other kinds of pickles
-            warnings.simplefilter("ignore")
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except PointerFileError:
-        raise
-    except Exception as error:  # torch's unpickler raises many types of errors for damaged bytes
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        if isinstance(error, pickle.UnpicklingError):  # torch's message suggests to execute the pickle
-            reason = "it is damaged, or it contains Python objects that could run code"
-        raise ValueError(f"checkpoint {checkpoint} cannot be read ({reason}). Use another one.") from None
-    try:
-        return translate_weights(content, checkpoint.arch)
-    except ValueError as error:
-        raise ValueError(f"checkpoint {checkpoint} {error}") from None

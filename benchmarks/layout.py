@@ -1,20 +1,24 @@
-"""The benchmark `layout` of benchmarks.parallel: compares stored and sent bytes with formulas.
+"""Compares the bytes that a rank stores and sends with formulas (docs/parallel.md).
 
-First, it tests the messages of a pipeline with a time limit, because they may deadlock on NCCL (untested).
+    python -m benchmarks.layout --device cuda --layout pipeline_parallel_degree=2
+
+First, the program tests the messages of a pipeline with a time limit. They may deadlock on NCCL (untested).
 """
+
+import runtime.environment  # noqa: F401 - sets variables that OpenMP reads when torch is imported
 
 import argparse
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.harness import fail, print_report
-from benchmarks.worlds import TINY, Trainer, World
+from benchmarks.harness import fail, parse, print_report, run_main
+from benchmarks.worlds import TINY, Trainer, World, world_parser
 from config.schema import PretrainConfig
 from dataset.format import Metadata
 from distributed.mesh import Mesh, sizes_of
@@ -51,10 +55,10 @@ _PURPOSES = {
 
 @contextlib.contextmanager
 def counting() -> Iterator[dict[str, Sent]]:
-    """Context manager that counts the bytes that this rank sends with torch.distributed.
+    """Context manager that counts the messages and bytes that this rank sends with torch.distributed.
 
-    Yields a dict that is filled meanwhile: {purpose: numbers of messages and bytes}, with purposes such as
-    "sums of gradients". The model must compute in bfloat16, because the dtype of a message tells its purpose.
+    Yields {purpose, such as "sums of gradients": numbers of messages and bytes}. The block fills it. The
+    model must compute in bfloat16, because the dtype of a message shows its purpose.
     """
     sent: dict[str, Sent] = defaultdict(lambda: Sent(0, 0))
 
@@ -124,10 +128,7 @@ def _covered(tensors: Iterable[Tensor]) -> int:
 
 
 class _Ring:
-    """Test of the messages that pipeline parallelism sends. It needs no model.
-
-    It sends a tensor through all ranks, in the order of a training step.
-    """
+    """A tensor that is sent through all ranks, in the order of a training step of a pipeline."""
 
     def __init__(self, device: torch.device):
         mesh = Mesh(sizes_of(world_size(), pipeline=world_size()))
@@ -150,10 +151,9 @@ class _Layout:
         self._trainer = Trainer(device, *overrides, puzzles=options.puzzles)
 
     def count(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns stored and sent bytes as ({what: counted bytes}, {what: computed bytes}).
+        """Returns stored and sent bytes of a training step, as (counted bytes, bytes by formulas).
 
-        The first are counted in a training step. The second are computed from formulas. Keys are such as
-        "weights" or "sums of gradients".
+        Both are {"weights": bytes, "sums of gradients": bytes, ...}.
         """
         trainer = self._trainer
         with counting() as sent:
@@ -165,12 +165,12 @@ class _Layout:
         }
 
 
-def measure_layout(options: argparse.Namespace) -> None:
-    """Runs the benchmark `layout`: compares stored and sent bytes with formulas, and prints a table.
-
-    First checks that the messages of a pipeline arrive.
-    """
-    (processes,) = options.processes or [2]
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = world_parser("layout", description="Compares stored and sent bytes with formulas.")
+    keys = "config keys of the training, as for pretrain.py"
+    parser.add_argument("--layout", nargs="+", default=(), metavar="KEY=VALUE", help=keys)
+    options = parse(parser, argv)
+    processes = options.processes
     with World(options, _Ring, processes=processes) as world:
         print(f"testing the messages of a pipeline of {processes} processes", flush=True)
         world.send("run")
@@ -188,10 +188,14 @@ def measure_layout(options: argparse.Namespace) -> None:
         rows.append([what, f"{mean / 1e6:.3f}", f"{num_bytes / 1e6:.3f}"])
         result[what.replace(" ", "_")] = mean / num_bytes
     print_report(
-        "parallel layout",
+        "layout",
         options,
         header=["MB per process", "counted", "computed"],
         rows=rows,
         notes=["The test of pipeline messages passed. The column counted has the mean of all processes."],
         result=result,
     )
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,205 @@
+"""Times a training step on several processes, for each method to sum gradients over ranks.
+
+    python -m benchmarks.exchange
+    python -m benchmarks.exchange --line 100mbit 25        # emulated machines (root): rate, one-way ms
+    torchrun ... -m benchmarks.exchange --at-least 0.85    # on the machines of a run
+
+alone           a step without messages
+default         the keys of a run have their defaults
+shared          sync=auto, which sums gradients in shared memory. Only on the CPUs of this machine
+flat, ddp       sync=flat, sync=ddp
+bfloat16        sync_dtype=bfloat16
+per_parameter   a step without messages, then a blocking all-reduce for each parameter
+local_steps_N   local_steps=N, computed from `alone` and from a step that merges the weights
+copy            only a copy of all gradients in memory, on each rank. The sum of `shared` cannot be faster
+
+Only `default` may shard the optimizer. The efficiency of a method is the time of `alone` / its time. Under
+torchrun, the program measures only `alone` and `default`. It exits with status 1 if the efficiency is below
+--at-least.
+"""
+
+import runtime.environment  # noqa: F401 - sets variables that OpenMP reads when torch is imported
+
+import argparse
+import contextlib
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import cells, fail, measurement, parse, print_report, ratio, run_main
+from benchmarks.worlds import Trainer, World, model_sizes, take_turns, timed, world_parser
+from distributed.collectives import all_ranks
+from distributed.errors import abort_all
+from distributed.process_group import (
+    choose_device,
+    is_main,
+    num_nodes,
+    process_group,
+    set_cpu_threads,
+    world_size,
+)
+
+_WHOLE_UPDATE = "data_parallel_shard_degree=1"  # without sharding of the optimizer
+_NEVER = 10**5  # with so many local_steps, no step of a benchmark sends messages
+_EXCHANGES: dict[str, tuple[str, ...]] = {
+    "alone": (f"local_steps={_NEVER}", "sync_dtype=bfloat16"),
+    "default": (),
+    "shared": ("sync=auto", _WHOLE_UPDATE),
+    "flat": ("sync=flat", _WHOLE_UPDATE),
+    "ddp": ("sync=ddp", _WHOLE_UPDATE),
+    "bfloat16": ("sync_dtype=bfloat16", _WHOLE_UPDATE),
+}
+_LOCAL_STEPS = (8, 32)
+
+
+class _Exchange:
+    """Several models in training. Each sums its gradients over ranks with another method.
+
+    ways: Names of the methods, keys of _EXCHANGES.
+    """
+
+    def __init__(self, device: torch.device, options: argparse.Namespace, ways: Sequence[str]):
+        trainers = {
+            way: Trainer(device, *model_sizes(options), *_EXCHANGES[way], puzzles=options.puzzles)
+            for way in ways
+        }
+        self._alone = alone = trainers["alone"]
+        gradients = [torch.zeros_like(parameter) for parameter in alone.state.model.parameters()]
+        flat = [torch.zeros(alone.state.weights.num_parameters, device=device) for _ in range(2)]
+
+        def per_parameter() -> None:
+            alone.step()
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+
+        self.turns = {way: trainer.step for way, trainer in trainers.items()}
+        self.turns |= {"per_parameter": per_parameter, "rarely": self._exchange}
+        self.turns["copy"] = lambda: flat[0].copy_(flat[1])
+
+    def _exchange(self) -> None:
+        """Makes a training step that merges the weights of all ranks, as with local_steps=N after N steps."""
+        self._alone.state.step = _NEVER - 1
+        self._alone.step()
+        self._alone.state.step = 0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    description = "Times a training step on several processes, for each method to sum gradients over ranks."
+    parser = world_parser("exchange", description=description)
+    line = (
+        "emulate a machine for each process, and a slow network (needs root). RATE: bandwidth in the syntax "
+        "of tc, such as 1gbit. MS: delay of a message in ms"
+    )
+    parser.add_argument("--line", nargs=2, metavar=("RATE", "MS"), help=line)
+    least = "under torchrun: exit with status 1 if the efficiency is lower than FRACTION"
+    parser.add_argument("--at-least", type=float, metavar="FRACTION", help=least)
+    options = parse(parser, argv)
+    if world_size() > 1:
+        return _measure_cluster(options)
+    if options.at_least is not None:
+        parser.error("--at-least applies only under torchrun. For one machine, run benchmarks.scaling.")
+    if options.processes == 1:
+        parser.error("--processes 1: this benchmark needs several processes. Pass --processes 2 or more.")
+    _measure_exchange(options)
+
+
+def _measure_exchange(options: argparse.Namespace) -> None:
+    processes = options.processes
+    is_in_memory = options.device == "cpu" and not options.line
+    ways = [way for way in _EXCHANGES if way != "shared" or is_in_memory]
+    names = [*ways, "per_parameter", "rarely", *(["copy"] if is_in_memory else [])]
+    with contextlib.ExitStack() as opened:
+        namespaces = _machines(options, processes, opened) if options.line else ()
+        world = World(options, _Exchange, options, ways, processes=processes, namespaces=namespaces)
+        opened.enter_context(world)
+        times = take_turns({name: (world, name) for name in names}, rounds=options.rounds, warmup_rounds=2)
+    copy, rarely = times.pop("copy", None), times.pop("rarely")
+    alone, rows, result = times["alone"], [], {}
+    for num in _LOCAL_STEPS:
+        seconds = [
+            ((num - 1) * step_time + last) / num
+            for step_time, last in zip(alone.times, rarely.times, strict=True)
+        ]
+        times[f"local_steps_{num}"] = measurement(seconds)
+    added = {
+        name: measurement(
+            [
+                max(1e-6, step_time - alone_time)
+                for step_time, alone_time in zip(measured.times, alone.times, strict=True)
+            ]
+        )
+        for name, measured in times.items()
+    }
+    for name, measured in times.items():
+        result[f"efficiency_{name}"] = ratio(alone, measured)
+        rows.append([name, *cells(measured), *cells(added[name]), f"{result[f'efficiency_{name}']:.3f}"])
+    for name, baseline in (("shared", "ddp"), ("shared", "flat"), ("flat", "ddp"), ("flat", "per_parameter")):
+        if name in times:
+            result[f"{name}_over_{baseline}"] = added[name].median / added[baseline].median
+            result[f"step_{name}_over_{baseline}"] = ratio(times[name], times[baseline])
+    if copy:
+        result["shared_over_copy"] = added["shared"].median / copy.median
+    where = f"machines, line {' '.join(options.line)} ms" if options.line else "processes on this machine"
+    print_report(
+        "exchange",
+        options,
+        header=["exchange", "step ms", "spread ms", "exchange ms", "spread ms", "efficiency"],
+        rows=rows,
+        notes=[
+            f"{processes} {where}. exchange ms: step ms minus step ms of alone (a step without messages). "
+            "efficiency: step ms of alone / step ms.",
+            ", ".join(f"{name} {value:.2f}" for name, value in result.items() if "_over_" in name),
+        ],
+        result=result,
+    )
+
+
+def _measure_cluster(options: argparse.Namespace) -> None:
+    """Measures and prints the efficiency of a training on the machines of torchrun. All ranks call it."""
+    set_cpu_threads(options.threads)
+    device, seconds = choose_device(options.device), {"alone": [], "default": []}
+    with process_group(device):
+        sizes, puzzles = model_sizes(options), options.puzzles
+        trainers = {way: Trainer(device, *sizes, *_EXCHANGES[way], puzzles=puzzles) for way in seconds}
+        ranks = SimpleNamespace(turns={way: trainer.step for way, trainer in trainers.items()})
+        for turn in range(2 + options.rounds):
+            for way, step_times in seconds.items():
+                local_time = torch.tensor([timed(ranks, way, 0)], dtype=torch.float64)
+                step_times += all_ranks().all_gather_rows(local_time).max()[None].tolist()[: turn >= 2]
+        del trainers, ranks  # nothing may refer to the group when it closes
+        times = {way: measurement(step_times) for way, step_times in seconds.items()}
+        efficiency = ratio(times["alone"], times["default"])
+        if is_main():
+            print_report(
+                "cluster",
+                options,
+                header=["exchange", "step ms", "spread ms"],
+                rows=[[way, *cells(measured)] for way, measured in times.items()],
+                notes=[f"{world_size()} processes on {num_nodes()} nodes. Efficiency: {efficiency:.3f}."],
+                result={"efficiency": efficiency},
+            )
+        if efficiency < (options.at_least or 0):
+            abort_all(f"efficiency {efficiency:.3f} is below --at-least {options.at_least:g}")
+
+
+def _machines(options: argparse.Namespace, count: int, opened: contextlib.ExitStack) -> list[str]:
+    """Emulates `count` machines on this machine. Returns the Linux network namespace of each.
+
+    opened: Stack that ends the emulation when it is closed.
+    """
+    from tests.system.machines import emulate, why_not
+
+    rate, milliseconds = options.line
+    if reason := why_not(delays=float(milliseconds) > 0):
+        fail(f"cannot emulate machines: {reason}")
+    folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+    emulated = emulate(count, folder, rate=rate, delay_seconds=float(milliseconds) / 1000)
+    return opened.enter_context(emulated).namespaces
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,222 @@
+"""Intervals and tables of metrics, and which metrics are fractions or counts.
+
+Two ranges are shown. The 95 % interval of an accuracy says how much it varies over test puzzles. The standard
+deviation of a metric over several checkpoints says how much it varies over seeds of the training.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evaluation.intervals import mean_and_deviation, wilson_interval
+from evaluation.names import both_names
+from evaluation.selection import ORACLE
+
+INTERVAL_ENDS = ("low", "high")
+TEXTS = ("selected_by", "forward_dtype")  # entries of metrics.json that are texts
+
+_SETTING = "@steps="  # in names such as exact_accuracy@steps=4,samples=1
+
+Columns = Mapping[str, Mapping[str, float | str]]  # {test set: {metric: value}}
+
+
+def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
+    """Returns metrics with the 95 % interval of each accuracy: "accuracy_low" and "accuracy_high".
+
+    An accuracy gets no interval if the number of its puzzles is unknown.
+
+    values: {metric: value} of one test set.
+    """
+    completed = {}
+    for name, value in values.items():
+        completed[name] = value
+        evaluator, slash, _ = name.rpartition("/")
+        if is_share(name) and (count := independent_count(values, f"{evaluator}{slash}")) > 0:
+            completed |= interval_of(name, min(max(value, 0.0), 1.0), count)
+    return completed
+
+
+def independent_count(values: Mapping[str, float], evaluator: str = "") -> int:
+    """Returns the number of puzzles for the interval of an accuracy. Returns 0 if it is unknown.
+
+    The interval assumes independent puzzles. Therefore puzzles with equal inputs count once.
+
+    values: {metric: value} of one test set.
+    evaluator: Prefix of the accuracy, such as "sudoku/" for "sudoku/valid_accuracy". An evaluator may count
+    other puzzles than the test set does. "" for an accuracy without a prefix.
+    """
+    count, num_rows = values.get(f"{evaluator}count", 0), values.get("count", 0)
+    counts_examples = evaluator in ("", "unseen/") or count == num_rows
+    if count and counts_examples and (distinct := values.get("distinct_count")):
+        return max(round(distinct * count / num_rows), 1)
+    return int(count)
+
+
+def interval_of(metric: str, share: float, count: int) -> dict[str, float]:
+    """Returns the 95 % interval of an accuracy: {"<metric>_low": value, "<metric>_high": value}.
+
+    share: Accuracy, in [0, 1]. count: Number of independent puzzles.
+    """
+    ends = zip(INTERVAL_ENDS, wilson_interval(share, count), strict=True)
+    return {with_suffix(metric, end): value for end, value in ends}
+
+
+def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
+    """Returns {test set: {metric: mean, "<metric>_deviation": standard deviation}} over several evaluations.
+
+    Leaves out a metric that one of the evaluations lacks.
+    """
+    summary: dict[str, dict[str, float]] = {}
+    for name in runs[0]:
+        columns = [run.get(name, {}) for run in runs]
+        for metric in columns[0]:
+            if _has_suffix(metric, *INTERVAL_ENDS) or not all(metric in column for column in columns):
+                continue
+            if metric in TEXTS:
+                summary.setdefault(name, {})[metric] = ", ".join(
+                    sorted({column[metric] for column in columns})
+                )
+                continue
+            mean, deviation = mean_and_deviation([column[metric] for column in columns])
+            summary.setdefault(name, {})[metric] = mean
+            if deviation is not None and not metric.endswith("count"):
+                summary[name][with_suffix(metric, "deviation")] = deviation
+    return summary
+
+
+def metrics_table(metrics: Columns, *, title: str) -> str:
+    """Returns a text table with one line for each metric and one column for each test set.
+
+    A line starts with both names of a metric, such as "solved (exact_accuracy)". A cell contains the value,
+    and its interval or standard deviation.
+    """
+    names = metric_names(metrics)
+    columns = [["", *map(both_names, names)]]
+    for set_name, values in metrics.items():
+        cells = [metric_cell(values, name) for name in names]
+        columns.append([set_name.rjust(max(12, *map(len, cells), len(set_name))), *cells])
+    widths = [max(map(len, column)) for column in columns]
+    rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in zip(*columns, strict=True)]
+    return "\n".join([title, *rows])
+
+
+def metric_names(metrics: Columns) -> list[str]:
+    """Returns the names of all metrics, without intervals and deviations such as "accuracy_low"."""
+    names = dict.fromkeys(metric for values in metrics.values() for metric in values)
+    return [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
+
+
+def metric_cell(values: Mapping[str, float | str], name: str) -> str:
+    """Returns a metric of one test set as text, such as "0.9  [0.88, 0.92]". Returns "" if it is missing."""
+    if name not in values:
+        return ""
+    value = values[name]
+    text = f"{value:>12}" if isinstance(value, str) else f"{value:>12.6g}"
+    low, high, deviation = (values.get(with_suffix(name, suffix)) for suffix in (*INTERVAL_ENDS, "deviation"))
+    if low is not None:
+        text += f"  [{low:.4f}, {high:.4f}]"
+    if deviation is not None:
+        text += f"  +- {deviation:.4g}"
+    return text
+
+
+def scaling_table(scaling: Mapping[str, Any]) -> str:
+    """Returns a text table of the accuracies in the content of scaling.json.
+
+    It has one line for each number of thinking steps and of samples, and one column for each rule that
+    selects a sample. For a search (LDT), it also has the fractions of wrong answers and of puzzles without an
+    answer.
+    """
+    lines = []
+    for set_name, content in scaling["sets"].items():
+        ways = content["corners"][0]["ways"]
+        is_search = any("undecided" in fractions for fractions in ways.values())
+        names = "".join(f"  {name:>15}" for name in (*ways, *(("wrong", "undecided") if is_search else ())))
+        lines += [set_name, f"steps  samples  calls/puzzle{names}"]
+        for setting in content["corners"]:
+            ways = [*setting["ways"].values()]
+            fractions = [values["exact_accuracy"] for values in ways]
+            if is_search:
+                undecided = ways[0]["undecided"]
+                fractions += [1 - fractions[0] - undecided, undecided]
+            cells = "".join(f"  {fraction:>15.4f}" for fraction in fractions)
+            lines.append(f"{setting['steps']:>5}  {setting['samples']:>7}  {ways[0]['calls']:>12.6g}{cells}")
+    return "\n".join(lines)
+
+
+def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Returns the content of scaling.json as {test set: {metric: value}}.
+
+    Example of a metric: "exact_accuracy@steps=64,samples=8". If `vote` selected the sample, the name ends
+    with ",select=vote". The first rule has no such ending. If a puzzle counts as solved because any sample is
+    right, the name starts with "any_".
+    """
+    metrics: dict[str, dict[str, float]] = {}
+    for set_name, content in scaling["sets"].items():
+        columns = metrics.setdefault(set_name, {})
+        for setting in content["corners"]:
+            where = f"@steps={setting['steps']},samples={setting['samples']}"
+            for index, (rule, fractions) in enumerate(setting["ways"].items()):
+                chosen = f",select={rule}" if index and rule != ORACLE else ""
+                for metric, value in fractions.items():
+                    columns[f"{'any_' if rule == ORACLE else ''}{metric}{where}{chosen}"] = value
+    return metrics
+
+
+def with_suffix(metric: str, suffix: str) -> str:
+    """Appends _<suffix> to the name of a metric, before "@steps=...".
+
+    Example: with_suffix("accuracy@steps=4", "low") is "accuracy_low@steps=4".
+    """
+    name, at, setting = metric.partition(_SETTING)
+    return f"{name}_{suffix}{at}{setting}"
+
+
+def _has_suffix(metric: str, *suffixes: str) -> bool:
+    return metric.partition(_SETTING)[0].endswith(tuple(f"_{suffix}" for suffix in suffixes))
+
+
+def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dict[str, Any]]:
+    """Returns {test set: {metric: value}} from a row of the log, for names such as "eval/all/exact_accuracy".
+
+    split: First part of the names. Other names are ignored.
+    """
+    metrics: dict[str, dict[str, Any]] = {}
+    for name, value in row.items():
+        first, _, rest = name.partition("/")
+        set_name, slash, metric = rest.partition("/")
+        if first == split and slash:
+            metrics.setdefault(set_name, {})[metric] = value
+    return metrics
+
+
+def written_value(metric: str, value: float) -> str:
+    """Returns the value of a metric as text. Consoles and pages use it, so that they round equally.
+
+    Accuracies have three decimals, and mean numbers of thinking steps two.
+    """
+    if is_share(metric):
+        return f"{value:.3f}"
+    if float(value).is_integer():
+        return f"{value:,.0f}"
+    return f"{value:,.2f}" if metric.endswith("steps") else f"{value:,.4g}"
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value is a finite int or float. Bools do not count."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_count(metric: str) -> bool:
+    """Returns whether a metric describes the test puzzles, such as "count", and not the answers."""
+    name = metric.rpartition("/")[2]
+    return name.endswith("count") or name in ("test_inputs", "votes", "trained_on", "trained_on_rate")
+
+
+def is_share(metric: str) -> bool:
+    """Returns whether a metric is an accuracy, such as "exact_accuracy" or "arc/pass@2". It has an interval.
+
+    Returns False for the ends of an interval, such as "accuracy_low".
+    """
+    is_end = _has_suffix(metric, *INTERVAL_ENDS, "deviation")
+    return not is_end and (metric.endswith("accuracy") or metric.rpartition("/")[2].startswith("pass@"))
