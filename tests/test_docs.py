@@ -13,6 +13,7 @@ import pytest
 
 from config.compose import compose_overrides, parse_overrides
 from config.programs import EvaluateConfig, PageConfig, SearchConfig, SolveConfig
+from config.schema import PretrainConfig
 from tests.own_files import write_plugins
 from tests.ranks import REPOSITORY
 
