@@ -213,10 +213,10 @@ def _move(
 def _line(
     positions: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
 ) -> np.ndarray:
-    """Finds the original row of each row of a rotated or mirrored grid.
+    """Finds the original row for each row of a rotated or mirrored grid.
 
-    Works for columns too. Returns the index of the original row times `step`. If there is no such row, returns `outside`. The sum of
-    the values of a row and of a column is the index of a cell.
+    Works for columns too. Returns the index of the original row times `step`. If there is no such row,
+    returns `outside`. The sum of the values of a row and of a column is the index of a cell.
 
     positions: Row number in the new grid, [n, size]. It may be outside of the grid. length: Number of rows of
     the grid, [n, 1]. from_end: Whether to count the original rows from the last one, bool [n, 1].

@@ -105,8 +105,8 @@ def write_files(
 ) -> None:
     """Writes the files of a shared model: weights, config.json, the model card README.md, and others.
 
-    The others contain hashes of the training examples and names of the puzzles. Raises ValueError if this
-    code did not write the checkpoint.
+    If they are known, the other files contain hashes of the training examples and the names of the puzzles.
+    Raises ValueError if this code did not write the checkpoint.
 
     address: Address of the repository on the Hub, or the name of a model in weights/.
     dtype: Dtype of the written weights. If None, it is not changed.
@@ -192,7 +192,11 @@ def _without_absolute_paths(value: Any, key: str) -> Any:
 def upload(folder: Path, address: Address, *, message: str, is_private: bool) -> str:
     """Uploads the files of a folder in one commit. Returns the URL of the repository.
 
-    message: Message of the commit.
+    Creates the repository if it does not exist. Raises ValueError if the upload fails, or if the repository
+    must be private, but exists and is public.
+
+    address: Address of the repository. message: Message of the commit. is_private: Whether it must be
+    private.
     """
     client = import_client()
     by_hand = "Use --dry-run FOLDER to write the files, and upload them from another machine"

@@ -37,8 +37,8 @@ NUM_TEST = {"type": integer(at_least=1), "metavar": "T", "help": _SO_MANY}
 def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
     """Adds the options --source, --generate and --columns.
 
-    The user must pass one of the first two. thing: Word for a puzzle, such as "maze". columns: End of the help text of --source. It describes the
-    columns of a file. generated: Help text of --generate.
+    The user must pass one of the first two. thing: Word for a puzzle, such as "maze". columns: End of the
+    help text of --source. It describes the columns of a file. generated: Help text of --generate.
     """
     group = parser.add_mutually_exclusive_group(required=True)
     source = (
@@ -98,7 +98,8 @@ def check_source(source: Path, *files: Path, output_dir: Path) -> None:
 def _choose_and_tell(names: list[str], choose: Callable[[list[str]], Sequence[str]]) -> Sequence[str]:
     """Returns the file names that `choose` selects.
 
-    Prints the other names that look like puzzle files. names: Names of the files in a folder. The name of a subfolder ends with "/".
+    Prints the other names that look like puzzle files. names: Names of the files in a folder. The name of a
+    subfolder ends with "/".
     """
     chosen = choose([name for name in names if not name.endswith("/")])
     endings = {_ending_of(name) for name in chosen} | {".csv", ".jsonl", ".parquet"}
