@@ -91,8 +91,8 @@ def _apply_to_squares(
 def _dihedral_cells(size: int) -> np.ndarray:
     """Returns where each cell of a rotated or mirrored square grid comes from: int64 [8, size * size].
 
-    Cell i of grid `dihedral(grid, number)` shows the original cell [number, i] of the result. Cells are
-    counted row by row.
+    Entry [number, i] is the index of the original cell that cell i of the new grid shows. `number` is the
+    symmetry, as in `dihedral`. Cells are counted row by row.
 
     size: Number of rows and of columns of the grid.
     """
@@ -111,8 +111,8 @@ def _dihedral_cells(size: int) -> np.ndarray:
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
     """Splits transforms of n x n Sudokus, uint8 [count, 1 + 3 n], into four numpy views.
 
-    The views are: 1 if the grid is transposed, else 0 [count, 1], old row of each new row, from 0 [count, n],
-    old column of each new column [count, n], new digit of each digit 1 to n [count, n].
+    In this order: whether the grid is transposed (0 or 1), [count, 1]. The order of its rows, from 0, [count,
+    n]. The order of its columns, [count, n]. The new digit of each digit from 1 to n, [count, n].
     """
     size = (transforms.shape[1] - 1) // 3
     return np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)

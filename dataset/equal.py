@@ -153,7 +153,7 @@ def hash_training(data: Dataset) -> dict[str, np.ndarray]:
 def join_repeats(
     data: Dataset, hashes: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Returns a changed copy of `held_out` that separates training from validation puzzles.
+    """Returns a copy of `held_out` in which no puzzle is both trained on and held out.
 
     A group is a puzzle with its augmented copies. It is either trained on or held out for validation. Groups
     with an equal example, directly or through other groups, are connected. All connected groups are treated
@@ -200,7 +200,7 @@ def trained_in_folders(
 
 
 def _original_sizes(data: PuzzleSet | ConcatenatedSet) -> np.ndarray:
-    """Returns the number of examples of each puzzle, without augmented copies: [num_groups].
+    """Returns for each group how many examples its original puzzle has: [num_groups].
 
     A group is a puzzle with its augmented copies.
     """
@@ -248,7 +248,7 @@ class Trained:
         """Returns the training examples of `self` and `other` together.
 
         If only a sample of the examples of one is stored, the result is a sample of the same rate. Returns
-        `self` if `other` is None, or if all examples of `other` are already in `self`.
+        `self` if `other` is None or adds nothing.
         """
         if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
             return self

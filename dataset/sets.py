@@ -140,11 +140,12 @@ class PuzzleSet:
 
 
 class ConcatenatedSet:
-    """Several puzzle sets, one after the other, as one set. Its arrays are as in `PuzzleSet`.
+    """Several puzzle sets, one after the other, as one set.
 
-    The attribute `parts` lists (index of the dataset folder, set). folder_of_group: For each group (puzzle
-    with its augmented copies), the index of its dataset folder, int64 [num_groups]. first_identifiers: For
-    each set, the number that is added to its puzzle identifiers.
+    It has the arrays `puzzle_identifiers`, `puzzle_indices` and `group_indices` of `PuzzleSet`. `read`
+    returns inputs and labels. The attribute `parts` lists (index of the dataset folder, set).
+    folder_of_group: For each group (puzzle with its augmented copies), the index of its dataset folder, int64
+    [num_groups]. first_identifiers: For each set, the number that is added to its puzzle identifiers.
     """
 
     def __init__(

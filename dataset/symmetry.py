@@ -129,11 +129,15 @@ class _TooLongError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class SudokuSymmetry:
-    """Permutations of the rows, columns, bands, stacks and digits. If boxes are square, also transposition.
+    """Permutations of the rows, columns, bands, stacks and digits of Sudokus.
 
-    A band has the rows of a row of boxes, and a stack has the columns of a column of boxes. The hash is a color refinement. Cells, rows, columns, bands, stacks, boxes and digits have colors, numbers
+    A band has the rows of one row of boxes. A stack has the columns of one column of boxes. If boxes are
+    square, transposition is a symmetry too.
+
+    The hash is a color refinement. Cells, rows, columns, bands, stacks, boxes and digits have colors, numbers
     that no transform changes. At first, the color of a cell says whether the cell is a clue. Each round mixes
-    the colors of the cells into those of the lines, boxes and digits, and the latter into those of the cells.
+    the colors of the cells into those of the lines, boxes and digits, and then mixes these into those of the
+    cells.
     """
 
     box: Box

@@ -122,7 +122,8 @@ def others_of(page: Path, *, names: Set[str]) -> list[dict[str, Any]]:
     Returns [] if there is no page. Raises ValueError if models.json is damaged, or if the folder of a model
     is missing.
 
-    page: Folder of the page. names: Names of models to leave out, because they will be written again.
+    page: Folder of the page.
+    names: Names of models to leave out, because they will be written again.
     """
     if not (page / MODELS).exists():
         return []

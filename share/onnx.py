@@ -91,8 +91,9 @@ def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: i
     The module's docstring lists the inputs and outputs. Returns the shapes of the state between calls,
     without the batch axis, such as {"z_H": [81, 512]}. It is {} if there is no state.
 
-    network: Network in float32 and in evaluation mode. reasoning: Settings of the call, such as the number of
-    cycles. seq_len: Number of tokens of a puzzle.
+    network: Network in float32 and in evaluation mode.
+    reasoning: Settings of the call, such as the number of cycles.
+    seq_len: Number of tokens of a puzzle.
     """
     assert network.dtype == torch.float32
     assert not network.training

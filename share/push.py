@@ -162,7 +162,10 @@ def write_files(
 
 
 def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the config of the run, without settings of the machine and without absolute paths."""
+    """Returns the config of the run as it is shared, {key: value}.
+
+    Leaves out the keys that may change when a run is resumed, such as "device". Shortens absolute paths.
+    """
     config = fill_defaults(read_yaml(checkpoint.path / CONFIG_FILE))
     dropped = keys_that_may_change(PretrainConfig) - {"data_path"}
     shared = {key: value for key, value in config.items() if key not in dropped}
@@ -192,11 +195,10 @@ def _without_absolute_paths(value: Any, key: str) -> Any:
 def upload(folder: Path, address: Address, *, message: str, is_private: bool) -> str:
     """Uploads the files of a folder in one commit. Returns the URL of the repository.
 
-    Creates the repository if it does not exist. Raises ValueError if the upload fails, or if the repository
-    must be private, but exists and is public.
+    Creates the repository if it does not exist. Raises ValueError if the upload fails, or if `is_private` is
+    True and the repository exists and is public.
 
-    address: Address of the repository. message: Message of the commit. is_private: Whether it must be
-    private.
+    address: Address of the repository. message: Message of the commit.
     """
     client = import_client()
     by_hand = "Use --dry-run FOLDER to write the files, and upload them from another machine"

@@ -36,7 +36,7 @@ class Trial:
         drawn: Optuna's trial.
         commands: {run folder: command that starts or continues the training}.
         selection: Metric that measures a training.
-        max_steps: The config key max_steps: the step at which this launch of each training ends.
+        max_steps: Step at which each training ends. If None, its last step (config key max_steps).
         cores: CPU cores of the trainings. If None, all cores.
     """
 

@@ -116,8 +116,8 @@ def _ending_of(name: str) -> str:
 def choose_puzzle_files(names: list[str]) -> list[str]:
     """Selects the puzzle files in a folder. Returns [training, test], or one file for both.
 
-    Example: ["train.csv", "test.csv.gz"]. Raises ValueError if the training or the test file is missing or
-    there are two of it.
+    Example: ["train.csv", "test.csv.gz"]. Raises ValueError if only one of the two exists, if there are two
+    files for training or for testing, or if there is no single other file.
     """
     seen = [name for name in names if "/" not in name and not name.startswith(".")]
     endings = {name: Path(name.removesuffix(".gz")) for name in seen}
@@ -156,7 +156,7 @@ def read_columns(
 
     Commas, semicolons or tabs separate columns. The first line contains the names of the columns. A usual
     synonym is accepted too, such as "puzzle" for "question". If `is_grid` accepts a field of the first line,
-    the file has no names. The columns with grids then are `names`, in this order. Raises ValueError, with
+    the file has no names. The columns with grids then get the `names`, in order. Raises ValueError, with
     file and line, if the file is not valid.
 
     names: Needed columns. read_others: Whether to yield all columns, under the names in the file.
@@ -234,8 +234,7 @@ def expect(path: Path, lines: Sequence[int], is_valid: np.ndarray, message: str)
 def _hint_of(text: str, num_cells: int, *, remark: str) -> str:
     """Returns the end of an error message for a cell text of the wrong length.
 
-    If a spreadsheet has probably changed the text, it is advice how to undo the change. Otherwise it is
-    `remark`.
+    It is `remark`, advice how to repair a text that a spreadsheet has changed, or both.
 
     num_cells: Number of characters that the text should have.
     """

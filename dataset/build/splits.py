@@ -64,8 +64,8 @@ def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
 def check_count(*numbers: int) -> None:
     """Raises ValueError if a dataset would have too many examples for int32 indices.
 
-    numbers: Their product is the number of examples. Example: number of puzzles, copies of
-    each puzzle, and examples of each copy.
+    numbers: Their product is the number of examples. Example: number of puzzles, copies of each puzzle, and
+    examples of each copy.
     """
     if math.prod(numbers) > _MOST_EXAMPLES:
         product = " x ".join(map(str, numbers))

@@ -52,8 +52,8 @@ def write_dataset(
         folder: Folder to write. If it contains a dataset of the same builder, it is replaced.
         splits: {"train": split, "test": split}.
         identifiers: Names of the puzzle identifiers 0, 1, ... (numbers of puzzle embeddings).
-        builder: {"name": "sudoku", "arguments": {...}} for the manifest, a JSON file. Use values that do not depend
-            on the machine, so that equal arguments give equal bytes.
+        builder: {"name": "sudoku", "arguments": {...}} for the manifest, a JSON file. Use values that do not
+            depend on the machine, so that equal arguments give equal bytes.
         digests: Hash of the ARC task of each identifier, uint64 [identifiers]. 0 if a task is unknown. If
             None, all are unknown.
         extra_files: More files to write, as {file name: JSON value}.

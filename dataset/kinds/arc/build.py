@@ -162,7 +162,8 @@ def build(options: argparse.Namespace) -> None:
 def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
     """Returns the tasks that the options select, and the names of the subsets to evaluate.
 
-    Tasks with a grid larger than --max-size are left out. Raises ValueError if a subset has no task.
+    A subset is a part of ARC, such as "evaluation". Tasks with a grid larger than --max-size are left out.
+    Raises ValueError if a subset to evaluate has no task.
     """
     if options.generate is not None:
         generated = generate_tasks(options.generate, subset=_EVALUATED, seed=options.seed)

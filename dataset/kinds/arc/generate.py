@@ -126,8 +126,8 @@ def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> t
 def _around(grid: np.ndarray, top: int, left: int, rows: int, columns: int) -> np.ndarray:
     """Returns a numpy view of the part of a grid around a rectangle.
 
-    It contains the rectangle of `rows` x `columns` cells, and all cells that touch it. top, left: Its first
-    cell.
+    It contains the rectangle of `rows` x `columns` cells, and all cells that touch it. top, left: Position of
+    the first cell of the rectangle.
     """
     return grid[max(top - 1, 0) : top + rows + 1, max(left - 1, 0) : left + columns + 1]
 

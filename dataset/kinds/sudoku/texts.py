@@ -115,7 +115,7 @@ def _split_cells(text: str) -> Sequence[str]:
     """Splits a text into cells: texts in a list, or the characters of one text.
 
     Examples: "1 16 . 3" is split at the spaces, "1.3." into characters. A text is split at spaces, tabs,
-    semicolons or commas only if this gives a valid number of cells.
+    semicolons or commas only if this gives the right number of cells for a row or a grid.
     """
     text = re.sub(r"[]|[]", " ", text)
     separator = next((character for character in "\t;," if character in text), None)
