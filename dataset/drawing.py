@@ -50,7 +50,7 @@ def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
 def regions_of(style: Style, num_cells: int) -> list[int] | None:
     """Returns the number of the region (such as the box of a Sudoku) of each cell, row by row.
 
-    Returns None if the grid has no regions.
+    Returns None if grids of `num_cells` cells have no regions.
     """
     regions = style.regions.get(num_cells)
     return None if regions is None else list(regions)

@@ -258,17 +258,18 @@ class Trained:
         return dataclasses.replace(joined, rate=sampled.rate)
 
     def contains(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns for each hash whether it is one of the training examples: bool [n].
+        """Returns for each of `hashes` (uint64 [n]) whether it is a training example: bool [n].
 
-        If `rate` is less than 1, False may be wrong (see `covers`).
+        If `rate` is less than 1, only a sample of the training examples is known. False may then be wrong
+        (see `covers`).
         """
         found = np.append(self.hashes, np.uint64(UNKNOWN))
         return (found[self.hashes.searchsorted(hashes)] == hashes) & (hashes != UNKNOWN)
 
     def covers(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns for each hash whether the answer of `contains` is certain: bool [n].
+        """Returns for each of `hashes` (uint64 [n]) whether the answer of `contains` is certain: bool [n].
 
-        It is uncertain for examples that are not in the sample, and for examples with an unknown hash.
+        It is uncertain for examples that do not belong to the stored sample, and for the hash 0 (unknown).
         """
         is_known = hashes != UNKNOWN
         return is_known if self.rate == 1 else is_known & (hashes < _limit(self.rate))

@@ -102,9 +102,9 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
 def fingerprint(folder: Path, splits: Sequence[str] = SPLITS) -> str:
     """Returns a hash (SHA-256, hexadecimal) of the arrays and metadata of a dataset folder.
 
-    It changes if the data change. The digest of each file is read from the manifest, a JSON file that
-    `dataset.build` writes. If the manifest is missing, or if a file is newer or has another size, all files
-    are read (about 1 GB/s).
+    It changes if the data of `splits` change. The digest of each file is read from the manifest, a JSON file
+    that `dataset.build` writes. If the manifest is missing, or if a file is newer or has another size, all
+    files are read (about 1 GB/s).
     """
     paths = []
     for split in splits:
@@ -136,6 +136,9 @@ def _recorded_digests(folder: Path, paths: list[Path]) -> dict[str, str] | None:
 
 
 def fingerprint_of(folders: Sequence[Path], splits: Sequence[str] = SPLITS) -> str:
-    """Returns a hash (SHA-256) of the content of one or several dataset folders. Their order matters."""
+    """Returns a hash (SHA-256) of the content of one or several dataset folders.
+
+    The order of the folders matters. splits: Splits to include, such as ["test"].
+    """
     found = [fingerprint(folder, splits) for folder in folders]
     return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

@@ -122,9 +122,9 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_puzzles(self, epoch: int) -> np.ndarray:
-        """Samples one puzzle of each group (puzzle with its augmented copies): int64 [num_groups].
+        """Samples the puzzles that an epoch visits, one of each group: int64 [num_groups], in random order.
 
-        The groups are in random order.
+        A group is a puzzle with its augmented copies. The result contains indices of puzzles.
         """
         self.stream.seek(epoch)
         groups = random_orders(self.stream.read(self.num_groups))

@@ -119,7 +119,7 @@ class PuzzleSet:
     def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yields the arguments (rows, puzzles) of `read` for all examples of the set, in order.
 
-        Each yielded pair covers the next few thousand examples. rows: Their indices, int64 [n]. puzzles:
+        Each yielded pair covers up to 16,384 examples. rows: Their indices, int64 [n]. puzzles:
         Index of the puzzle of each, [n].
         """
         for first in range(0, self.num_examples, _CHUNK_ROWS):

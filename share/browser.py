@@ -222,7 +222,7 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
 
 
 def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
-    """Generates 100 puzzles that are similar to those of a dataset.
+    """Generates 100 puzzles that are similar to those of the dataset that `info` describes.
 
     A puzzle is a dict with "inputs" and "labels", lists of tokens. Returns [] if there is no generator for
     this kind of puzzle.

@@ -109,6 +109,7 @@ def write_files(
     Raises ValueError if this code did not write the checkpoint.
 
     address: Address of the repository on the Hub, or the name of a model in weights/.
+    license: Identifier of the license, such as "apache-2.0".
     dtype: Dtype of the written weights. If None, it is not changed.
     data_path: Dataset folder to name in config.json. If None, the data_path of the run.
     """

@@ -233,9 +233,9 @@ def _distribution(override: Override) -> BaseDistribution:
 
 
 def _ends(sweep: RangeSweep, argument: str) -> tuple[float, float, float]:
-    """Returns (lowest value, highest value, step) of a range in the command line.
+    """Returns (lowest value, highest value, step) of a range such as range(1,4) in the command line.
 
-    Raises ValueError if the range is empty. argument: The argument, for the message.
+    Example: (1, 3, 1). Raises ValueError if the range is empty. argument: The argument, for the message.
     """
     start, stop, step = (Decimal(str(number)) for number in (sweep.start, sweep.stop, sweep.step))
     count = math.ceil((stop - start) / step) if step else 0  # with floats, rounding could add a value

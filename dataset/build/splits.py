@@ -57,7 +57,10 @@ def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
 
 
 def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
-    """Returns for each input whether its key (`input_keys`) is in `keys`: bool [count]."""
+    """Returns for each input whether its key is in `keys`: bool [count].
+
+    inputs: uint8 [count, cells]. keys: Results of `input_keys`.
+    """
     return np.fromiter((key in keys for key in input_keys(inputs)), bool, len(inputs))
 
 
@@ -91,13 +94,14 @@ def build_puzzles(
     JSON file in the folder, contains a digest of each source file, not its path.
 
     options: Parsed command line of the builder. kind: Name of the kind of puzzle. thing: Word for a puzzle,
-    such as "maze", for messages. augmentation: Name of the transforms in `AUGMENTATIONS`. read: Function
-    (files) -> pairs of each file, uint8 [n, 2, cells]. generate: Function () -> (training pairs, test pairs).
-    It is called if the user passed --generate. draw_transforms: Function (number of puzzles) -> transforms,
-    uint8 [puzzles, 1 + variants, bytes]. The first transform of each puzzle changes nothing. If None, there
-    are no variants. make_easier: Function (training pairs) -> easier inputs [count, cells] with the same
-    labels. They become a second example of each puzzle, unless they are test puzzles. has_several: Function
-    (input [cells]) -> whether the puzzle has several solutions. It checks puzzles that were read.
+    such as "maze", for messages. vocab_size: Number of different tokens. augmentation: Name of the transforms
+    in `AUGMENTATIONS`. read: Function (files) -> pairs of each file, uint8 [n, 2, cells]. generate: Function
+    () -> (training pairs, test pairs). It is called if the user passed --generate. draw_transforms: Function
+    (number of puzzles) -> transforms, uint8 [puzzles, 1 + variants, bytes]. The first transform of each
+    puzzle changes nothing. If None, there are no variants. make_easier: Function (training pairs) -> easier
+    inputs [count, cells] with the same labels. They become a second example of each puzzle, unless they are
+    test puzzles. has_several: Function (input [cells]) -> whether the puzzle has several solutions. It checks
+    puzzles that were read.
     """
     instead = {}
     if options.generate is None:
@@ -374,12 +378,12 @@ def make_split(
         pairs: Inputs and labels, uint8 [groups, 2, cells] or [groups, examples, 2, cells].
         vocab_size: Number of different tokens.
         augmentation: Name of the family of `transforms` in `AUGMENTATIONS`, such as "sudoku".
-        transforms: Transforms that make the puzzles of each group, uint8 [groups, puzzles in a group, bytes].
-            The first in each group changes nothing. If None, each group is one puzzle.
-        held_out: Test split. A variant that equals a test puzzle with the same identifier is replaced by its
-            original.
-        materialize: Whether to write the variants to disk instead of their transforms.
-        identifiers: Puzzle identifier (number of the embedding) of each group, [groups]. If None, 0.
+        transforms: Transforms that make the puzzles of each group, uint8 [groups, puzzles in a group,
+            bytes]. The first in each group changes nothing. If None, each group is one puzzle.
+        held_out: Test split. A variant that equals a test puzzle with the same identifier is replaced by
+            its original.
+        materialize: Whether the split contains the tokens of the variants instead of their transforms.
+        identifiers: Puzzle identifier (embedding number) of each group, [groups]. If None, all are 0.
         num_identifiers: Number of puzzle identifiers in the dataset.
         **others: More fields of the split's `Metadata`, such as `num_columns`.
     """

@@ -168,7 +168,8 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
     Spaces separate the symbols. If every symbol is one character, spaces are optional. Raises ValueError for
     an unknown symbol.
 
-    symbols: Symbol of each token. If empty, the symbol of a token is its number.
+    symbols: Symbol of each token. If empty, the symbol of a token is its number. vocab_size: Number of
+    tokens.
     """
     names = list(symbols)[:vocab_size] or [str(token) for token in range(vocab_size)]
     token_of = {symbol: token for token, symbol in enumerate(names)}

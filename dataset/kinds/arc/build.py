@@ -218,7 +218,7 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
     """Returns the builder's options as {option: value}, to record them in the manifest.
 
     The value of "source" contains no paths. It has a digest of the tasks of each subset, such as {"training":
-    "5c1f..."}.
+    "5c1f..."}. evaluated: Value of "evaluate".
     """
     digests = {subset: hashlib.sha256() for subset in sorted({task.subset for task in tasks})}
     for task in tasks:
@@ -255,7 +255,8 @@ def _lay_out_sets(
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
     """Returns the names of the puzzle identifiers 0, 1, ... (numbers of puzzle embeddings).
 
-    A task has its id as name, such as "0a938d79". An augmented copy of it has its `variant_name`.
+    A task has its id as name, such as "0a938d79". An augmented copy of it has its `variant_name`. transforms:
+    For each task, the transforms that make its variants, [variants, 11]. The first changes nothing.
     """
     names = [BLANK]
     for task, variants in zip(tasks, transforms, strict=True):
@@ -267,7 +268,8 @@ def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
 def _digests(tasks: list[Task], transforms: list[np.ndarray]) -> np.ndarray:
     """Returns a hash of the task behind each puzzle identifier, uint64 [identifiers].
 
-    It is 0 for identifier 0, which has no task.
+    It is 0 for identifier 0, which has no task. transforms: One array for each task, with an entry for each
+    of its identifiers.
     """
     of_tasks = np.array([task.digest for task in tasks], np.uint64)
     return np.append(np.uint64(0), of_tasks.repeat([len(task_transforms) for task_transforms in transforms]))

@@ -128,7 +128,7 @@ class Task:
 def parse_task(
     content: Any, *, task_id: str, subset: str, source: Path | str, needs_outputs: bool = True
 ) -> Task:
-    """Converts the JSON value of an ARC task to a `Task`.
+    """Converts `content`, the JSON value of an ARC task, to a `Task`.
 
     It is {"train": [{"input": grid, "output": grid}, ...], "test": [...]}. A grid is a list of rows of
     numbers. Raises ValueError if the value is not valid, and LargerError (a ValueError) for a grid of more
@@ -366,10 +366,10 @@ def _read_kaggle(path: Path) -> _Found:
 
 
 def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> Any:
-    """Returns a copy of a task's JSON value with the test outputs added.
+    """Returns a copy of `content`, the JSON value of a task, with the test outputs added.
 
-    If the value is not a task, returns it unchanged, because `parse_task` finds such errors later. Raises
-    ValueError if the number of outputs is wrong.
+    If it is not a task, returns it unchanged, because `parse_task` finds such errors later. Raises ValueError
+    if the number of outputs is wrong.
 
     outputs: JSON list of the output grids. path: File of the outputs, for the message.
     """

@@ -27,6 +27,8 @@ def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
     Walls, start and goal are unchanged, and every marked cell is on the path. The path may be longer than the
     shortest. It must not touch itself, because then the order of its cells would be ambiguous.
+
+    mazes, answers: Tokens, uint8 [count, cells].
     """
     is_marked = (answers == PATH) | (answers == START) | (answers == GOAL)
     # If all other cells are walls, a shortest path visits every marked cell only if it is the only path.

@@ -281,7 +281,8 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
     """Samples transforms that make augmented copies of each pair: uint8 [pairs, 1 + copies, 1 + symbols].
 
     A transform says how to rotate or mirror the grids (`dihedral`), then the new symbol of each symbol. The
-    first one of each pair changes nothing.
+    first one of each pair changes nothing. vocabulary: The symbols. options: Parsed command line. It says
+    which symmetries to use, and how many copies.
     """
     num_symbols = len(vocabulary.symbols)
     exchanges = "symbols" in options.symmetries
