@@ -130,11 +130,11 @@ def _split_cells(text: str) -> Sequence[str]:
 
 
 def _complete_grids(line: str) -> list[str]:
-    """Returns the Sudoku grids in one line of text, as they are written.
+    """Returns the Sudoku grids in one line of text. A grid has all its cells in this line.
 
-    A grid must have all its cells in this line, but cells may be empty. If a field of the line is a grid,
-    returns all such fields. Otherwise returns the line itself if it is a grid. Example:
-    "17,1..4..2.3...4...,1324..." gives the last two fields. Returns [] if there is no grid of a valid size.
+    Example: "17,<81 cells>,<81 cells>" gives the two texts of 81 cells. If no field of the line is a grid,
+    but the line without separators is, returns the latter. Some cells of a grid may be empty. Grids of fewer
+    than 36 cells are not found. Returns [] if there is no grid.
     """
     fields = [field.strip("\"'") for field in _BETWEEN.split(line)]
     joined = "".join(_split_cells(line))
