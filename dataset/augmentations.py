@@ -68,9 +68,9 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
 
 
 def _look_up(tables: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """Returns the values tables[i, indices[i, j]], [n, m]. It is faster than np.take_along_axis.
+    """Returns the entries tables[i, indices[i, j]] as an array [n, m] of the dtype of `tables`.
 
-    tables: [n, k]. indices: [n, m].
+    It is faster than np.take_along_axis. tables: [n, k]. indices: Integers from 0 to k - 1, [n, m].
     """
     return tables.ravel()[indices + (np.arange(len(tables)) * tables.shape[1])[:, None]]
 
@@ -89,11 +89,12 @@ def _apply_to_squares(
 
 @functools.cache
 def _dihedral_cells(size: int) -> np.ndarray:
-    """Returns where each cell of a rotated or mirrored grid comes from: int64 [8, cells].
+    """Returns where each cell of a rotated or mirrored square grid comes from: int64 [8, size * size].
 
-    Entry [number, i] is the index of the original cell that cell i shows, for each number of `dihedral`.
+    Entry [number, i] is the index of the original cell that cell i of the new grid shows. `number` is the
+    symmetry, as in `dihedral`. Cells are counted row by row.
 
-    size: Rows and columns of the grid.
+    size: Number of rows and of columns of the grid.
     """
     cells = np.arange(size * size).reshape(size, size)
     return np.stack([dihedral(cells, number).ravel() for number in range(NUM_DIHEDRAL)])
@@ -108,10 +109,10 @@ def _dihedral_cells(size: int) -> np.ndarray:
 
 
 def sudoku_parts(transforms: np.ndarray) -> list[np.ndarray]:
-    """Splits transforms of n x n Sudokus, [count, 1 + 3 n], into views of their parts.
+    """Splits transforms of n x n Sudokus, uint8 [count, 1 + 3 n], into four numpy views.
 
-    The parts are: whether to transpose the grid [count, 1], order of the rows [count, n], order of the
-    columns [count, n], and new digits [count, n].
+    In this order: whether the grid is transposed (0 or 1), [count, 1]. The order of its rows, from 0, [count,
+    n]. The order of its columns, [count, n]. The new digit of each digit from 1 to n, [count, n].
     """
     size = (transforms.shape[1] - 1) // 3
     return np.split(transforms, [1, 1 + size, 1 + 2 * size], axis=1)
@@ -152,12 +153,14 @@ def _are_sudoku_transforms(transforms: np.ndarray, seq_len: int) -> np.ndarray:
 def _apply_to_fields(
     tokens: np.ndarray, transforms: np.ndarray, translations: np.ndarray | None
 ) -> np.ndarray:
-    """Applies transforms to grids at the top left of their fields (token arrays), then moves the grids.
+    """Rotates or mirrors grids, exchanges their symbols, and moves them. Returns uint8 [n, cells].
 
-    If the field is not a square, only the symbols change.
+    Each grid lies at the top left of its field, a token array that may be larger. If the fields are not
+    squares, only the symbols are exchanged.
 
-    tokens: Fields, [n, cells]. transforms: One for each field. translations: Rows down and columns right, [n,
-    2].
+    tokens: Fields, uint8 [n, cells]. transforms: For each field, the number of a symmetry (`dihedral`), then
+    the new symbol of each symbol, from 0, [n, 1 + symbols]. translations: How many rows down and columns
+    right each grid moves, [n, 2].
     """
     size = math.isqrt(tokens.shape[1])
     if size**2 == tokens.shape[1] and (translations is not None or transforms[:, 0].any()):
@@ -170,10 +173,13 @@ def _apply_to_fields(
 def _move(
     tokens: np.ndarray, numbers: np.ndarray, translations: np.ndarray | None, *, size: int
 ) -> np.ndarray:
-    """Rotates or mirrors each grid, then moves it within its field (token array). Returns tokens, [n, cells].
+    """Rotates or mirrors each grid, then moves it in its field (token array).
 
-    tokens: Fields, [n, cells], with the grids at the top left. numbers: Symmetry of each grid (`dihedral`),
-    [n]. translations: Rows down and columns right, [n, 2]. size: Rows and columns of a field.
+    Returns uint8 [n, cells]. Also writes the end marks below and right of each grid.
+
+    tokens: Square fields, [n, cells], with the grids at the top left. numbers: Symmetry of each grid
+    (`dihedral`), [n]. translations: How many rows down and columns right each grid moves, [n, 2]. If None, no
+    grid moves. size: Number of rows and of columns of a field.
     """
     num = len(tokens)
     is_cell = tokens.reshape(num, size, size) >= FIRST_SYMBOL
@@ -207,13 +213,13 @@ def _move(
 def _line(
     positions: np.ndarray, length: np.ndarray, from_end: np.ndarray, *, step: int, outside: int
 ) -> np.ndarray:
-    """Finds which row of the original grid each row of the result shows. Works for columns too.
+    """Finds the original row for each row of a rotated or mirrored grid.
 
-    Returns the index of that row times `step`, or `outside` if the original has no such row. The caller adds
-    the values for row and column to get the index of a cell.
+    Works for columns too. Returns the index of the original row times `step`. If there is no such row,
+    returns `outside`. The sum of the values of a row and of a column is the index of a cell.
 
-    positions: Row in the rotated or mirrored grid. length: Number of its rows. from_end: Whether to count
-    from the end.
+    positions: Row number in the new grid, [n, size]. It may be outside of the grid. length: Number of rows of
+    the grid, [n, 1]. from_end: Whether to count the original rows from the last one, bool [n, 1].
     """
     is_inside = (positions >= 0) & (positions < length)
     return np.where(is_inside, np.where(from_end, length - 1 - positions, positions) * step, outside)
@@ -252,9 +258,10 @@ AUGMENTATIONS: dict[str, Augmentation] = {
 
 
 def find_augmentation(name: str | None) -> Augmentation | None:
-    """Returns the family of transforms with this name (a value of `AUGMENTATIONS`), or None.
+    """Returns the value of `AUGMENTATIONS` with this name, such as "sudoku", or None.
 
-    If a kind of puzzle has this name, imports it first, because it may add the family.
+    If dataset/kinds has a module of this name, imports it first, because it may add its transforms to
+    `AUGMENTATIONS`.
     """
     if name is not None and name not in AUGMENTATIONS and name in _names_of_kinds():
         importlib.import_module(f"dataset.kinds.{name}")

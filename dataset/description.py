@@ -26,8 +26,8 @@ _CHUNK_PUZZLES = 1 << 14
 class DatasetInfo:
     """What must be known about a dataset to read and draw its puzzles. Checkpoints contain a copy.
 
-    builder: Name of the builder, such as "sudoku", from the manifest. None if it is missing, or if several
-    datasets with different builders are mixed.
+    metadata: Properties such as the vocabulary size. builder: Name of the builder of the dataset, such as
+    "sudoku". None if it is unknown, or if datasets of different builders are mixed.
     """
 
     metadata: Metadata
@@ -60,9 +60,10 @@ class DatasetInfo:
 
     @classmethod
     def from_json(cls, values: dict[str, Any], *, where: str) -> "DatasetInfo":
-        """Converts a result of `to_json` back.
+        """Creates a `DatasetInfo` from the dict that `to_json` returned.
 
-        Raises ValueError for invalid values. where: Name of the source. The message starts with it.
+        Raises ValueError for invalid values. where: Name of the source, such as a file. The message starts
+        with it.
         """
         try:
             info = pydantic.TypeAdapter(cls).validate_python(values)
@@ -75,19 +76,23 @@ class DatasetInfo:
 
 
 def read_info(folders: Sequence[Path], metadata: Metadata) -> DatasetInfo:
-    """Returns the description of a dataset of one or more folders.
+    """Returns the description of a dataset that consists of one or more folders.
 
-    metadata: Metadata of all folders together.
+    The name of its builder is read from each folder. It is None if the folders have different builders.
+
+    metadata: Properties of the dataset as a whole, such as its vocabulary size.
     """
     builders = {builder and builder["name"] for builder in map(read_builder, folders)}
     return DatasetInfo(metadata, builders.pop() if len(builders) == 1 else None)
 
 
 def with_candidates(data: Dataset) -> Dataset:
-    """Adds to the metadata what a search over cells (LDT) needs. Returns the changed dataset.
+    """Returns a copy of a dataset with more metadata, for models that search over cells (LDT).
 
-    Sets `candidates`, `may_turn` and `may_permute` of the training split. `candidates` lists which labels
-    occur with which input token. To find them, reads all training puzzles, but not their augmented copies.
+    Sets three fields of the training split's metadata. `candidates` has the value input * vocab_size + label
+    for each pair (input token, label) that occurs in a cell. To find them, reads all training puzzles without
+    their augmented copies. `may_turn` says whether every rotated or mirrored puzzle is valid. `may_permute`
+    says whether every permutation of the symbols is valid.
     """
     metadata, found = data.metadata, set()
     for puzzle_set in data.splits["train"].sets.values():
@@ -109,9 +114,10 @@ def with_candidates(data: Dataset) -> Dataset:
 
 
 def read_names(folder: Path) -> list[str]:
-    """Reads the name of the puzzle behind each puzzle identifier (0, 1, ...) of a dataset folder.
+    """Returns the names of the puzzles behind the puzzle identifiers 0, 1, ... of a dataset folder.
 
-    Returns [] if the folder has no identifiers.json.
+    Example: ["<blank>", "0a938d79"]. Reads the file identifiers.json. Returns [] if it is missing or contains
+    no list.
     """
     try:
         names = read_json(folder / IDENTIFIERS, most=_MOST_NAME_BYTES)
@@ -121,9 +127,9 @@ def read_names(folder: Path) -> list[str]:
 
 
 def read_every_name(folder: Path, metadata: Metadata) -> list[str]:
-    """Reads the name of the puzzle behind each puzzle identifier (0, 1, ...) of a dataset folder.
+    """Like `read_names`, but raises ValueError if the number of names is wrong.
 
-    Raises ValueError if an identifier has no name.
+    metadata: Says how many puzzle identifiers the dataset in `folder` has.
     """
     names, num = read_names(folder), metadata.num_puzzle_identifiers
     if len(names) != num:
@@ -168,9 +174,9 @@ class Vocabulary:
 
     @staticmethod
     def of(metadata: Metadata) -> "Vocabulary | None":
-        """Returns the symbols and the grid size that a dataset's metadata define.
+        """Returns the symbols and the size of the field (token array) that a dataset's metadata define.
 
-        None if they define no symbols.
+        Returns None if the metadata define no symbols.
         """
         if metadata.symbols is None:
             return None
@@ -203,7 +209,8 @@ class Vocabulary:
     def tokens_of(self, grid: Grid) -> np.ndarray:
         """Converts a grid of symbols to tokens, uint8 [seq_len]. The grid lies at the top left of this array.
 
-        Raises ValueError if the grid does not fit, or has an unknown symbol.
+        The rest of the array is padding and end marks. Raises ValueError if the grid does not fit, or has an
+        unknown symbol.
         """
         rows, columns = size_of(grid, "the grid")
         if rows > self.num_rows or columns > self.num_columns:
@@ -227,7 +234,10 @@ class Vocabulary:
         return np.arange(field.size).reshape(field.shape)[:num_rows, :num_columns]
 
     def list_symbols(self, most: int = 40) -> str:
-        """Returns the symbols as one text for messages. Only the first `most` are listed."""
+        """Returns the symbols as a text for messages, such as "# . S and 2 more".
+
+        Lists only the first `most` symbols.
+        """
         names = ["space" if symbol == " " else symbol for symbol in self.symbols]
         more = [f"and {len(names) - most} more"] if len(names) > most else []
         return " ".join(names[:most] + more)
@@ -274,9 +284,10 @@ def size_of(rows: Sequence[Sequence], name: str) -> tuple[int, int]:
 
 
 def lay_out(grid: np.ndarray, *, num_rows: int, num_columns: int) -> np.ndarray:
-    """Writes a grid at the top left of a field (token array). Returns uint8 [cells].
+    """Writes a grid at the top left of a field (token array). Returns uint8 [num_rows * num_columns].
 
-    The row below the grid and the column to its right contain END. All other cells contain PAD.
+    The symbols 0, 1, ... become the tokens 2, 3, ... The row below the grid and the column to its right
+    become END (1), if the field has room for them. All other cells become PAD (0).
 
     grid: Symbols as numbers from 0, [rows, columns]. num_rows, num_columns: Size of the field.
     """

@@ -26,12 +26,13 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def cells_of(style: Style, tokens: np.ndarray, *, frame: np.ndarray | None = None) -> np.ndarray:
-    """Returns which cells of a token array are drawn, as indices: int64 [rows, columns].
+    """Returns the indices of the cells of a token array that are drawn: int64 [rows, columns].
 
-    If grids are smaller than the array, as in ARC, only the grid is drawn.
+    If grids may be smaller than the array, as in ARC, only the rectangle that contains the grid is drawn.
+    Otherwise all cells are drawn.
 
-    tokens: The array, [seq_len]. frame: Another array, such as the label, [seq_len]. If given, the size of
-    its grid decides which cells are drawn.
+    tokens: The array, [seq_len]. frame: Another array, such as the label, [seq_len]. If given, its grid and
+    end marks define the rectangle, and not the grid of `tokens`.
     """
     cells = to_grid(np.arange(len(tokens)), num_columns=style.num_columns)
     if style.first_of_field is None:
@@ -49,7 +50,7 @@ def symbols_of(style: Style, tokens: np.ndarray) -> np.ndarray:
 def regions_of(style: Style, num_cells: int) -> list[int] | None:
     """Returns the number of the region (such as the box of a Sudoku) of each cell, row by row.
 
-    Returns None if the grid has no regions.
+    Returns None if grids of `num_cells` cells have no regions.
     """
     regions = style.regions.get(num_cells)
     return None if regions is None else list(regions)
@@ -58,8 +59,8 @@ def regions_of(style: Style, num_cells: int) -> list[int] | None:
 def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.ndarray | None:
     """Returns the number of the region of each drawn cell, int64 [rows, columns], or None.
 
-    None means that no lines between regions are needed: there are no regions, or all are rectangles, such as
-    the boxes of a Sudoku.
+    Returns None if the grid has no regions, or if all regions are rectangles, such as the boxes of a Sudoku.
+    A terminal then shows no lines between regions.
 
     cells: Indices of the drawn cells, [rows, columns]. num_cells: Number of cells of the whole grid.
     """
@@ -70,9 +71,9 @@ def irregular_regions(style: Style, cells: np.ndarray, num_cells: int) -> np.nda
 
 
 def page_style(style: Style, metadata: Metadata) -> dict[str, Any]:
-    """Returns the values that grid.js needs to draw grids on a page, as JSON values.
+    """Returns what the script grid.js needs to draw grids on a web page, as JSON values.
 
-    In them, an empty cell has the symbol "".
+    Examples of keys are "symbols", "colors" and "regions". Empty cells and padding have the symbol "".
     """
     tokens = range(metadata.vocab_size)
     is_blank = [style.is_blank(token) or token == metadata.pad_id for token in tokens]
@@ -98,12 +99,12 @@ def draw(
     is_new: np.ndarray | None = None,
     is_wrong: np.ndarray | None = None,
 ) -> list[str]:
-    """Draws a grid for a terminal. Returns lines of text: the title, then one line for each row.
+    """Draws a grid for a terminal. Returns lines of text: the title, then each row.
 
-    If `style.marks_new`, new cells are green. An x follows each wrong cell.
-
-    tokens: The grid, [seq_len]. color: Whether to use ANSI codes. frame: Another grid, such as the label. Its
-    size decides which cells are drawn. is_new, is_wrong: bool [seq_len].
+    Also draws lines between regions that are not rectangles. tokens: The grid, [seq_len]. color: Whether to
+    use ANSI codes. frame: Another grid, such as the label. If given, its size decides which cells are drawn.
+    is_new: Cells to draw in green if `style.marks_new`, bool [seq_len]. is_wrong: Cells to draw white on red,
+    followed by an x, bool [seq_len].
     """
     cells = cells_of(style, tokens, frame=frame)
 
@@ -132,11 +133,12 @@ def draw_cells(
 ) -> list[str]:
     """Draws texts [rows, columns] for a terminal, in columns of equal width.
 
-    Returns the title and a line a row.
+    Returns lines of text: the title, then a line for each row. If `regions` is given, there are also lines
+    between rows.
 
-    styles: ANSI codes of each cell. gap: Text between cells. marks: Text behind each cell, in the same color.
-    regions: Number of each cell's region, [rows, columns]. If given, lines between regions are drawn, and the
-    gap between cells is one character.
+    styles: ANSI codes of each cell, such as "32" for green, or "". gap: Text between the cells of a row.
+    marks: Text after each cell, in the same color. regions: Number of each cell's region, [rows, columns]. If
+    given, draws the borders between regions. The gap between cells is then one character.
     """
     width = max(map(len, texts.flat), default=0)
     marks = np.full(texts.shape, "") if marks is None else marks
@@ -218,8 +220,8 @@ class Paint(NamedTuple):
 def paint_cell(style: Style, token: int, *, is_clue: bool, doubt: float = 0.0) -> Paint:
     """Returns how a cell with this token looks in an SVG.
 
-    is_clue: Whether the puzzle gives the cell. doubt: How unsure the model is about the cell, from 0 (sure)
-    to 1.
+    is_clue: Whether the token of the cell is given by the puzzle. doubt: How unsure the model is about the
+    cell, from 0 (sure) to 1. It changes the opacity of the background.
     """
     if token in style.colors:
         return Paint(style.colors[token], round(1 - 0.7 * doubt, 3))

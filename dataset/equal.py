@@ -37,13 +37,13 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 
 
 def hash_examples(data: PuzzleSet | ConcatenatedSet, split: str, folders: Sequence[Path]) -> np.ndarray:
-    """Returns a hash of each example: uint64 [n], in the order of `original_rows`.
+    """Returns a hash of each example that is not an augmented copy: uint64 [n], in their order.
 
-    Augmented copies are left out. Two examples with the same hash are the same puzzle, also in different
-    datasets.
+    Two examples with the same hash are the same puzzle, also in different datasets. Exception: an ARC pair
+    without an answer has the hash 0 (`UNKNOWN`).
 
-    split: "train" or "test". folders: Dataset folders of `data`, in the order of
-    `ConcatenatedSet.folder_of_group`.
+    split: "train" or "test". folders: Dataset folders. `data.parts` has the index of each set's folder in
+    them.
     """
     parts = ((part, split, folders[index]) for index, part in data.parts)
     return np.concatenate([compared.hash() for part in parts for compared in read_compared(*part)])
@@ -63,7 +63,7 @@ class Compared(NamedTuple):
     is_known: np.ndarray
 
     def hash(self, hash_tokens: Callable[[np.ndarray], np.ndarray] | None = None) -> np.ndarray:
-        """Returns a hash of each example: uint64 [n].
+        """Returns a hash of each example: uint64 [n]. It is 0 if the answer of the example is not known.
 
         hash_tokens: Function that hashes each row of `tokens`. If None, `hash_rows`.
         """
@@ -73,7 +73,10 @@ class Compared(NamedTuple):
 
 
 def read_compared(data: PuzzleSet, split: str, folder: Path) -> Iterator[Compared]:
-    """Yields the examples of one dataset folder, without augmented copies, in chunks."""
+    """Yields the examples of one set of puzzles in chunks, without augmented copies.
+
+    split: "train" or "test". folder: Dataset folder that contains the set.
+    """
     metadata = load_metadata(folder, split)
     kind = read_info([folder], metadata).kind
     family = find_augmentation(kind.augmentation) if kind else None
@@ -122,9 +125,10 @@ def mix(hashes: np.ndarray) -> np.ndarray:
 
 
 def _cut_out(tokens: np.ndarray) -> np.ndarray:
-    """Moves ARC grids to the top left of 30 x 30 arrays, and removes padding and end marks.
+    """Moves ARC grids to the top left of 30 x 30 arrays. All other cells become 0.
 
-    Returns uint8 [n, 900]. tokens: Fields, [n, cells], with a grid at any position.
+    Returns tokens, uint8 [n, 900]. tokens: Token arrays (fields) of up to 30 x 30 cells, [n, cells]. Each
+    contains one grid at any position.
     """
     size = math.isqrt(tokens.shape[1])
     fields = tokens.reshape(-1, size, size)
@@ -138,7 +142,10 @@ def _cut_out(tokens: np.ndarray) -> np.ndarray:
 
 
 def hash_training(data: Dataset) -> dict[str, np.ndarray]:
-    """Returns {training set: hashes of its examples without augmented copies, uint64 [n]}."""
+    """Returns the hashes of all training examples that are not augmented copies.
+
+    The result is {name of the training set: uint64 [n]}, in the order of the examples.
+    """
     sets = data.splits["train"].sets
     return {name: hash_examples(training_set, "train", data.folders) for name, training_set in sets.items()}
 
@@ -146,13 +153,13 @@ def hash_training(data: Dataset) -> dict[str, np.ndarray]:
 def join_repeats(
     data: Dataset, hashes: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Returns a copy of `held_out` in which groups with equal examples are on the same side.
+    """Returns a copy of `held_out` in which no puzzle is both trained on and held out.
 
-    There are two sides: trained on, and held out for validation. A group is a puzzle with its augmented
-    copies. Groups that share an example, directly or through other groups, all get the side of the first of
-    them. The first is searched in all training sets and dataset folders.
+    A group is a puzzle with its augmented copies. It is either trained on or held out for validation. Groups
+    with an equal example, directly or through other groups, are connected. All connected groups are treated
+    as the first of them in the order of the training sets.
 
-    hashes: Result of `hash_training`. held_out: {training set: mask, bool [num_groups]}. True: held out.
+    hashes: Result of `hash_training`. held_out: {training set: bool [num_groups]}. True means held out.
     """
     sets = data.splits["train"].sets
     sizes = np.concatenate([_original_sizes(training_set) for training_set in sets.values()])
@@ -175,9 +182,13 @@ def join_repeats(
 def trained_in_folders(
     data: Dataset, hashes: Mapping[str, np.ndarray], held_out: Mapping[str, np.ndarray]
 ) -> dict[int, np.ndarray]:
-    """Returns {index of the dataset folder: hashes of the examples that are trained on, uint64 [n]}.
+    """Returns the hashes of the examples that are trained on, for each dataset folder.
 
-    hashes, held_out: As in `join_repeats`. If `held_out` is {}, all examples are trained on.
+    The result is {index of the folder: uint64 [n]}. A folder without a training set is left out.
+
+    hashes: Result of `hash_training`. held_out: {training set: whether each group is held out, bool
+    [num_groups]}. A group is a puzzle with its augmented copies. All examples of a set that is not in
+    `held_out` are trained on.
     """
     found: dict[int, list[np.ndarray]] = {folder: [] for folder in range(len(data.folders))}
     for name, training_set in data.splits["train"].sets.items():
@@ -189,7 +200,10 @@ def trained_in_folders(
 
 
 def _original_sizes(data: PuzzleSet | ConcatenatedSet) -> np.ndarray:
-    """Returns the number of examples of the original of each group: [num_groups]."""
+    """Returns for each group how many examples its original puzzle has: [num_groups].
+
+    A group is a puzzle with its augmented copies.
+    """
     return np.diff(data.puzzle_indices)[np.asarray(data.group_indices[:-1], np.int64)]
 
 
@@ -211,24 +225,30 @@ class Trained:
 
     @staticmethod
     def of(hashes: Sequence[np.ndarray], *, is_complete: bool = True) -> "Trained":
-        """Returns a `Trained` with the examples of all arrays. Repeated hashes count once."""
+        """Returns the set of training examples (`Trained`) that consists of all these hashes.
+
+        Repeated hashes count once. The hash 0 of ARC pairs without an answer is left out.
+
+        hashes: Arrays uint64 [n]. is_complete: False if the model was also trained on unknown examples.
+        """
         found = np.sort(np.concatenate([np.zeros(1, np.uint64), *hashes]))  # UNKNOWN is always the first
         return Trained(found[1:][found[1:] != found[:-1]], is_complete=is_complete)
 
     def sample(self, rate: float) -> "Trained":
-        """Returns a `Trained` with only a fraction of the hashes: all below rate x 2^64.
+        """Returns a `Trained` that contains only the hashes below rate * 2^64.
 
-        If it already has so few, returns it unchanged.
+        Hashes are random, so these are about the fraction `rate` of all examples. If the `rate` of this
+        object is already that small, returns the object itself.
         """
         if rate >= self.rate:
             return self
         return dataclasses.replace(self, hashes=self.hashes[self.hashes < _limit(rate)], rate=rate)
 
     def join(self, other: "Trained | None") -> "Trained":
-        """Returns a `Trained` with the examples of `self` and `other`.
+        """Returns the training examples of `self` and `other` together.
 
-        If one of them has only a sample of its examples, so has the result. Exception: if `other` adds
-        nothing, returns `self`.
+        If only a sample of the examples of one is stored, the result is a sample of the same rate. Returns
+        `self` if `other` is None or adds nothing.
         """
         if other is None or (other.is_complete and self.rate == 1 and self.contains(other.hashes).all()):
             return self
@@ -238,17 +258,18 @@ class Trained:
         return dataclasses.replace(joined, rate=sampled.rate)
 
     def contains(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns for each hash whether it is one of the training examples: bool [n].
+        """Returns for each of `hashes` (uint64 [n]) whether it is a training example: bool [n].
 
-        If `rate` is less than 1, False may be wrong (see `covers`).
+        If `rate` is less than 1, only a sample of the training examples is known. False may then be wrong
+        (see `covers`).
         """
         found = np.append(self.hashes, np.uint64(UNKNOWN))
         return (found[self.hashes.searchsorted(hashes)] == hashes) & (hashes != UNKNOWN)
 
     def covers(self, hashes: np.ndarray) -> np.ndarray:
-        """Returns for each hash whether the answer of `contains` is certain: bool [n].
+        """Returns for each of `hashes` (uint64 [n]) whether the answer of `contains` is certain: bool [n].
 
-        It is uncertain for examples that are not in the sample, and for examples with an unknown hash.
+        It is uncertain for examples that do not belong to the stored sample, and for the hash 0 (unknown).
         """
         is_known = hashes != UNKNOWN
         return is_known if self.rate == 1 else is_known & (hashes < _limit(self.rate))

@@ -138,19 +138,23 @@ class Split:
 
 
 def usual_metadata(*, vocab_size: int, seq_len: int, num_puzzle_identifiers: int, **others: Any) -> Metadata:
-    """Returns metadata with the values that our builders use.
+    """Returns metadata of a split with one set, "all".
 
-    There is one set "all". Token 0 is padding, which is not scored. Puzzle identifier 0 is for puzzles
-    without an embedding. others: Further fields of `Metadata`.
+    Uses the values of the dataset builders of this repository. Token 0 is padding, and the label 0 is not
+    scored. Puzzle identifier 0 is for puzzles without an embedding.
+
+    others: More fields of `Metadata`, such as `num_columns`. They may also replace the sets and the numbers
+    of groups and examples.
     """
     usual = {"total_groups": 1, "mean_puzzle_examples": 1.0, "sets": ("all",), **others}
     return Metadata(0, 0, 0, vocab_size, seq_len, num_puzzle_identifiers, **usual)
 
 
 def one_set_split(puzzles: PuzzleSet, *, vocab_size: int, num_identifiers: int, **others: Any) -> Split:
-    """Returns a split that contains only these puzzles, as the set "all", with its metadata.
+    """Returns a split whose only set, "all", contains these puzzles. Its metadata match them.
 
-    others: Further fields of `Metadata`.
+    vocab_size: Number of different tokens. num_identifiers: Number of puzzle identifiers in the dataset.
+    others: More fields of the split's `Metadata`, such as `num_columns`.
     """
     num_puzzles = len(puzzles.puzzle_identifiers)
     metadata = usual_metadata(
@@ -198,9 +202,10 @@ class Dataset:
         return self.origins[set_name] if self.origins else Origin(self.folders[0], set_name, 0)
 
     def test_set(self, folder: Path, set_name: str) -> str:
-        """Returns the name that a test set of `folder` has in this dataset.
+        """Returns the name in this dataset of a test set that comes from `folder`.
 
-        set_name: Its name in the folder. In a mixture of folders, names are <folder>.<set>.
+        In a mixture of several folders, it is "<folder>.<set>". Otherwise it is `set_name`, the name in the
+        folder.
         """
         names = (name for name, origin in self.origins.items() if origin[:2] == (folder, set_name))
         return next(names, set_name)
@@ -240,9 +245,9 @@ def open_dataset(folder: Path, *, splits: tuple[str, ...] = SPLITS, read_everyth
 
 
 def open_split(folder: Path, split: str) -> Split:
-    """Opens one split (memory-mapped) and checks everything except the tokens. `check_tokens` checks those.
+    """Opens the arrays of one split memory-mapped, and checks everything except the tokens.
 
-    Raises ValueError if the split is not valid.
+    `check_tokens` checks the tokens. Raises ValueError if the split is not valid. split: "train" or "test".
     """
     metadata = load_metadata(folder, split)
     return Split(
@@ -251,9 +256,10 @@ def open_split(folder: Path, split: str) -> Split:
 
 
 def read_builder(folder: Path) -> dict[str, Any] | None:
-    """Returns {"name": ..., "arguments": ...} of the builder of a dataset, from its manifest.
+    """Returns which builder made a dataset: {"name": "sudoku", "arguments": {...}}.
 
-    Returns None if the manifest does not have them.
+    Reads the manifest, a JSON file in the folder. Returns None if the file is missing or does not name the
+    builder.
     """
     try:
         builder = read_json(folder / MANIFEST)["builder"]
@@ -265,7 +271,7 @@ def read_builder(folder: Path) -> dict[str, Any] | None:
 def splits_with_several_solutions(folder: Path) -> list[str]:
     """Returns the splits in which the builder found puzzles with several solutions, such as ["train"].
 
-    Reads the manifest.
+    Reads them from the manifest, a JSON file in the folder. Returns [] if it does not list any.
     """
     try:
         found = read_json(folder / MANIFEST)["several_solutions"]
@@ -370,11 +376,10 @@ def _open_array(path: Path) -> np.ndarray:
 
 
 def check_tokens(folder: Path, split: str, data: Split) -> None:
-    """Reads all tokens of a split, and all transforms of its augmentation (about 1 GB/s).
+    """Reads and checks all tokens of a split, and all transforms of its augmentation (about 1 GB/s).
 
-    Checks their values. Inputs must be in [0, vocab_size). Labels must be in the same range, or
-    `ignore_label_id`. A training split must have a label. Raises ValueError with the file, the row and the
-    token.
+    Inputs must be in [0, vocab_size). Labels must be in the same range, or `ignore_label_id`. A training
+    split must have a cell with a scored label. Raises ValueError with the file and the row.
     """
     vocab_size, ignored = data.metadata.vocab_size, data.metadata.ignore_label_id
     has_labels = split != "train"

@@ -26,10 +26,12 @@ class Match(NamedTuple):
     """Which rows of a model's puzzle table (its puzzle embeddings) belong to the puzzles of a dataset.
 
     Attributes:
-        rows: Row of each puzzle identifier, int64 [identifiers]. -1 if the model has no row for it.
+        rows: Row of each puzzle identifier, int64 [identifiers]. -1 if the model has no row for its
+            puzzle.
         is_other: bool [identifiers]. True if the model has a row with this name, but for another task.
+            `rows` is -1 then.
         num_rows: Number of rows of the model.
-        num_additional: Number of the model's rows that belong to no identifier of the dataset.
+        num_additional: Number of the model's row names that the dataset does not have, without "<blank>".
     """
 
     rows: np.ndarray
@@ -49,7 +51,7 @@ class Identities:
         folders: Names of the folders.
         names: Content of each folder's identifiers.json.
         sizes: Number of identifiers of each folder.
-        digests: Digest of the task of each identifier, uint64 [sum of sizes]. 0 if the task is unknown.
+        digests: Hash of the ARC task of each identifier, uint64 [sum of sizes]. 0 if the task is unknown.
     """
 
     folders: tuple[str, ...]
@@ -58,9 +60,9 @@ class Identities:
     digests: np.ndarray
 
     def equals(self, other: "Identities") -> bool:
-        """Returns whether every puzzle identifier stands for the same puzzle in both.
+        """Returns whether every puzzle identifier stands for the same puzzle in both objects.
 
-        If both have only one folder, its name is ignored.
+        The names of the folders must be equal too, unless both objects have only one folder.
         """
         same_folders = self.folders == other.folders or len(self.folders) == len(other.folders) == 1
         same_names = (self.names, self.sizes) == (other.names, other.sizes)
@@ -86,12 +88,11 @@ class Identities:
         return keys
 
     def match(self, data: "Identities") -> Match | None:
-        """Finds the model's row (puzzle embedding) for each puzzle identifier of a dataset.
+        """Finds which row of a model's puzzle table belongs to each puzzle of a dataset (see `Match`).
 
-        `self` describes the rows of the model. Returns None if one side does not name each identifier. If
-        both have one folder, its name is ignored.
-
-        data: Identities of the dataset.
+        `self` describes the rows of the model, `data` the puzzle identifiers of the dataset. Puzzles are
+        compared by name. If both have only one folder, the name of the folder does not matter. Returns None
+        if the model or the dataset does not name each identifier.
         """
         with_folders = len(self.folders) > 1 or len(data.folders) > 1
         known, data_keys = (identities.keys(with_folders=with_folders) for identities in (self, data))
@@ -120,10 +121,10 @@ class Identities:
 
 
 def identities_of(data: Dataset) -> Identities | None:
-    """Returns what identifies the puzzle behind each puzzle identifier of a dataset: names and digests.
+    """Returns the name and the digest of the puzzle behind each puzzle identifier of a dataset.
 
-    Returns None if a folder has several identifiers and does not name them. Raises ValueError if digests.npy
-    does not match the dataset.
+    Returns None if a folder has several identifiers, but no identifiers.json with their names. Raises
+    ValueError if digests.npy, the file of the digests, does not match the dataset.
     """
     split = next(iter(data.splits))
     sizes = tuple(load_metadata(folder, split).num_puzzle_identifiers for folder in data.folders)

@@ -20,15 +20,15 @@ _MOST_CANDIDATES = 16  # training puzzles with the same hash that are searched f
 
 
 class Leaked(NamedTuple):
-    """The test puzzles of one set that are training puzzles.
+    """Counts how many test puzzles of one set are training puzzles.
 
     Attributes:
         name: Folder and name of the set.
-        count: Number of test puzzles, with those whose answer is not known.
+        count: Number of test puzzles. ARC pairs with an unknown answer are included.
         exact: Number of test puzzles that are equal to a training puzzle.
-        symmetric: Number of test puzzles that are equal to one up to symmetry, `exact` among them. None if
-            the symmetry of the kind is not known.
-        at_most: `symmetric` and the number of test puzzles for which the search did not end.
+        symmetric: `exact`, and the test puzzles that are transformed training puzzles, for example
+            rotated. None if the transforms of this kind of puzzle are not known.
+        at_most: `symmetric`, and the test puzzles for which the search stopped early.
     """
 
     name: str
@@ -55,9 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def find_leaked(folders: Sequence[Path]) -> Iterator[Leaked]:
-    """Yields the result of each test set of the folders. Reads the original puzzles of both splits.
+    """Compares the test puzzles with all training puzzles. Yields the result of each test set.
 
-    ValueError if a folder is not a dataset, or if the folders have different kinds or symbols.
+    Augmented copies are not read. Raises ValueError if a folder is not a dataset, or if the folders have
+    different kinds of puzzles or symbols.
     """
     opened = [open_dataset(folder, read_everything=False) for folder in folders]
     infos = [read_info(data.folders, data.metadata) for data in opened]
@@ -109,7 +110,11 @@ def _read_training(opened: Sequence[Dataset]) -> Iterator[Compared]:
 
 
 def _search(puzzle: np.ndarray, candidates: Sequence[np.ndarray], symmetry: Symmetry) -> bool | None:
-    """Returns whether a transform maps some candidate to the puzzle. None if this is not decided."""
+    """Returns whether a transform maps one of the candidates to the puzzle.
+
+    Returns None if this is not decided, because a search takes too long or there may be more candidates.
+    puzzle, candidates: Tokens [length] each. symmetry: Searches for the transforms.
+    """
     is_open = len(candidates) == _MOST_CANDIDATES  # there may be more
     for candidate in candidates:
         if found := symmetry.maps(candidate, puzzle):

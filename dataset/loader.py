@@ -60,14 +60,15 @@ class Batch(NamedTuple):
 
 
 class PuzzleDataset(IterableDataset):
-    """The examples of one rank. Yields (set name, Batch) for every global batch after step `first_step`.
+    """The examples of one rank. Yields (set name, Batch) for the steps `first_step` + 1, ... of a plan.
 
-    With local = ceil(global_batch_size / world_size), rank r gets examples r * local to (r + 1) * local - 1
-    of each global batch. In an evaluation, a batch with fewer examples is padded to `local` examples: inputs
-    pad_id, labels IGNORE_LABEL_ID, identifier blank_identifier_id, row -1. Only one thread at a time may
-    iterate, because the generators of the plan have state.
+    A plan says which examples are in the global batch of each step. With local = ceil(global_batch_size /
+    world_size), rank r gets the examples r * local to (r + 1) * local - 1 of it. In an evaluation, a batch
+    with fewer examples is padded to `local` examples: inputs pad_id, labels IGNORE_LABEL_ID, identifier
+    blank_identifier_id, row -1. Only one thread at a time may iterate, because the random generators of the
+    plan have state.
 
-    split: "train" or "test". plan: Order of the examples.
+    split: "train" or "test".
     """
 
     def __init__(
@@ -112,9 +113,12 @@ def load_batch(
     *,
     size: int,
 ) -> Batch:
-    """Reads some examples of a set as a batch, padded to `size` examples.
+    """Reads some examples of a set as a batch on the CPU, padded to `size` examples.
 
-    rows: Indices of the examples, int64 [n]. puzzles: Index of the puzzle of each example, int64 [n].
+    Padded examples have the row -1. Labels that are not scored become IGNORE_LABEL_ID.
+
+    metadata: Says which tokens are padding or not scored. rows: Indices of the examples, int64 [n]. puzzles:
+    Index of the puzzle of each example, int64 [n].
     """
     inputs, labels = puzzle_set.read(rows, puzzles)
     columns = (

@@ -35,9 +35,10 @@ _SHARED = ("vocab_size", "seq_len", "pad_id", "ignore_label_id", "symbols", "num
 def open_datasets(
     folders: Sequence[Path], *, splits: tuple[str, ...] = SPLITS, read_everything: bool
 ) -> Dataset:
-    """Opens one or more dataset folders as one dataset, and checks them. They must have the same tokens.
+    """Opens one or more dataset folders as one dataset, and checks them.
 
-    Raises ValueError, one line, with the file and the fix.
+    Several folders must have different names, and equal sequence length, vocabulary and padding. Raises
+    ValueError, one line, with the problem and the fix.
 
     read_everything: Whether to read and check every token too.
     """
@@ -74,7 +75,11 @@ def open_datasets(
 
 
 def check_same_tokens(first: Dataset, data: Dataset) -> None:
-    """Raises ValueError if two datasets differ in their tokens, so that one model could not train on both."""
+    """Raises ValueError if one model could not train on both datasets.
+
+    They must have the same sequence length, vocabulary size, padding token, unscored label, symbols and
+    columns.
+    """
     for field in _SHARED:
         expected, actual = getattr(first.metadata, field), getattr(data.metadata, field)
         if actual != expected:
@@ -95,10 +100,11 @@ def _mix_metadata(parts: Sequence[Metadata], *, sets: tuple[str, ...]) -> Metada
 
 
 def fingerprint(folder: Path, splits: Sequence[str] = SPLITS) -> str:
-    """Returns a hash (SHA-256) of the content of a dataset folder, to detect changed data.
+    """Returns a hash (SHA-256, hexadecimal) of the arrays and metadata of a dataset folder.
 
-    The manifest that our builders write contains the digest of each file. All files are read (about 1 GB/s)
-    if the manifest is missing, or if a file is newer than the manifest or has another size.
+    It changes if the data of `splits` change. The digest of each file is read from the manifest, a JSON file
+    that `dataset.build` writes. If the manifest is missing, or if a file is newer or has another size, all
+    files are read (about 1 GB/s).
     """
     paths = []
     for split in splits:
@@ -130,6 +136,9 @@ def _recorded_digests(folder: Path, paths: list[Path]) -> dict[str, str] | None:
 
 
 def fingerprint_of(folders: Sequence[Path], splits: Sequence[str] = SPLITS) -> str:
-    """Returns a hash (SHA-256) of the content of one or several dataset folders. Their order matters."""
+    """Returns a hash (SHA-256) of the content of one or several dataset folders.
+
+    The order of the folders matters. splits: Splits to include, such as ["test"].
+    """
     found = [fingerprint(folder, splits) for folder in folders]
     return found[0] if len(found) == 1 else hashlib.sha256("".join(found).encode()).hexdigest()

@@ -38,14 +38,15 @@ class GlobalBatch:
 
 
 class _SetPlan:
-    """The order in which a part of the training (a stage of the curriculum) reads the puzzles of one set.
+    """The order in which one stage of the training reads the examples of one set.
 
     A group is a puzzle and its augmented copies. Each epoch visits every group: it samples one puzzle of the
     group and takes its examples in random order. A batch is filled with such visits. The last visit is
     truncated, so that the batch has `global_batch_size` examples.
 
     groups: Mask of the groups to visit, bool [num_groups]. stream: Random bits. Its index is the epoch.
-    steps_per_iteration: Number of training steps in each iteration (the steps between two evaluations).
+    epochs: Length of the stage. eval_interval: Epochs between two evaluations. steps_per_iteration: Number of
+    training steps between two evaluations, for each such interval (iteration).
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class _SetPlan:
     def _batch_ends(self, visit_sizes: np.ndarray, open_examples: int) -> tuple[list[int], int]:
         """Computes where the batches of an epoch end.
 
-        Returns (ends, number of examples in the unfinished batch). An end is a number of examples from the
-        start of the epoch.
+        Returns (ends, number of examples in the unfinished batch). An end is the number of examples of the
+        epoch up to the end of a batch. A batch ends with the visit that fills it.
 
         visit_sizes: Number of examples of each visited puzzle. open_examples: Number of examples in the
         unfinished batch of the previous epoch.
@@ -121,9 +122,9 @@ class _SetPlan:
         return ends, len(marks) - 1 - begin
 
     def _draw_puzzles(self, epoch: int) -> np.ndarray:
-        """Samples one puzzle of each group (puzzle with its augmented copies): int64 [num_groups].
+        """Samples the puzzles that an epoch visits, one of each group: int64 [num_groups], in random order.
 
-        The groups are in random order.
+        A group is a puzzle with its augmented copies. The result contains indices of puzzles.
         """
         self.stream.seek(epoch)
         groups = random_orders(self.stream.read(self.num_groups))
@@ -131,9 +132,10 @@ class _SetPlan:
         return self.first_puzzle[groups] + (fractions * self.group_sizes[groups]).astype(np.int64)
 
     def _visits(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Samples an epoch.
+        """Samples the order of all examples of an epoch.
 
-        Returns (row of each example, puzzle of each example, examples of each visited puzzle).
+        Returns three int64 arrays: the index of each example, the index of the puzzle of each example, and
+        the number of examples of each visited puzzle.
         """
         visited = self._draw_puzzles(epoch)
         sizes = self.puzzle_sizes[visited].astype(np.int64)
@@ -256,9 +258,10 @@ class TrainPlan:
         self._stages = [*stages[:-1], *(stage for _, stage in parts), self.main]
 
     def _plan_sets(self, stage: Stage, stream: int) -> list[_SetPlan]:
-        """Returns the order of examples for each set that a stage of the curriculum trains on.
+        """Returns the order of the examples of each set that a stage trains on.
 
-        stream: Number that selects the random bits of the first set. Set k uses stream + k.
+        A stage is a part of the training (curriculum). Sets without a group to train on are left out. stream:
+        Number that selects the random bits of the first set. The set with index k uses stream + k.
         """
         plans = []
         for index, (name, data) in enumerate(self._sets.items()):
@@ -275,9 +278,9 @@ class TrainPlan:
         return self._stages[min(int(np.searchsorted(self._last_steps, step)), len(self._stages) - 1)]
 
     def epochs(self, step: int) -> float:
-        """Returns how many epochs the first `step` training steps are, over all stages of the curriculum.
+        """Returns how many epochs the training steps 1 to `step` are, such as 2.5.
 
-        It may be a fraction.
+        Epochs of all stages of the curriculum count.
         """
         epochs = 0.0
         for plans, _, steps_of_sets in self._iterations:
@@ -287,15 +290,16 @@ class TrainPlan:
         return epochs
 
     def num_steps(self, last: int) -> list[tuple[Stage, int]]:
-        """Counts how many of the training steps 1 to `last` belong to each stage of the curriculum.
+        """Counts how many of the training steps 1 to `last` belong to each stage.
 
-        Returns a list of (stage, number of steps).
+        Returns [(stage, number of steps), ...] in the order of the stages. Parts of the main stage are
+        separate entries.
         """
         ends = [min(last, step) for step in (0, *self._last_steps)]
         return [(stage, b - a) for stage, (a, b) in zip(self._stages, itertools.pairwise(ends), strict=True)]
 
     def batches(self, first_step: int = 0) -> Iterator[GlobalBatch]:
-        """Yields the global batches of all training steps after `first_step`, to the end of the run."""
+        """Yields the global batches of the training steps `first_step` + 1 to `total_steps`."""
         remaining = self.total_steps - first_step
         for plans, iteration, steps_of_sets in self._iterations:
             for plan, steps in zip(plans, steps_of_sets, strict=True):
@@ -306,11 +310,12 @@ class TrainPlan:
 
 
 def held_out_groups(data: PuzzleSet | ConcatenatedSet, *, seed: int, fraction: float) -> np.ndarray:
-    """Selects puzzles of a training set for validation. Returns a mask of groups: bool [num_groups].
+    """Selects puzzles of a training set for validation: returns a mask of groups, bool [num_groups].
 
     A group is a puzzle with all its augmented copies, so no copy of a validation puzzle is trained on.
-    Selects `fraction` of the groups of each dataset folder, rounded down. A larger fraction selects the same
-    groups and more. The selection depends only on the seed and on the number of groups of each folder.
+    Selects the fraction `fraction` of the groups of each dataset folder, rounded down. A larger fraction
+    selects the same groups and more. The selection depends only on the seed and on the number of groups of
+    each folder.
     """
     held_out = np.zeros(len(data.folder_of_group), bool)
     for folder in np.unique(data.folder_of_group):

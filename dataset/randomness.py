@@ -37,7 +37,10 @@ def random_orders(bits: np.ndarray) -> np.ndarray:
 
 
 def random_below(bits: np.ndarray, bounds: int | np.ndarray) -> np.ndarray:
-    """Converts random integers (uint64) to uniform integers from 0 to bound - 1, int64. Shapes broadcast."""
+    """Converts random uint64 integers to uniform integers from 0 to bound - 1, int64.
+
+    bounds: The bound of each integer, or one for all. The shapes are broadcast.
+    """
     return ((bits >> np.uint64(32)) * np.asarray(bounds, np.uint64) >> np.uint64(32)).astype(np.int64)
 
 

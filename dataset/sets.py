@@ -107,9 +107,9 @@ class PuzzleSet:
 
     @functools.cached_property
     def _first_original(self) -> np.ndarray:
-        """For each puzzle, the index in `inputs` of its first example before augmentation.
+        """The index in `inputs` of the first example of each puzzle's original: int64 [num_puzzles].
 
-        int64 [num_puzzles].
+        With augmentation, `inputs` contains only the original puzzles.
         """
         first_puzzles = self.group_indices[:-1]
         sizes = self.puzzle_indices[first_puzzles + 1] - self.puzzle_indices[first_puzzles]
@@ -117,13 +117,20 @@ class PuzzleSet:
         return (ends - sizes).repeat(np.diff(self.group_indices))
 
     def chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yields (rows, puzzles), the arguments of `read`, until all examples are covered, in order."""
+        """Yields the arguments (rows, puzzles) of `read` for all examples of the set, in order.
+
+        Each yielded pair covers up to 16,384 examples. rows: Their indices, int64 [n]. puzzles:
+        Index of the puzzle of each, [n].
+        """
         for first in range(0, self.num_examples, _CHUNK_ROWS):
             rows = np.arange(first, min(first + _CHUNK_ROWS, self.num_examples))
             yield rows, self.puzzle_indices.searchsorted(rows, side="right") - 1
 
     def materialize(self) -> "PuzzleSet":
-        """Returns the same set, but with all augmented copies of puzzles as arrays."""
+        """Returns a set in which all augmented copies of puzzles are stored in `inputs` and `labels`.
+
+        If this set already is of this kind, returns the set itself.
+        """
         if self.augmentation is None:
             return self
         inputs, labels = (np.empty((self.num_examples, self.inputs.shape[1]), np.uint8) for _ in range(2))
@@ -133,10 +140,12 @@ class PuzzleSet:
 
 
 class ConcatenatedSet:
-    """Several puzzle sets, one after the other, as one set. The arrays are as in `PuzzleSet`.
+    """Several puzzle sets, one after the other, as one set.
 
-    parts: (index of the dataset folder, set) of each set. folder_of_group: For each group (puzzle with its
-    augmented copies), the index of its dataset folder, int64 [num_groups].
+    It has the arrays `puzzle_identifiers`, `puzzle_indices` and `group_indices` of `PuzzleSet`. `read`
+    returns inputs and labels. The attribute `parts` lists (index of the dataset folder, set).
+    folder_of_group: For each group (puzzle with its augmented copies), the index of its dataset folder, int64
+    [num_groups]. first_identifiers: For each set, the number that is added to its puzzle identifiers.
     """
 
     def __init__(
@@ -171,9 +180,10 @@ class ConcatenatedSet:
 
 
 def rows_of(puzzle_indices: np.ndarray, puzzles: np.ndarray) -> np.ndarray:
-    """Returns the indices of all examples of some puzzles, puzzle after puzzle: int64.
+    """Returns the indices of all examples of some puzzles, puzzle after puzzle: int64 [n].
 
-    puzzle_indices: Array of the set (see `PuzzleSet`). puzzles: Indices of the puzzles, [n].
+    puzzle_indices: Array of a set. Puzzle p has the examples range(*puzzle_indices[p : p + 2]). puzzles:
+    Indices of the puzzles.
     """
     indices = np.asarray(puzzle_indices, np.int64)
     sizes = indices[puzzles + 1] - indices[puzzles]

@@ -112,9 +112,10 @@ def _parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _read_outputs(folder: Path, set_name: str) -> tuple[dict[str, np.ndarray], str]:
-    """Reads the outputs that an evaluation has saved. Returns ({name: array [rows, seq_len]}, text).
+    """Reads the answers of a model that an evaluation has saved in `folder`.
 
-    The text is a line with the accuracy. folder: Folder of the evaluation.
+    Returns ({"inputs", "labels" and "preds": array [examples, seq_len]}, line of text with the accuracy).
+    Raises ValueError if the files cannot be used.
     """
     try:
         saved = read_arrays(folder / f"{set_name}__outputs.npz", _NEEDED)

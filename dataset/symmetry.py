@@ -26,17 +26,31 @@ _CHUNK_ROWS = 1 << 11
 
 
 class Symmetry(Protocol):
-    """The interface of a family of transforms, for tokens as in `equal.Compared`."""
+    """The interface of a family of transforms.
+
+    It finds out whether a transform maps one puzzle to another. Puzzles are rows of tokens: the input and, in
+    ARC, also the answer (see `equal.Compared`).
+    """
 
     def hash_rows(self, tokens: np.ndarray) -> np.ndarray:
-        """Returns a hash of each row that no transform changes: uint64 [n]. tokens: [n, length]."""
+        """Returns a hash of each row of tokens [n, length]: uint64 [n].
+
+        All transforms of a row have the same hash.
+        """
 
     def maps(self, first: np.ndarray, second: np.ndarray) -> bool | None:
-        """Returns whether a transform maps `first` to `second`, tokens [length]. None if not decided."""
+        """Returns whether a transform maps `first` to `second`, tokens [length] each.
+
+        Returns None if the search takes too long.
+        """
 
 
 def find_symmetry(folder: Path, info: DatasetInfo) -> Symmetry | None:
-    """Returns the symmetry of a dataset. None if its kind is not known, or if a plugin adds its family."""
+    """Returns an object that compares puzzles of a dataset up to its transforms, such as rotations.
+
+    Returns None if the kind of puzzle has no known transforms, or if a plugin defines them. folder: Dataset
+    folder. info: Its description.
+    """
     name, metadata = info.kind and info.kind.augmentation, info.metadata
     if name == "sudoku" and metadata.seq_len in BOX_OF:
         return SudokuSymmetry(BOX_OF[metadata.seq_len])
@@ -81,7 +95,10 @@ class ImageSymmetry:
         return any(np.array_equal(image, target) for image in self._images(first[None]))
 
     def _images(self, tokens: np.ndarray) -> Iterator[np.ndarray]:
-        """Yields the images of the tokens. Free symbols are renamed in the order of their first cells."""
+        """Yields all rotated and mirrored images of tokens [n, length], in the same shape.
+
+        In each row, the exchangeable symbols are renamed in the order in which they first occur.
+        """
         grids = tokens.reshape(len(tokens) * self.num_grids, -1)
         corner = np.zeros((len(grids), 2), np.uint8)
         for index in range(self.num_images):
@@ -91,7 +108,10 @@ class ImageSymmetry:
 
 
 def _rename(tokens: np.ndarray, free: Sequence[int]) -> np.ndarray:
-    """Renames the tokens `free` of each row: the one that occurs first becomes free[0], and so on."""
+    """Renames the tokens `free` in each row of an array [n, length]. Returns a new array.
+
+    The one of these tokens that occurs first becomes free[0], the next one free[1], and so on.
+    """
     if not len(free):
         return tokens
     masks = [tokens == token for token in free]
@@ -109,11 +129,15 @@ class _TooLongError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class SudokuSymmetry:
-    """Permutations of the rows, columns, bands, stacks and digits. If boxes are square, also transposition.
+    """Permutations of the rows, columns, bands, stacks and digits of Sudokus.
+
+    A band has the rows of one row of boxes. A stack has the columns of one column of boxes. If boxes are
+    square, transposition is a symmetry too.
 
     The hash is a color refinement. Cells, rows, columns, bands, stacks, boxes and digits have colors, numbers
     that no transform changes. At first, the color of a cell says whether the cell is a clue. Each round mixes
-    the colors of the cells into those of the lines, boxes and digits, and the latter into those of the cells.
+    the colors of the cells into those of the lines, boxes and digits, and then mixes these into those of the
+    cells.
     """
 
     box: Box
@@ -123,7 +147,10 @@ class SudokuSymmetry:
         return mix(mix(rows).sum(axis=1) + mix(columns).sum(axis=1))
 
     def _color_lines(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the colors of the rows and columns of Sudokus: uint64 [n, size] each."""
+        """Returns a color (hash) of each row and of each column of Sudokus: two arrays uint64 [n, size].
+
+        No transform changes the color of a line. tokens: [n, size * size].
+        """
         (height, width), size = self.box, self.box[0] * self.box[1]
         grids = tokens.reshape(-1, size, size)
         cells = mix((grids >= FIRST_SYMBOL).astype(np.uint64))
@@ -162,7 +189,11 @@ class SudokuSymmetry:
 
 
 def _color(sums: np.ndarray, width: int) -> np.ndarray:
-    """Returns the colors of lines: uint64 [n, size]. They depend on the sums of the other lines of a band."""
+    """Returns the colors (hashes) of rows or columns: uint64 [n, size].
+
+    The color of a line depends on its own sum, and on the sums of the lines in its band (the lines of the
+    same boxes). sums: Sums of the colors of the cells of each line, [n, size]. width: Lines in a band.
+    """
     colors = mix(sums)
     bands = mix(colors.reshape(len(sums), -1, width).sum(axis=2))
     return mix(colors + bands.repeat(width, axis=1))
@@ -176,9 +207,12 @@ def _orders(
     steps: Iterator[int],
     order: Sequence[int] = (),
 ) -> Iterator[list[int]]:
-    """Yields orders of lines that keep bands of `width` lines together and give the colors `target_colors`.
+    """Yields the orders of rows or columns in which their colors are `target_colors`.
 
-    fits: Whether the first lines may be in this order. steps: Of all tried lines. _TooLongError at its end.
+    An order is a list of line indices. Lines of the same band, `width` lines, stay together.
+
+    fits: Function (start of an order) -> whether to continue with it. steps: Iterator with an item for each
+    line that may be tried. If it ends, raises _TooLongError. order: Start of the orders to yield.
     """
     place = len(order)
     if place == len(target_colors):
@@ -197,7 +231,11 @@ def _orders(
 
 
 def _renames_columns(grid: np.ndarray, target: np.ndarray) -> Callable[[list[int]], bool]:
-    """Returns whether some new digits turn columns of `grid`, in an order, into the first of `target`."""
+    """Returns a function that checks the start of an order of the columns of `grid`.
+
+    It gets a list of column indices. It returns whether some exchange of the digits turns these columns, in
+    this order, into the first columns of `target`.
+    """
     columns, target_columns = grid.T.tolist(), target.T.tolist()
     fixed = {(token, token) for token in range(FIRST_SYMBOL)}
 

@@ -118,12 +118,13 @@ def write_page(config: PageConfig) -> None:
 
 
 def others_of(page: Path, *, names: Set[str]) -> list[dict[str, Any]]:
-    """Returns the models that an existing page already contains, as entries of its models.json.
+    """Returns the models that an existing web page contains, as entries of its models.json.
 
-    Returns [] if there is no page. Raises ValueError if the file is damaged, or if a model has no folder.
+    Returns [] if there is no page. Raises ValueError if models.json is damaged, or if the folder of a model
+    is missing.
 
     page: Folder of the page.
-    names: Models to leave out, because they will be written again.
+    names: Names of models to leave out, because they will be written again.
     """
     if not (page / MODELS).exists():
         return []
@@ -222,7 +223,7 @@ def choose_puzzles(data: Dataset, count: int) -> list[dict[str, Any]]:
 
 
 def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
-    """Generates 100 puzzles that are similar to those of a dataset.
+    """Generates 100 puzzles that are similar to those of the dataset that `info` describes.
 
     A puzzle is a dict with "inputs" and "labels", lists of tokens. Returns [] if there is no generator for
     this kind of puzzle.
@@ -235,9 +236,10 @@ def make_up(info: DatasetInfo) -> list[dict[str, Any]]:
 
 @torch.inference_mode()
 def first_solved(model: HaltingModel, puzzles: list[dict[str, Any]], steps: int) -> int:
-    """Returns the index of the first puzzle that the model solves with `steps` calls. 0 if it solves none.
+    """Returns the index of the first puzzle that the model solves with `steps` thinking steps.
 
-    puzzles: Dicts with "inputs" and "labels", lists of tokens.
+    Returns 0 if it solves none. puzzles: Dicts with "inputs" and "labels", lists of tokens. Every label is
+    compared.
     """
     inputs, labels = (torch.tensor([puzzle[name] for puzzle in puzzles]) for name in _OF_PUZZLE[1:])
     identifiers = torch.zeros(len(puzzles), dtype=torch.int32)
@@ -260,7 +262,10 @@ def keep_embeddings(model: HaltingModel, puzzles: list[dict[str, Any]]) -> None:
 
 
 def describe(checkpoint: Checkpoint, model: HaltingModel, info: DatasetInfo) -> dict[str, Any]:
-    """Returns facts about the model and its puzzles for page.json, such as the grid size and the symbols."""
+    """Returns a dict with facts about the model and its puzzles, for page.json.
+
+    Examples of keys are "arch", "step", "parameters", "rows", "columns" and "symbols".
+    """
     metadata = info.metadata
     rows, columns = to_grid(np.arange(metadata.seq_len), num_columns=info.style.num_columns).shape
     return {

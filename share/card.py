@@ -103,10 +103,10 @@ def model_card(
 
 
 def read_metrics(checkpoint: Checkpoint) -> Metrics:
-    """Returns the test results of a checkpoint: {test set: {metric: value}}, with confidence intervals.
+    """Returns the test results of a checkpoint: {test set: {metric: value}}.
 
-    They are read from the log of the training, or else from the results of evaluate.py. Returns {} if there
-    are none.
+    They include the bounds of confidence intervals. They are read from the log of the training
+    (metrics.jsonl), or else from the results of evaluate.py. Returns {} if there are none.
     """
     metrics: dict[str, dict[str, float]] = {}
     for row, _ in read_rows(checkpoint.run_folder):
@@ -131,9 +131,10 @@ def read_metrics(checkpoint: Checkpoint) -> Metrics:
 
 
 def _eval_results(metrics: Metrics, *, data_name: str, kind: str | None) -> list[Any]:
-    """Returns the accuracies as entries for the Hub's list of results, one for each accuracy and test set.
+    """Returns the accuracies as entries for the Hub's list of results.
 
-    kind: Kind of puzzle, such as "sudoku", or None.
+    There is one entry for each accuracy and test set. metrics: Result of `read_metrics`. data_name: Name of
+    the dataset to show. kind: Kind of puzzle, such as "sudoku", or None.
     """
     from huggingface_hub import EvalResult
 
@@ -213,9 +214,9 @@ def _plain(text: Any) -> str:
 
 
 def _train_command(run: Mapping[str, Any]) -> str:
-    """Returns the shell command that trains the model, with all keys that differ from their defaults.
+    """Returns the shell command that trains the model: "python pretrain.py arch=trm lr=0.001 ...".
 
-    run: Config of the training.
+    It sets all keys that differ from their defaults. run: Config of the training.
     """
     arch = run["arch"]["name"]
     defaults = load_defaults("pretrain") | {"arch": load_defaults(f"arch/{arch}")}

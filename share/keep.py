@@ -77,7 +77,8 @@ def keep(options: argparse.Namespace) -> None:
 def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.dtype:
     """Returns the smallest dtype for the weights that does not change the model's answers.
 
-    Tries float8_e4m3fn, then float16, then float32. Compares the answers to `count` puzzles of each test set.
+    Tries float8_e4m3fn, then float16, then float32. Compares the answers to `count` puzzles of each test set
+    with those of the unchanged weights. Prints how many answers change.
     """
     formats = ["float32", checkpoint.arch.forward_dtype]
     expected = [answer(checkpoint, data, torch.float32, name, count=count) for name in formats]
@@ -97,10 +98,10 @@ def choose_dtype(checkpoint: Checkpoint, data: Dataset, *, count: int) -> torch.
 def answer(
     checkpoint: Checkpoint, data: Dataset, dtype: torch.dtype, forward_dtype: str, *, count: int
 ) -> dict[tuple[str, int], np.ndarray]:
-    """Rounds the weights to `dtype`, and returns the model's answers to `count` puzzles of each test set.
+    """Returns the model's answers to `count` puzzles of each test set, with weights rounded to `dtype`.
 
-    Returns {(test set, number of the puzzle): tokens [seq_len]}. Puzzles without an answer are left out. A
-    search model (LDT) may have no answer.
+    The result is {(test set, index among the compared examples): tokens [seq_len]}. Examples without an
+    answer are left out. Only a search model (LDT) may have no answer.
 
     forward_dtype: Dtype of the computation, such as "float32".
     """

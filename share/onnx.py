@@ -88,10 +88,12 @@ def check_packages() -> None:
 def write_step(network: Network, reasoning: Reasoning, path: Path, *, seq_len: int) -> dict[str, list[int]]:
     """Writes one call of a network, with its weights, as the ONNX file `path`.
 
-    Returns the shapes of the state between calls, without the batch axis. Example: {"z_H": [81, 512]}.
+    The module's docstring lists the inputs and outputs. Returns the shapes of the state between calls,
+    without the batch axis, such as {"z_H": [81, 512]}. It is {} if there is no state.
 
     network: Network in float32 and in evaluation mode.
     reasoning: Settings of the call, such as the number of cycles.
+    seq_len: Number of tokens of a puzzle.
     """
     assert network.dtype == torch.float32
     assert not network.training

@@ -106,10 +106,11 @@ def write_files(
 ) -> None:
     """Writes the files of a shared model: weights, config.json, the model card README.md, and others.
 
-    The others contain hashes of the training examples and names of the puzzles. Raises ValueError if this
-    code did not write the checkpoint.
+    If they are known, the other files contain hashes of the training examples and the names of the puzzles.
+    Raises ValueError if this code did not write the checkpoint.
 
     address: Address of the repository on the Hub, or the name of a model in weights/.
+    license: Identifier of the license, such as "apache-2.0".
     dtype: Dtype of the written weights. If None, it is not changed.
     data_path: Dataset folder to name in config.json. If None, the data_path of the run.
     """
@@ -163,7 +164,10 @@ def write_files(
 
 
 def _shared_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the config of the run, without settings of the machine and without absolute paths."""
+    """Returns the config of the run as it is shared, {key: value}.
+
+    Leaves out the keys that may change when a run is resumed, such as "device". Shortens absolute paths.
+    """
     config = fill_defaults(read_yaml(checkpoint.path / CONFIG_FILE))
     dropped = keys_that_may_change(PretrainConfig) - {"data_path"}
     shared = {key: value for key, value in config.items() if key not in dropped}
@@ -193,7 +197,10 @@ def _without_absolute_paths(value: Any, key: str) -> Any:
 def upload(folder: Path, address: Address, *, message: str, is_private: bool) -> str:
     """Uploads the files of a folder in one commit. Returns the URL of the repository.
 
-    message: Message of the commit.
+    Creates the repository if it does not exist. Raises ValueError if the upload fails, or if `is_private` is
+    True and the repository exists and is public.
+
+    address: Address of the repository. message: Message of the commit.
     """
     client = import_client()
     by_hand = "Use --dry-run FOLDER to write the files, and upload them from another machine"

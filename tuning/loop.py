@@ -30,12 +30,12 @@ def run_trials(
 ) -> bool:
     """Runs the trials of a search that have not ended, `config.parallel` at a time.
 
-    A trial is one combination of hyper-parameters. Returns whether a signal such as Ctrl-C stopped the
-    search. Raises ValueError if the first three trials fail. Uses asyncio, because starting processes from
-    threads is unsafe.
+    A trial is one combination of hyper-parameters. Returns True if a signal such as Ctrl-C stopped the
+    search, else False. Raises ValueError if the first three trials fail. Uses asyncio, because starting
+    processes from threads is unsafe.
 
-    study: Stores the trials. config: Config of the search. run: Config of a training. Its searched keys have
-    arbitrary values. on_end: Called after each trial.
+    study: Stores the trials. config: Config of the search. run: Config of a training with one of the possible
+    values for each searched key. on_end: Called after each trial.
     """
     return asyncio.run(_run_trials(study, config, run, on_end))
 
@@ -64,7 +64,7 @@ async def _run_trials(
     async def run_in(slot: int) -> None:
         """Runs one trial after the other, until none is left.
 
-        Unfinished trials of an earlier launch come first.
+        Trials that an earlier start of the search has not finished come first.
 
         slot: From 0 to parallel - 1. `parallel` copies of this function run at the same time.
         """
@@ -109,10 +109,12 @@ def _begin(
 ) -> Trial | None:
     """Prepares a trial (one combination of hyper-parameters). Returns None if it need not run.
 
-    If a complete trial has the same hyper-parameters, its value is also the value of this trial.
+    It need not run if a complete trial has the same hyper-parameters. The value of that trial is then
+    reported to Optuna for this trial too.
 
-    run: Config of a training. slot: From 0 to parallel - 1. Trials that run at the same time have different
-    slots. number: Number of an unfinished trial to continue. If None, the trial is new.
+    run: Config of a training with one of the possible values for each searched key. slot: From 0 to parallel
+    - 1. Trials that run at the same time have different slots. number: Number of an unfinished trial to
+    continue. If None, the trial is new.
     """
     drawn, values = study.begin(number)
     log.info(f"trial {drawn.number}: {format_values(values)}")
@@ -140,9 +142,10 @@ def _begin(
 
 
 def _conclude(study: Study, trial: Trial) -> None:
-    """Reports the result of a trial that has ended to Optuna.
+    """Reports to Optuna that a trial has ended: pruned, or complete with its value.
 
-    If a signal stopped the trial, it stays unfinished. The next launch of the search continues it.
+    If a signal stopped the trial, reports only its evaluations. The trial stays unfinished, and the next
+    start of the search continues it.
     """
     study.report(trial.drawn, trial.values())
     if trial.is_pruned:
@@ -155,11 +158,12 @@ def _conclude(study: Study, trial: Trial) -> None:
 
 
 def launch_command(config: SearchConfig, *, slot: int) -> list[str]:
-    """Returns the words that start a training before "pretrain.py", such as ["python"] or torchrun's command.
+    """Returns the start of the command that runs a training, up to "pretrain.py".
 
-    Raises ValueError if the program is not installed.
+    It is the path of Python, or the value of the config key `launch`, such as ["torchrun",
+    "--nproc-per-node=2"]. Raises ValueError if the program is not installed.
 
-    slot: From 0 to parallel - 1. In the key `launch`, {slot} is replaced by it, for example to select a GPU.
+    slot: From 0 to parallel - 1. It replaces {slot} in `launch`, for example to select a GPU.
     """
     if config.launch is None:
         return [sys.executable]
@@ -179,9 +183,9 @@ def format_values(values: Mapping[str, str]) -> str:
 
 
 def short_value(value: str) -> str:
-    """Returns a value for the console.
+    """Returns a value for the console, such as "0.000123" for "0.00012345".
 
-    A number of more than 6 characters is rounded to 3 significant digits.
+    A number of more than 6 characters is rounded to 3 significant digits. Other texts are not changed.
     """
     try:
         return value if len(value) <= 6 else f"{float(value):.3g}"

@@ -66,9 +66,9 @@ class Space:
                 )
 
     def combinations(self) -> list[dict[str, Any]]:
-        """Returns all combinations of values, as {key: value} each, for sampler=grid.
+        """Returns all combinations of values for sampler=grid, each as {key: value}.
 
-        Raises ValueError if a key has infinitely many values.
+        Raises ValueError if a key has an interval of numbers without steps, or a logarithmic scale.
         """
         values = {key: _grid_values(key, distribution) for key, distribution in self.parameters.items()}
         return [
@@ -76,9 +76,10 @@ class Space:
         ]
 
     def written(self, values: dict[str, Any]) -> dict[str, str]:
-        """Converts values to texts for a command line: returns {key: text}.
+        """Converts the values of a trial to texts for a command line. Returns {searched key: text}.
 
-        Returns {} if a key has no value. Raises ValueError if a value is not in the space.
+        Returns {} if a searched key has no value. Raises ValueError if a value is not in the search space.
+        values: {searched key: value that Optuna sampled}.
         """
         if self.parameters.keys() - values.keys():
             return {}
@@ -93,10 +94,10 @@ class Space:
         return {key: str(distribution) for key, distribution in self.parameters.items()}
 
     def check(self) -> PretrainConfig:
-        """Checks that the values and the ends of ranges are valid for a training.
+        """Checks that each value and both ends of each range are valid for a training.
 
-        Returns the config of one combination. Raises ValueError if a value is invalid in all combinations
-        that were tried.
+        Returns the config of one valid combination. Raises ValueError if a value is invalid in all
+        combinations that were tried.
         """
         extremes = {}
         for key, distribution in self.parameters.items():
@@ -151,9 +152,9 @@ def _written(key: str, distribution: BaseDistribution, value: Any) -> str:
 def compose_search() -> tuple[SearchConfig, Space, PretrainConfig] | None:
     """Reads the command line of search.py.
 
-    Returns (config of the search, search space, config of a training). In the config of a training, the
-    searched keys have arbitrary values. Returns None after --help and --cfg job, because they only print.
-    Raises ValueError with a one-line message if the config is wrong.
+    Returns (config of the search, search space, config of a training). In the config of a training, each
+    searched key has one of its possible values. Returns None after --help and --cfg job, because they only
+    print. Raises ValueError with a one-line message if the config is wrong.
     """
     command_line = split_command_line(SearchConfig)
     if command_line is None:
@@ -232,9 +233,9 @@ def _distribution(override: Override) -> BaseDistribution:
 
 
 def _ends(sweep: RangeSweep, argument: str) -> tuple[float, float, float]:
-    """Returns (lowest value, highest value, step) of a range in the command line.
+    """Returns (lowest value, highest value, step) of a range such as range(1,4) in the command line.
 
-    Raises ValueError if the range is empty. argument: The argument, for the message.
+    Example: (1, 3, 1). Raises ValueError if the range is empty. argument: The argument, for the message.
     """
     start, stop, step = (Decimal(str(number)) for number in (sweep.start, sweep.stop, sweep.step))
     count = math.ceil((stop - start) / step) if step else 0  # with floats, rounding could add a value
@@ -246,10 +247,10 @@ def _ends(sweep: RangeSweep, argument: str) -> tuple[float, float, float]:
 
 
 def experiment_yaml(overrides: Sequence[str], comment: str) -> str:
-    """Returns the text of a file for config/experiment that sets the given keys.
+    """Returns the text of a YAML file for config/experiment that sets the given keys.
 
-    overrides: Arguments key=value. Options such as --config-dir are left out. comment: First lines of the
-    file.
+    `pretrain.py experiment=NAME` reads such a file. overrides: Arguments key=value. Options such as
+    --config-dir are left out. comment: Text that becomes a comment at the start of the file.
     """
     values, experiments, groups = OmegaConf.create(), [], {}
     for override in _overrides_in(overrides):

@@ -32,7 +32,7 @@ class Study:
     be read, or contains another search of the same name.
 
     path: The SQLite file. config: Config of the search. space: Searched keys and their values. run: Config of
-    a training. Its searched keys have arbitrary values.
+    a training with one of the possible values for each searched key.
     """
 
     def __init__(self, path: Path, config: SearchConfig, space: Space, run: PretrainConfig):
@@ -63,12 +63,13 @@ class Study:
         self._format_words = [f"{FORMAT_KEY}={self._forward_dtype}"] if is_open else []
 
     def _claim(self, path: Path, run: PretrainConfig, known: dict[str, Any]) -> str:
-        """Stores the settings of a new search, or compares them with those in the file.
+        """Stores the settings of a new search, or compares them with those in its file.
 
-        Returns the number format (bfloat16 or float32) with which the search started. All its trials use it.
-        Raises ValueError if the settings differ.
+        Returns the number format, "bfloat16" or "float32", with which the search started. All its trials use
+        it. Raises ValueError if the settings differ.
 
-        known: Attributes that the file has for this search.
+        path: The file, for messages. run: Config of a training with one of the possible values for each
+        searched key. known: Attributes that the file has for this search.
         """
         now: dict[str, Any] = {
             "metric": self.selection.metric,
@@ -149,7 +150,7 @@ class Study:
     def report(self, trial: Trial, values: list[float]) -> bool:
         """Stores new evaluations of a trial. Returns whether the trial should be given up (pruned).
 
-        values: Values of the metric at all evaluations so far.
+        values: Values of the metric at all evaluations of the trial so far, in order.
         """
         known = self.trials[trial.number].intermediate_values
         new = [number for number in range(1, len(values) + 1) if number not in known]
@@ -174,9 +175,9 @@ class Study:
         return ", ".join(f"{self.count(state)} {name}" for name, state in states.items())
 
     def describe_best(self) -> str:
-        """Returns the comment at the start of best.yaml.
+        """Returns the comment at the start of best.yaml, for the best hyper-parameters.
 
-        It has the best trial, its value, and the command that trains with its hyper-parameters.
+        It has the number of the best trial, its value, and the command that trains with its hyper-parameters.
         """
         config, selection, best = self._config, self.selection, self.best()
         finished = self.count(TrialState.COMPLETE, TrialState.PRUNED)
@@ -233,9 +234,9 @@ def folder_of(config: SearchConfig) -> Path:
 
 
 def open_folder(config: SearchConfig) -> Path:
-    """Creates the folder of a search, and locks it against other processes until this process ends.
+    """Creates the folder of a search if needed, locks it, and returns its path.
 
-    Raises ValueError if this fails.
+    Other processes cannot lock it until this process ends. Raises ValueError if this fails.
     """
     folder = folder_of(config)
     try:
@@ -247,7 +248,11 @@ def open_folder(config: SearchConfig) -> Path:
 
 
 def storage_of(config: SearchConfig) -> Path:
-    """Returns the path of the SQLite file of a search. Raises ValueError if `storage` is a URL."""
+    """Returns the path of the SQLite file of a search.
+
+    The default is study.db in the folder of the search. Raises ValueError if the config key `storage` is a
+    URL.
+    """
     if config.storage and "://" in config.storage:
         raise ValueError(f"config: storage={config.storage} is a URL. Set the path of a SQLite file.")
     return Path(config.storage) if config.storage else folder_of(config) / "study.db"

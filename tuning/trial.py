@@ -36,7 +36,7 @@ class Trial:
         drawn: Optuna's trial.
         commands: {run folder: command that starts or continues the training}.
         selection: Metric that measures a training.
-        max_steps: The key max_steps of each training.
+        max_steps: Step at which each training ends. If None, its last step (config key max_steps).
         cores: CPU cores of the trainings. If None, all cores.
     """
 
@@ -81,9 +81,13 @@ class Trial:
                     raise ValueError(f"{why_it_failed(output, status)} ({log})")
 
     async def _run_once(self, folder: Path, command: Sequence[str], on_poll: Callable[[Trial], None]) -> int:
-        """Runs a command, and returns its exit status. Its output goes to a file in the run folder.
+        """Runs a command, and returns its exit status.
 
-        If an exception such as Ctrl-C interrupts this function, the command is asked to stop.
+        Its output goes to a file in the run folder. If `is_stopped` is set, sends the command a signal to
+        save and end, and kills it after 120 s. If an exception such as Ctrl-C interrupts this function, also
+        sends the signal.
+
+        on_poll: Called five times a second.
         """
         stop_signal, asked_at = _stop_signal(command), None
         folder.mkdir(parents=True, exist_ok=True)
@@ -113,9 +117,10 @@ class Trial:
         return [value for folder in self._commands for value in self._evaluations(folder).values()]
 
     def score(self) -> float:
-        """Returns the value of the trial: the mean over its trainings of the best value of the metric.
+        """Returns the value of a trial (one combination of hyper-parameters).
 
-        Raises ValueError if a training has no value.
+        It is the mean over the trainings, one for each seed. Of each training, the best value of the metric
+        counts. Raises ValueError if a training has no value.
         """
         best = []
         for folder in self._commands:
@@ -150,9 +155,10 @@ def _stop_signal(command: Sequence[str]) -> signal.Signals:
 
 
 def share_of_cores(slot: int, num_slots: int) -> list[int] | None:
-    """Divides the CPU cores among trials that run at the same time. Returns the cores of one trial.
+    """Divides the CPU cores among the trials that run at the same time.
 
-    Returns None if the trial may use all cores.
+    Returns the numbers of the cores for one trial, such as [0, 1, 2, 3]. Returns None if the trial may use
+    all cores.
 
     slot: Number of the trial among the `num_slots` parallel trials, from 0.
     """

@@ -42,9 +42,11 @@ def builders() -> dict[str, str]:
 def build_dataset(kind: str, arguments: Sequence[str]) -> None:
     """Builds a dataset, like the command `python -m dataset.build KIND ARGUMENTS`.
 
-    Raises ValueError, one line, if the arguments or the source are invalid. Nothing is written then.
+    Raises ValueError, with a message of one line, if the arguments or the source are invalid. Then no dataset
+    is written.
 
-    kind: Name of a builder, such as "sudoku". arguments: Command-line arguments.
+    kind: Name of a builder, such as "sudoku". arguments: Other arguments, such as ["--output-dir",
+    "data/demo"].
     """
     import_plugins(arguments)
     if kind not in (known := builders()):

@@ -35,10 +35,10 @@ NUM_TEST = {"type": integer(at_least=1), "metavar": "T", "help": _SO_MANY}
 
 
 def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: str, generated: str) -> None:
-    """Adds the options --source and --generate (the user must pass one of them), and --columns.
+    """Adds the options --source, --generate and --columns.
 
-    thing: Word for a puzzle, such as "maze". columns, generated: Ends of the help texts of --source and
-    --generate.
+    The user must pass one of the first two. thing: Word for a puzzle, such as "maze". columns: End of the
+    help text of --source. It describes the columns of a file. generated: Help text of --generate.
     """
     group = parser.add_mutually_exclusive_group(required=True)
     source = (
@@ -56,14 +56,15 @@ def add_source_options(parser: argparse.ArgumentParser, *, thing: str, columns: 
 def find_source_files(
     source: Path, choose: Callable[[list[str]], Sequence[str]], *, needed: str, output_dir: Path
 ) -> list[Path]:
-    """Returns the files that --source names. Downloads them if it is an address on the Hugging Face Hub.
+    """Returns the paths of the puzzle files that the option --source selects.
 
-    Raises ValueError, one line, for every error.
+    Downloads them if `source` is an address on the Hugging Face Hub. Raises ValueError, with a message of one
+    line, for every error.
 
-    source: A file, a folder, or an address hf://datasets/OWNER/NAME. choose: Function (names of all files) ->
-    names of the needed files, training first. It raises ValueError if some are missing. needed: Text that
-    names the needed files, for messages. output_dir: Folder that will be written. It must not contain the
-    source.
+    source: A file, a folder, or an address hf://datasets/OWNER/NAME. choose: Function that gets the names of
+    all files, and returns those to read, training first. It raises ValueError if some are missing. needed:
+    Text for messages, such as "train.csv and test.csv". output_dir: Folder that the builder will replace. It
+    must not contain the files.
     """
     if is_address(source):
         address = parse_address(source, kind="dataset")
@@ -84,9 +85,9 @@ def find_source_files(
 
 
 def check_source(source: Path, *files: Path, output_dir: Path) -> None:
-    """Raises ValueError if the source does not exist, or if one of its files is in `output_dir`.
+    """Raises ValueError if `source` does not exist, or if one of `files` is in `output_dir`.
 
-    output_dir: Folder that will be replaced.
+    output_dir: Folder that the builder will replace.
     """
     if not source.exists():
         raise ValueError(f"--source {source} does not exist.")
@@ -95,7 +96,11 @@ def check_source(source: Path, *files: Path, output_dir: Path) -> None:
 
 
 def _choose_and_tell(names: list[str], choose: Callable[[list[str]], Sequence[str]]) -> Sequence[str]:
-    """Returns the names that `choose` selects. Prints other names that look like files of puzzles."""
+    """Returns the file names that `choose` selects.
+
+    Prints the other names that look like puzzle files. names: Names of the files in a folder. The name of a
+    subfolder ends with "/".
+    """
     chosen = choose([name for name in names if not name.endswith("/")])
     endings = {_ending_of(name) for name in chosen} | {".csv", ".jsonl", ".parquet"}
     others = sorted(set(names).difference(chosen))
@@ -109,9 +114,10 @@ def _ending_of(name: str) -> str:
 
 
 def choose_puzzle_files(names: list[str]) -> list[str]:
-    """Selects the files of puzzles from a folder: one for training and one for testing, or a single file.
+    """Selects the puzzle files in a folder. Returns [training, test], or one file for both.
 
-    Example: train.csv and test.csv.gz. Raises ValueError if the names are not clear.
+    Example: ["train.csv", "test.csv.gz"]. Raises ValueError if only one of the two exists, if there are two
+    files for training or for testing, or if there is no single other file.
     """
     seen = [name for name in names if "/" not in name and not name.startswith(".")]
     endings = {name: Path(name.removesuffix(".gz")) for name in seen}
@@ -148,14 +154,15 @@ def read_columns(
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
     """Reads columns of a CSV file in chunks of rows. Yields (line numbers, {column: texts}).
 
-    Commas, semicolons or tabs separate columns. The first line contains the names of the columns. Other usual
-    names are accepted too. If `is_grid` finds grids in the first line, the file has no names. Its columns
-    with grids are then `names`, in this order. Raises ValueError, with file and line, if the file is not
-    valid.
+    Commas, semicolons or tabs separate columns. The first line contains the names of the columns. A usual
+    synonym is accepted too, such as "puzzle" for "question". If `is_grid` accepts a field of the first line,
+    the file has no names. The columns with grids then get the `names`, in order. Raises ValueError, with
+    file and line, if the file is not valid.
 
-    names: Needed columns. read_others: Whether to yield all columns. column_names: Value of --columns, the
-    names in the file. optional: Columns that may be missing. is_grid: Function (text) -> whether it is a
-    puzzle.
+    names: Needed columns. read_others: Whether to yield all columns, under the names in the file.
+    column_names: Value of the option --columns: the names in the file, separated by commas. optional: Columns
+    that may be missing, unless `column_names` contains a comma. is_grid: Function that says whether a text is
+    a puzzle.
     """
     optional = () if column_names and "," in column_names else optional
     content = read_lines(path)
@@ -216,7 +223,7 @@ def _find_columns(
 
 
 def expect(path: Path, lines: Sequence[int], is_valid: np.ndarray, message: str) -> None:
-    """Checks rows of a file. Raises ValueError, with file and line, for the first row that is not valid.
+    """Raises ValueError "<file>:<line>: <message>." for the first row of a file that is not valid.
 
     lines: Line number of each row. is_valid: Whether each row is valid, bool [n].
     """
@@ -225,11 +232,11 @@ def expect(path: Path, lines: Sequence[int], is_valid: np.ndarray, message: str)
 
 
 def _hint_of(text: str, num_cells: int, *, remark: str) -> str:
-    """Returns a hint for a text of the wrong length: what a spreadsheet has probably changed.
+    """Returns the end of an error message for a cell text of the wrong length.
 
-    Otherwise `remark`.
+    It is `remark`, advice how to repair a text that a spreadsheet has changed, or both.
 
-    num_cells: Number of cells that the text should have.
+    num_cells: Number of characters that the text should have.
     """
     if text.startswith("'"):
         return ". Remove the apostrophe at its start. A spreadsheet has added it"
@@ -249,11 +256,12 @@ def parse_grids(
     largest: Sequence[int],
     remark: str = "",
 ) -> list[np.ndarray]:
-    """Converts the texts of the columns question and answer to tokens. Returns uint8 [n, num_cells] for each.
+    """Converts the texts of puzzles and answers to tokens. Returns uint8 [n, num_cells] for each column.
 
-    columns: {name: texts of n rows}, the question first. check: Function (mask of good rows, message). It
-    raises ValueError if a row is not good. token_of: {character: token}. largest: Largest token of each
-    column. With one number, only the question is converted. remark: End of the message for a wrong length.
+    columns: {name of a column: n texts}, the puzzles first. check: Function (is_good bool [n], message). It
+    must raise ValueError with the message if a text is not good. token_of: {character: token}. largest:
+    Largest allowed token of each column. If it has only one entry, only the first column is converted.
+    remark: End of the message for a text of the wrong length.
     """
     table, grids = np.full(256, 255, np.uint8), []
     table[list(map(ord, token_of))] = list(token_of.values())

@@ -47,9 +47,9 @@ _SAMPLE, _SAMPLE_SECONDS = 1000, 10.0  # puzzles whose solutions are counted, an
 
 
 def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
-    """Yields bytes for each input. They are equal only for equal inputs.
+    """Yields a key (bytes) for each input. Only equal inputs have equal keys.
 
-    inputs: uint8 [count, cells]. Zeros (padding) at the end of an input are ignored.
+    Zeros (padding) at the end of an input do not count. inputs: uint8 [count, cells].
     """
     for start in range(0, len(inputs), _CHUNK_ROWS):
         chunk = np.ascontiguousarray(inputs[start : start + _CHUNK_ROWS])
@@ -57,14 +57,18 @@ def input_keys(inputs: np.ndarray) -> Iterator[bytes]:
 
 
 def are_among(inputs: np.ndarray, keys: set[bytes]) -> np.ndarray:
-    """Returns for each input whether its key (`input_keys`) is in `keys`: bool [count]."""
+    """Returns for each input whether its key is in `keys`: bool [count].
+
+    inputs: uint8 [count, cells]. keys: Results of `input_keys`.
+    """
     return np.fromiter((key in keys for key in input_keys(inputs)), bool, len(inputs))
 
 
 def check_count(*numbers: int) -> None:
     """Raises ValueError if a dataset would have too many examples for int32 indices.
 
-    numbers: Their product is the number of examples. Example: puzzles, copies of each, examples of each copy.
+    numbers: Their product is the number of examples. Example: number of puzzles, copies of each puzzle, and
+    examples of each copy.
     """
     if math.prod(numbers) > _MOST_EXAMPLES:
         product = " x ".join(map(str, numbers))
@@ -86,16 +90,18 @@ def build_puzzles(
 ) -> None:
     """Builds a dataset: reads or generates puzzles, adds variants for training, and writes the folder.
 
-    A variant is an augmented copy of a puzzle. A pair is an input and its label, as tokens. The manifest
-    contains a digest of each source file, not its path.
+    A variant is an augmented copy of a puzzle. A pair is an input and its label, as tokens. The manifest, a
+    JSON file in the folder, contains a digest of each source file, not its path.
 
     options: Parsed command line of the builder. kind: Name of the kind of puzzle. thing: Word for a puzzle,
-    for messages. read: Function (files) -> pairs of each file, uint8 [n, 2, cells]. generate: Function () ->
-    (training pairs, test pairs). augmentation: Name of a family in `AUGMENTATIONS`. draw_transforms: Function
-    (number of puzzles) -> transforms of this family, uint8 [puzzles, 1 + variants, bytes]. The first of each
+    such as "maze", for messages. vocab_size: Number of different tokens. augmentation: Name of the transforms
+    in `AUGMENTATIONS`. read: Function (files) -> pairs of each file, uint8 [n, 2, cells]. generate: Function
+    () -> (training pairs, test pairs). It is called if the user passed --generate. draw_transforms: Function
+    (number of puzzles) -> transforms, uint8 [puzzles, 1 + variants, bytes]. The first transform of each
     puzzle changes nothing. If None, there are no variants. make_easier: Function (training pairs) -> easier
-    inputs [count, cells] with the same labels. They become a second example of each puzzle. has_several:
-    Function (input [cells]) -> whether the puzzle has several solutions.
+    inputs [count, cells] with the same labels. They become a second example of each puzzle, unless they are
+    test puzzles. has_several: Function (input [cells]) -> whether the puzzle has several solutions. It checks
+    puzzles that were read.
     """
     instead = {}
     if options.generate is None:
@@ -154,10 +160,11 @@ def _split_files(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Divides the pairs of one or two files. Returns (training pairs, test pairs).
 
-    With two files, the first is for training. With one file, a random tenth becomes the test pairs, and
-    training pairs with the input of a test pair are dropped. Raises ValueError if a file has no pair.
+    With two files, the first is for training. With one file, a random tenth of its pairs, at least one,
+    becomes the test pairs. Training pairs with the input of a test pair are then dropped. Raises ValueError
+    if a file has no pair, or if no training pair is left.
 
-    read: Pairs of each file. thing: Word for a puzzle, for messages.
+    read: Pairs of each file, uint8 [n, 2, cells]. thing: Word for a puzzle, for messages.
     """
     if empty := [path for path, pairs in zip(files, read, strict=True) if not len(pairs)]:
         raise ValueError(f"{empty[0]} has no {thing}. Pass another --source.")
@@ -203,9 +210,12 @@ def _without_repeats(pairs: np.ndarray, path: Path, *, kind: str) -> np.ndarray:
 def _have_several_solutions(
     pairs: np.ndarray, split: str, *, kind: str, has_several: Callable[[np.ndarray], bool]
 ) -> bool:
-    """Checks random puzzles of a split. If some have several solutions, warns and returns True.
+    """Returns whether some of the puzzles have several solutions. If so, prints a warning.
 
-    Checks up to _SAMPLE puzzles, for up to _SAMPLE_SECONDS.
+    Checks up to 1000 random puzzles, and stops after 10 s.
+
+    pairs: uint8 [n, 2, cells]. split, kind: Names for the warning. has_several: Function (input [cells]) ->
+    whether this puzzle has several solutions.
     """
     size = min(len(pairs), _SAMPLE)
     num_checked = num_several = 0
@@ -226,10 +236,11 @@ def _have_several_solutions(
 def _keep(
     pairs: np.ndarray, count: int | None, option: str, split: str, *, seed: int, stream: int
 ) -> np.ndarray:
-    """Returns `count` random pairs. If `count` is None, returns all.
+    """Returns `count` random pairs, in their order. If `count` is None, returns all.
 
-    Raises ValueError if there are fewer. option: Name of the option that sets `count`, for the message.
-    stream: Purpose of the random numbers (see `dataset.randomness`).
+    Raises ValueError if there are fewer pairs. option, split: Name of the option that sets `count`, and of
+    the split, for the message. stream: Number that stands for the purpose of the random numbers
+    (`dataset.randomness`).
     """
     if count is None:
         return pairs
@@ -241,7 +252,7 @@ def _keep(
 def _choose(total: int, count: int, *, seed: int, stream: int) -> np.ndarray:
     """Samples `count` different integers from 0 to total - 1. Returns them in ascending order, int64.
 
-    stream: Purpose of the random numbers (see `dataset.randomness`).
+    stream: Number that stands for the purpose of the random numbers (`dataset.randomness`).
     """
     return np.sort(random_orders(random_bits(seed, stream=stream, index=0, count=total))[:count])
 
@@ -256,7 +267,9 @@ def draw_distinct(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generates puzzles with different inputs. Returns (training, test), uint8 [puzzles, parts, cells] each.
 
-    After 2 s, all cores work. Raises ValueError if `max_misses` calls of `draw` in a row give no new puzzle.
+    Calls draw(split, 0), draw(split, 1), ... until there are `num_test` test puzzles, and in the same way
+    `num_train` training puzzles. No input is in both. After 2 s, all CPU cores work. Raises ValueError if
+    `max_misses` calls in a row give no new puzzle.
 
     draw: Picklable function (split, index) -> list of puzzles [parts, cells]. Part 0 is the input, part 1
     usually the answer. refusal: Message of the ValueError. In it, {count} becomes the number of puzzles
@@ -320,7 +333,7 @@ def _draw_in_turn(draw: Callable[[int], Sequence[np.ndarray]]) -> Iterator[Seque
 def _start(plugins: list[str]) -> None:
     """Prepares a process that generates puzzles: imports plugins, and ignores Ctrl-C.
 
-    The parent process handles Ctrl-C. If the parent ends, this process ends too.
+    The parent process handles Ctrl-C. If the parent ends, this process ends too. plugins: Paths of the files.
     """
     load_plugins(plugins)
 
@@ -363,16 +376,16 @@ def make_split(
 
     Args:
         pairs: Inputs and labels, uint8 [groups, 2, cells] or [groups, examples, 2, cells].
-        vocab_size: Number of tokens.
-        augmentation: Name of the family of `transforms` in `AUGMENTATIONS`.
-        transforms: Transforms that make the puzzles of each group, uint8 [groups, puzzles in a group, bytes].
-            The first in each group changes nothing. If None, each group is one puzzle.
-        held_out: Test split. A variant that equals a test puzzle with the same identifier is replaced by its
-            original.
-        materialize: Whether to write the variants to disk instead of their transforms.
-        identifiers: Puzzle identifier (number of the embedding) of each group, [groups]. If None, 0.
+        vocab_size: Number of different tokens.
+        augmentation: Name of the family of `transforms` in `AUGMENTATIONS`, such as "sudoku".
+        transforms: Transforms that make the puzzles of each group, uint8 [groups, puzzles in a group,
+            bytes]. The first in each group changes nothing. If None, each group is one puzzle.
+        held_out: Test split. A variant that equals a test puzzle with the same identifier is replaced by
+            its original.
+        materialize: Whether the split contains the tokens of the variants instead of their transforms.
+        identifiers: Puzzle identifier (embedding number) of each group, [groups]. If None, all are 0.
         num_identifiers: Number of puzzle identifiers in the dataset.
-        **others: Fields of `Metadata`.
+        **others: More fields of the split's `Metadata`, such as `num_columns`.
     """
     pairs = pairs.reshape(len(pairs), -1, *pairs.shape[-2:])
     num_groups, num_examples, _, num_cells = pairs.shape
@@ -395,9 +408,12 @@ def make_split(
 
 
 def _drop_test_leaks(train: PuzzleSet, test: PuzzleSet) -> None:
-    """Replaces augmented training puzzles that equal a test puzzle by the puzzles before augmentation.
+    """Removes the augmentation of the training variants that equal a test puzzle.
 
-    Prints how many. Changes `train.transforms` in place.
+    A variant is an augmented copy of a puzzle. Its transform is replaced by one that changes nothing, so the
+    variant becomes a second copy of the original. It equals a test puzzle if it has the same identifier and
+    one of its inputs is the test input. Changes `train.transforms` in place, and prints the number of changed
+    variants.
     """
     held_out = set(zip(test.puzzle_identifiers.tolist(), input_keys(test.inputs), strict=True))
     is_leak = np.zeros(len(train.puzzle_identifiers), bool)

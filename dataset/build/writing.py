@@ -52,11 +52,11 @@ def write_dataset(
         folder: Folder to write. If it contains a dataset of the same builder, it is replaced.
         splits: {"train": split, "test": split}.
         identifiers: Names of the puzzle identifiers 0, 1, ... (numbers of puzzle embeddings).
-        builder: {"name": ..., "arguments": ...} for the manifest. Use JSON values that do not depend on the
-            machine, so that equal arguments give equal bytes.
-        digests: Digest of the task of each identifier, uint64 [identifiers]. 0 if a task is unknown. If
+        builder: {"name": "sudoku", "arguments": {...}} for the manifest, a JSON file. Use values that do not
+            depend on the machine, so that equal arguments give equal bytes.
+        digests: Hash of the ARC task of each identifier, uint64 [identifiers]. 0 if a task is unknown. If
             None, all are unknown.
-        extra_files: {file name: JSON value}.
+        extra_files: More files to write, as {file name: JSON value}.
         several_solutions: Splits that have puzzles with several solutions, for the manifest.
 
     Raises:
@@ -87,7 +87,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     If the block raises an error, `folder` is not changed. Raises ValueError if another process is writing
     `folder`.
 
-    folder: A result of `check_output_folder`.
+    folder: Path without symbolic links, as returned by `check_output_folder`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _scratch_folder(folder) as scratch:
@@ -112,11 +112,12 @@ def check_output_folder(
 ) -> Path:
     """Checks that a folder may be replaced, and returns it with symbolic links resolved.
 
-    Call it before long work. Raises ValueError if the folder has other content or cannot be replaced.
+    A folder may be replaced if it is missing, is empty, or contains the file `mark`. Call this function
+    before long work. Raises ValueError if the folder may not or cannot be replaced.
 
     builder: Name of the builder that writes the folder. It must not replace a dataset of another builder. If
-    None, this is not checked. mark: File that shows that `maker` made the folder. maker: Who makes such
-    folders, for messages. key: Option that names the folder, for messages.
+    None, this is not checked. maker: Who makes folders with the file `mark`, for messages. key: Option that
+    names the folder, for messages.
     """
     destination, another = Path(os.path.realpath(folder)), f"Choose another {key}."
     if destination.is_symlink():
@@ -178,10 +179,11 @@ def _write_manifest(
 
 @contextlib.contextmanager
 def _scratch_folder(destination: Path) -> Iterator[Path]:
-    """Context manager that yields an empty folder next to `destination` for temporary files.
+    """Context manager that yields the folder `<destination>.unfinished` for temporary files.
 
-    Removes the folder at the end. A lock file keeps other processes out. If an earlier process was killed
-    while it replaced `destination`, restores `destination` first.
+    Removes the folder at the end. A lock file in it keeps other processes out. If an earlier process was
+    killed while it replaced `destination`, first restores `destination`. Raises ValueError if another process
+    has the lock, or if a user made a folder of this name.
     """
     scratch = destination.with_name(f"{destination.name}.unfinished")
     if scratch.exists() and any(scratch.iterdir()) and not (scratch / _LOCK).exists():
@@ -207,9 +209,10 @@ def _scratch_folder(destination: Path) -> Iterator[Path]:
 
 
 def _clear_up(scratch: Path, destination: Path) -> None:
-    """Removes the temporary folders `new` and `old`.
+    """Removes the folders `new` and `old` from the scratch folder.
 
-    If `destination` is missing, first moves `old` back to it.
+    If both exist and `destination` is missing, a process was killed while it replaced `destination`. Then
+    first moves `old` back to `destination`.
     """
     if (scratch / "old").exists() and (scratch / "new").exists() and not destination.exists():
         (scratch / "old").rename(destination)

@@ -97,15 +97,18 @@ class Puzzle:
         return to_grid(np.arange(len(tokens)))
 
     def is_solution(self, tokens: np.ndarray) -> bool:
-        """Returns whether an answer, tokens [seq_len], shows the same grid as the solution."""
+        """Returns whether an answer, tokens [seq_len], shows the same grid as the solution.
+
+        The solution must be known.
+        """
         cells, right = self.cells_of(tokens), self.cells_of(self.solution)
         return np.array_equal(cells, right) and bool((tokens[cells] == self.solution[right]).all())
 
     def laid_into(self, seq_len: int) -> "Puzzle":
-        """Returns the puzzle as a model with `seq_len` tokens expects it.
+        """Returns the puzzle with the number of tokens, `seq_len`, that a model expects.
 
-        For ARC, the grid is written into a token array of this size. Raises ValueError if it does not fit.
-        Other kinds return the puzzle unchanged.
+        For ARC, the grids are written into a token array of this size. Raises ValueError if a grid does not
+        fit. Other kinds return the puzzle unchanged.
         """
         return self
 
@@ -118,16 +121,18 @@ class Puzzle:
         return None
 
     def find_identifier(self, training: Split) -> int | None:
-        """Finds the puzzle embedding that was trained on this puzzle's demonstrations (ARC).
+        """Returns the identifier of the puzzle embedding that was trained on this puzzle's demonstrations.
 
-        Returns its puzzle identifier, or None if there is none. training: Training split of the model.
+        Returns None if there is no such embedding. Only ARC puzzles have demonstrations. training: Training
+        split of the model.
         """
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet | None:
-        """Returns `num_views` copies of the demonstrations (ARC), to train a new puzzle embedding.
+        """Returns `num_views` copies of an ARC puzzle's demonstrations, to train a new puzzle embedding.
 
-        The embedding has identifier 1. Returns None if the puzzle has no demonstrations.
+        The new embedding has identifier 1. Returns None if the puzzle has no demonstrations. seed: Determines
+        the random positions of the grids.
         """
         return None
 
@@ -135,8 +140,8 @@ class Puzzle:
 def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
     """Reshapes an array [seq_len] to [rows, columns].
 
-    num_columns: If None, the grid is a square if possible. Otherwise, it has the largest number of columns up
-    to 32 that divides the length.
+    If `num_columns` is None, the grid is a square if possible. If it is not possible, the number of columns
+    is the largest divisor of seq_len up to 32.
     """
     if num_columns is not None:
         return cells.reshape(-1, num_columns)
@@ -147,9 +152,9 @@ def to_grid(cells: np.ndarray, *, num_columns: int | None = None) -> np.ndarray:
 
 
 def crop(grid: np.ndarray, is_inside: np.ndarray) -> np.ndarray:
-    """Cuts a grid to the smallest rectangle that contains all marked cells.
+    """Returns a copy of the smallest rectangle of a grid that contains all marked cells.
 
-    is_inside: The marks, bool [rows, columns].
+    It is empty if no cell is marked. is_inside: The marks, bool [rows, columns].
     """
     for axis in (0, 1):
         found = np.flatnonzero(is_inside.any(axis=1 - axis))
@@ -163,7 +168,8 @@ def read_symbols(text: str, symbols: Sequence[str], *, vocab_size: int) -> list[
     Spaces separate the symbols. If every symbol is one character, spaces are optional. Raises ValueError for
     an unknown symbol.
 
-    symbols: Symbol of each token. If empty, the symbol of a token is its number.
+    symbols: Symbol of each token. If empty, the symbol of a token is its number. vocab_size: Number of
+    tokens.
     """
     names = list(symbols)[:vocab_size] or [str(token) for token in range(vocab_size)]
     token_of = {symbol: token for token, symbol in enumerate(names)}
@@ -289,9 +295,10 @@ class RowEvaluator:
         ]
 
     def _shares(self, set_name: str, tasks: int | slice = slice(None)) -> dict[str, float]:
-        """Returns {"<check>_accuracy": fraction of the examples, "count": number of examples} of a set.
+        """Returns how many examples of a set pass each check.
 
-        tasks: Index of the task to count. If not given, all tasks.
+        The result is {"<check>_accuracy": fraction of the examples, "count": number of examples}. tasks:
+        Index of the task to count. If not passed, all tasks.
         """
         of_set = {
             check: int(rows[tasks].sum())

@@ -48,9 +48,9 @@ class ArcPuzzle(Puzzle):
     has_own_rule = True
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
-        """Finds the grid in an answer, [seq_len]. Returns the indices of its cells: int64 [rows, columns].
+        """Finds the grid in an answer, tokens [seq_len]. Returns the indices of its cells.
 
-        The grid is the rectangle of colors that `corner_grids` finds.
+        They are int64 [rows, columns]. The grid is the largest rectangle of colors at the top left.
         """
         (grid,) = corner_grids(tokens[None])
         return to_grid(np.arange(len(tokens)))[: grid.shape[0], : grid.shape[1]]
@@ -89,10 +89,11 @@ class ArcPuzzle(Puzzle):
         return None
 
     def draw_demonstrations(self, num_views: int, *, seed: int) -> PuzzleSet:
-        """Returns the demonstrations as training puzzles, to train a new puzzle embedding (identifier 1).
+        """Returns the demonstrations as training puzzles, to train a new puzzle embedding.
 
-        Each of `num_views` copies has the grids at other random positions in the token array. The grids are
-        not rotated, mirrored or recolored, because such variants have separate embeddings.
+        The new embedding has puzzle identifier 1. Each of `num_views` copies has its grids at other random
+        positions in the token array. The grids are not rotated, mirrored or recolored, because such variants
+        have separate embeddings. seed: Determines the positions.
         """
         pairs, transforms = self.task.train, np.tile(np.array(IDENTITY, np.uint8), (num_views, 1))
         size = math.isqrt(len(self.tokens))

@@ -162,7 +162,8 @@ def build(options: argparse.Namespace) -> None:
 def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
     """Returns the tasks that the options select, and the names of the subsets to evaluate.
 
-    Tasks with a grid larger than --max-size are left out. Raises ValueError if a subset has no task.
+    A subset is a part of ARC, such as "evaluation". Tasks with a grid larger than --max-size are left out.
+    Raises ValueError if a subset to evaluate has no task.
     """
     if options.generate is not None:
         generated = generate_tasks(options.generate, subset=_EVALUATED, seed=options.seed)
@@ -187,12 +188,13 @@ def _find_tasks(options: argparse.Namespace) -> tuple[list[Task], list[str]]:
 
 
 def _check(tasks: list[Task], evaluated: list[str], *, num_aug: int, allow_leaks: int) -> None:
-    """Checks the tasks before long work.
+    """Checks the tasks before long work. Warns about inputs with several outputs.
 
     Raises ValueError if more than `allow_leaks` test pairs are also training pairs, or if there are too many
     examples.
 
-    evaluated: Subsets with tasks for the test split. num_aug: Number of augmented copies of each task.
+    evaluated: Names of the subsets of tasks that are evaluated. Their test pairs form the test split.
+    num_aug: Number of augmented copies of each task.
     """
     if leaks := find_leaks(tasks, evaluated=evaluated):
         message = f"evaluated test pairs that are also trained on: {len(leaks)}, the first: {leaks[0]}"
@@ -213,9 +215,10 @@ def _has_several_answers(task: Task) -> bool:
 
 
 def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[str]) -> dict:
-    """Returns the options to record in the manifest.
+    """Returns the builder's options as {option: value}, to record them in the manifest.
 
-    In place of the paths of the sources, they have a digest of the tasks of each subset.
+    The value of "source" contains no paths. It has a digest of the tasks of each subset, such as {"training":
+    "5c1f..."}. evaluated: Value of "evaluate".
     """
     digests = {subset: hashlib.sha256() for subset in sorted({task.subset for task in tasks})}
     for task in tasks:
@@ -229,12 +232,11 @@ def _arguments(options: argparse.Namespace, tasks: list[Task], evaluated: list[s
 def _lay_out_sets(
     tasks: list[Task], transforms: list[np.ndarray], *, evaluated: list[str], size: int, seed: int
 ) -> dict[str, PuzzleSet]:
-    """Converts tasks and their variants (augmented copies) to token arrays.
+    """Converts tasks and their variants (augmented copies) to sets {"train": set, "test": set}.
 
-    Returns {"train": set, "test": set}.
-
-    transforms: For each task, the transforms that make its variants, [variants, 11]. evaluated: Subsets with
-    tasks for the test split. size: Rows and columns of a token array.
+    transforms: For each task, the transforms that make its variants, uint8 [variants, 11]. evaluated: Names
+    of the subsets of tasks that are evaluated. Their test pairs form the test split. size: Number of rows and
+    of columns of a token array. seed: Determines how far the grids of training examples are moved in it.
     """
     # The identifiers of each task's puzzles; 0 is blank.
     ends = np.cumsum([len(task_transforms) for task_transforms in transforms])
@@ -253,7 +255,8 @@ def _lay_out_sets(
 def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
     """Returns the names of the puzzle identifiers 0, 1, ... (numbers of puzzle embeddings).
 
-    A task has its id as name, such as "0a938d79". An augmented copy of it has its `variant_name`.
+    A task has its id as name, such as "0a938d79". An augmented copy of it has its `variant_name`. transforms:
+    For each task, the transforms that make its variants, [variants, 11]. The first changes nothing.
     """
     names = [BLANK]
     for task, variants in zip(tasks, transforms, strict=True):
@@ -265,7 +268,8 @@ def _names(tasks: list[Task], transforms: list[np.ndarray]) -> list[str]:
 def _digests(tasks: list[Task], transforms: list[np.ndarray]) -> np.ndarray:
     """Returns a hash of the task behind each puzzle identifier, uint64 [identifiers].
 
-    It is 0 for identifier 0, which has no task.
+    It is 0 for identifier 0, which has no task. transforms: One array for each task, with an entry for each
+    of its identifiers.
     """
     of_tasks = np.array([task.digest for task in tasks], np.uint64)
     return np.append(np.uint64(0), of_tasks.repeat([len(task_transforms) for task_transforms in transforms]))

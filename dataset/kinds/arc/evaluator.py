@@ -56,8 +56,9 @@ class Votes:
     A test input occurs in several variants (rotated, mirrored or recolored). The answer to each of them is a
     vote.
 
-    votes: {test input: {grid: number of votes}}. halting: {test input: {grid: sum of the probabilities that
-    the grid is right, as the model predicts them}}. The sums are integers (fixed point).
+    votes: {test input: {grid as bytes: number of votes}}. halting: {test input: {grid as bytes: sum of the
+    predicted probabilities that the grid is right}}. The sums are integers, multiples of a small constant, so
+    that their order does not matter.
     """
 
     def __init__(self) -> None:
@@ -102,7 +103,8 @@ class ArcEvaluator:
     """Computes the metrics of ARC, such as pass@2: whether one of the two best answers is right.
 
     A test input occurs in several variants (rotated, mirrored or recolored). The answers to all of them vote.
-    Several samples of a puzzle vote in the same way. It stores only the numbers of votes.
+    Several samples of a puzzle vote in the same way. The evaluator stores votes and predicted probabilities,
+    but no answers in token form.
     """
 
     samples_vote, only_answered = True, False
@@ -110,7 +112,8 @@ class ArcEvaluator:
     def __init__(self, folder: Path, metadata: Metadata):
         """Reads the tasks of a dataset folder.
 
-        Raises ValueError if the name of a puzzle in a test set does not belong to one of these tasks.
+        Raises ValueError if the name of a puzzle in a test set does not belong to one of these tasks, or if
+        an identifier has no name. metadata: Properties of the dataset in `folder`.
         """
         sets = open_split(folder, "test").sets
         identifiers = {
@@ -163,9 +166,10 @@ class ArcEvaluator:
         of the solved fraction of a task's test inputs. `arc/outputs/pass@K` is the solved fraction of all
         test inputs, as the competition counts `submission.json` (K = 2). The two differ if tasks have
         different numbers of test inputs. A task that is in no set counts in every set. An input without votes
-        is not solved, or left out with `only_answered`. An input without a known output is left out.
+        is not solved. If `only_answered` is set, it is left out. An input without a known output is left out.
 
-        Raises ValueError for an example with an unknown input. partials: Results of `partial` on all ranks.
+        Raises ValueError if the input of an example is not a test input of its task. partials: Results of
+        `partial` on all ranks.
         """
         if num_unknown := sum(count for _, count in partials):
             shown = f"{num_unknown} test examples match no test input of their task in {TEST_PUZZLES}"
@@ -228,7 +232,8 @@ class EvaluatedTask(NamedTuple):
     """The test pairs of a task. Several pairs may have the same input.
 
     Attributes:
-        inputs, outputs: Grids of the test pairs, as bytes. An unknown output is `tasks.EMPTY`.
+        inputs, outputs: Grids of the test pairs, as bytes. An unknown output is `tasks.EMPTY`, a grid
+            without cells.
         index_of: {input: index of the first test pair with this input}.
     """
 
@@ -301,9 +306,12 @@ class Views:
     def __init__(
         self, folder: Path, names: Sequence[str], *, tasks: Sequence[EvaluatedTask], used: np.ndarray
     ):
-        """Parses the names of some puzzle identifiers. Raises ValueError if a name does not belong to a task.
+        """Parses the names of some puzzle identifiers.
 
-        names: Name of each identifier. used: Identifiers to parse, those of the test sets.
+        Raises ValueError if a name does not belong to one of `tasks`.
+
+        folder: Dataset folder, for the message. names: Name of each identifier, such as
+        "0a938d79|||t3|||0214356789". used: Identifiers to parse, those of the test sets.
         """
         count = len(names)
         index_of = {task.name: index for index, task in enumerate(tasks)}
@@ -323,9 +331,10 @@ class Views:
             self._colors[identifier, np.array(colors) + COLOR_0] = np.arange(arc.NUM_COLORS)
 
     def undo(self, grid: np.ndarray, identifier: int) -> bytes:
-        """Undoes the rotation, mirroring and recoloring of a grid. Returns the grid of the task, as bytes.
+        """Undoes the rotation, mirroring and recoloring of a variant's grid.
 
-        grid: Color tokens, [rows, columns]. identifier: Puzzle identifier, which says what to undo.
+        Returns the grid before augmentation, as bytes (`grid_bytes`). grid: Tokens of the variant, [rows,
+        columns]. identifier: Puzzle identifier of the variant. Its name says how the variant was made.
         """
         return grid_bytes(self._colors[identifier][dihedral(grid, self._dihedral[identifier])])
 
@@ -333,8 +342,9 @@ class Views:
 def corner_grids(tokens: np.ndarray) -> list[np.ndarray]:
     """Finds the grid in each token array: the largest rectangle of colors at the top left.
 
-    The grids are numpy views [rows, columns]. If several rectangles have the same area, takes the one with
-    the fewest rows. Without a color, the grid is [0, 0]. tokens: [n, seq_len].
+    Returns numpy views of the tokens, [rows, columns] each. If several rectangles have the same area, takes
+    the one with the fewest rows. Without a color at the top left, the grid is [0, 0]. tokens: Square token
+    arrays, [n, seq_len].
     """
     size = math.isqrt(tokens.shape[1])
     grids = tokens.reshape(-1, size, size)

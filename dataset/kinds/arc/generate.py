@@ -28,12 +28,13 @@ _LAYOUTS = ("row", "column", "diagonal")
 
 
 class Family(NamedTuple):
-    """A family of rules for generated tasks, such as "mirror the grid". A rule is a tuple of parameters.
+    """Rules of generated tasks that differ only in their parameters. Example: mirror the grid in some way.
 
     Attributes:
-        rules: All rules of the family.
-        draw_input: (draw, *rule) -> random grid, uint8 [rows, columns]. The rule may leave it unchanged.
-        answer: (grid, *rule) -> output grid.
+        rules: All rules, each as a tuple of parameters. Example: [("left-right",), ("top-bottom",), ...].
+        draw_input: Function (random choices, *parameters) -> random input grid, uint8 [rows, columns].
+            The rule may leave it unchanged. The caller then samples another one.
+        answer: Function (input grid, *parameters) -> output grid.
     """
 
     rules: list[tuple]
@@ -41,7 +42,10 @@ class Family(NamedTuple):
     answer: Callable[..., np.ndarray]
 
     def explains(self, rule: tuple, pairs: Sequence[Pair]) -> bool:
-        """Returns whether `rule` gives the right output for every pair."""
+        """Returns whether `rule` turns the input of every pair into its output.
+
+        rule: The parameters of a rule, an entry of `rules`.
+        """
         return all(np.array_equal(self.answer(pair.input, *rule), pair.output) for pair in pairs)
 
 
@@ -70,9 +74,10 @@ class _Draw:
 
 
 def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tuple]]:
-    """Generates `count` ARC-like tasks. Returns (task, rule) of each.
+    """Generates `count` ARC-like tasks. Returns (task, parameters of its rule) of each.
 
-    The families of rules take turns. A family repeats a rule only after it has used all its rules.
+    The families of `FAMILIES`, such as "mirror", take turns. A family repeats a rule only after it has used
+    all its rules. subset: Value for the tasks, such as "evaluation".
     """
     generated = []
     seen: set[bytes] = set()  # inputs
@@ -92,11 +97,13 @@ def generate_tasks(count: int, *, subset: str, seed: int) -> list[tuple[Task, tu
 
 
 def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> tuple[Pair, ...]:
-    """Samples the input-output pairs of a task. The demonstrations come first, then the tests.
+    """Samples the input-output pairs of a task: first the demonstrations, then the tests.
 
-    It samples again until the demonstrations determine the outputs of the tests: every rule of the family
-    that explains the demonstrations gives the same test outputs. seen: Inputs of other tasks, which it must
-    not use.
+    Samples again until two conditions hold. The outputs of the demonstrations are distinct. Every rule of
+    `family` that explains the demonstrations also gives the right outputs of the tests.
+
+    rule: Parameters of the rule of the task. draw: Makes the random choices. seen: Inputs of earlier tasks,
+    as bytes. They are not used again.
     """
     for _ in range(_NUM_TRIES):
         pairs: dict[bytes, Pair] = {}
@@ -117,7 +124,11 @@ def _draw_pairs(family: Family, rule: tuple, draw: _Draw, seen: set[bytes]) -> t
 
 
 def _around(grid: np.ndarray, top: int, left: int, rows: int, columns: int) -> np.ndarray:
-    """Returns the part of a grid that contains a rectangle and all cells that touch it."""
+    """Returns a numpy view of the part of a grid around a rectangle.
+
+    It contains the rectangle of `rows` x `columns` cells, and all cells that touch it. top, left: Position of
+    the first cell of the rectangle.
+    """
     return grid[max(top - 1, 0) : top + rows + 1, max(left - 1, 0) : left + columns + 1]
 
 

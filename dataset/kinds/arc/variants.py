@@ -44,10 +44,10 @@ def variant_name(task_id: str, transform: list[int]) -> str:
 
 
 def parse_variant_name(name: str) -> tuple[str, tuple[int, ...]]:
-    """Splits the name of a variant (augmented copy) of a task into (id of the task, transform of 11 numbers).
+    """Splits the name of a variant (augmented copy) of a task.
 
-    If the name is only the id of a task, the transform is `IDENTITY`. Raises ValueError if the name is not
-    valid.
+    Returns (id of the task, transform of 11 numbers). If the name is only the id of a task, the transform is
+    `IDENTITY`, which changes nothing. Raises ValueError if the name is not valid.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -75,9 +75,9 @@ def draw_transforms(task: Task, num_aug: int, *, seed: int) -> np.ndarray:
 
 
 def dihedral_transforms(task: Task) -> np.ndarray:
-    """Returns the transforms that rotate or mirror a task, uint8 [n, 11]. Each gives a different puzzle.
+    """Returns the transforms that rotate or mirror a task, uint8 [n, 11], at most 8.
 
-    The first one changes nothing.
+    Each gives a different puzzle. The first one changes nothing.
     """
     transforms = (bytes((dihedral_index, *IDENTITY[1:])) for dihedral_index in range(NUM_DIHEDRAL))
     return _keep_distinct(task, transforms, most=NUM_DIHEDRAL)
@@ -93,9 +93,9 @@ def _keep_distinct(task: Task, transforms: Iterable[bytes], *, most: int) -> np.
 
 
 def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
-    """Returns a function that tells whether two transforms of a task make the same puzzle.
+    """Returns a function that maps a transform of the task (11 bytes) to other bytes.
 
-    The function maps a transform (11 bytes) to other bytes. They are equal if the puzzles are equal.
+    Two transforms give the same bytes if and only if they make the same puzzle.
     """
     # Numbers of rows and columns are shifted above the colors, so that bytes.translate changes only colors.
     others = bytes(range(NUM_COLORS, 256))
@@ -114,7 +114,10 @@ def _content_of_variants(task: Task) -> Callable[[bytes], bytes]:
 
 
 def _draw(stream: BitStream, count: int) -> np.ndarray:
-    """Samples `count` random transforms, uint8 [count, 11], from the next random bits of the stream."""
+    """Samples `count` random transforms, uint8 [count, 11]. They never change color 0.
+
+    stream: Source of the random bits. Its next bits are used.
+    """
     bits = stream.read(count * _NUMBERS_PER_TRANSFORM).reshape(count, _NUMBERS_PER_TRANSFORM)
     transforms = np.zeros((count, 1 + NUM_COLORS), np.uint8)
     transforms[:, 0] = random_below(bits[:, 0], NUM_DIHEDRAL)
@@ -157,12 +160,12 @@ def draw_translations(
 
 
 def lay_out(tasks: Iterable[tuple], *, size: int) -> PuzzleSet:
-    """Converts tasks to a set of puzzles, with grids in square token arrays. Each task becomes one group.
+    """Converts tasks to a set of puzzles, with their grids in square token arrays.
 
-    A group is a task and its variants (augmented copies).
+    Each task becomes one group: the task and its variants (augmented copies).
 
-    tasks: For each task (pairs, transforms, translations, identifiers). The last three have an entry for each
-    variant of the task. size: Rows and columns of a token array.
+    tasks: For each task (pairs, transforms [variants, 11], translations [variants, pairs, 2], puzzle
+    identifiers [variants]). size: Number of rows and of columns of a token array.
     """
     pairs, transforms, translations, identifiers = zip(*tasks, strict=True)
     num_puzzles = [len(task_transforms) for task_transforms in transforms]

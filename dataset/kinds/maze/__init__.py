@@ -87,7 +87,11 @@ def read_puzzles(text: str) -> list[Puzzle]:
 
 
 def _make_up(metadata: Metadata, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Generates `count` mazes without loops, so that each has only one answer. Returns (mazes, answers)."""
+    """Generates `count` mazes without loops, in the size of a dataset's mazes.
+
+    Each has only one answer. Returns (mazes, answers), tokens uint8 [count, seq_len] each. Every call returns
+    the same mazes. metadata: Properties of the dataset.
+    """
     size = math.isqrt(metadata.seq_len)
     mazes = np.empty((0, size**2), np.uint8)
     drawn = {"size": size, "min_path_cells": 2 * size, "is_perfect": True}

@@ -27,6 +27,8 @@ def is_path(mazes: np.ndarray, answers: np.ndarray) -> np.ndarray:
 
     Walls, start and goal are unchanged, and every marked cell is on the path. The path may be longer than the
     shortest. It must not touch itself, because then the order of its cells would be ambiguous.
+
+    mazes, answers: Tokens, uint8 [count, cells].
     """
     is_marked = (answers == PATH) | (answers == START) | (answers == GOAL)
     # If all other cells are walls, a shortest path visits every marked cell only if it is the only path.
@@ -85,9 +87,9 @@ def _published_answer(maze: list[int]) -> list[int]:
 def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
     """Searches many mazes at once, from their starts.
 
-    Yields the cells that are reached after 0, 1, 2, ... steps. Ends when no maze has new cells. Each yielded
-    array is uint8 [size, size, count / 8], with one bit for each cell of each maze. It is overwritten two
-    steps later.
+    Yields the cells at distance 0, 1, 2, ... from the start, as bits: uint8 [size, size, count / 8, rounded
+    up]. Each cell has one bit for each maze. Ends when no maze has new cells. A yielded array is overwritten
+    two steps later.
 
     is_open, is_start: bool [cells, count].
     """
@@ -107,9 +109,9 @@ def _flood(is_open: np.ndarray, is_start: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _to_bits(cells: np.ndarray) -> np.ndarray:
-    """Packs mazes, bool [cells, count], into bits: uint8 [size + 2, size + 2, count / 8].
+    """Packs mazes, bool [cells, count], into bits: uint8 [size + 2, size + 2, count / 8, rounded up].
 
-    Each maze has one bit in each cell. The border is 0.
+    Each cell has one bit for each maze. The cells of the additional border are 0.
     """
     size, count = math.isqrt(len(cells)), cells.shape[1]
     bits = np.zeros((size + 2, size + 2, -(-count // 8)), np.uint8)
@@ -118,9 +120,9 @@ def _to_bits(cells: np.ndarray) -> np.ndarray:
 
 
 def _is_anywhere(bits: np.ndarray) -> np.ndarray:
-    """Returns for each maze whether any of its cells has its bit set: bool [count, rounded up to 8].
+    """Returns for each maze whether its bit is set in any cell: bool [count, rounded up to 8].
 
-    bits: Result of `_flood`.
+    bits: One bit for each cell of each maze, uint8 [size, size, count / 8], as `_flood` yields them.
     """
     return np.unpackbits(np.bitwise_or.reduce(bits, axis=(0, 1))).astype(bool)
 
@@ -130,8 +132,8 @@ def draw_mazes(
 ) -> np.ndarray:
     """Generates random mazes with a shortest path of at least `min_path_cells` cells.
 
-    Returns tokens, uint8 [any number of mazes, cells]. Each maze has a random wall probability from 0.3 to
-    0.5. Start and goal are random open cells.
+    Returns tokens, uint8 [n, cells]. The number n varies and may be 0. Each maze has a random wall
+    probability from 0.3 to 0.5. Start and goal are random open cells.
 
     The path of nearly all random mazes is too short. At size 30 with 110 cells, as published, 1 in 50,000 is
     long enough. So the goal is sampled only from the num_far cells that are far enough from the start, and

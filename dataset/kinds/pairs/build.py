@@ -126,8 +126,8 @@ def write_pairs(
     Divides the pairs into training and test split, converts them to tokens, and samples augmented copies for
     training.
 
-    options: Parsed command line. builder: Name of the builder. instead: {option: value to record in the
-    manifest in place of the passed value}.
+    options: Parsed command line. builder: Name of the builder, such as "pairs". instead: {option: value}. The
+    manifest, a JSON file in the dataset, records these values in place of the passed ones.
     """
     pairs = _fitting(pairs, options.max_size)
     splits = _split(pairs, options.test_fraction, seed=options.seed)
@@ -168,7 +168,11 @@ def write_pairs(
 
 
 def _fitting(pairs: list[Pair], max_size: tuple[int, int] | None) -> list[Pair]:
-    """Removes repeated pairs and pairs larger than `max_size` (rows, columns). Prints how many."""
+    """Returns the pairs without repeated pairs and without pairs larger than `max_size`.
+
+    Prints how many pairs are left out. Raises ValueError if all are larger. max_size: (rows, columns), or
+    None for no limit.
+    """
     distinct = list({pair[:4]: pair for pair in reversed(pairs)}.values())[::-1]
     if num_repeats := len(pairs) - len(distinct):
         print(f"repeated pairs, used once: {num_repeats}")
@@ -189,11 +193,13 @@ def _size_of(pairs: Sequence[Pair]) -> tuple[int, int]:
 
 
 def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str, list[Pair]]:
-    """Divides pairs into {"train": pairs, "test": pairs}. Pairs with equal inputs stay in the same split.
+    """Divides pairs into {"train": pairs, "test": pairs}.
 
-    If the source does not say the split of each pair, a random fraction of each task becomes the test split.
+    If the pairs have a split, uses it. Otherwise, a random fraction of the different inputs of each task
+    becomes the test split. Raises ValueError if a split would be empty, or if the pairs have a split and
+    `fraction` is not None.
 
-    fraction: Value of --test-fraction, or None.
+    fraction: Value of --test-fraction. If None, a default is used.
     """
     if any(pair.split for pair in pairs):
         if fraction is not None:
@@ -226,7 +232,8 @@ def _split(pairs: list[Pair], fraction: float | None, *, seed: int) -> dict[str,
 def _warn_of_odd_pairs(splits: dict[str, list[Pair]], program: str) -> None:
     """Warns about pairs that are probably mistakes, such as an input with several outputs.
 
-    Each warning says how many pairs, and where the first one is. program: Start of the warning.
+    Each warning says how many pairs, and where the first one is. program: Start of the warning, such as
+    "build pairs".
     """
     pairs = splits["train"] + splits["test"]
 
@@ -274,7 +281,8 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
     """Samples transforms that make augmented copies of each pair: uint8 [pairs, 1 + copies, 1 + symbols].
 
     A transform says how to rotate or mirror the grids (`dihedral`), then the new symbol of each symbol. The
-    first one of each pair changes nothing.
+    first one of each pair changes nothing. vocabulary: The symbols. options: Parsed command line. It says
+    which symmetries to use, and how many copies.
     """
     num_symbols = len(vocabulary.symbols)
     exchanges = "symbols" in options.symmetries
@@ -297,9 +305,10 @@ def _draw_transforms(num_pairs: int, vocabulary: Vocabulary, options: argparse.N
 
 
 def free_symbols(vocabulary: Vocabulary, fixed: str | None) -> np.ndarray:
-    """Returns the indices of the symbols that augmentation may exchange: all except `fixed`, int64 [n].
+    """Returns the indices of the symbols that augmentation may exchange: int64 [n].
 
-    fixed: Value of --fixed-symbols. Raises ValueError if it names an unknown symbol.
+    These are all symbols except `fixed`, the value of --fixed-symbols. Raises ValueError if it names an
+    unknown symbol, or if fewer than two symbols are left.
     """
     named = (fixed or "").split() if vocabulary.parts_by_spaces else list(fixed or "")
     if unknown := [symbol for symbol in named if symbol not in vocabulary.symbols]:

@@ -66,9 +66,11 @@ class Pair(NamedTuple):
 
 
 def choose_files(names: Sequence[str]) -> list[str]:
-    """Selects the files of pairs from the names in a folder: one file of all pairs, or those of both splits.
+    """Selects the names of the files to read, for example ["train.jsonl", "test.jsonl"].
 
-    Training files come first. Raises ValueError if the names are not clear.
+    A single file with all pairs is selected too. A file may be divided into shards, such as
+    train-00000-of-00002.parquet. Training files come first. Raises ValueError for any other combination of
+    files. names: All names in a folder.
     """
     found = sorted(name for name in names if name.endswith(_ENDINGS))
     if any(name.endswith(_ENDINGS[:-2]) for name in found):  # then .json files only describe the data
@@ -90,9 +92,10 @@ def choose_files(names: Sequence[str]) -> list[str]:
 
 
 def _check_pieces(names: list[str]) -> None:
-    """Checks that the names are one complete file: a single name, or all shards such as train-00000-of-00002.
+    """Checks file names that differ only in their ending or in the number of a shard.
 
-    Raises ValueError if a shard is missing.
+    Accepts a single name, or all shards of a file, such as train-00000-of-00002.parquet. Raises ValueError if
+    a shard is missing, or if there are two files, such as train.csv and train.jsonl.
     """
     first, *others = names
     if not (match := _SHARD.search(first)):
@@ -113,9 +116,10 @@ def _list_endings() -> str:
 
 
 def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tuple[list[Pair], list[str]]:
-    """Reads all pairs (input grid, output grid) of some files. Returns (pairs, names of unused fields).
+    """Reads all pairs (input grid, output grid) of some files.
 
-    Raises ValueError with file and line. fields: Names of the input field and the output field.
+    Returns (pairs, names of unused fields). Raises ValueError, with file and line, if a pair is not valid.
+    fields: Names in the files of the input field and the output field.
     """
     pairs, others, stems = [], set(), {_stem(path.name) for path in files}
     for path in files:
@@ -156,10 +160,10 @@ def read_pairs(files: Sequence[Path], *, fields: Sequence[str] = _GRIDS) -> tupl
 
 
 def _without_separators(pairs: list[Pair]) -> list[Pair]:
-    """Removes spaces from all grids, if spaces only separate symbols. Prints how many pairs this changes.
+    """Returns the pairs without spaces between symbols. Prints how many pairs this changes.
 
-    Spaces only separate symbols if in all grids with spaces, every second cell of a row is a space and no
-    other cell is one. Otherwise, a space is a symbol.
+    A space separates symbols if in all grids with spaces, every second cell of a row is a space and no other
+    cell is one. Otherwise, spaces are symbols, and the pairs are returned unchanged.
     """
 
     def separated(grid: Cells) -> bool:
@@ -181,9 +185,9 @@ def _without_separators(pairs: list[Pair]) -> list[Pair]:
 
 
 def parse_pair(row: dict, *, where: str) -> Pair:
-    """Converts a JSON object {"input": ..., "output": ...} to a pair. Raises ValueError if it is not valid.
+    """Converts a JSON object {"input": ..., "output": ...} to a pair. It may also have "task" and "split".
 
-    where: File and line, to store in the pair.
+    Raises ValueError if it is not valid. where: File and line, to store in the pair.
     """
     for field in _GRIDS:
         if row.get(field) is None:
@@ -235,10 +239,11 @@ def _shown(value: Any) -> str:
 
 
 def _parse_list(value: Any, field: str, *, is_cell: bool) -> Any:
-    """Converts the text of a table cell that starts with "[" from JSON to a list.
+    """Converts the text of a table cell that is a JSON list, such as "[1, 2]", to a list.
 
-    Returns other values unchanged. Raises ValueError for invalid JSON, and for a list as Python or numpy
-    prints it, such as "[1 2]". Otherwise such a list would be read as symbols.
+    Only texts with `is_cell` that start with "[" are converted. Raises ValueError if they are not JSON. Also
+    raises ValueError for a text like "[1 2]" or "(1, 2)", as Python or numpy prints lists. Its characters
+    would be read as symbols. Returns any other value unchanged.
 
     field: "input" or "output", for messages. is_cell: Whether the value is a cell of a CSV or Excel table.
     """
@@ -259,14 +264,17 @@ def _parse_list(value: Any, field: str, *, is_cell: bool) -> Any:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields (line number, JSON value) for each line of a file that is not empty."""
+    """Yields (line number, JSON value) for each line of a file. Empty lines are left out."""
     for line, text in enumerate(read_lines(path), 1):
         if text.strip():
             yield line, parse_json(text, where=f"{path}:{line}:")
 
 
 def _array_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yields (number from 1, item) for each item of the JSON array in a file."""
+    """Yields (number from 1, item) for each item of the JSON array in a file.
+
+    Raises ValueError if the file contains no array.
+    """
     if not isinstance(items := read_json(path), list):
         raise ValueError(f"{path} is not a list of pairs")
     return enumerate(items, 1)
@@ -279,9 +287,9 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
-    """Yields (row number, {column: text}) for each row of an Excel file's first sheet that is not empty.
+    """Reads the first sheet of an Excel file. Yields (row number, {column: text}).
 
-    A formula counts as its value.
+    The first row contains the names of the columns. Empty rows are left out. A formula counts as its value.
     """
     openpyxl = _import("openpyxl", path)
     try:
@@ -310,10 +318,10 @@ def _sheet_rows(path: Path) -> Iterator[tuple[int, dict]]:
 
 
 def _text_of(cell: Any, where: str) -> str:
-    """Returns the text of an Excel cell, "" if it is empty.
+    """Returns the text of an Excel cell. It is "" for an empty cell.
 
-    Raises ValueError if Excel has changed the text that was typed, for example to a date. where: File and
-    row.
+    Raises ValueError if the cell is neither a text nor an integer of up to 15 digits. Excel has then probably
+    changed what was typed, for example to a date. where: File and row, for the message.
     """
     if isinstance(cell, float) and cell.is_integer() and abs(cell) < 10**_MOST_DIGITS:
         cell = int(cell)

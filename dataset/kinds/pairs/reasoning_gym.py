@@ -44,9 +44,10 @@ TASKS = {
 
 
 def _pairs_of(task: str, puzzle: Mapping[str, Any]) -> Iterator[dict]:
-    """Converts a puzzle of reasoning-gym to pairs: yields {"input": ..., "output": ...} for `parse_pair`.
+    """Converts a puzzle of the package reasoning-gym to pairs {"input": ..., "output": ...}.
 
-    Yields nothing if the puzzle has several answers.
+    Yields one pair for most tasks, and nothing if the puzzle has several answers. task: Name of the task.
+    puzzle: A dict with "question", "answer" and "metadata".
     """
     info, answer = puzzle["metadata"], puzzle["answer"]
     if task == "arc_1d":
@@ -122,9 +123,11 @@ def _defaults(task: str) -> dict[str, Any]:
 
 
 def _generate(task: str, options: dict[str, float], *, size: int, seed: int) -> list[Pair]:
-    """Generates `size` different pairs of a task of reasoning-gym.
+    """Generates `size` pairs with different inputs from a task of the package reasoning-gym.
 
     Raises ValueError if the options are not valid, or if the task gives too few different pairs.
+
+    options: {option of the task: value}.
     """
     defaults = _defaults(task)
     if unknown := [option for option in options if option not in defaults]:

@@ -224,9 +224,11 @@ def _read(path: Path, *, box: rules.Box, options: argparse.Namespace) -> np.ndar
 def _tables(
     path: Path, names: Sequence[str], *, num_cells: int, column_names: str | None
 ) -> Iterator[tuple[Sequence[int], dict[str, list[str]]]]:
-    """Reads a CSV file or a list of Sudokus. Yields (line numbers, {column: texts}) for chunks of puzzles.
+    """Reads a CSV file or a list of Sudokus. Yields (line numbers, {column: texts}) in chunks.
 
-    The column answer may be missing. names: Needed columns. column_names: Value of --columns.
+    The result has no column "answer" if the file has no answers. names: Needed columns, ["question",
+    "answer"] and maybe "rating". num_cells: Number of cells of a Sudoku. column_names: Value of the option
+    --columns.
     """
     if sources.is_table(path):
         is_grid = functools.partial(is_grid_of, num_cells=num_cells)

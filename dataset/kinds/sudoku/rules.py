@@ -239,11 +239,12 @@ def generate_puzzle(
 def with_more_clues(
     question: Sequence[int], grid: Sequence[int], *, clues: range, bits: np.ndarray
 ) -> list[int] | None:
-    """Adds random clues to a puzzle, so that it has a random number of clues in `clues`.
+    """Adds random clues to a Sudoku. Returns the digits of the new puzzle, row by row, 0 for an empty cell.
 
-    Returns None if the puzzle already has more clues than every number in `clues`.
+    The new number of clues is a random one of the numbers in `clues` that the puzzle does not exceed. Returns
+    None if the puzzle has more clues than all of them.
 
-    grid: The solution, which gives the clues. bits: Random uint64 [1 + cells].
+    question: Digits of the puzzle. grid: Digits of its solution. bits: Random uint64 [1 + cells].
     """
     num_clues = sum(digit > 0 for digit in question)
     fitting = [count for count in clues if count >= num_clues]
@@ -259,7 +260,8 @@ def with_more_clues(
 def draw_symmetries(bits: np.ndarray, *, box: Box) -> np.ndarray:
     """Converts random bits to random transforms of Sudokus, uint8 [count, 1 + 3 n], for n digits.
 
-    A transform exchanges rows, columns and digits so that the Sudoku stays valid.
+    A transform exchanges rows, columns and digits so that the Sudoku stays valid. `sudoku_parts` describes
+    its bytes.
 
     bits: uint64 [count, bits_per_symmetry(box)].
     """
@@ -289,10 +291,10 @@ def bits_per_symmetry(box: Box) -> int:
 
 
 def _line_order(blocks: np.ndarray, in_blocks: np.ndarray) -> np.ndarray:
-    """Returns random orders of the n rows (or columns), [count, n], that keep the rows of a box together.
+    """Returns random orders of the n rows, int64 [count, n], that keep the rows of a box together.
 
-    blocks: Random bits for the order of the boxes, [count, boxes]. in_blocks: Random bits for the order
-    inside each box, [count, boxes, rows].
+    Works for columns too. blocks: Random bits for the order of the boxes, [count, boxes]. in_blocks: Random
+    bits for the order inside each box, [count, boxes, rows].
     """
     count, num_blocks, num_lines = in_blocks.shape
     order = random_orders(blocks)[:, :, None] * num_lines + random_orders(in_blocks)

@@ -40,9 +40,11 @@ class GridText:
 
 
 def in_symbols(*texts: str, num_cells: int) -> list[str]:
-    """Rewrites the texts of grids of one puzzle with the characters of `SYMBOLS`, and "." for empty cells.
+    """Converts Sudoku grids to texts with one character for each cell: a digit, a letter, or ".".
 
-    Example: the digits 0 to F of a 16x16 grid become 1 to G. Unknown characters stay.
+    "." is an empty cell. Example: the digits 0 to F of a 16x16 grid become 1 to G. Unknown characters stay.
+
+    texts: Grids that use the same digits, such as a puzzle and its answer.
     """
     grids = ["".join(_split_cells(text)).upper() for text in texts]
     used = set("".join(grids))
@@ -90,10 +92,11 @@ def read_grids(text: str) -> list[GridText]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yields (number, line) of the lines with cells. Skips comments after # and titles such as "Grid 01".
+    """Yields (number, text) of the lines of a text that contain cells.
 
-    Some programs write sections. From these, it yields the lines of [Puzzle] and, if [State] has no empty
-    cells, also the lines of [State], the solution.
+    Leaves out comments after # and titles such as "Grid 01". Some programs write headings such as [Puzzle]
+    and [State]. Then only the lines after [Puzzle] are yielded and, if they have no empty cell, those after
+    [State]. The latter are the solution.
     """
     section, state = "puzzle", []
     for line_number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1):
@@ -109,9 +112,10 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _split_cells(text: str) -> Sequence[str]:
-    """Splits a text into cells. If separators divide it into symbols or numbers, splits there.
+    """Splits a text into cells: texts in a list, or the characters of one text.
 
-    Otherwise, every character is a cell.
+    Examples: "1 16 . 3" is split at the spaces, "1.3." into characters. A text is split at spaces, tabs,
+    semicolons or commas only if this gives the right number of cells for a row or a grid.
     """
     text = re.sub(r"[]|[]", " ", text)
     separator = next((character for character in "\t;," if character in text), None)
@@ -126,7 +130,12 @@ def _split_cells(text: str) -> Sequence[str]:
 
 
 def _complete_grids(line: str) -> list[str]:
-    """Returns the complete Sudoku grids in a line of text: fields of the line, or the line itself."""
+    """Returns the Sudoku grids in one line of text. A grid has all its cells in this line.
+
+    Example: "17,<81 cells>,<81 cells>" gives the two texts of 81 cells. If no field of the line is a grid,
+    but the line without separators is, returns the latter. Some cells of a grid may be empty. Grids of fewer
+    than 36 cells are not found. Returns [] if there is no grid.
+    """
     fields = [field.strip("\"'") for field in _BETWEEN.split(line)]
     joined = "".join(_split_cells(line))
     grids = [field for field in fields if _is_grid(field)]
@@ -160,9 +169,10 @@ def _without_frames(lines: list[tuple[int, str]]) -> list[tuple[int, str]]:
 
 
 def _join(rows: list[tuple[int, str]]) -> list[tuple[int, str]]:
-    """Joins rows of cells to square grids. Returns (number of the first line, cells) of each grid.
+    """Joins rows of cells to square grids. Returns (line number, cells) of each grid.
 
-    If rows differ in length, joins all to one grid. rows: (line number, cells) of each row.
+    A row that already is a grid stays as it is. If no other rule fits, for example because rows differ in
+    length, joins all rows to one grid. rows: (line number, cells) of each row.
     """
     lengths = {len(cells) for _, cells in rows}
     text = "".join(cells for _, cells in rows)
