@@ -76,7 +76,7 @@ def test_translations_are_uniform_over_what_fits_and_one_pair_stays():
     full = (np.ones((30, 1)).astype(int).tolist(), [[1]])
     task = task_of(wide, full, wide, wide)
     transforms = np.array([[number, *range(10)] for number in range(8)] * 500, np.uint8)
-    found = draw_translations(task, transforms, 3, size=30, seed=0)
+    found = draw_translations(task, task.pairs[:3], transforms, size=30, seed=0)
     assert (found.dtype, found.shape) == (np.uint8, (4000, 3, 2))
     stays = (found == 0).all(axis=2)
     assert stays.any(axis=1).all()
@@ -96,5 +96,6 @@ def test_translations_are_uniform_over_what_fits_and_one_pair_stays():
 
 def test_translations_of_more_variants_begin_with_the_same():
     transforms = draw_transforms(RANDOM[2], 20, seed=0)
-    many = draw_translations(RANDOM[2], transforms, 3, size=8, seed=0)
-    assert np.array_equal(draw_translations(RANDOM[2], transforms[:9], 3, size=8, seed=0), many[:9])
+    pairs = RANDOM[2].pairs[:3]
+    many = draw_translations(RANDOM[2], pairs, transforms, size=8, seed=0)
+    assert np.array_equal(draw_translations(RANDOM[2], pairs, transforms[:9], size=8, seed=0), many[:9])

@@ -188,11 +188,11 @@ def test_a_task_that_is_there_twice_is_taken_once_and_evaluated(tmp_path, tasks,
 
 def test_repeats_are_taken_once_and_an_input_with_two_answers_is_warned_of(tmp_path, capsys):
     tasks = make_tasks(5)
-    first, second, *_ = sorted(tasks)
+    first, second, third, *_ = sorted(tasks)  # the third has three pairs
     words = ["--evaluate", "all", "--num-aug", 2]
     plain = build(tmp_path / "plain", "--source", write_folder(tmp_path / "all", tasks), *words)
     repeated = make_tasks(5)
-    repeated[first]["train"] *= 3
+    repeated[third]["train"][:1] *= 3
     source = write_folder(tmp_path / "more" / "all", repeated)
     capsys.readouterr()
     sets = build(tmp_path / "data", "--source", source, *words)

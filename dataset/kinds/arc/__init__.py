@@ -97,7 +97,7 @@ class ArcPuzzle(Puzzle):
         """
         pairs, transforms = self.task.train, np.tile(np.array(IDENTITY, np.uint8), (num_views, 1))
         size = math.isqrt(len(self.tokens))
-        translations = draw_translations(self.task, transforms, len(pairs), size=size, seed=seed)
+        translations = draw_translations(self.task, pairs, transforms, size=size, seed=seed)
         identifiers = np.ones(num_views, np.int32)
         return lay_out([(pairs, transforms, translations, identifiers)], size=size)
 

@@ -244,7 +244,7 @@ def _lay_out_sets(
     train, test = [], []  # (pairs, transforms, translations, identifiers) of each task
     for task, variants, of_variants in zip(tasks, transforms, identifiers, strict=True):
         pairs = training_pairs(task, evaluated=evaluated)
-        moves = draw_translations(task, variants, len(pairs), size=size, seed=seed)
+        moves = draw_translations(task, pairs, variants, size=size, seed=seed)
         train.append((pairs, variants, moves, of_variants))
         if task.subset in evaluated:
             nowhere = np.zeros((len(variants), len(task.test), 2), np.uint8)

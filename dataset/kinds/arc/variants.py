@@ -12,7 +12,7 @@ variants only adds variants.
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -134,23 +134,23 @@ def _index(task: Task) -> int:
 
 
 def draw_translations(
-    task: Task, transforms: np.ndarray, num_examples: int, *, size: int, seed: int
+    task: Task, pairs: Sequence[Pair], transforms: np.ndarray, *, size: int, seed: int
 ) -> np.ndarray:
     """Samples how far down and right the grids of each example are moved in their token array.
 
-    Returns uint8 [variants, num_examples, 2]: (rows, columns) for each example of each variant (augmented
+    Returns uint8 [variants, pairs, 2]: (rows, columns) for each example of each variant (augmented
     copy of the task). An example is an input grid and an output grid. Both move by the same distance. It is
     uniform over all distances with which both grids fit into the array. In each variant, one random example
     is not moved.
 
-    transforms: Transforms of the variants, [variants, 11]. num_examples: Number of examples, the first pairs
-    of the task. size: Rows and columns of the token array.
+    pairs: Examples to move, from the pairs of the task. transforms: Transforms of the variants, [variants,
+    11]. size: Rows and columns of the token array.
     """
-    num_puzzles = len(transforms)
+    num_puzzles, num_examples = len(transforms), len(pairs)
     width = 1 + 2 * num_examples
     bits = random_bits(seed, stream=_TRANSLATIONS, index=_index(task), count=num_puzzles * width)
     bits = bits.reshape(num_puzzles, width)
-    shapes = [np.maximum(*(grid.shape for grid in pair)) for pair in task.pairs[:num_examples]]
+    shapes = [np.maximum(*(grid.shape for grid in pair)) for pair in pairs]
     rooms = size + 1 - np.array(shapes)  # number of positions, vertical and horizontal
     swaps = DIHEDRAL_FLAGS[transforms[:, 0], 0][:, None, None]
     rooms = np.where(swaps, rooms[:, ::-1], rooms)
