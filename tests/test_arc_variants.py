@@ -76,13 +76,14 @@ def test_translations_are_uniform_over_what_fits_and_one_pair_stays():
     full = (np.ones((30, 1)).astype(int).tolist(), [[1]])
     task = task_of(wide, full, wide, wide)
     transforms = np.array([[number, *range(10)] for number in range(8)] * 500, np.uint8)
-    found = draw_translations(task, task.pairs[:3], transforms, size=30, seed=0)
+    pairs = task.pairs[1:]  # not the first ones of the task, as with repeated pairs
+    found = draw_translations(task, pairs, transforms, size=30, seed=0)
     assert (found.dtype, found.shape) == (np.uint8, (4000, 3, 2))
     stays = (found == 0).all(axis=2)
     assert stays.any(axis=1).all()
     for swaps in (False, True):
         rows = np.isin(transforms[:, 0], (1, 3, 6, 7)) == swaps
-        rooms = np.array([[26, 11], [1, 30], [26, 11]])[:, :: -1 if swaps else 1]
+        rooms = np.array([[1, 30], [26, 11], [26, 11]])[:, :: -1 if swaps else 1]
         for pair, room in enumerate(rooms):
             values = found[rows, pair]
             assert values.max(axis=0).tolist() == (room - 1).tolist()
@@ -91,7 +92,7 @@ def test_translations_are_uniform_over_what_fits_and_one_pair_stays():
                 expected = 2000 * 2 / 3 / room[axis]  # two of three move
                 assert (np.abs(counts[1:] - expected) < 6 * expected**0.5).all()
     # Each is the one that stays as often.
-    assert abs(int(stays[:, 0].sum()) - int(stays[:, 2].sum())) < 250
+    assert abs(int(stays[:, 1].sum()) - int(stays[:, 2].sum())) < 250
 
 
 def test_translations_of_more_variants_begin_with_the_same():
