@@ -28,8 +28,8 @@ _PIECE = 2**16  # rows in one message, at most
 def sign_sgd_rows_(table: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, weight_decay: float) -> None:
     """Applies sign-SGD to some rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
 
-    rows: Row numbers, [n]. gradients: [n, ndim]. On CUDA, a row number may repeat. Each repeat must have the
-    same gradient (the sum for its row), so that the order of the writes does not matter.
+    rows: Row numbers, [n]. If one is repeated, all repeats must have the same gradient, the sum for this row.
+    The row is then updated once. gradients: [n, ndim]. lr: Learning rate. weight_decay: wd.
     """
     moved = table[rows].mul_(1 - lr * weight_decay)
     table[rows] = moved.sub_(gradients.sign().to(table.dtype), alpha=lr)
@@ -50,11 +50,12 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
 
 
 def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums the gradients of each puzzle embedding, but keeps repeats.
+    """Sums the gradients of each puzzle embedding. Returns (sorted identifiers [n], sums [n, ndim]).
 
-    Returns (identifiers [n], sums [n, ndim]). The returned identifiers are sorted. If one occurs twice, both
-    rows have the same sum. No shape depends on the values, so the host does not wait for a GPU. Sums are
-    float64.
+    Repeated identifiers stay, and each of them has the same sum. No shape depends on values, so the host does
+    not wait for a GPU. Sums are float64.
+
+    identifiers: [n], number of the embedding of each gradient. gradients: [n, ndim].
     """
     rising, order = identifiers.sort(stable=True)
     index = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # index among the distinct identifiers
@@ -79,7 +80,7 @@ class PuzzleTable:
 
     This base class is for models without puzzle embeddings: its methods do nothing.
 
-    average: Moving average (EMA) of the rows.
+    average: Attribute. Moving average (EMA) of the rows.
     """
 
     average = Average()
@@ -93,31 +94,31 @@ class PuzzleTable:
         """
 
     def reduce(self, *, step: int) -> None:
-        """Sums the gradients of training step `step` over ranks. `update_` will use them.
+        """Sums the gradients of the puzzle embeddings over ranks, for `update_`. All ranks call it.
 
-        All ranks call it.
+        step: Number of the training step, from 1.
         """
 
     def keep_own(self, *, step: int) -> None:
-        """Stores this rank's gradients for `update_`, without a sum over ranks.
+        """Stores this rank's gradients of the puzzle embeddings for `update_`, without a sum over ranks.
 
         For local_steps > 1: ranks train separately, and merge their weights every few steps.
 
-        step: First training step after the last merge.
+        step: Number of the first training step after the last merge.
         """
 
     def update_(self, lr: float) -> None:
-        """Updates the rows that this training step used.
+        """Updates the puzzle embeddings that this training step used. Does not communicate.
 
-        Before that, adds their old values to the moving average. Does not communicate. lr: Learning rate.
+        Before that, adds their old values to the moving average. lr: Learning rate.
         """
 
     def merge(self, *, step: int) -> None:
-        """Makes the tables of all ranks equal. All ranks call it.
+        """Makes the puzzle embeddings equal on all ranks. All ranks call it.
 
         For local_steps > 1: ranks train separately between two calls.
 
-        step: First training step after the last call.
+        step: Number of the first training step after the last call.
         """
 
     def fetch(self, identifiers: Tensor) -> None:
@@ -133,9 +134,9 @@ class PuzzleTable:
         """
 
     def rows(self) -> Tensors:
-        """Returns {name of the weight: the rows that this rank holds}, for checkpoints.
+        """Returns {name of the weight: tensor of all rows, or shard with this rank's rows}, for checkpoints.
 
-        {} without a table.
+        A row is a puzzle embedding. Returns {} if the model has none.
         """
         return {}
 
@@ -143,9 +144,11 @@ class PuzzleTable:
 class _Table(PuzzleTable):
     """Base class of `Replicated` (all rows on every rank) and `RowsByOwner` (each row on one rank).
 
-    A subclass implements `_identifiers_of` (row numbers on this rank -> row numbers in the full table),
-    `owned_weights` (view of the rows that this rank owns) and `all_gather_owned`. The latter gathers a value
-    [owned rows, ndim] from each rank, and returns the values of all rows that this rank holds.
+    Each rank owns some rows, and computes their averages. A subclass implements:
+    - `_identifiers_of(rows)`: converts row numbers on this rank to row numbers in the full table.
+    - `owned_weights()`: returns a view of the rows that this rank owns.
+    - `all_gather_owned(owned)`: gets a value for each owned row, and returns the values of all rows on this
+      rank.
 
     embedding: Embedding of the model, with weights [rows on this rank, ndim]. num_rows: Rows of the full
     table.
@@ -235,10 +238,10 @@ class Replicated(_Table):
     def all_gather_owned(self, owned: Tensor) -> Tensor:
         """Returns the values of all rows of the table, [num_rows, ...]. All ranks call it.
 
-        Rank r passes the values of rows r, r + size, r + 2 size, ... Sends one broadcast for each rank,
-        because this needs little extra memory.
+        With `size` ranks, rank r owns the rows r, r + size, r + 2 size, ... Sends one broadcast for each
+        rank, because this needs little extra memory.
 
-        owned: Values of this rank's rows.
+        owned: Values of the rows that this rank owns, such as their averages.
         """
         if not has_group():
             return owned
@@ -381,14 +384,18 @@ class RowAverage(Average):
         return {name: self._shard(tensor) for name, tensor in tensors.items()}
 
     def _shard(self, tensor: Tensor) -> Tensor | Shard:
-        """Describes values of the rows that this rank averages as a shard of a tensor [all rows, ...]."""
+        """Describes a tensor with a value for each row that this rank averages as a shard for checkpoints.
+
+        The full tensor is [all rows, ...].
+        """
         return shard_of_rows(tensor, self._owned, self._table.num_rows, self._ranks)
 
     @torch.no_grad()
     def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
-        """Computes the averages of some rows after training step `step`. Does not store them.
+        """Computes the averages of some rows after training step `step`. Returns [n, ndim], stores nothing.
 
-        The rows must not have changed since their averages were stored. rows: Row numbers on this rank.
+        The rows must not have changed since their averages were stored. rows: Numbers of n rows, counted
+        among those that this rank averages.
         """
         since = self._steps[rows].unsqueeze(1)
         now, remaining = self._weights[rows], self._rate ** (step - since)
@@ -402,10 +409,10 @@ class RowAverage(Average):
 def build_table(
     config: PretrainConfig, embedding: nn.Module | None, num_rows: int, ranks: Ranks
 ) -> PuzzleTable:
-    """Returns the puzzle table (embeddings and optimizer) that the config selects.
+    """Returns the puzzle table (puzzle embeddings and their optimizer) that the config selects.
 
-    embedding: Embedding of the model. If None, the model has none, and the result does nothing. num_rows:
-    Rows of the full table. ranks: Group that trains the table.
+    embedding: Module with the embeddings. If None, the model has none, and the methods of the result do
+    nothing. num_rows: Number of embeddings on all ranks together. ranks: Group that divides the batch.
     """
     if embedding is None:
         return PuzzleTable()
