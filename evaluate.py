@@ -108,7 +108,8 @@ def evaluate_checkpoint(
 
     Returns {test set: {metric: value}} on rank 0, {} on other ranks.
 
-    number_format: Dtype in which the model computes, with the reason for it. All ranks must pass the same.
+    number_format: Dtype in which the model computes, with the reason for it. Equal on all ranks. device:
+    Device of this rank.
     """
     # Data. Only rank 0 reads every token, to check the dataset.
     folders, leaks, trained = _folders(checkpoint, config), Leaks(config.leaks), None
@@ -196,7 +197,8 @@ def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
     """Returns the folder for the results of a checkpoint.
 
     If output_dir is None, it is in the run folder, for example <run folder>/evaluation/step_120. The name
-    also depends on the data and on options that change results.
+    also depends on the data and on options that change results. Otherwise, it is output_dir. If the config
+    has several checkpoints, it is a folder such as <output_dir>/demo_step_120.
     """
     if config.output_dir is None:
         return checkpoint.run_folder / "evaluation" / name_of(_measured(checkpoint, config), checkpoint)

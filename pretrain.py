@@ -45,7 +45,7 @@ from training.step import train_step
 
 
 def main() -> None:
-    """Runs this process as one rank of a run. `launch` reads the command line and connects the ranks."""
+    """Trains with the config on the command line. Every process of a run calls it, as one rank."""
     with launch(PretrainConfig, compose_run) as program:
         # These contexts turn a lack of memory, or a damaged cache of the compiler, into a one-line message.
         advice = memory_advice(program.config, program.device)
@@ -122,14 +122,17 @@ def run_steps(
     *,
     is_logged: bool,
 ) -> bool:
-    """Runs the training steps, and between steps the work that is due. All ranks call it.
+    """Runs the training steps. Between steps, logs metrics, evaluates and saves checkpoints. All ranks call
+    it.
 
     With local_steps > 1, each rank trains by itself, and the ranks merge their weights every `local_steps`
-    steps. If work falls due between two merges, the schedule moves it to the next merge.
+    steps. Work that falls due between two merges is then done after the next merge.
 
-    is_logged: Whether metrics.jsonl has a row for `state.step`, or the step is 0.
+    program: Config, device and watchdog. state: State of the run, changed in place. data: Training and test
+    data. checkpoints: Saves the checkpoints. is_logged: Whether the metrics of step `state.step` are already
+    in metrics.jsonl. Also True at step 0.
 
-    Returns whether a signal stopped the run.
+    Returns whether a signal such as Ctrl-C stopped the run.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over the batches of this rank, from the step after `state.step`.
@@ -243,8 +246,8 @@ class Trained(NamedTuple):
 
     Attributes:
         folder: Run folder.
-        metrics: Metrics of the last evaluation, as {set: {metric: value}}.
-        rows: All rows of metrics.jsonl.
+        metrics: Metrics of the last evaluation, as {test set: {metric: value}}.
+        rows: All rows of metrics.jsonl, the log of the run. Each is {"step": step, metric: value, ...}.
     """
 
     folder: Path
