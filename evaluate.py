@@ -68,6 +68,8 @@ def evaluate(program: Program[EvaluateConfig]) -> None:
 
     If several checkpoints have the same architecture and test splits, rank 0 also prints the mean and the
     standard deviation of their metrics.
+
+    program: Config of the evaluation, device of this rank, and watchdog.
     """
     config = program.config
     with program.watchdog.paused():  # no time limit here

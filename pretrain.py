@@ -56,9 +56,11 @@ def main() -> None:
 
 
 def train(program: Program[PretrainConfig]) -> int:
-    """Trains until the last step, or until a signal stops the run. All ranks call it.
+    """Trains until the last step, or until a signal such as Ctrl-C stops the run. All ranks call it.
 
     Returns the exit status of this process.
+
+    program: Config of the run, device of this rank, and watchdog.
     """
     config, folder = program.config, Path(program.config.checkpoint_path)
     if config.report:

@@ -58,10 +58,10 @@ class Scalars:
 class ShardBuffers:
     """Memory for only some ranges of a flat buffer (a tensor with the values of all parameters).
 
-    Example: the moments of the weights that this rank updates.
+    Example: the optimizer state (moments) of the weights that this rank updates.
 
-    ranges: Ranges of the flat buffer, rising and disjoint. buffers: One tensor for each range, [length of the
-    range].
+    ranges: Ranges of positions in the flat buffer, rising and disjoint. buffers: One tensor for each range,
+    [length of the range].
     """
 
     def __init__(self, ranges: Sequence[slice], buffers: Sequence[Tensor]):
@@ -436,7 +436,7 @@ class FlatParameters:
 
 
 def _cut_evenly(full: slice, count: int) -> list[slice]:
-    """Splits a range into `count` ranges of equal length, a multiple of 1024 elements.
+    """Splits the range `full` into `count` ranges of equal length, a multiple of 1024 elements.
 
     The last ranges may be shorter or empty.
     """

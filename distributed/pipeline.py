@@ -149,8 +149,8 @@ def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Te
 
     Returns the output. All ranks call it, with equal shapes.
 
-    run: Function that runs the blocks of this rank's stage: run(h, *context). h: Activations, [batch, ...].
-    context: Further arguments of each block, equal on all ranks.
+    ring: Connects the ranks of the pipeline. run: Function that runs the blocks of this rank's stage: run(h,
+    *context). h: Activations, [batch, ...]. context: Further arguments of each block, equal on all ranks.
     """
     if not torch.is_grad_enabled():
         return circulate(ring, h, lambda _, received: run(received, *context), forward=True)
@@ -174,11 +174,12 @@ def keep_stage(level: Any, ranks: Ranks) -> None:
 
 
 def pipe_levels(levels: Iterable[Any], ring: Ring) -> None:
-    """Makes calls of these levels (stacks of blocks) run through the pipeline.
+    """Changes levels (stacks of blocks) so that a call runs through all stages of a pipeline.
 
     This rank must hold only the blocks of its stage (`keep_stage`).
 
-    levels: Objects with `run_blocks`, such as `models.blocks.Level`.
+    levels: Objects with `run_blocks`, such as `models.blocks.Level`, changed in place. ring: Connects the
+    ranks of the pipeline.
     """
     for level in levels:
         level.run_blocks = functools.partial(call, ring, level.run_blocks)

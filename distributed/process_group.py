@@ -53,7 +53,7 @@ def local_world_size() -> int:
 
 
 def num_nodes() -> int:
-    """Returns the number of nodes (machines) that run processes of this launch."""
+    """Returns the number of nodes (machines) that run processes of this program."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 

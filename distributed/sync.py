@@ -247,7 +247,10 @@ class DDPSync(GradientSync):
 
 
 def _sum_bucket(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Communication hook of DDP: sums a bucket over ranks. Without a hook, DDP computes the mean."""
+    """Communication hook of DistributedDataParallel (DDP) that sums a bucket of gradients over ranks.
+
+    Without a hook, DDP computes the mean. group: Ranks that take part. If None, all ranks.
+    """
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 

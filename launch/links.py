@@ -63,9 +63,9 @@ def _address_of(interface: str) -> str:
 
 
 def connect(address: Sequence[Any], timeout_seconds: float) -> str:
-    """Tries to connect to a TCP server. Returns "" if that works, otherwise the reason of the failure.
+    """Tries to connect to a TCP server. Returns "" if that works, otherwise why it failed, as text.
 
-    address: (host, port).
+    address: (host, port). timeout_seconds: Time limit.
     """
     try:
         socket.create_connection(tuple(address), timeout=timeout_seconds).close()

@@ -18,7 +18,10 @@ def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int,
 
 
 def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> dict[str, float]:
-    """Returns the learning rates of training step `step` (from 1), as {"lr": ..., "puzzle_emb_lr": ...}."""
+    """Returns the learning rates of training step `step` (from 1), as {"lr": ..., "puzzle_emb_lr": ...}.
+
+    total_steps: Number of steps of the run. The learning rates fall until this step.
+    """
     shape = {
         "warmup_steps": config.lr_warmup_steps,
         "total_steps": total_steps,

@@ -40,7 +40,7 @@ def orthogonalize(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(lr: float, matrix: Tensor) -> float:
-    """Returns the learning rate for a matrix, so that Muon's update is about as large as Adam's."""
+    """Returns `lr` scaled by the shape of a matrix, so that Muon's update is about as large as Adam's."""
     return lr * (0.2 * math.sqrt(max(matrix.shape)))
 
 

@@ -68,9 +68,10 @@ def _sum_rows(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_of_rank(num_rows: int, index: int, size: int) -> range:
-    """Returns the row numbers of the table that rank `index` of `size` ranks owns: index, index + size, ...
+    """Returns the numbers of the puzzle embeddings that rank `index` of `size` ranks owns.
 
-    The owner stores row i of the table as its row i // size.
+    Example: rank 1 of 4 ranks owns 1, 5, 9, ..., below num_rows. Row i of the table of embeddings is row
+    i // size on its owner.
     """
     return range(index, num_rows, size)
 
@@ -86,11 +87,11 @@ class PuzzleTable:
     average = Average()
 
     def prepare(self, identifiers: Tensor) -> None:
-        """Makes the rows `identifiers` available on this rank for a training step.
+        """Makes the puzzle embeddings `identifiers` available on this rank for a training step.
 
         All ranks call it before the step.
 
-        identifiers: int [n], the row numbers that the step will read, with repeats.
+        identifiers: int [n], the numbers of the embeddings that this rank will read, with repeats.
         """
 
     def reduce(self, *, step: int) -> None:
@@ -122,15 +123,15 @@ class PuzzleTable:
         """
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Makes the rows `identifiers`, int [n], available on this rank for an evaluation.
+        """Makes the puzzle embeddings with the numbers `identifiers` available on this rank.
 
-        All ranks call it.
+        For an evaluation. All ranks call it. identifiers: int [n].
         """
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """If the table is divided among ranks, overwrites it with rank 0's full table. All ranks call it.
+        """If ranks divide the puzzle embeddings, overwrites them with those of rank 0. All ranks call it.
 
-        weights: On rank 0, {name: full weight}, including the table. On other ranks, {}.
+        weights: On rank 0, {name: full weight}, including all embeddings. On other ranks, {}.
         """
 
     def rows(self) -> Tensors:
@@ -191,9 +192,9 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def reduce(self, *, step: int) -> None:
-        """Gathers the gradients of the whole batch from all ranks, and sums them for each row.
+        """Gathers the gradients of the global batch from all ranks, and sums them for each puzzle embedding.
 
-        All ranks call it.
+        All ranks call it. `update_` then reads the sums.
 
         step: Number of the training step, from 1.
         """
@@ -212,10 +213,12 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def merge(self, *, step: int) -> None:
-        """Sets each row that ranks have changed to the mean of its values on these ranks. All ranks call it.
+        """Makes the puzzle embeddings equal on all ranks. All ranks call it.
 
-        For local_steps > 1: ranks train separately between two calls. step: First training step after the
-        last call.
+        If ranks have changed an embedding since the last call, it becomes the mean of its values on these
+        ranks. For local_steps > 1: ranks train separately between two calls.
+
+        step: Number of the first training step after the last call.
         """
         weights, moved = self.embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
@@ -236,12 +239,12 @@ class Replicated(_Table):
         return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
     def all_gather_owned(self, owned: Tensor) -> Tensor:
-        """Returns the values of all rows of the table, [num_rows, ...]. All ranks call it.
+        """Gathers a value for each puzzle embedding from all ranks: [num_rows, ...]. All ranks call it.
 
-        With `size` ranks, rank r owns the rows r, r + size, r + 2 size, ... Sends one broadcast for each
-        rank, because this needs little extra memory.
+        With `size` ranks, rank r owns the embeddings r, r + size, r + 2 size, ... Sends one broadcast for
+        each rank, because this needs little extra memory.
 
-        owned: Values of the rows that this rank owns, such as their averages.
+        owned: Values of the embeddings that this rank owns, such as their averages.
         """
         if not has_group():
             return owned
@@ -273,9 +276,9 @@ class RowsByOwner(_Table):
 
     @torch.no_grad()
     def reduce(self, *, step: int) -> None:
-        """Sends the gradients of the rows that this rank fetched to their owners, which add them up.
+        """Sends the gradients of puzzle embeddings to the ranks that own the embeddings, and sums them there.
 
-        All ranks call it. step: Number of the training step, from 1.
+        All ranks call it. `update_` then reads the sums. step: Number of the training step, from 1.
         """
         self._step = step
         identifiers, rows = self.embedding.pop_gradients()
@@ -284,9 +287,11 @@ class RowsByOwner(_Table):
         self._gradients = _sum_rows(self._plan.local_rows, self._plan.send(sums))
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Fetches the rows `identifiers`, int [n], for an evaluation on this rank. All ranks call it.
+        """Gets the puzzle embeddings with the numbers `identifiers` from their owners. All ranks call it.
 
-        Uses several messages, so that it needs little more memory than the rows.
+        The model on this rank then reads them in an evaluation. Several messages keep the extra memory small.
+
+        identifiers: int [n].
         """
         distinct, weights = torch.unique(identifiers.long()), self.embedding.weights
         rows = weights.new_empty(len(distinct), weights.shape[1])
@@ -351,11 +356,12 @@ class RowAverage(Average):
 
     @torch.no_grad()
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Updates the averages of some rows to the state after training step `step` - 1.
+        """Updates the averages of some puzzle embeddings to their values after training step `step` - 1.
 
-        Call it before step `step` (from 1) changes the rows. A second call for the same step changes nothing.
+        Call it before step `step` (from 1) changes the embeddings. A second call for the same step changes
+        nothing.
 
-        identifiers: int64 [n], row numbers in the full table, with repeats. Rows that other ranks average are
+        identifiers: int64 [n], numbers of the embeddings, with repeats. Those that other ranks average are
         ignored.
         """
         if not self._owned:
@@ -429,9 +435,9 @@ def build_table(
 
 
 def num_local_rows(config: PretrainConfig, num_rows: int, ranks: Ranks) -> int:
-    """Returns how many of the table's `num_rows` rows this rank must hold.
+    """Returns how many of the `num_rows` puzzle embeddings this rank must hold.
 
-    These are all rows, or only the rows that it owns if the table is divided among ranks.
+    With puzzle_emb_sharding=rows and several ranks, each rank holds only a part. Otherwise, it holds all.
     """
     return len(rows_of_rank(num_rows, ranks.index, ranks.size)) if _is_sharded(config, ranks) else num_rows
 

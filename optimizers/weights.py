@@ -148,7 +148,7 @@ class Weights:
     def moments(self) -> Tensors:
         """Returns the optimizer state of the weights that this rank updates, for a checkpoint.
 
-        The names are <moment>.<weight>, such as "first_moment.lm_head.weight".
+        The result is {"<moment>.<weight>": tensor or shard}. Example: "first_moment.lm_head.weight".
         """
         moments: Tensors = {}
         for group in self.groups:

@@ -97,7 +97,7 @@ class Thoughts:
     names: Sequence[str]
 
     def html(self) -> str:
-        """Returns HTML with a caption and a row of grids (SVG) for each puzzle."""
+        """Returns HTML: for each puzzle a caption, and an SVG picture of its grids side by side."""
         drawn = []
         for index, name in enumerate(self.names):
             grids, regions = self._grids(index)

@@ -43,11 +43,11 @@ class TrainState:
         table: Puzzle embeddings and their optimizer.
         average: Moving average (EMA) of the dense weights.
         strategy: When and how ranks synchronize gradients or weights.
-        carry: Puzzle and latent state of each slot of this rank, between steps.
+        carry: Puzzle and latent state of each slot of this rank. The next step continues with them.
         slots: Range of the slots of this rank.
         num_slots: Number of slots of the global batch.
         mesh: Process groups of this rank.
-        metrics: Sums of metrics since the last logged row.
+        metrics: Sums of metrics over the steps since metrics were last logged.
         step: Number of training steps done.
     """
 

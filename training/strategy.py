@@ -89,6 +89,8 @@ class Strategy:
 
         Only the last micro-batch may send gradients. With pipeline or tensor parallelism, none does, because
         a pipeline adds to the gradients of a block several times. `reduce_gradients` then sends them.
+
+        is_last: Whether it is the last micro-batch of the training step.
         """
         if len(self._syncs) == 1:
             return self._syncs[0].micro_batch(is_last=is_last)
@@ -123,9 +125,10 @@ class Strategy:
         raise NotImplementedError
 
     def reset_to_weights(self) -> None:
-        """Prepares for weights that were loaded from a checkpoint. Call it after the load, on all ranks.
+        """Call it on all ranks after weights were loaded from a checkpoint.
 
-        `LocalSteps` stores these weights, to compute at the next merge how much they have changed.
+        With local_steps > 1, ranks train separately and merge their weights every few steps. A copy of the
+        loaded weights is stored, to compute at the next merge how much they have changed.
         """
 
     def moments(self) -> Tensors:
@@ -136,9 +139,10 @@ class Strategy:
         return self._weights.moments()
 
     def tensors(self) -> Tensors:
-        """Returns tensors of the strategy that a checkpoint must contain.
+        """Returns further tensors that a checkpoint must contain, by name.
 
-        With `LocalSteps`, these are {name of a weight: momentum of the merges}. Otherwise {}.
+        If ranks merge their weights every few steps (`LocalSteps`) with a momentum, these are {name of a
+        weight: momentum}. Otherwise {}.
         """
         return {}
 
@@ -248,7 +252,11 @@ class LocalSteps(Strategy):
 def build_strategy(
     config: PretrainConfig, model: nn.Module, weights: Weights, table: PuzzleTable, *, total_steps: int | None
 ) -> Strategy:
-    """Returns `EveryStep` or `LocalSteps`, as the config key `local_steps` selects. All ranks call it."""
+    """Returns `EveryStep` if the config key `local_steps` is 1, otherwise `LocalSteps`. All ranks call it.
+
+    weights: Weights of `model` on this rank, except puzzle embeddings. table: Puzzle embeddings. total_steps:
+    Number of steps of the run. If None, it is unknown.
+    """
     options = {key: getattr(config, key) for key in ("sync", "bucket_size_mb", "sync_dtype")}
     syncs = [build_gradient_sync(model, flat, **options) for flat in weights.flats]
     if config.local_steps == 1:
@@ -274,6 +282,7 @@ def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> ran
 def next_sync(step: int, *, local_steps: int, total_steps: int) -> int:
     """Returns the first step, at or after `step`, after which ranks merge their weights.
 
-    They merge every `local_steps` steps, and after the last step of the run.
+    They merge every `local_steps` steps, and after step `total_steps`. Example: 8 for step 5 and local_steps
+    4.
     """
     return min(-(-step // local_steps) * local_steps, total_steps)

@@ -42,7 +42,8 @@ _EVALUATED = ("eval/", "eval_raw/", "test/", "validation/")
 class WandbRun:
     """Logger that sends the metrics of a run to Weights & Biases (W&B).
 
-    If the W&B client fails, nothing more is sent. The next launch of the run then sends the missing metrics.
+    If the W&B client fails, nothing more is sent. When the run is started again, the missing metrics are
+    sent.
     """
 
     name = "wandb"
