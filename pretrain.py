@@ -124,11 +124,11 @@ def run_steps(
     *,
     is_logged: bool,
 ) -> bool:
-    """Runs the training steps. Between steps, logs metrics, evaluates and saves checkpoints. All ranks call
-    it.
+    """Runs the training steps. All ranks call it.
 
-    With local_steps > 1, each rank trains by itself, and the ranks merge their weights every `local_steps`
-    steps. Work that falls due between two merges is then done after the next merge.
+    Between steps, logs metrics, evaluates and saves checkpoints, as the schedule decides. If local_steps is
+    above 1, each rank trains by itself, and the ranks merge their weights every `local_steps` steps. Work
+    that falls due between two merges is then done after the next merge.
 
     program: Config, device and watchdog. state: State of the run, changed in place. data: Training and test
     data. checkpoints: Saves the checkpoints. is_logged: Whether the metrics of step `state.step` are already

@@ -58,10 +58,10 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """Returns the newest checkpoint folder in a run folder that contains manifest.json. None if there is
-    none.
+    """Returns the newest checkpoint folder in a run folder. None if there is none.
 
-    Its files may be damaged, because they are not compared with the manifest.
+    Only folders that contain manifest.json count. Their files are not compared with it, so the checkpoint may
+    be damaged.
     """
     complete = [path for path in checkpoints_in(run_folder) if (path / MANIFEST_FILE).is_file()]
     return complete[-1] if complete else None

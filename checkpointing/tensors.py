@@ -160,18 +160,18 @@ class _Stored(NamedTuple):
         return self.file.get_tensor(self.key)
 
     def alone(self) -> "_Stored":
-        """Returns this stored row of a tensor [ranks, ...] as a full tensor of its own. Does not read it.
+        """Describes this stored row of a tensor [ranks, ...] as a separate full tensor.
 
-        Only for a tensor of which each rank saved its own row (`is_by_rank`).
+        Only for a tensor of which each rank saved its own row (`is_by_rank`). Does not read the values.
         """
         return self._replace(spans=None, shape=self.shape[1:], is_by_rank=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0, casts: bool = False) -> None:
-        """Copies stored elements into the same positions of `target`, a tensor or shard of the same full
-        shape.
+        """Copies stored elements into the same positions of `target`. Other elements do not change.
 
-        Elements at other positions do not change. Raises ValueError if the full shape or the dtype differs.
+        Raises ValueError if the shape of the full tensor or the dtype differs.
 
+        target: Full tensor, or the shard that this rank holds.
         weight: Fraction of the stored value in the result: target += weight * (stored - target).
         casts: Whether the stored floating-point dtype may differ from that of `target`.
         """

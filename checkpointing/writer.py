@@ -234,9 +234,9 @@ def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str,
 def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
     """Writes full tensors to <section>.safetensors, and shards to <section>_<rank>_of_<ranks>.safetensors.
 
-    Returns the paths of the written files. Without full tensors or without shards, that file is not written.
-    Only one rank may pass full tensors. The metadata of a file of shards contain, for each shard, the
-    positions of its elements in the full tensor.
+    Returns the paths of the written files. If there are no full tensors, or no shards, their file is not
+    written. Only one rank may pass full tensors. The metadata of a file of shards contain, for each shard,
+    the positions of its elements in the full tensor.
 
     tensors: {name: full tensor or shard}. section: Name of this set of tensors, such as "optimizer".
     """

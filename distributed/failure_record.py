@@ -10,7 +10,7 @@ from runtime.writing import write_json
 
 
 class FailureRecord:
-    """A file that shows the next start of a run whether and when the run failed. Only rank 0 uses it.
+    """A file that records whether and when a run failed. Only rank 0 uses it.
 
     The file exists while training steps run. A normal end removes it. After an error or a kill, it remains,
     with the last time at which all ranks were alive. If the file cannot be written, the run continues.

@@ -88,16 +88,16 @@ class FlatParameters:
     order. Parameters without weight decay come last, and start at a multiple of 1024 elements. Every
     parameter starts at a multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
 
-    With ZeRO-1 (arXiv 1910.02054), the ranks of the sharding group split the update. Each rank updates its
-    shard of the buffer, then an all-gather distributes the new weights. In mixed precision (arXiv
-    1710.03740), the forward pass reads the parameters of `sharded` in `compute_dtype`. Of these parameters, a
-    rank has float32 master weights only for its shard. All other parameters stay float32, and every rank
-    updates all of them. Without mixed precision, all parameters are sharded.
+    With ZeRO-1 (arXiv 1910.02054), a group of ranks (sharding group) divides the optimizer's work. Each rank
+    updates its shard of the buffer, then an all-gather sends the new weights to the others. In mixed
+    precision (arXiv 1710.03740), the forward pass reads the parameters of `sharded` in `compute_dtype`. Of
+    these parameters, a rank has float32 master weights only for its shard. All other parameters stay float32,
+    and every rank updates all of them. Without mixed precision, all parameters are sharded.
 
     Attributes:
         parameters: {name: parameter}, in the order of the buffers.
         weights: [size], the memory of the sharded parameters.
-        shard: Range of the buffers that this rank updates.
+        shard: Range of positions in the flat tensors that this rank updates.
         master_weights: Values that this rank updates. Without mixed precision, a view of `weights`.
         gradients: [size], the memory of every `grad`, initially 0. [0] if the parameters need no gradient.
         message: The memory of `gradients`, followed by that of `scalars`.
@@ -313,11 +313,11 @@ class FlatParameters:
     def around(self, shard: slice) -> list[slice]:
         """Returns the ranges of the flat buffer (tensor of all parameters) that a rank updates.
 
-        These are `shard` and the parameters that every rank updates. The ranges are rising and disjoint.
-        Those of such parameters are extended to multiples of 1024, because the rounding of kernels depends on
-        the position within a range.
+        These are `shard`, and the ranges of the parameters that every rank updates. The latter are extended
+        to multiples of 1024, because the rounding of kernels depends on the position within a range. The
+        result is rising and disjoint.
 
-        shard: Range of positions in the flat buffer. A rank updates it alone.
+        shard: Range of positions that only this rank updates.
         """
         rest, unit = self.ranges(self.parameters.keys() - self._sharded), _SHARD_ALIGNMENT
         rest = [
@@ -375,7 +375,7 @@ class FlatParameters:
     def all_gather_views(self, shard_buffers: ShardBuffers, shards: Sequence[slice]) -> dict[str, Tensor]:
         """Gathers values, such as averaged weights, of which each rank holds a part. All ranks call it.
 
-        Returns {name of a parameter: full tensor}, in the dtype of the forward pass.
+        Returns {name of a parameter: full tensor in the dtype of the parameter}.
 
         shard_buffers: Values of this rank, in the ranges `around(shards[rank])`. shards: For each rank, the
         range of the flat buffer (tensor of all parameters) whose values it sends.
@@ -388,11 +388,10 @@ class FlatParameters:
         return self.views(full) | rest
 
     def _cut(self) -> list[slice]:
-        """Divides the flat buffer (tensor of all parameters) among the ranks that divide the optimizer's
-        work.
+        """Divides the flat buffer (tensor of all parameters) among the ranks of `shard_group`.
 
-        Returns one range for each rank of `shard_group`, of about equal length. No range splits a matrix in
-        `unsplit`.
+        They divide the optimizer's work. Returns one range for each rank, of about equal length. No range
+        splits a matrix in `unsplit`.
         """
         if not self.unsplit or self.shard_group.size == 1:
             return _cut_evenly(slice(0, self.size), self.shard_group.size)

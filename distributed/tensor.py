@@ -57,11 +57,11 @@ class Cut(NamedTuple):
     shape: tuple[int, ...]
 
     def take(self, full: Tensor) -> Tensor:
-        """Returns a copy of this rank's part of a weight, or of a tensor in its shape such as its gradient.
+        """Returns a copy of this rank's part of the tensor `full`, with the same number of axes.
 
         Example: of a weight [6, 4] with outer=1, middle=6, begin=0 and end=3, the part is full[0:3], [3, 4].
 
-        full: Tensor in the shape of the full weight.
+        full: The full weight, or a tensor in its shape such as its gradient.
         """
         shape, axis = list(self.shape), int(self.outer == self.shape[0])
         shape[axis] = shape[axis] * (self.end - self.begin) // self.middle

@@ -282,10 +282,9 @@ class Watchdog:
         return any(heard.is_paused for number, (heard, _) in self._heard.copy().items() if number != rank())
 
     def _find_reason_to_end(self) -> str:
-        """Returns why all ranks must end, such as "no heartbeat from rank 3 for 600 s (...)". "" if none
-        must.
+        """Returns why all ranks must end, as text. "" if they need not end.
 
-        The text has no full stop at its end.
+        Example: "no heartbeat from rank 3 for 600 s (step_timeout_seconds)", without a full stop.
         """
         limit, limit_text = self._limit(self._step, self._pauses > 0)
         waited = 0.0 if self._waiting_since is None else self._now - self._waiting_since

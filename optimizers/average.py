@@ -153,10 +153,10 @@ def build_average(
 
 
 def warn_of_long_average(rate: float, *, num_steps: int, corrects_bias: bool) -> None:
-    """Warns on rank 0 if a run of `num_steps` steps is too short for a moving average with this rate.
+    """Warns on rank 0 if a run is too short for a moving average with this rate.
 
-    Example: rate=0.999 averages over about 1000 steps. corrects_bias: Whether the initial weights have
-    coefficient 0 in the average.
+    Example: rate=0.999 averages over about 1000 steps. num_steps: Last step of this process. corrects_bias:
+    Whether the initial weights have coefficient 0 in the average.
     """
     if num_steps * (1 - rate) >= _FEW or not is_main():
         return

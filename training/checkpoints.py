@@ -142,7 +142,7 @@ class CheckpointManager:
         self.last_save_failed = False
 
     def save(self, state: TrainState) -> None:
-        """Saves the state of all ranks as step_<N>. All ranks call it.
+        """Saves the state of all ranks as a checkpoint, the folder step_<N>. All ranks call it.
 
         Returns when the tensors are copied to host memory. With checkpoint_async=false, it returns when this
         rank has written its files. Does nothing if the last save was of the same step, even if it failed, or

@@ -66,8 +66,8 @@ class RunData:
     def trained_on(self, step: int) -> Trained:
         """Returns hashes of the examples that may have been used in the first `step` training steps.
 
-        These are all training examples of the data. With a curriculum, they are those of the stages (parts of
-        the training with their own data) that have begun. Only rank 0 may call it.
+        These are all training examples of the stages that have begun. A stage is a part of the training with
+        its own data. Without a curriculum, there is only one. Only rank 0 may call it.
         """
         begun = {folder for stage, steps in self.plan.num_steps(step) if steps for folder in stage.folders}
         return Trained.of([self.hashes[folder] for folder in sorted(begun & self.hashes.keys())])

@@ -55,7 +55,7 @@ def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> "Though
 
 
 def shown_steps(num_steps: int) -> list[int]:
-    """Selects at most five thinking steps to draw, from 1 to `num_steps`. A step is one call of the model.
+    """Selects at most five thinking steps (calls of the model) to draw, from 1 to `num_steps`.
 
     Examples: [1, 2, 3] for 3 steps, and [1, 2, 4, 8, 16] for 16 steps.
     """

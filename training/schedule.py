@@ -41,8 +41,7 @@ class Schedule:
         return self._plan.epochs(step)
 
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
-        """Returns the settings of the model's thinking for training step `step`, such as the number of
-        cycles.
+        """Returns the settings of the model's thinking for training step `step`.
 
         They are a copy of `usual`. The curriculum may change the number of cycles. The field `progress`
         becomes the fraction of the training that is done.

@@ -79,7 +79,8 @@ class Strategy:
     def start_step(self) -> None:
         """Zeroes the gradients at the start of a training step.
 
-        After this call, the step may add scalars such as the loss (`Weights.scalars.add`).
+        After this call, the step may add numbers to send with the gradients, such as the loss
+        (`Weights.scalars.add`).
         """
         for sync in self._syncs:
             sync.zero()

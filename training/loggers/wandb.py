@@ -157,7 +157,7 @@ class WandbRun:
     def _record_best(self, metrics: dict[str, Any]) -> None:
         """Updates the best values so far of the evaluation metrics in W&B's summary of the run.
 
-        The best values also include earlier launches of the run. W&B itself does not consider them.
+        They also include the values from before the run was resumed. W&B itself does not consider these.
         """
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
