@@ -214,6 +214,6 @@ class Monitor:
         state.metrics.reset()
 
     def _send_checkpoints(self) -> None:
-        """Passes the folders of checkpoints that were completed since the last call to the loggers."""
+        """Passes the folders of newly completed checkpoints to the loggers, each only once."""
         for folder in self._checkpoints.pop_saved():
             self._loggers.log_checkpoint(folder)

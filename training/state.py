@@ -119,7 +119,7 @@ class TrainState:
     def _mark_copies(self, tensors: Tensors) -> Tensors:
         """Marks shards that tensor-parallel rank 0 also holds (`Shard.is_copy`), so that only it saves them.
 
-        Returns a new dict. tensors: {name: full tensor or shard} of this rank.
+        Returns {name: tensor or shard} with the marks. tensors: {name: full tensor or shard} of this rank.
         """
         if self.mesh.tensor.index == 0:
             return tensors
