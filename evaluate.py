@@ -69,6 +69,8 @@ def evaluate(program: Program[EvaluateConfig]) -> None:
 
     If several checkpoints have the same architecture and test splits, rank 0 also prints the mean and the
     standard deviation of their metrics.
+
+    program: Config of the evaluation, device of this rank, and watchdog.
     """
     config = program.config
     with program.watchdog.paused():  # no time limit here
@@ -109,7 +111,8 @@ def evaluate_checkpoint(
 
     Returns {test set: {metric: value}} on rank 0, {} on other ranks.
 
-    number_format: Dtype in which the model computes, with the reason for it. All ranks must pass the same.
+    number_format: Dtype in which the model computes, with the reason for it. Equal on all ranks. device:
+    Device of this rank.
     """
     # Data. Only rank 0 reads every token, to check the dataset.
     folders, leaks, trained = _folders(checkpoint, config), Leaks(config.leaks), None
@@ -197,7 +200,8 @@ def folder_for(checkpoint: Checkpoint, config: EvaluateConfig) -> Path:
     """Returns the folder for the results of a checkpoint.
 
     If output_dir is None, it is in the run folder, for example <run folder>/evaluation/step_120. The name
-    also depends on the data and on options that change results.
+    also depends on the data and on options that change results. Otherwise, it is output_dir. If the config
+    has several checkpoints, it is a folder such as <output_dir>/demo_step_120.
     """
     if config.output_dir is None:
         return checkpoint.run_folder / "evaluation" / name_of(_measured(checkpoint, config), checkpoint)

@@ -45,7 +45,7 @@ from training.step import train_step
 
 
 def main() -> None:
-    """Runs this process as one rank of a run. `launch` reads the command line and connects the ranks."""
+    """Trains with the config on the command line. Every process of a run calls it, as one rank."""
     with launch(PretrainConfig, compose_run) as program:
         # The two contexts below turn a lack of memory, or a damaged cache of the compiler, into a message of
         # one line. If a GPU lacks memory, `memory_errors` also writes a snapshot of its memory to `folder`.
@@ -57,9 +57,11 @@ def main() -> None:
 
 
 def train(program: Program[PretrainConfig]) -> int:
-    """Trains until the last step, or until a signal stops the run. All ranks call it.
+    """Trains until the last step, or until a signal such as Ctrl-C stops the run. All ranks call it.
 
     Returns the exit status of this process.
+
+    program: Config of the run, device of this rank, and watchdog.
     """
     config, folder = program.config, Path(program.config.checkpoint_path)
     if config.report:
@@ -124,14 +126,17 @@ def run_steps(
     *,
     is_logged: bool,
 ) -> bool:
-    """Runs the training steps, and between steps the work that is due. All ranks call it.
+    """Runs the training steps. All ranks call it.
 
-    With local_steps > 1, each rank trains by itself, and the ranks merge their weights every `local_steps`
-    steps. Log rows, evaluations and checkpoints that are due between two merges wait for the next merge.
+    Between steps, logs metrics, evaluates and saves checkpoints, as the schedule decides. If local_steps is
+    above 1, each rank trains by itself, and the ranks merge their weights every `local_steps` steps. Log
+    rows, evaluations and checkpoints that are due between two merges wait for the next merge.
 
-    is_logged: Whether metrics.jsonl has a row for `state.step`, or the step is 0.
+    program: Config, device and watchdog. state: State of the run, changed in place. data: Training and test
+    data. checkpoints: Saves the checkpoints. is_logged: Whether the metrics of step `state.step` are already
+    in metrics.jsonl. Also True at step 0.
 
-    Returns whether a signal stopped the run.
+    Returns whether a signal such as Ctrl-C stopped the run.
     """
     config, schedule, folder = program.config, data.schedule, Path(program.config.checkpoint_path)
     # - batches: Iterator over the batches of this rank, from the step after `state.step`.
@@ -245,8 +250,8 @@ class Trained(NamedTuple):
 
     Attributes:
         folder: Run folder.
-        metrics: Metrics of the last evaluation, as {set: {metric: value}}.
-        rows: All rows of metrics.jsonl.
+        metrics: Metrics of the last evaluation, as {test set: {metric: value}}.
+        rows: All rows of metrics.jsonl, the log of the run. Each is {"step": step, metric: value, ...}.
     """
 
     folder: Path

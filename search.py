@@ -50,8 +50,8 @@ def search(config: SearchConfig, space: Space, run: PretrainConfig) -> None:
 
     A training with certain values is called a trial. If no trial is complete, exits with status 1.
 
-    space: Searched config keys with their possible values.
-    run: Config of the trainings. The search replaces the values of the searched keys.
+    config: Options of the search, such as the number of trials. space: Searched config keys with their
+    possible values. run: Config of the trainings. The search replaces the values of the searched keys.
     """
     launch_command(config, slot=0)
     folder = open_folder(config)
@@ -70,6 +70,8 @@ def introduce(study: Study, config: SearchConfig) -> None:
     """Prints the folder of the search, the number of trials (trainings), and the metric that compares them.
 
     Also prints which interrupted trials continue. Warns if the metric is measured on test puzzles.
+
+    study: The search with its trials. config: Options of the search.
     """
     selection = study.selection
     best = "lowest" if selection.lowest_is_best else "highest"
@@ -89,12 +91,12 @@ def introduce(study: Study, config: SearchConfig) -> None:
 
 
 def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
-    """Prints how many trials (trainings) are complete, pruned and failed.
+    """Prints how many trials (trainings) are complete, pruned (ended early) and failed.
 
-    Writes the best values to best.yaml. For a grid search, writes tables instead of best.yaml. If no trial is
-    complete and no signal stopped the search, exits with status 1.
+    Writes the best values to best.yaml, or for a grid search tables of all trials. If no trial is complete
+    and no signal stopped the search, exits with status 1.
 
-    is_stopped: Whether a signal stopped the search.
+    study: The search with its trials. is_stopped: Whether a signal stopped the search.
     """
     folder, best = folder_of(config), study.best()
     outcome, hint = ("stopped", " To continue, run the same command.") if is_stopped else ("done", "")
@@ -117,11 +119,11 @@ def conclude(study: Study, config: SearchConfig, *, is_stopped: bool) -> None:
 
 
 def write_grid(study: Study, folder: Path) -> None:
-    """Writes tables (.md, .tex, .csv) and a web page that compare all complete trainings of a grid search.
+    """Writes tables that compare all complete trainings of a grid search: table.md, table.tex and table.csv.
 
-    Also prints the table.
+    If there are at least two, also writes a web page, comparison.html. Prints the table.
 
-    folder: Folder of the search. It contains the trainings.
+    folder: Folder of the search. It contains the run folders, and gets the new files.
     """
     runs = [folder / f"trial_{trial.number}" for trial in study.trials if trial.state == TrialState.COMPLETE]
     runs = [run for trial_folder in runs for run in (sorted(trial_folder.glob("seed_*")) or [trial_folder])]

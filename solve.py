@@ -51,10 +51,10 @@ def main() -> None:
 
 
 def print_answer(config: SolveConfig) -> None:
-    """Solves the puzzle of the config. Prints the answer, and the answers after all earlier model calls.
+    """Solves the puzzle in the config key `puzzle`. Prints the model's answer after each thinking step.
 
-    If `picture` is set, also writes an animated picture. Raises ValueError with one line if a key or the
-    puzzle is invalid.
+    A thinking step is one call of the model. If the key `picture` is set, also writes an animated picture.
+    Raises ValueError with one line if a key or the puzzle is invalid.
     """
     if world_size() > 1:
         raise ValueError("solve.py is one process. Start it with python, not with torchrun.")
@@ -89,8 +89,8 @@ def load(
 
     Args:
         checkpoint: Run folder, checkpoint folder, file, or hf://OWNER/NAME.
-        data_path: Folder of the dataset that the model was trained on, or several. If None, the folders that
-            the checkpoint names.
+        data_path: Folder of the dataset that the model was trained on, or a list of folders. If None, the
+            paths that are stored in the checkpoint.
         raw: Whether to use the weights themselves instead of their moving average (EMA).
         device: "auto", "cpu", "cuda" or "mps".
         forward_dtype: Dtype of the computation, such as "float32". If None, the dtype of the training, or
@@ -164,9 +164,9 @@ class Solver:
         return self.answer(config_with(SolveConfig, **keys))
 
     def answer(self, config: SolveConfig) -> Answer:
-        """Solves the puzzle of a config of solve.py.
+        """Solves the puzzle in the key `puzzle` of a config of solve.py, with the model of this object.
 
-        Ignores the keys that select the checkpoint and the device.
+        Ignores the keys that select another checkpoint or device.
         """
         puzzle = self.questions.read(config)
         metadata = self.questions.metadata_for(puzzle)
@@ -183,7 +183,10 @@ class Solver:
         )
 
     def _model_for(self, metadata: Metadata) -> HaltingModel:
-        """Returns the model for puzzles of these sizes, in evaluation mode. Loads it once for each size."""
+        """Returns the model for puzzles of the sizes in `metadata`, such as seq_len. In evaluation mode.
+
+        The model is loaded once for each combination of sizes.
+        """
         if metadata not in self._models:
             options = {"raw": self.raw, "forward_dtype": self.forward_dtype}
             model = load_trained_model(self.checkpoint, metadata, **options)

@@ -43,7 +43,10 @@ _MOST_NAMED = 5  # runs or checkpoints in a message
 
 
 def step_of(path: Path) -> int | None:
-    """Returns N if a path is named step_<N>, or step_<N>.pt as in URM's public code. Otherwise None."""
+    """Returns N if a path is named step_<N> or step_<N>.pt, otherwise None.
+
+    step_<N> is a checkpoint folder, and step_<N>.pt a weight file that the code of URM's authors has saved.
+    """
     match = re.fullmatch(r"step_(\d+)(?:\.pt)?", path.absolute().name)
     return int(match[1]) if match else None
 
@@ -55,7 +58,11 @@ def checkpoints_in(run_folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(run_folder: Path) -> Path | None:
-    """Returns the newest checkpoint of a run that has a manifest, unverified. None if there is none."""
+    """Returns the newest checkpoint folder in a run folder. None if there is none.
+
+    Only folders that contain manifest.json count. Their files are not compared with it, so the checkpoint may
+    be damaged.
+    """
     complete = [path for path in checkpoints_in(run_folder) if (path / MANIFEST_FILE).is_file()]
     return complete[-1] if complete else None
 
@@ -82,7 +89,10 @@ def best_checkpoint(run_folder: Path) -> tuple[Path, str]:
 
 
 def explain_missing(path: Path) -> str:
-    """Returns a message for a missing checkpoint or run folder. It names similar ones that exist."""
+    """Returns an error message for a missing checkpoint or run folder. It names similar ones that exist.
+
+    Example: "checkpoints/demo/step_7 does not exist. checkpoints/demo has step_10, step_5."
+    """
     if step_of(path) is not None and (steps := checkpoints_in(path.parent)):
         names = ", ".join(step.name for step in steps[::-1][:_MOST_NAMED])
         return f"{path} does not exist. {path.parent} has {names}."
@@ -122,9 +132,12 @@ def choose_checkpoint(run_folder: Path, config: PretrainConfig) -> Path | None:
 
 
 def _choose_from(path: Path, run_folder: Path, newest: Path | None) -> Path:
-    """Returns the checkpoint to load if the config key `resume` is a path.
+    """Returns the folder of the checkpoint to load if the config key `resume` is a path.
 
-    path: A checkpoint, or the folder of another run. It is used only if this run has no checkpoint.
+    If this run has a checkpoint, it is `newest`. Otherwise, it is the checkpoint at the path, after its files
+    were verified. Raises ValueError if there is none, or if the path is an older checkpoint of this run.
+
+    path: A checkpoint, or a run folder. In a run folder, the newest intact checkpoint is used.
     run_folder: Folder of this run.
     newest: The newest intact checkpoint of this run. None if it has none.
     """

@@ -19,9 +19,10 @@ _STATE_DICTS = ("model_state_dict", "state_dict")  # keys of the weights, if the
 
 
 def translate_weights(content: Any, arch: Architecture) -> dict[str, Tensor]:
-    """Returns the weights in a file of a model's public code as {name in our model: tensor}.
+    """Renames the weights in a file that the code of a model's authors has saved.
 
-    Raises ValueError if the content is not a state dict, or if two tensors get the same name.
+    Returns {name in our model: tensor}. Raises ValueError if the content is not a state dict, or if two
+    tensors get the same name.
 
     content: Content of the file, as `torch.load` returns it.
     arch: Architecture of our model for these weights.

@@ -33,14 +33,15 @@ SHARDS = "shards"  # key of the metadata, with JSON: {name: [spans, shape of the
 
 
 def shard_file(section: str, rank: int, size: int) -> str:
-    """Returns the name of the file with the shards of rank `rank` of `size` ranks."""
+    """Returns the name of a file of shards: "optimizer_3_of_8.safetensors" for rank 3 of 8 ranks."""
     return f"{section}_{rank}_of_{size}.safetensors"
 
 
 def find_files(folder: Path, section: str) -> list[Path]:
-    """Returns the paths of all files of a section of a checkpoint. [] if the section does not exist.
+    """Returns the paths of all files of a section (named set of tensors) of a checkpoint.
 
-    Raises ValueError if ranks saved shards, and the file of a rank is missing.
+    Returns [] if the section does not exist. Raises ValueError if ranks saved shards, and the file of one of
+    these ranks is missing.
     """
     pattern = re.compile(rf"{re.escape(section)}_(\d+)_of_(\d+)\.safetensors")
     found = [match for path in folder.iterdir() if (match := pattern.fullmatch(path.name)) and path.is_file()]
@@ -67,15 +68,15 @@ def load_into_(
     remote_names: tuple[str, ...] = (),
     casts: Collection[str] = (),
 ) -> bool:
-    """Overwrites this rank's tensors and shards with a section of a checkpoint.
+    """Overwrites this rank's tensors and shards with a section (named set of tensors) of a checkpoint.
 
-    The number of ranks may differ from that of the save. If each rank saved a separate tensor of the same
-    name (`Shard.is_by_rank`), and the number of ranks has changed, every rank loads the mean of these
-    tensors. Does not read tensors of which this rank holds no element.
+    Another number of ranks may have saved the checkpoint. If each of them saved its own tensor of a name
+    (`Shard.is_by_rank`), and the number has changed, every rank loads the mean of these tensors.
 
-    targets: {name: full tensor or shard} on this rank, changed in place.
+    targets: {name: full tensor or shard} on this rank, changed in place. If empty, nothing is read.
     is_optional: Whether the section may be missing. The targets then do not change.
-    remote_names: Suffixes of names that `targets` may lack, because only other ranks hold these tensors.
+    remote_names: Stored tensors whose names end with one of these may be missing in `targets`, because only
+        other ranks hold them.
     casts: Names of tensors that may be stored in another floating-point dtype.
 
     Returns False if an optional section is missing, otherwise True. Raises ValueError if names, shapes or
@@ -106,7 +107,9 @@ def load_into_(
 
 
 def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
-    """Returns {name: full tensor} of a section of a checkpoint. Joins the shards of all ranks that saved it.
+    """Returns {name: full tensor} of a section (named set of tensors) of a checkpoint.
+
+    Joins the shards of all ranks that saved it.
 
     Raises ValueError if files are missing, and OSError or SafetensorError if a file cannot be read.
     """
@@ -124,7 +127,8 @@ def load_joined(folder: Path, section: str) -> dict[str, Tensor]:
 def _does_not_fit(folder: Path, key: str, *, stored: object, current: object) -> ValueError:
     """Returns the error for a tensor that has another shape or dtype in a checkpoint than in this run.
 
-    stored, current: Shape or dtype in the checkpoint and in this run. None if the tensor is missing there.
+    key: Name of the tensor. stored: Its shape or dtype in the checkpoint. None if the checkpoint lacks it.
+    current: The same for this run.
     """
     stored, current = ("missing" if value is None else value for value in (stored, current))
     return ValueError(
@@ -156,12 +160,18 @@ class _Stored(NamedTuple):
         return self.file.get_tensor(self.key)
 
     def alone(self) -> "_Stored":
-        """Returns the row that one rank saved as a full tensor. Only for `is_by_rank`."""
+        """Describes this stored row of a tensor [ranks, ...] as a separate full tensor.
+
+        Only for a tensor of which each rank saved its own row (`is_by_rank`). Does not read the values.
+        """
         return self._replace(spans=None, shape=self.shape[1:], is_by_rank=False)
 
     def copy_into_(self, target: Tensor | Shard, *, weight: float = 1.0, casts: bool = False) -> None:
-        """Copies the stored elements that `target` also holds into `target`. Other elements do not change.
+        """Copies stored elements into the same positions of `target`. Other elements do not change.
 
+        Raises ValueError if the shape of the full tensor or the dtype differs.
+
+        target: Full tensor, or the shard that this rank holds.
         weight: Fraction of the stored value in the result: target += weight * (stored - target).
         casts: Whether the stored floating-point dtype may differ from that of `target`.
         """
@@ -185,9 +195,9 @@ class _Stored(NamedTuple):
 
 
 def _stored(folder: Path, section: str) -> Iterator[_Stored]:
-    """Yields every full tensor and shard in the files of a section, without reading their values.
+    """Yields every full tensor and shard in the files of a section (named set of tensors) of a checkpoint.
 
-    Raises ValueError if the section is missing. After the last one, raises ValueError if the shards of a
+    Does not read their values. Raises ValueError if the section is missing, and at the end if the shards of a
     tensor overlap or leave gaps.
     """
     paths = find_files(folder, section)
@@ -220,9 +230,13 @@ def _stored(folder: Path, section: str) -> Iterator[_Stored]:
 
 
 def _parse_shard(entry: Any, num_stored: int, *, where: str) -> tuple[Spans, tuple[int, ...], bool]:
-    """Returns (spans, shape, is_by_rank) of a shard from the metadata of its file.
+    """Parses the description of a shard in the metadata of its file.
 
-    Raises ValueError if `entry`, an untrusted JSON value, does not describe `num_stored` elements.
+    Returns (positions of its elements, shape of the full tensor, whether each rank saved its own tensor).
+    Raises ValueError if the description is damaged.
+
+    entry: The description, an untrusted JSON value. num_stored: Number of elements in the file. where: Start
+    of the error message.
     """
     try:
         spans, shape, is_by_rank = entry
@@ -255,12 +269,12 @@ _Index = slice | Tensor
 
 
 def _common(stored: Spans, target: Spans) -> tuple[int, _Index, _Index] | None:
-    """Finds the elements of a full tensor that both of two shards contain.
+    """Finds the elements of a full tensor that both of two shards contain. Returns None if there are none.
 
-    Returns (unit, index into `stored`, index into `target`). Reshape each shard to [n, unit]. The indices
-    then select the common rows of the two shards, in the same order. Returns None if there are none.
+    Returns (unit, index into the stored shard, index into the target shard). If each shard is reshaped to
+    [n, unit], the indices select the common rows of both, in the same order.
 
-    stored, target: Spans of the two shards in the flattened full tensor.
+    stored, target: Positions of the elements of the two shards in the flattened full tensor.
     """
     if not stored or not target:
         return None
@@ -279,6 +293,9 @@ def _common(stored: Spans, target: Spans) -> tuple[int, _Index, _Index] | None:
 
 
 def _units_of(span: Span, unit: int) -> np.ndarray:
-    """Returns the positions that a span covers, in groups: g means g * unit to (g + 1) * unit - 1."""
+    """Returns the positions that a span covers, divided by `unit`, which must divide all its fields.
+
+    A result g means the positions g * unit to (g + 1) * unit - 1. The result is int64 [n].
+    """
     first = (span.start + span.stride * np.arange(span.count)) // unit
     return (first[:, None] + np.arange(span.length // unit)).reshape(-1)

@@ -45,7 +45,8 @@ class CheckpointWriter:
     """Writes checkpoints in a thread, one at a time. All ranks have a writer, and call `start` together.
 
     keep: Number of newest checkpoints to keep, in addition to the best one. If None, all are kept.
-    best_of: Function (steps) -> the best of these steps, or None. The writer's thread calls it.
+    best_of: Function that gets step numbers and returns the one of the best checkpoint, or None. A thread
+    calls it.
 
     On rank 0, `failure` is the reason why the last save failed, or None if it succeeded. `saved` contains the
     folders of completed checkpoints.
@@ -65,7 +66,7 @@ class CheckpointWriter:
         Waits for the previous save first. Does nothing if step_<N> exists. All ranks call it. A failure, here
         or in the thread, only causes a warning.
 
-        sections: {section: {name: full tensor or shard}}. Rank 0 writes the full tensors.
+        sections: {name of a set of tensors: {name: full tensor or shard}}. Rank 0 writes the full tensors.
         contents: {file name: content} of files that the thread also writes. Empty except on rank 0.
         """
         self.wait()
@@ -92,7 +93,10 @@ class CheckpointWriter:
         self._thread.start()
 
     def _copy_to_host(self, sections: dict[str, Tensors]) -> None:
-        """Copies tensors into host buffers, pinned for CUDA tensors. Later saves reuse the buffers."""
+        """Copies the tensors that this rank writes into host memory. It is pinned for CUDA tensors.
+
+        Later saves reuse the memory. sections: {name of a set of tensors: {name: full tensor or shard}}.
+        """
         for section, tensors in sections.items():
             copies = self._copies.setdefault(section, {})
             for name, value in local_part(tensors).items():
@@ -105,9 +109,10 @@ class CheckpointWriter:
             torch.cuda.current_stream().synchronize()
 
     def _write(self, unfinished: Path, target: Path, contents: dict[str, bytes], failure: str) -> None:
-        """Writes a checkpoint. The thread runs it on each rank.
+        """Writes a checkpoint. The thread of each rank runs it, and rank 0 completes the folder.
 
-        failure: Why the tensors could not be copied, or "". Then no rank completes this checkpoint.
+        unfinished: Temporary folder. target: Final folder. contents: {file name: content} of further files.
+        failure: Why this rank could not copy its tensors, or "". With a failure, the checkpoint is not saved.
         """
         written = {"failure": failure} if failure else _write_local(unfinished, self._copies, contents)
         if not is_main():
@@ -130,11 +135,12 @@ class CheckpointWriter:
         self.remove_old()
 
     def _files_of_all(self, name: str, of_rank_0: dict[str, Any]) -> dict[str, dict[str, Any]]:
-        """Waits on rank 0 until all ranks have written their files. Returns {file name: manifest entry}.
+        """Waits until all ranks have written their files. Only rank 0 calls it.
 
-        Raises RuntimeError if a rank failed, or did not report its files in time.
+        Returns {file name: {"bytes": size, "sha256": hash}}. Raises RuntimeError if a rank failed, or did not
+        report its files in time.
 
-        name: Name of the temporary folder, for keys of the store.
+        name: Name of the temporary folder. The ranks use it as key of their reports.
         of_rank_0: Result of `_write_local` on rank 0.
         """
         of_ranks = [of_rank_0]
@@ -169,7 +175,7 @@ class CheckpointWriter:
                     log.warning(f"cannot remove the old checkpoint {folder} ({error}). Training continues.")
 
     def _fail(self, target: Path, reason: str) -> None:
-        """Warns that a checkpoint could not be saved. The run continues."""
+        """Warns that the checkpoint `target` could not be saved, and stores why. Training continues."""
         self.failure = reason
         continues = "Training continues. Earlier checkpoints are not removed."
         log.warning(f"checkpoint not saved: {target} ({reason}). {continues}")
@@ -178,8 +184,8 @@ class CheckpointWriter:
         """Waits until the current save has ended. Ranks other than 0 wait only for their own files.
 
         timeout_seconds: Limit of the whole wait. If None, there is no limit.
-        others_seconds: How long rank 0 waits for the other ranks, after it has written its own files. If
-            None, the limit does not change.
+        others_seconds: New limit for how long rank 0 waits for the files of other ranks, after it has written
+            its own. If None, the limit does not change.
         """
         if others_seconds is not None:
             self._others_seconds = others_seconds
@@ -190,10 +196,12 @@ class CheckpointWriter:
 
 
 def local_part(tensors: Tensors) -> Tensors:
-    """Returns the tensors that this rank writes: its shards, and on rank 0 also the full tensors.
+    """Returns {name: tensor or shard} with what this rank writes. Rank 0 also writes the full tensors.
 
-    A shard that an earlier rank also holds (`is_copy`) becomes empty. All ranks must pass shards of the same
-    names. Together, the shards that are not copies must contain each element of a tensor exactly once.
+    If a lower rank holds the same shard (`Shard.is_copy`), only that rank writes it. The result then contains
+    a shard of the same name with 0 elements. The input does not change.
+
+    tensors: {name: full tensor or shard} of this rank. The names of the shards must be equal on all ranks.
     """
     local_tensors = {}
     for name, value in tensors.items():
@@ -206,9 +214,12 @@ def local_part(tensors: Tensors) -> Tensors:
 
 
 def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str, bytes]) -> dict[str, Any]:
-    """Writes and flushes the files of this rank: its sections, and on rank 0 also `contents`.
+    """Writes and flushes the files of this rank. Does not raise.
 
     Returns {"files": {file name: {"bytes": size, "sha256": hash}}, "failure": ""}, or {"failure": reason}.
+
+    sections: {name of a set of tensors: {name: tensor or shard}}. contents: {file name: content} of further
+    files.
     """
     try:
         paths = [path for name, tensors in sections.items() for path in save_section(tensors, folder, name)]
@@ -223,8 +234,11 @@ def _write_local(folder: Path, sections: dict[str, Tensors], contents: dict[str,
 def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
     """Writes full tensors to <section>.safetensors, and shards to <section>_<rank>_of_<ranks>.safetensors.
 
-    Returns the paths. A file without content is not written. Only one rank may pass full tensors. The
-    metadata of a file of shards contain the positions of their elements (`SHARDS`).
+    Returns the paths of the written files. If there are no full tensors, or no shards, their file is not
+    written. Only one rank may pass full tensors. The metadata of a file of shards contain, for each shard,
+    the positions of its elements in the full tensor.
+
+    tensors: {name: full tensor or shard}. section: Name of this set of tensors, such as "optimizer".
     """
     full_tensors = {key: tensor for key, tensor in tensors.items() if isinstance(tensor, Tensor)}
     shards = {key: shard for key, shard in tensors.items() if isinstance(shard, Shard)}
@@ -241,7 +255,7 @@ def save_section(tensors: Tensors, folder: Path, section: str) -> list[Path]:
 
 
 def _close_file(path: Path) -> dict[str, Any]:
-    """Flushes a written file to disk. Returns its manifest entry: {"bytes": size, "sha256": hash}."""
+    """Flushes a written file to disk (fsync). Returns {"bytes": size, "sha256": hash} for the manifest."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         os.fsync(file.fileno())
         # Hash the file in one call. It releases Python's global lock, so that training continues meanwhile.

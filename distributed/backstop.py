@@ -56,7 +56,7 @@ def is_stopped(process: int) -> bool:
 
 
 def _watch(process: int) -> None:
-    """Kills the process with the number `process` if its messages stop. Runs in the helper process.
+    """Kills the process with the PID `process` if its messages stop. Runs in the helper process.
 
     Each line on stdin is a number: the seconds until the next line must arrive. Returns when the process ends
     or closes the pipe.

@@ -56,11 +56,11 @@ def start_child(
 
 
 def why_it_failed(output: str, status: int) -> str:
-    """Returns the first error message in a program's output.
+    """Returns the first error message in the output of a failed program.
 
-    If the output has no error message, returns the exit status and the last line.
+    Without an error message, returns a text such as "ended with status 137: <last line of the output>".
 
-    output: The output (stdout and stderr). status: The exit status.
+    output: Text of stdout and stderr. status: Exit status of the program.
     """
     lines = [line.strip() for line in output.splitlines() if line.strip("=- ")]
     errors = [found[1] for found in map(_ERROR.match, lines) if found]
@@ -70,8 +70,8 @@ def why_it_failed(output: str, status: int) -> str:
 def run_child(program: str, arguments: Sequence[str], *, processes: int = 1) -> None:
     """Runs a program such as pretrain.py to its end, and prints the program's output on stdout.
 
-    If an exception such as Ctrl-C interrupts this function, it asks the program to save and stop, waits for
-    its end, and raises the exception again. Raises ValueError if the program fails.
+    If an exception such as KeyboardInterrupt interrupts this function, it sends SIGTERM to the program, waits
+    for its end, and raises the exception again. Raises ValueError if the program fails.
 
     program: File name in this repository. arguments: Command-line arguments of the program. processes: Number
     of processes. If more than 1, torchrun starts them.

@@ -65,9 +65,9 @@ class Ranks:
         return tensor
 
     def reduce_sum_(self, tensor: Tensor) -> Tensor:
-        """Sums a tensor over ranks. On rank 0 of the group, the sum overwrites the tensor.
+        """Overwrites `tensor` on rank 0 of the group with the sum over ranks. All ranks call it.
 
-        Returns the tensor. On other ranks, the values of the tensor become undefined. All ranks call it.
+        Returns the same tensor. On other ranks, its values become undefined.
         """
         if self.is_distributed:
             dist.reduce(tensor, group_dst=0, group=self.group)
@@ -78,6 +78,8 @@ class Ranks:
 
         Returns one list for each of `counts`: its values on all ranks. Example: rank 0 calls it with (2, 5)
         and rank 1 with (3, 7). The result is [[2, 3], [5, 7]].
+
+        device: Device of the tensor that is sent.
         """
         if not self.is_distributed:
             return [[count] for count in counts]
@@ -108,13 +110,13 @@ class Ranks:
     def all_gather_numbered_rows(
         self, numbers: Tensor, rows: Tensor, counts: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Gathers rows, each with an integer, from all ranks.
+        """Gathers rows, each with an integer such as its row number, from all ranks. All ranks call it.
 
-        Returns (numbers, rows) of all ranks, concatenated. All ranks call it. Numbers and rows are sent in
+        Returns (numbers, rows) of all ranks, concatenated in the order of ranks. Numbers and rows are sent in
         one message. Each number must therefore fit into the bits of one element of `rows`.
 
-        numbers: Integers [n_r] on rank r. rows: [n_r, k] on rank r. counts: List of all n_r. Every rank must
-        know it.
+        numbers: Integers [n_r] on rank r. rows: [n_r, k] on rank r. counts: List of all n_r, which every rank
+        must know.
         """
         if not self.is_distributed:
             return numbers, rows
@@ -163,12 +165,13 @@ class Ranks:
         return part
 
     def all_gather_ranges_(self, full: Tensor, ranges: Sequence[slice]) -> None:
-        """Completes a tensor [n] on all ranks: rank r sends its values of ranges[r] to all other ranks.
+        """Completes a tensor [n] on all ranks: full[ranges[r]] is sent from rank r to all other ranks.
 
-        All ranks call it. Sends one message if the ranges are consecutive and of equal length. The last range
-        may be shorter if `full` has room behind it. Otherwise, sends one message for each range.
+        All ranks call it. If the ranges follow each other and have equal lengths, sends one message. The last
+        range may then be shorter, if `full` has unused elements behind it. Otherwise, sends one message for
+        each range.
 
-        full: The tensor to complete, in place. ranges: One range for each rank, disjoint.
+        full: Tensor to complete in place. ranges: One range for each rank, disjoint, equal on all ranks.
         """
         if not self.is_distributed:
             return
@@ -197,13 +200,12 @@ ALONE = Ranks()
 class AllToAllPlan:
     """Exchanges rows of a table that is divided among ranks.
 
-    `fetch` reads rows, `send` writes to their owners. Row i of the table is row i // size on rank i % size,
-    its owner. All ranks build a plan together, and call its methods together. On CUDA, building a plan waits
-    for the device.
+    Rank i % size owns row i of the table, and stores it as its row i // size. `fetch` gets rows from their
+    owners, and `send` sends one value for each row to its owner. All ranks build a plan together, and call
+    its methods together. On CUDA, building a plan waits for the device.
 
-    identifiers: int64 [n], the numbers of the table rows that this rank needs. local_rows: int64 [m], the
-    rows that other ranks (or this one) need from this rank, as row numbers on this rank. The rows for rank 0
-    come first.
+    identifiers: int64 [n], the table rows that this rank needs. local_rows: int64 [m], the rows that any rank
+    needs from this rank, as row numbers on this rank. The rows that rank 0 needs come first.
     """
 
     def __init__(self, identifiers: Tensor, ranks: Ranks):
@@ -217,9 +219,9 @@ class AllToAllPlan:
         self.local_rows = ranks.all_to_all_rows(numbers, sent=self._num_read, received=self._num_lent)
 
     def fetch(self, owned_rows: Tensor) -> Tensor:
-        """Returns the table rows `identifiers` [n, ...], in this order. Their owners send them.
+        """Gets the table rows `identifiers` of the plan from the ranks that own them. All ranks call it.
 
-        All ranks call it.
+        Returns a tensor [n, ...] with one row for each identifier, in this order.
 
         owned_rows: All table rows that this rank owns.
         """
@@ -230,8 +232,8 @@ class AllToAllPlan:
     def send(self, rows: Tensor) -> Tensor:
         """Sends row i of `rows` [n, ...] to the rank that owns row identifiers[i] of the table.
 
-        All ranks call it. Returns the rows that this rank received as an owner. They belong to the rows
-        `local_rows` of its table.
+        All ranks call it. Returns the rows that this rank received, [m, ...]. Received row j belongs to row
+        local_rows[j] on this rank.
         """
         ordered = rows[self._order]
         return self._ranks.all_to_all_rows(ordered, sent=self._num_read, received=self._num_lent)
@@ -274,8 +276,8 @@ class RankSums:
 
     Sums stay on the device, and adding never waits for it. They are float64 (float32 on mps).
 
-    names: Names of the numbers to sum. ranks: Ranks that divide the batch. steps: Number of calls of `add` so
-    far.
+    names: Names of the numbers to sum. ranks: Group of ranks over which `reduce` sums. steps: Attribute.
+    Number of calls of `add` so far.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device, ranks: Ranks):
@@ -286,9 +288,9 @@ class RankSums:
         self.steps = 0
 
     def add(self, scalars: dict[str, Tensor]) -> None:
-        """Adds the numbers of one step, as scalar tensors by name. Every rank must pass the same names.
+        """Adds the numbers of one step, {name: scalar tensor}. Every rank must pass the same names.
 
-        Scalars that are not in `names` are ignored. Example: an evaluation ignores scalars of training.
+        Names that the constructor did not get are ignored.
         """
         zero = self._sums.new_zeros(())
         self._sums += torch.stack([scalars.get(name, zero).to(self._sums.dtype) for name in self._names])
@@ -296,10 +298,10 @@ class RankSums:
         self.steps += 1
 
     def reduce(self) -> dict[str, float]:
-        """Returns {name: sum over all ranks} on rank 0 of the group.
+        """Returns {name: sum over all ranks} on rank 0 of the group. All ranks call it.
 
-        On other ranks, the values are undefined. All ranks call it. It does not reset the sums. Names that
-        were never added are left out.
+        On other ranks, the values are undefined. The sums are not reset. Names that were not added since the
+        last reset are left out.
         """
         return self._by_name(self.ranks.reduce_sum_(self._sums.clone()))
 
@@ -309,7 +311,7 @@ class RankSums:
         self.steps = 0
 
     def own(self) -> dict[str, float]:
-        """Returns {name: sum of this rank only}. Names that were never added are left out."""
+        """Returns {name: sum of this rank only}. Names that `add` has not received are left out."""
         return self._by_name(self._sums)
 
     def fill_(self, sums: dict[str, float], *, steps: int) -> None:
@@ -341,12 +343,12 @@ Key = tuple[str, tuple]  # (name of a tensor, which part of the tensor)
 def broadcast_difference(tensors: dict[Key, Tensor]) -> tuple[str, list[int], int] | None:
     """Checks that tensors are equal on all ranks that hold them. Compares checksums. All ranks call it.
 
-    Returns the same result on all ranks. If all tensors are equal, returns None. Otherwise, returns (name of
-    the first tensor that differs, ranks where it differs, reference rank). The reference is the first rank
-    that has the tensor.
+    Returns None if all tensors are equal. Otherwise, returns (name of the first tensor that differs, ranks
+    where it differs, lowest rank that has it). Example: ("lm_head.weight", [3], 0) means that the tensor on
+    rank 3 differs from that on rank 0. The result is the same on all ranks.
 
-    tensors: {(name, part): tensor}. If two ranks have the same key, their tensors are compared. A rank may
-    lack keys that other ranks have.
+    tensors: {(name, part of the full tensor): tensor}. Tensors of different ranks are compared if they have
+    the same key. A rank may lack keys that other ranks have.
     """
     sums = torch.stack([checksum(tensor) for tensor in tensors.values()]).tolist()
     gathered = gather_objects(dict(zip(tensors, sums, strict=True)))

@@ -24,7 +24,7 @@ def collective_errors() -> Iterator[None]:
     """Context manager for a block that all ranks run. If it fails on any rank, all ranks end with status 1.
 
     The block itself must not communicate. Rank 0 prints one line: the message of the first rank that failed.
-    If the exception is not a ValueError (a bug), the failing rank also prints a traceback.
+    If the exception is neither a ValueError nor a lack of memory, the failing rank also prints a traceback.
     """
     failure = None
     try:
@@ -71,8 +71,8 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
 
     The exit status is 1. The rank prints a message of one line. The traceback goes to its log file.
 
-    is_already_reported: Function that returns whether the watchdog is about to end all ranks. If it returns
-    True, the lost connection is only a consequence, and the exception is raised again.
+    is_already_reported: Function that returns whether the watchdog, which detects hanging ranks, is about to
+    end all ranks. If it returns True, the exception is raised again without a message.
     """
     try:
         yield
@@ -93,7 +93,8 @@ def connection_errors(is_already_reported: Callable[[], bool]) -> Iterator[None]
 def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
     """Context manager that turns an out-of-memory error into one printed line, and ends this rank.
 
-    The exit status is 1. The line contains `advice`. The traceback goes to this rank's log file.
+    The exit status is 1. The line contains `advice`, such as "lower eval_batch_size". The traceback goes to
+    this rank's log file.
 
     folder: Folder for a snapshot of the CUDA device's memory. If None, no snapshot is written.
     """
@@ -109,11 +110,9 @@ def memory_errors(advice: str, *, folder: Path | None = None) -> Iterator[None]:
 
 
 def _lack_of_memory(error: BaseException) -> str | None:
-    """If the error means that memory ran out, returns a phrase with the requested size.
+    """Returns a text such as "out of memory (tried to allocate 2.00 GiB)". None for any other error.
 
-    Otherwise returns None.
-
-    Example: "out of memory (tried to allocate 2.00 GiB)".
+    If the size is unknown, the text is only "out of memory".
     """
     text = str(error)
     is_known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
@@ -124,7 +123,7 @@ def _lack_of_memory(error: BaseException) -> str | None:
 
 
 def _write_snapshot(folder: Path | None) -> str:
-    """Writes a snapshot of the CUDA device's memory into a folder. Returns a phrase with its path.
+    """Writes a snapshot of the CUDA device's memory. Returns a text such as "; memory snapshot: <path> ...".
 
     Returns "" if nothing was written: there is no folder, no CUDA device, or the write failed.
     """
@@ -155,7 +154,7 @@ def restart_advice() -> str:
 
 
 def lost_connection(error: BaseException) -> str | None:
-    """If the error means that the connection to a rank was lost, returns the reason. Otherwise returns None.
+    """Returns the reason of a lost connection, such as "Connection closed by peer". None for other errors.
 
     Recognizes errors of gloo, NCCL and the key-value store.
     """

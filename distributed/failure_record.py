@@ -10,10 +10,10 @@ from runtime.writing import write_json
 
 
 class FailureRecord:
-    """A file that says whether and when the previous launch of the run failed. Only rank 0 uses it.
+    """A file that records whether and when a run failed. Only rank 0 uses it.
 
-    The file exists while steps run. A normal end removes the file. After an error or a kill, the file
-    remains, with the time of the last heartbeat. If the file cannot be written, the run continues.
+    The file exists while training steps run. A normal end removes it. After an error or a kill, it remains,
+    with the last time at which all ranks were alive. If the file cannot be written, the run continues.
     """
 
     def __init__(self, path: Path):
@@ -25,11 +25,12 @@ class FailureRecord:
             self._failure = float(record["time"]), int(record["step"])
 
     def record_recovery(self, step: int) -> None:
-        """If the previous launch of the run failed, prints how long ago, and removes the file.
+        """If the run failed before this process started, prints how long ago, and removes the file.
 
-        Call it after the first training step of a launch.
+        The message also contains how many training steps are computed again. Call it after the first training
+        step of this process.
 
-        step: Number of training steps done. The message also says how many steps were computed twice.
+        step: Number of training steps of the run that are done.
         """
         if self._failure is None:
             return
@@ -45,16 +46,16 @@ class FailureRecord:
         """After a recovery, returns {"recovery_seconds": time} once.
 
         The time is from the failure to the end of the first step after the restart. Returns {} in every later
-        call, and if no earlier launch failed.
+        call, and if the run did not fail before.
         """
         seconds, self._recovery_seconds = self._recovery_seconds, None
         return {} if seconds is None else {"recovery_seconds": seconds}
 
     def write(self, step: int, *, silent_seconds: float) -> None:
-        """Writes the file atomically: the step, and the time at which all ranks last ran.
+        """Writes the file atomically: the step, and the time at which all ranks were last alive.
 
-        step: Number of training steps done. silent_seconds: Seconds since the last heartbeat of the most
-        silent rank.
+        step: Number of training steps done. silent_seconds: How many seconds ago all ranks were last alive.
+        It is subtracted from the current time.
         """
         with contextlib.suppress(OSError):
             write_json(self._path, {"time": time.time() - silent_seconds, "step": step}, indent=None)

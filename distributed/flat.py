@@ -46,9 +46,9 @@ class Scalars:
             self.values[self._names.index(name), self._ranks.index] += number
 
     def pop(self) -> dict[str, Tensor]:
-        """Returns the numbers of all ranks, {name: [ranks]}, and resets them to 0.
+        """Returns {name: numbers of all ranks, [ranks]}, and resets the numbers to 0.
 
-        Call it after the sum over ranks.
+        Call it after the sum over ranks. Before that, the numbers of other ranks are 0.
         """
         values = self.values.clone()
         self.values.zero_()
@@ -58,17 +58,20 @@ class Scalars:
 class ShardBuffers:
     """Memory for only some ranges of a flat buffer (a tensor with the values of all parameters).
 
-    Example: the moments of the weights that this rank updates.
+    Example: the optimizer state (moments) of the weights that this rank updates.
 
-    ranges: Ranges of the flat buffer, rising and disjoint. buffers: One tensor for each range, [length of the
-    range].
+    ranges: Ranges of positions in the flat buffer, rising and disjoint. buffers: One tensor for each range,
+    [length of the range].
     """
 
     def __init__(self, ranges: Sequence[slice], buffers: Sequence[Tensor]):
         self.ranges, self.buffers = tuple(ranges), tuple(buffers)
 
     def at(self, part: slice) -> Tensor:
-        """Returns the memory of `part`, a range of the flat buffer that lies within one of `ranges`."""
+        """Returns a view of the memory for `part`, a range of positions in the flat buffer.
+
+        It must lie within one of the ranges that this object has memory for.
+        """
         for buffer_range, buffer in zip(self.ranges, self.buffers, strict=True):
             if buffer_range.start <= part.start and part.stop <= buffer_range.stop:
                 return buffer[part.start - buffer_range.start : part.stop - buffer_range.start]
@@ -85,16 +88,16 @@ class FlatParameters:
     order. Parameters without weight decay come last, and start at a multiple of 1024 elements. Every
     parameter starts at a multiple of 16 and of the number of ranks. The gaps between parameters stay zero.
 
-    With ZeRO-1 (arXiv 1910.02054), the ranks of the sharding group split the update. Each rank updates its
-    shard of the buffer, then an all-gather distributes the new weights. In mixed precision (arXiv
-    1710.03740), the forward pass reads the parameters of `sharded` in `compute_dtype`. Of these parameters, a
-    rank has float32 master weights only for its shard. All other parameters stay float32, and every rank
-    updates all of them. Without mixed precision, all parameters are sharded.
+    With ZeRO-1 (arXiv 1910.02054), a group of ranks (sharding group) divides the optimizer's work. Each rank
+    updates its shard of the buffer, then an all-gather sends the new weights to the others. In mixed
+    precision (arXiv 1710.03740), the forward pass reads the parameters of `sharded` in `compute_dtype`. Of
+    these parameters, a rank has float32 master weights only for its shard. All other parameters stay float32,
+    and every rank updates all of them. Without mixed precision, all parameters are sharded.
 
     Attributes:
         parameters: {name: parameter}, in the order of the buffers.
         weights: [size], the memory of the sharded parameters.
-        shard: Range of the buffers that this rank updates.
+        shard: Range of positions in the flat tensors that this rank updates.
         master_weights: Values that this rank updates. Without mixed precision, a view of `weights`.
         gradients: [size], the memory of every `grad`, initially 0. [0] if the parameters need no gradient.
         message: The memory of `gradients`, followed by that of `scalars`.
@@ -177,9 +180,9 @@ class FlatParameters:
         self.owned = self._take_over()
 
     def _take_over(self) -> Tensors:
-        """Moves the values of the parameters into the flat buffers, and makes the parameters views of them.
+        """Copies the parameters into the flat tensor of all weights, and makes them views of this tensor.
 
-        Returns what this rank updates: {name: full tensor or shard}.
+        Returns what this rank's optimizer updates: {name: full tensor or shard}.
         """
         for name, parameter in self.parameters.items():
             value, start = parameter.detach(), self._ranges[name].start
@@ -212,9 +215,9 @@ class FlatParameters:
         return owned
 
     def attach_gradients(self) -> dict[str, Tensor]:
-        """Sets every parameter's `grad` to a view of `gradients`, and returns these views by name.
+        """Sets every parameter's `grad` to a view of the flat tensor `gradients`. Returns {name: view}.
 
-        Exception: in mixed precision, a parameter may have another dtype than the gradients. Its `grad` is
+        A parameter that has another dtype than the gradients (mixed precision) is an exception. Its `grad` is
         set only within `gradients_attached`.
         """
         views = self.views(self.gradients)
@@ -224,10 +227,10 @@ class FlatParameters:
 
     @contextlib.contextmanager
     def gradients_attached(self, views: dict[str, Tensor]) -> Iterator[None]:
-        """Context manager for a backward pass.
+        """Context manager for a backward pass. It sets `grad` of parameters that are bfloat16.
 
-        Sets `grad` of parameters with another dtype than the gradients. After the block, their `grad` is None
-        again, because torch's compiler does not expect a `grad` of another dtype.
+        Their gradients are float32 (mixed precision). After the block, their `grad` is None again, because
+        torch's compiler does not expect a `grad` of another dtype. Other parameters do not change.
 
         views: Result of `attach_gradients`.
         """
@@ -253,9 +256,10 @@ class FlatParameters:
         return self._sharded if self.is_mixed else set()
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Returns {name: view of `buffer` in the parameter's shape}. Returns {} for an empty buffer.
+        """Splits a flat tensor into views: {name of a parameter: view in its shape}.
 
-        buffer: Tensor [size] with the values of all parameters, such as their gradients.
+        buffer: Tensor [size] with the values of all parameters, such as their gradients. If it is empty, the
+        result is {}.
         """
         return {
             name: buffer[part.start :][: parameter.numel()].view(parameter.shape)
@@ -266,12 +270,13 @@ class FlatParameters:
     def shards(
         self, shard_buffers: ShardBuffers, shard: slice, names: Collection[str] | None = None
     ) -> Tensors:
-        """Returns {name: tensor or shard} of the parameters, or of `names`, as views of `shard_buffers`.
+        """Splits the memory of a shard into views: {name of a parameter: full tensor or `Shard`}.
 
-        A parameter that ranks divide among themselves gives a shard: its elements in the range `shard`,
-        perhaps none. Any other parameter gives its full tensor.
+        If ranks divide a parameter among themselves, its value is a `Shard` with the elements that lie in the
+        range `shard`, perhaps none. Otherwise, it is the full tensor.
 
-        shard_buffers: Memory for the ranges `around(shard)`. shard: Range of the flat buffer.
+        shard_buffers: Memory for the ranges `around(shard)`. shard: Range of positions in the flat buffer
+        (the tensor with all parameters). names: Parameters to return. If None, all.
         """
         shards: Tensors = {}
         # All ranks must agree on which tensors are sharded. A rank cannot tell from its own shard: the
@@ -294,8 +299,10 @@ class FlatParameters:
     def _part(self, name: str, shard: slice) -> slice:
         """Returns the range of a parameter in the flat buffer (the tensor with the values of all parameters).
 
-        If ranks divide the parameter among themselves, returns only the part within `shard`. The unused
-        elements behind the parameter are not included.
+        If ranks divide the parameter among themselves, returns only the part of the range within `shard`.
+        Unused elements behind the parameter are not included.
+
+        shard: Range of positions in the flat buffer.
         """
         begin = self._ranges[name].start
         end = begin + self.parameters[name].numel()
@@ -304,11 +311,13 @@ class FlatParameters:
         return slice(*(min(max(edge, begin), end) for edge in (shard.start, shard.stop)))
 
     def around(self, shard: slice) -> list[slice]:
-        """Returns the ranges of the flat buffer that a rank needs to update the weights in `shard`.
+        """Returns the ranges of the flat buffer (tensor of all parameters) that a rank updates.
 
-        Besides `shard`, these contain the parameters that every rank updates. The ranges are rising, and as
-        few as possible. They start and end at multiples of 1024, because kernels round by the position within
-        a range.
+        These are `shard`, and the ranges of the parameters that every rank updates. The latter are extended
+        to multiples of 1024, because the rounding of kernels depends on the position within a range. The
+        result is rising and disjoint.
+
+        shard: Range of positions that only this rank updates.
         """
         rest, unit = self.ranges(self.parameters.keys() - self._sharded), _SHARD_ALIGNMENT
         rest = [
@@ -323,20 +332,26 @@ class FlatParameters:
         return merged
 
     def zeros(self, ranges: Sequence[slice]) -> ShardBuffers:
-        """Returns memory for some ranges of the flat buffer, all zero, in the dtype of the gradients."""
+        """Allocates zeros for some ranges of the flat buffer (tensor of all parameters).
+
+        They are in the dtype of the gradients. ranges: Rising and disjoint.
+        """
         return ShardBuffers(ranges, [self.message.new_zeros(part.stop - part.start) for part in ranges])
 
     def updated_ranges_of(self, names: Collection[str]) -> list[slice]:
-        """Returns the ranges of the flat buffer that hold the given parameters and that this rank updates."""
+        """Returns the ranges of the parameters `names` in the flat buffer, as far as this rank updates them.
+
+        The flat buffer is the tensor with the values of all parameters.
+        """
         pairs = itertools.product(self.ranges(names), self._updated_ranges)
         common = (slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in pairs)
         return [part for part in common if part.start < part.stop]
 
     def gather_(self) -> None:
-        """Distributes the updated weights to all ranks, for the next forward pass.
+        """Sends the weights that each rank has updated to all ranks, for the next forward pass.
 
-        All ranks call it after an update. Copies the float32 weights that this rank has updated into
-        `weights` (in mixed precision, this casts them), then sends them to the other ranks.
+        All ranks call it after an update. In mixed precision, the updated float32 weights are first cast to
+        the dtype of the forward pass. If every rank updates all weights, nothing is sent.
         """
         if self.is_mixed and self.shard.start < self.shard.stop:
             self.weights[self.shard] = self.master_weights.at(self.shard)
@@ -350,20 +365,20 @@ class FlatParameters:
     def average_shards(self) -> list[slice]:
         """Divides the work of averaging the weights (EMA) among ranks.
 
-        Returns one range of the weights for each rank. The ranges are disjoint. A rank averages only weights
-        that it also updates.
+        Returns one range of the flat tensor of all weights for each rank. The ranges are disjoint. A rank
+        averages only weights that it also updates.
         """
         shards = self._shards if self.is_mixed else [slice(0, self.size)]
         num_copies = self.ranks.size // len(shards)
         return [_cut_evenly(shard, num_copies)[copy] for copy in range(num_copies) for shard in shards]
 
     def all_gather_views(self, shard_buffers: ShardBuffers, shards: Sequence[slice]) -> dict[str, Tensor]:
-        """Gathers values that ranks hold as shards. Returns {name: full tensor}. All ranks call it.
+        """Gathers values, such as averaged weights, of which each rank holds a part. All ranks call it.
 
-        The result can replace the weights in the forward pass. Example: the averaged weights (EMA).
+        Returns {name of a parameter: full tensor in the dtype of the parameter}.
 
-        shard_buffers: This rank's values, in the ranges `around(shards[rank])`. shards: One range for each
-        rank.
+        shard_buffers: Values of this rank, in the ranges `around(shards[rank])`. shards: For each rank, the
+        range of the flat buffer (tensor of all parameters) whose values it sends.
         """
         full, shard = torch.zeros_like(self._padded), shards[self.ranks.index]
         if shard.start < shard.stop:
@@ -373,11 +388,10 @@ class FlatParameters:
         return self.views(full) | rest
 
     def _cut(self) -> list[slice]:
-        """Divides the flat buffer among the ranks of `shard_group`, which divide the optimizer's work.
+        """Divides the flat buffer (tensor of all parameters) among the ranks of `shard_group`.
 
-        Returns one range for each rank. The lengths are about equal. If there are matrices in `unsplit`, a
-        range starts and ends only at the first or last element of such a matrix, or of the buffer. So no
-        matrix is split.
+        They divide the optimizer's work. Returns one range for each rank, of about equal length. No range
+        splits a matrix in `unsplit`.
         """
         if not self.unsplit or self.shard_group.size == 1:
             return _cut_evenly(slice(0, self.size), self.shard_group.size)
@@ -388,7 +402,7 @@ class FlatParameters:
         return [slice(*pair) for pair in itertools.pairwise(ends)]
 
     def ranges(self, names: Collection[str], *, joins: bool = True) -> list[slice]:
-        """Returns the ranges of the parameters `names` in the flat buffer.
+        """Returns the ranges of the parameters `names` in the flat buffer (tensor of all parameters).
 
         A range includes the unused elements behind its parameter. joins: Whether to merge adjacent ranges.
         """
@@ -403,10 +417,10 @@ class FlatParameters:
         return ranges
 
     def buckets(self, num_bytes: float) -> list[slice]:
-        """Splits `message` (gradients and scalars) into ranges of about `num_bytes`, to be sent one by one.
+        """Splits the tensor `message` into ranges of about `num_bytes` bytes, which are sent one by one.
 
-        The first range is smaller, so that sending starts early in the backward pass. The last range also
-        contains the scalars.
+        It contains all gradients, then the scalars (numbers such as the loss). The first range is smaller, so
+        that sending starts early in the backward pass. The last range also contains the scalars.
         """
         element_bytes = self.message.element_size()
         buckets: list[slice] = []
@@ -421,7 +435,7 @@ class FlatParameters:
 
 
 def _cut_evenly(full: slice, count: int) -> list[slice]:
-    """Splits a range into `count` ranges of equal length, a multiple of 1024 elements.
+    """Splits the range `full` into `count` ranges of equal length, a multiple of 1024 elements.
 
     The last ranges may be shorter or empty.
     """

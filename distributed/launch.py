@@ -62,9 +62,9 @@ Config = TypeVar("Config")  # a pydantic model with the keys of the machine
 
 @dataclasses.dataclass(frozen=True)
 class Program(Generic[Config]):
-    """What `launch` gives to a program: its config, this rank's device, and the watchdog.
+    """What a program gets from `launch` on each rank.
 
-    All ranks have the same config. The watchdog ends all ranks if one of them hangs.
+    config: Config, equal on all ranks. device: Device of this rank. watchdog: Ends all ranks if one hangs.
     """
 
     config: Config
@@ -104,9 +104,10 @@ def launch(schema: type[Config], compose: Callable[[], Config | None]) -> Iterat
 
 
 def _broadcast_config(compose: Callable[[], Any]) -> str:
-    """Calls `compose` on rank 0, and returns its config as JSON on every rank. Works without a process group.
+    """Calls `compose` on rank 0, and returns its config as JSON text on every rank. All ranks call it.
 
-    If `compose` fails or returns no config, all ranks end.
+    If `compose` raises ValueError, all ranks end with status 1. If it returns None, they end with status 0.
+    Works without a process group.
     """
     if is_main():
         text, status, reason = None, EXIT_FAILURE, ""
@@ -186,7 +187,7 @@ def wait_for_all_ranks(device: str, *, timeout_seconds: float) -> None:
 
 
 def code_files() -> list[Path]:
-    """Returns the Python and YAML files of this repository that a run may use.
+    """Returns the paths of the Python and YAML files of this repository that a run may use.
 
     Files of tests and benchmarks, for example, are left out.
     """
@@ -196,9 +197,9 @@ def code_files() -> list[Path]:
 
 
 def _code() -> dict[str, str]:
-    """Returns {path of a code file: hash of its content}. Rank 0 compares the results of all nodes.
+    """Returns {path of a code file: SHA-256 of its content}, to compare the code of nodes.
 
-    One more key contains torch's version.
+    Includes plugins. One more key is torch's version, such as "torch 2.11.0", with the value "".
     """
     names = {path.relative_to(REPOSITORY).as_posix(): path for path in code_files()}
     names |= dict(plugin_files())
@@ -220,9 +221,9 @@ def _warn_of_threads(threads: int) -> None:
 
 
 def _warn_of_other_code(starts: list[dict]) -> None:
-    """Warns about hosts with code that differs from the code of rank 0. Prints one warning for each host.
+    """Warns about hosts with code or a torch version that differs from rank 0. Prints a warning for each.
 
-    starts: {"host": name, "code": result of `_code`} of each rank.
+    starts: For each rank {"host": its host name, "code": result of `_code`}.
     """
     first, ranks = starts[0]["code"], defaultdict(list)
     for number, start in enumerate(starts):
@@ -239,9 +240,9 @@ def _warn_of_other_code(starts: list[dict]) -> None:
 
 
 def _format_of(device: str) -> Choice | None:
-    """Returns the number format that `forward_dtype=auto` selects on this machine.
+    """Returns the number format that `forward_dtype=auto` selects on this machine, with the reason.
 
-    Returns None if this machine lacks the device. device: Value of the key `device`.
+    Returns None if the device is a GPU and this machine has none. device: Value of the config key `device`.
     """
     name = device_type(device)
     if name == "cuda" and not torch.cuda.is_available():
@@ -252,7 +253,9 @@ def _format_of(device: str) -> Choice | None:
 def _warn_of_other_formats(starts: list[dict]) -> None:
     """Warns about hosts where `forward_dtype=auto` would select another number format than on rank 0's host.
 
-    Prints one warning for all hosts. starts: {"host": name, "format": result of `_format_of`} of each rank.
+    Prints one warning for all hosts.
+
+    starts: For each rank {"host": its host name, "format": [format, reason] or None}.
     """
     formats = [start["format"] and Choice(*start["format"]) for start in starts]
     if (first := formats[0]) is None:
@@ -272,10 +275,10 @@ def _warn_of_other_formats(starts: list[dict]) -> None:
 def _warn_of_restarts(hosts: list[str]) -> None:
     """Warns about options of torchrun with which it could not restart the run after the loss of a node.
 
-    With torch 2.13, one cause is a key-value store that torchrun's agent serves on rank 0's node: a node that
-    returns does not find the other nodes.
+    With torch 2.13, restarts fail if torchrun itself serves the ranks' key-value store on rank 0's node. A
+    node that returns then does not find the other nodes.
 
-    hosts: Nodes on which the agent serves the store.
+    hosts: Names of the nodes on which torchrun serves the store.
     """
     has_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
     if is_elastic() and not has_restarts:

@@ -128,7 +128,7 @@ def warn_once(name: str) -> Iterator[None]:
 
     For work that may fail, such as uploads. The console shows only the first warning with the same `name`.
 
-    name: What failed, the first words of the warning.
+    name: First words of the warning, such as "the upload" for "the upload failed (...)".
     """
     try:
         yield
@@ -147,12 +147,10 @@ def note(message: str, *, colored: str | None = None) -> None:
 
 
 def error(message: object, *, failed_rank: int = 0, on_console: bool = True) -> None:
-    """Records an error as the reason why this rank ends.
+    """Records an error as the reason why this rank ends. Does not end it.
 
-    If `on_console`, also prints it as one line on stderr.
-
-    failed_rank: Rank that failed. The line names it, unless it is rank 0. on_console: If one rank prints an
-    error that ends all ranks, pass False on the other ranks.
+    failed_rank: Rank that failed. The text names it, unless it is rank 0. on_console: Whether to print the
+    error as one line on stderr, and into the log file. If an error ends all ranks, one rank should print it.
     """
     where = f" ({name_ranks([failed_rank])})" if failed_rank else ""
     if on_console:
@@ -161,7 +159,10 @@ def error(message: object, *, failed_rank: int = 0, on_console: bool = True) -> 
 
 
 def exception(raised: BaseException, *, on_console: bool = True) -> None:
-    """Writes a traceback into the log file of this rank. If `on_console`, also prints it on stderr."""
+    """Writes the traceback of an exception into the log file of this rank.
+
+    on_console: Whether to also print it on stderr, and to record it as the reason why this rank ends.
+    """
     if on_console:
         sys.stderr.write(printable("".join(traceback.format_exception(raised))))
         leave_last_words(f"{type(raised).__name__}: {raised}")
@@ -171,11 +172,13 @@ def exception(raised: BaseException, *, on_console: bool = True) -> None:
 
 
 def leave_last_words(text: str) -> None:
-    """Writes the reason why this process ends into torchrun's error file, unless the file exists.
+    """Writes the reason why this process ends into the error file that torchrun reads, unless it exists.
 
-    torchrun prints the file with the smallest time. If the times are equal, it prints the file of the process
-    that ended first. If one reason ends several ranks, each of them must therefore call this function. For a
-    process without a file, torchrun rounds the time down to seconds, so this function rounds down too.
+    torchrun prints the file of the process that failed first. If one reason ends several ranks, each of them
+    must therefore call this function. The stored time is rounded down to seconds, because torchrun does this
+    for processes without a file.
+
+    text: The reason.
     """
     path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull))
     if not path.exists():

@@ -71,8 +71,8 @@ class Mesh:
     All ranks build a mesh together. A slot is one position of the global batch.
 
     Attributes:
-        sizes: {axis: number of ranks}.
-        data: Group of ranks that together have all slots, each rank different ones.
+        sizes: {axis: number of ranks along it}.
+        data: Group of ranks that divide the slots of the global batch among themselves.
         replicas: Group of ranks that hold the same part of the blocks, and sum the gradients of this part.
         shard_group: Sharding group: the ranks of `replicas` that divide the optimizer's work (ZeRO-1).
         pipeline, owners: Ranks of one pipeline, as two groups (`distributed.pipeline.Ring` explains why).
@@ -99,7 +99,7 @@ class Mesh:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
 
     def _along(self, axes: Collection[str]) -> Ranks:
-        """Returns this rank's group along some axes: the ranks that differ from this rank only along `axes`.
+        """Creates the group of ranks whose positions in the mesh differ from this rank's only along `axes`.
 
         All ranks call it.
         """

@@ -45,9 +45,10 @@ def choose_evaluation_format(
 ) -> Choice:
     """Returns the number format in which a trained model is evaluated, with the reason.
 
-    It is the format of the training. If the device is a CPU that only emulates bfloat16, it is float32.
+    If the user has set a format, it is returned. Otherwise it is the format of the training. Exception: on a
+    CPU that only emulates bfloat16, it is float32.
 
-    stored: Format of the training. configured: Format that the user has set. If not None, it is returned.
+    stored: Format of the training. configured: Format that the user has set, or None.
     """
     if configured is not None:
         return Choice(configured, "forward_dtype is set")

@@ -35,10 +35,12 @@ class Ring:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, tensor: Tensor, destination: int, *, with_owner: bool) -> None:
-        """Starts to send a tensor to rank `destination`, and does not wait. `finish_sends` waits.
+        """Starts to send a tensor to rank `destination` of the pipeline. Does not wait.
 
-        with_owner: Whether one of the two ranks sends or gets its own data (group `owners`), instead of
-        passing data from stage to stage.
+        The tensor must not change before `finish_sends` has returned.
+
+        with_owner: Whether the tensor goes from or to the rank that owns the data, instead of from one stage
+        to the next. This selects the process group.
         """
         tensor = tensor.contiguous()
         self._sent.append((dist.isend(tensor, group_dst=destination, group=self._groups[with_owner]), tensor))
@@ -71,9 +73,9 @@ def circulate(ring: Ring, local: Tensor, work: Callable[[int, Tensor], Tensor], 
 
     Returns the output for this rank's data. All ranks of the ring call it.
 
-    local: Input of this rank. work: Function that computes this stage: work(owner, x) returns the output for
-    the input x, which comes from rank `owner`. forward: If False, the stages run in reverse order (backward
-    pass).
+    local: Input of this rank. work: Function that computes this rank's stage: work(owner, x) returns the
+    output for the input x, which has the data of rank `owner`. Both have the same shape. forward: If False,
+    the stages run in reverse order (backward pass).
     """
     step, owners = (1, range(ring.size)) if forward else (-1, range(ring.size)[::-1])
     first, last, result = owners[0], owners[-1], None
@@ -104,9 +106,10 @@ def circulate(ring: Ring, local: Tensor, work: Callable[[int, Tensor], Tensor], 
 
 
 class _Call(torch.autograd.Function):
-    """The autograd function of one call of a level (a stack of blocks). All ranks of the pipeline call it.
+    """The autograd function that runs a level (a stack of blocks) through all pipeline stages.
 
-    Keeps one autograd graph for the data of each rank.
+    All ranks of the pipeline call it. It keeps one autograd graph of this rank's stage for the data of each
+    rank.
 
     context: Further arguments of the blocks. If a tensor in `context` needs a gradient, its gradient is the
     sum over the data of all ranks.
@@ -146,8 +149,8 @@ def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Te
 
     Returns the output. All ranks call it, with equal shapes.
 
-    run: Function that runs the blocks of this rank's stage: run(h, *context). h: Activations, [batch, ...].
-    context: Further arguments of each block, equal on all ranks.
+    ring: Connects the ranks of the pipeline. run: Function that runs the blocks of this rank's stage: run(h,
+    *context). h: Activations, [batch, ...]. context: Further arguments of each block, equal on all ranks.
     """
     if not torch.is_grad_enabled():
         return circulate(ring, h, lambda _, received: run(received, *context), forward=True)
@@ -156,11 +159,12 @@ def call(ring: Ring, run: Callable[..., Tensor], h: Tensor, *context: Any) -> Te
 
 
 def keep_stage(level: Any, ranks: Ranks) -> None:
-    """Removes the blocks that belong to other pipeline stages from a level (a stack of blocks).
+    """Removes the blocks that belong to other pipeline stages from a level (a stack of blocks), in place.
 
     The remaining weights keep their names.
 
-    level: Object with `layers`, the module of the blocks. ranks: Ranks of the pipeline. Rank k has stage k.
+    level: Object whose attribute `layers` is the module of the blocks. ranks: Ranks of the pipeline. Rank k
+    has stage k.
     """
     blocks = dict(level.layers.named_children())
     assert len(blocks) % ranks.size == 0, "the schema refuses other numbers"
@@ -170,11 +174,12 @@ def keep_stage(level: Any, ranks: Ranks) -> None:
 
 
 def pipe_levels(levels: Iterable[Any], ring: Ring) -> None:
-    """Makes calls of these levels (stacks of blocks) run through the pipeline.
+    """Changes levels (stacks of blocks) so that a call runs through all stages of a pipeline.
 
     This rank must hold only the blocks of its stage (`keep_stage`).
 
-    levels: Objects with `run_blocks`, such as `models.blocks.Level`.
+    levels: Objects with `run_blocks`, such as `models.blocks.Level`, changed in place. ring: Connects the
+    ranks of the pipeline.
     """
     for level in levels:
         level.run_blocks = functools.partial(call, ring, level.run_blocks)

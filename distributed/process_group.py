@@ -53,7 +53,7 @@ def local_world_size() -> int:
 
 
 def num_nodes() -> int:
-    """Returns the number of nodes (machines) that run processes of this launch."""
+    """Returns the number of nodes (machines) that run processes of this program."""
     return int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
 
@@ -74,9 +74,9 @@ def is_under_torchrun() -> bool:
 
 
 def read_launcher() -> None:
-    """Prepares the environment variables RANK, WORLD_SIZE and so on for mpirun or srun.
+    """Makes sure that RANK, WORLD_SIZE and similar environment variables are set in this process.
 
-    If srun started several processes, sets the variables. With another launcher, checks them. Raises
+    If srun started several processes, sets them. With another launcher such as mpirun, checks them. Raises
     ValueError if they are not set, or if several processes have the same rank.
     """
     launchers = (entry for entry in _LAUNCHERS if os.environ.get(entry[1], "1") != "1")
@@ -138,10 +138,10 @@ def is_main() -> bool:
 
 
 def rendezvous_store() -> dist.Store:
-    """Returns the key-value store of all ranks. It also works without a process group.
+    """Returns the key-value store of all ranks (`torch.distributed.Store`). It needs no process group.
 
-    torchrun's agent or rank 0 serves the store. All threads may call this function at any time. With one rank
-    there is no store.
+    torchrun or rank 0 serves the store. All threads may call this function at any time. Do not call it in a
+    run with only one rank.
     """
     with _store_lock:  # so that only one thread starts a server
         return _rendezvous_store()
@@ -153,16 +153,16 @@ def _rendezvous_store() -> dist.Store:
 
 
 def connect_store() -> dist.Store:
-    """Returns a new connection to the key-value store of all ranks.
+    """Returns a new connection to the key-value store of all ranks, for example for a thread.
 
-    One connection handles one call at a time.
+    A connection handles only one call at a time.
     """
     rendezvous_store()  # starts the server if rank 0 serves the store
     return _open_store(is_server=False)
 
 
 def agent_serves_store() -> bool:
-    """Returns whether torchrun's agent serves the key-value store. Otherwise rank 0 serves it."""
+    """Returns whether torchrun serves the ranks' key-value store. Otherwise rank 0 serves it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -172,12 +172,11 @@ def may_restart() -> bool:
 
 
 def value_of_launch(key: str, value: str) -> str:
-    """Stores a value under `key`, and returns it.
+    """Stores a value under `key` in torchrun's key-value store, and returns it.
 
-    After a restart by torchrun, returns the value of the first call.
-
-    Example: all restarts of one launch use the same random name for the run. torchrun's agent must serve the
-    store (`agent_serves_store`), because only then the store outlives the processes.
+    If the key already has a value, returns that value. So the processes get the same value again after
+    torchrun has restarted them. Example: the random name of the run. torchrun must serve the store
+    (`agent_serves_store`), because only then the store outlives the processes.
     """
     key = f"{key}/{os.environ.get('TORCHELASTIC_RUN_ID', '')}"
     return _open_tcp_store(is_server=False).compare_set(key, "", value).decode()
@@ -227,10 +226,10 @@ def _wait_for_name(host: str) -> None:
 
 
 def leave_store(ranks: Iterable[int]) -> None:
-    """Ends the use of the key-value store, for a program that ends before a process group exists.
+    """Call it on all of `ranks` before they exit, if there is no process group yet.
 
-    All of `ranks` call it, as the last thing they do. If rank 0 serves the store, rank 0 waits here for the
-    other ranks, because they could not read the store after rank 0 has ended.
+    If rank 0 serves the key-value store, rank 0 waits here until the other ranks have called it too. They
+    could not read the store after rank 0 has ended.
     """
     if world_size() == 1:
         return
@@ -303,11 +302,11 @@ def close_group() -> None:
 def choose_backend(name: str, device: torch.device) -> str:
     """Checks the config key `backend`, and returns the backend for dist.init_process_group.
 
-    Example: "cpu:gloo,cuda:nccl". NCCL sends tensors on CUDA devices. gloo sends everything else, also in a
-    GPU run. Raises ValueError if this torch or this device does not support the backend, or if
-    GLOO_SOCKET_IFNAME names a missing network interface.
+    On a CUDA device, returns "cpu:gloo,cuda:nccl" or "cpu:gloo,cuda:gloo". Otherwise returns "gloo". Raises
+    ValueError if this torch or this device does not support the backend, or if GLOO_SOCKET_IFNAME names a
+    missing network interface.
 
-    name: auto, nccl or gloo.
+    name: Value of the key: "auto", "nccl" or "gloo".
     """
     is_cuda = device.type == "cuda"
     if name == "auto":
@@ -335,7 +334,7 @@ def choose_backend(name: str, device: torch.device) -> str:
 
 
 def has_backend(name: str) -> bool:
-    """Returns whether this torch was built with nccl, gloo or ucc."""
+    """Returns whether this torch was built with the backend `name`: "nccl", "gloo" or "ucc"."""
     return dist.is_available() and getattr(dist, f"is_{name}_available")()
 
 

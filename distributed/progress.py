@@ -21,10 +21,10 @@ _LINE = "{desc}: {n:.0f} of {total_fmt} {unit}s in {elapsed}, {remaining} left{p
 class Progress(tqdm):
     """A tqdm progress bar on rank 0, without tqdm's background thread.
 
-    If stderr is not a terminal, it writes plain lines instead, also into the rank's log file.
+    If stderr is not a terminal, it writes a plain line from time to time instead, also into the log file.
 
-    shown: Function that returns the text after the bar. Called whenever the bar is drawn. options: Options of
-    tqdm.
+    shown: Function that returns the text after the bar. It is called whenever the bar is drawn. options:
+    Options of tqdm, such as total.
     """
 
     monitor_interval = 0

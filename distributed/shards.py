@@ -48,19 +48,23 @@ Tensors = dict[str, Tensor | Shard]  # tensors of a run's state by name; a Tenso
 
 
 def as_shard(tensor: Tensor, spans: Spans, shape: tuple[int, ...], ranks: Ranks) -> Tensor | Shard:
-    """Returns `tensor` as a `Shard`. If `ranks` has only one rank, returns the full tensor in shape `shape`.
+    """Describes `tensor`, some elements of a full tensor, as a `Shard`.
 
-    spans: Positions of the elements in the flattened full tensor. shape: Shape of the full tensor.
+    If `ranks` has only one rank, returns the tensor itself in shape `shape`.
+
+    spans: Positions of the elements in the flattened full tensor. shape: Shape of the full tensor. ranks:
+    Ranks that divide the full tensor.
     """
     return Shard(tensor, spans, shape) if ranks.size > 1 else tensor.view(shape)
 
 
 def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> Tensor | Shard:
-    """Returns rows of a table as a `Shard`, the part of the full table [num_rows, ...] that this rank holds.
+    """Describes this rank's rows of a table [num_rows, ...] as a `Shard`.
 
-    If `ranks` has only one rank, returns the full table.
+    If `ranks` has only one rank, returns `tensor` itself.
 
-    tensor: The rows [n, ...] of this rank. rows: Their n row numbers in the full table.
+    tensor: The rows of this rank [n, ...]. rows: Their n row numbers in the full table, such as
+    range(1, num_rows, 4). ranks: Ranks that divide the table.
     """
     shape = (num_rows, *tensor.shape[1:])
     length = math.prod(shape[1:])
@@ -76,17 +80,17 @@ def shard_of_rows(tensor: Tensor, rows: range, num_rows: int, ranks: Ranks) -> T
 def shard_of_own(tensor: Tensor, ranks: Ranks) -> Shard:
     """Describes a tensor that has another value on every rank as a `Shard`, to save it in a checkpoint.
 
-    The full tensor is [ranks, ...]. Row r is the value of rank r. Example: if ranks train separately
-    (local_steps > 1), every rank has its own optimizer moments.
+    The full tensor is then [ranks, ...], and row r is the tensor of rank r. Example: if ranks train
+    separately (local_steps > 1), every rank has its own optimizer moments.
     """
     span = Span(ranks.index * tensor.numel(), tensor.numel())
     return Shard(tensor[None], (span,), (ranks.size, *tensor.shape), is_by_rank=True)
 
 
 def part_of_whole(full: Tensor, shard: Shard) -> Tensor:
-    """Returns the elements of the full tensor `full` that the shard holds, flattened: [n].
+    """Selects from the tensor `full` the elements at the positions of a shard. Returns a copy [n].
 
-    shard: Describes the positions. Its own tensor is not read.
+    shard: A shard of a tensor in the shape of `full`. Its own elements are not read.
     """
     flat = full.reshape(-1)
     pieces = [
@@ -97,10 +101,7 @@ def part_of_whole(full: Tensor, shard: Shard) -> Tensor:
 
 
 def tensor_of(stored: Tensor | Shard) -> Tensor:
-    """Returns the tensor itself, or the elements of the shard that are on this rank.
-
-    Both can be written to.
-    """
+    """Returns a tensor unchanged. For a `Shard`, returns the tensor of its elements. Does not copy."""
     return stored.tensor if isinstance(stored, Shard) else stored
 
 

@@ -20,7 +20,7 @@ _ALIGNMENT = 1024  # elements: a rank's slice starts at a multiple
 class SharedTensors:
     """One tensor for each rank of a machine, in shared memory. Every rank can read and write all of them.
 
-    of_ranks: Tensors [size], in the order of `ranks`. own: Tensor of this rank.
+    of_ranks: Tensors [size], one for each rank, in the order of `ranks`. local: Tensor of this rank.
     """
 
     def __init__(self, of_ranks: list[Tensor], ranks: Ranks):
@@ -30,8 +30,7 @@ class SharedTensors:
         """Overwrites the tensor of every rank with the sum of all tensors. All ranks call it.
 
         Each rank sums one slice of all tensors, in the order of ranks. The result is therefore bit-identical
-        on all ranks and in every run. A rank may write to its tensor before the call, and after the call
-        returns.
+        on all ranks and in every run. During the call, no rank may write to its tensor.
         """
         self._ranks.barrier()
         share = -(-len(self.local) // (_ALIGNMENT * self._ranks.size)) * _ALIGNMENT
@@ -44,10 +43,10 @@ class SharedTensors:
         self._ranks.barrier()
 
     def all_gather_(self, local_range: slice) -> None:
-        """Copies this rank's values in `local_range` to the same range of all other ranks' tensors.
+        """Copies this rank's elements in `local_range` to the same range of all other ranks' tensors.
 
-        All ranks call it. The ranges of different ranks must be disjoint. A rank may read the new values
-        after its call returns.
+        All ranks call it, with disjoint ranges. After the call, every rank's tensor has the elements of all
+        ranks.
         """
         for index, other in enumerate(self.of_ranks):
             if index != self._ranks.index:

@@ -46,10 +46,10 @@ def stop_signals() -> list[signal.Signals]:
 def end_torchrun() -> int:
     """Ends torchrun after a signal has stopped all ranks. Returns the exit status for this process.
 
-    All ranks call it. torchrun on another node may not have received the signal. It would see that its
-    processes succeed, and would then wait five minutes for the other nodes. So torchrun on every node is sent
-    SIGTERM, if there are several nodes. An elastic torchrun is not ended. The exit status is then EXIT_AGAIN,
-    so torchrun starts the processes again on the remaining nodes.
+    All ranks call it. The status is usually 0. If there are several nodes, torchrun on every node is sent
+    SIGTERM. A torchrun that has not received the signal would wait five minutes for the other nodes. An
+    elastic torchrun (--nnodes MIN:MAX) is not ended. The exit status is then EXIT_AGAIN, so torchrun starts
+    the processes again on the remaining nodes.
     """
     if is_under_torchrun():
         log.info(
@@ -66,10 +66,10 @@ def end_torchrun() -> int:
 class Interruption:
     """Context manager for a training. A signal such as Ctrl-C then stops all ranks after the same step.
 
-    Without it, the signal would end one process.
+    Without it, the signal would end one process. If a rank does not stop in time, it exits without saving.
 
     is_paused: Function that returns whether this rank does something other than a training step, such as
-    saving. Such work may take longer than a step, so a stop waits for it without a time limit.
+    saving. During such work, there is no time limit until a second signal arrives.
     """
 
     def __init__(self, is_paused: Callable[[], bool] = lambda: False) -> None:
@@ -90,13 +90,13 @@ class Interruption:
         return self._all_stop.is_set()
 
     def record_requests(self, requests: Tensor | None) -> None:
-        """Takes the number of ranks that received a signal, as summed over ranks in a step.
+        """Records how many ranks have received a signal to stop. All ranks call it after each training step.
 
-        All ranks call it. If the number is not 0, `is_agreed` returns True from then on. On CUDA, it reads
-        the number of the call before this one, so that the host does not wait for the GPU.
+        If the number is not 0, `is_agreed` returns True from then on. On CUDA, this is one call later, so
+        that the host does not wait for the GPU.
 
-        requests: The number, a scalar on the device, equal on all ranks. None if ranks summed nothing in this
-        step.
+        requests: The number, a scalar on the device, equal on all ranks. None if ranks did not communicate in
+        this step.
         """
         self._asked_at = time.monotonic()
         if requests is None:
@@ -115,7 +115,7 @@ class Interruption:
     def all_reduce_request(self) -> bool:
         """Returns on all ranks whether any rank received a signal to stop. All ranks call it.
 
-        For work between steps, such as an evaluation, in which no step sums the requests.
+        For work between training steps, such as an evaluation. Sends one message.
         """
         self._asked_at = time.monotonic()
         if all_ranks().all_reduce_sum_(torch.tensor(int(self._is_requested))):

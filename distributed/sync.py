@@ -33,13 +33,12 @@ _AUTO_BUCKET_MB = {"nccl": 25, "gloo": 64}
 
 
 class GradientSync:
-    """Base class for the methods of summing gradients over ranks.
+    """Base class of objects that sum gradients over ranks, and numbers such as the loss (`flat.scalars`).
 
-    They also sum `flat.scalars`, such as the loss. The docstring of this module shows how a training step
-    uses it.
+    The docstring of this module shows how a training step uses it.
 
-    model: Module to call in the forward pass. flat: Flat buffers of weights and gradients. name: Name of the
-    method, for logs and records.
+    model: Module to call in the forward pass. flat: Flat buffers: tensors with the values of all weights and
+    of all gradients. name: Name of the method, for logs and records.
     """
 
     name: ClassVar[str]
@@ -49,9 +48,10 @@ class GradientSync:
         self.model, self.flat = model, flat
 
     def zero(self) -> None:
-        """Zeroes the gradients. Call it before the first backward pass of a step.
+        """Zeroes the gradients. Call it before the first backward pass of a training step.
 
-        After this call, the step may add scalars (`flat.scalars.add`).
+        After this call, the step may add numbers to send with the gradients, such as the loss
+        (`flat.scalars.add`).
         """
         self.flat.gradients.zero_()
         self.flat.scalars.is_closed = False
@@ -60,8 +60,8 @@ class GradientSync:
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         """Context manager for the forward and backward pass of one micro-batch (a part of the batch).
 
-        is_last: Whether it is the last micro-batch of the step. Only the last one may send messages. After
-        it, no scalars may be added.
+        is_last: Whether it is the last micro-batch of the training step. Only the last one may send gradients
+        to other ranks. After it, no more numbers such as the loss can be sent with them.
         """
         with contextlib.nullcontext() if is_last else self._no_sync():
             yield
@@ -76,10 +76,10 @@ class GradientSync:
         return self.flat.gradients_attached(self._views)
 
     def finish(self) -> dict[str, Tensor]:
-        """Completes the sum of gradients over ranks.
+        """Waits until the gradients are summed over ranks. All ranks call it, after the last backward pass.
 
-        Returns {name of a scalar: its value on each rank, [ranks]}. All ranks call it, after the last
-        backward pass.
+        Returns the numbers that were sent with the gradients, such as the loss: {name: values of all ranks,
+        [ranks]}. Afterwards, every `grad` is the sum.
         """
         raise NotImplementedError
 
@@ -96,10 +96,10 @@ class _Bucket:
     """A part of the gradients that one message sums over ranks.
 
     Attributes:
-        gradients: Range of the flat tensor of all gradients.
+        gradients: View of a range of the tensor of all gradients.
         send_buffer: Memory that is sent: `gradients`, or a copy in another dtype.
-        num_parameters: Number of parameters with gradients in this range.
-        missing: Number of them whose gradient this backward pass has not completed yet.
+        num_parameters: Number of parameters whose gradients start in this range.
+        missing: Number of these parameters whose gradient this backward pass has not completed yet.
         work: The running message, or None.
     """
 
@@ -247,7 +247,10 @@ class DDPSync(GradientSync):
 
 
 def _sum_bucket(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Communication hook of DDP: sums a bucket over ranks. Without a hook, DDP computes the mean."""
+    """Communication hook of DistributedDataParallel (DDP) that sums a bucket of gradients over ranks.
+
+    Without a hook, DDP computes the mean. group: Ranks that take part. If None, all ranks.
+    """
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
@@ -260,12 +263,13 @@ def build_gradient_sync(
     bucket_size_mb: float | str = "auto",
     sync_dtype: str = "float32",
 ) -> GradientSync:
-    """Returns the method of summing gradients that the config selects. All ranks call it.
+    """Returns an object that sums gradients over ranks with the method that the config selects.
 
-    If `flat` is in shared memory, it is `SharedMemorySync`. Otherwise "ddp" gives `DDPSync` if there is a
-    process group, and all other values give `FlatSync`.
+    If `flat` is in shared memory, it is a `SharedMemorySync`. Otherwise, it is a `DDPSync` if sync="ddp" and
+    there is a process group. In all other cases, it is a `FlatSync`. All ranks call it.
 
-    sync, bucket_size_mb, sync_dtype: Values of the config keys of the same names.
+    flat: Tensors with all weights and all gradients of `model`. sync, bucket_size_mb, sync_dtype: Values of
+    the config keys of the same names.
     """
     if flat.messages_of_ranks is not None:
         assert (sync, sync_dtype) == ("auto", "float32")

@@ -106,9 +106,9 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
 
     def keep_record(self, path: Path) -> None:
-        """Keeps a file on disk that lets the next launch measure the time since a failure (`FailureRecord`).
+        """Keeps a file on disk from which the next start of the run reads when this one failed.
 
-        Rank 0 calls it before the first step.
+        Rank 0 calls it before the first training step. path: Path of the file.
         """
         self._record = FailureRecord(path)
 
@@ -132,14 +132,17 @@ class Watchdog:
         return bool(self._alarm or self._found)
 
     def pop_recovery(self) -> dict[str, float]:
-        """After a recovery, returns {"recovery_seconds": time} once, on rank 0. Otherwise returns {}.
+        """If the run failed before, returns {"recovery_seconds": time} once, on rank 0. Otherwise {}.
 
-        The time is from the failure to the end of the first step after the restart.
+        The time is from the failure to the end of the first training step after the restart.
         """
         return self._record.pop_recovery() if self._record else {}
 
     def is_paused(self) -> bool:
-        """Returns whether any rank is inside a `paused` block, as far as this rank knows."""
+        """Returns whether this rank need not make progress, because a rank is inside a `paused` block.
+
+        What other ranks do is known about a second late.
+        """
         return self._pauses > 0 or self._others_are_paused()
 
     @contextlib.contextmanager
@@ -224,7 +227,10 @@ class Watchdog:
             self._record.write(self._step, silent_seconds=silence)
 
     def _read_heartbeats(self, store: Store, ranks: list[int]) -> dict[int, _Heartbeat]:
-        """Returns {rank: its newest heartbeat} for all of `ranks` that have written a heartbeat."""
+        """Reads the newest heartbeats of `ranks` from the key-value store. Returns {rank: heartbeat}.
+
+        Ranks that have not written a heartbeat yet are left out.
+        """
         if not self._ask(store.check, [_key(number) for number in ranks]):
             ranks = [number for number in ranks if self._ask(store.check, [_key(number)])]
         texts = self._ask(store.multi_get, [_key(number) for number in ranks]) if ranks else []
@@ -276,9 +282,9 @@ class Watchdog:
         return any(heard.is_paused for number, (heard, _) in self._heard.copy().items() if number != rank())
 
     def _find_reason_to_end(self) -> str:
-        """If a rank hangs or is lost, returns the reason as a text, without the final full stop.
+        """Returns why all ranks must end, as text. "" if they need not end.
 
-        Otherwise returns "".
+        Example: "no heartbeat from rank 3 for 600 s (step_timeout_seconds)", without a full stop.
         """
         limit, limit_text = self._limit(self._step, self._pauses > 0)
         waited = 0.0 if self._waiting_since is None else self._now - self._waiting_since
@@ -348,9 +354,9 @@ class Watchdog:
 
 
 def _write_flight_record() -> None:
-    """Writes torch's record of the last collectives into the folder of the log file.
+    """Writes torch's record of the last collectives to the file flight_record_<rank> beside the log file.
 
-    `torchfrtrace` reads it.
+    torch's tool `torchfrtrace` reads it.
     """
     folder = log.rank_folder()
     with contextlib.suppress(Exception):  # older versions of torch lack the function; the disk may be full
@@ -363,10 +369,10 @@ def _key(number: int) -> str:
 
 
 def _location(thread: int) -> str:
-    """Returns the line of our code that a thread executes, such as "training/step.py:80 (train_step)".
+    """Returns the line of this repository that a thread executes, such as "training/step.py:80 (train_step)".
 
-    If the line is in `distributed`, the text also has the line that called it. thread: Identifier of the
-    thread.
+    If the line is in the folder `distributed`, the text first has the line that called it. Returns "outside
+    our code" if there is no such line. thread: Identifier of the thread.
     """
     frame = sys._current_frames().get(thread)
     lines: list[str] = []

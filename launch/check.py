@@ -92,6 +92,8 @@ def check_ranks(options: argparse.Namespace) -> None:
 
     Tests connections between ranks, and measures the speed of matrix products and messages. If a rank fails
     or does not start, all ranks exit with status 1. If a rank hangs, they exit with status 124.
+
+    options: Command-line options: device, backend, timeout (seconds) and quick.
     """
     limit = options.timeout
     watchdog = Watchdog(init_timeout_seconds=3 * limit, step_timeout_seconds=limit)
@@ -126,7 +128,7 @@ def check_ranks(options: argparse.Namespace) -> None:
 
 
 def _compare_rates(rates: Sequence[Rates]) -> None:
-    """Prints whether `arch.forward_dtype=auto` chooses the faster dtype, in one line for equal ranks.
+    """Prints whether `arch.forward_dtype=auto` chooses the faster dtype. Prints one line if all ranks agree.
 
     rates: Measured speeds of each rank.
     """
@@ -163,9 +165,10 @@ def _is_known(host: str) -> bool:
 def _check_addresses(rows: Sequence[Sequence[Any]], *, timeout_seconds: float) -> None:
     """Tests whether every rank can connect to every other rank over TCP. Rank 0 warns of failures.
 
-    All ranks call it. If two ranks cannot connect in either direction, all ranks exit.
+    All ranks call it. If two ranks cannot connect in either direction, all ranks exit with status 1.
 
-    rows: Row of each rank in the printed table. It ends with interface, address and port.
+    rows: For each rank its values in the printed table. The first is the host name, the last three are
+    network interface, IP address and port. timeout_seconds: Time limit of a connection.
     """
     connect = functools.partial(links.connect, timeout_seconds=timeout_seconds)
     addresses = [row[-2:] for row in rows]
@@ -193,8 +196,7 @@ def _on_all_ranks(name: str, action: Callable[[], Any]) -> list[Any]:
     If the function raises an exception on one rank, all ranks exit with status 1. If a rank hangs, the
     watchdog ends all ranks.
 
-    name: What the function does, for messages, such as "look up names". It must differ from that of earlier
-    calls.
+    name: What the function does, such as "look up names", for error messages. Each call needs another name.
     action: Function without arguments. Its result must be a JSON value.
     """
     try:
@@ -235,7 +237,9 @@ def _measure_links(
     All ranks call it.
 
     device: Device of the sent tensors.
-    rows: Row of each rank in the printed table. It starts with the host name.
+    rows: For each rank its values in the printed table. The first is the host name, the fifth the interface.
+    is_quick: Whether to send fewer and smaller messages.
+    watchdog: Ends all ranks if one hangs. Its time limit holds for each pair.
     """
     size, repeats, large = world_size(), 10 if is_quick else 100, 2**20 if is_quick else 2**24  # large: bytes
     log.info(f"\n{device.type} tensors: round trip of 4 bytes, and rate of {large >> 20} MiB messages")

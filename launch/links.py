@@ -21,9 +21,10 @@ _SIOCGIFADDR = 0x8915  # from Linux's sockios.h
 
 
 def listen_like_gloo() -> socket.socket:
-    """Opens a TCP server at the address that torch's backend gloo would use on this host.
+    """Opens a TCP server at the address that torch's backend gloo would use on this host. Returns its socket.
 
-    It is the address of the interface GLOO_SOCKET_IFNAME, or of the host name, or 127.0.0.1.
+    If GLOO_SOCKET_IFNAME is set, it is the address of this network interface. Otherwise, it is the address of
+    the host name if that can be used, or else 127.0.0.1. Raises ValueError if there is no such interface.
     """
     interface, host = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0], socket.gethostname()
     if interface:
@@ -62,9 +63,9 @@ def _address_of(interface: str) -> str:
 
 
 def connect(address: Sequence[Any], timeout_seconds: float) -> str:
-    """Tries to connect to a TCP server. Returns "" if that works, otherwise the reason of the failure.
+    """Tries to connect to a TCP server. Returns "" if that works, otherwise why it failed, as text.
 
-    address: (host, port).
+    address: (host, port). timeout_seconds: Time limit.
     """
     try:
         socket.create_connection(tuple(address), timeout=timeout_seconds).close()
@@ -76,8 +77,8 @@ def connect(address: Sequence[Any], timeout_seconds: float) -> str:
 def pairs_to_measure(hosts: Sequence[str]) -> list[tuple[int, int]]:
     """Chooses pairs of ranks to measure the connections between hosts. Example: [(0, 4), (0, 8), (4, 8)].
 
-    One rank of each host is used, or all ranks if there is only one host. With more than 8 such ranks, not
-    all pairs are chosen.
+    With several hosts, the first rank of each host is used. With one host, all ranks are used. If these are
+    more than 8 ranks, not all of their pairs are chosen.
 
     hosts: Host name of each rank.
     """
@@ -93,8 +94,8 @@ def measure_link(
 ) -> tuple[float, float] | None:
     """Measures how fast two ranks exchange messages with torch.distributed.
 
-    Returns (seconds of a round trip of 4 bytes, bytes per second of large messages). Returns None on other
-    ranks.
+    Returns (seconds of a round trip of 4 bytes, bytes per second of large messages) on both ranks. Returns
+    None on other ranks.
 
     pair: The two ranks. Both must call this function.
     repeats: Number of round trips.
@@ -111,11 +112,10 @@ def measure_link(
 
 
 def median_seconds(calls: Sequence[Callable[..., Any]], message: torch.Tensor, repeats: int) -> float:
-    """Returns how many seconds it takes to call all functions of `calls` with the message.
+    """Returns how many seconds it takes to call all functions of `calls` once, as a median.
 
-    It is the median of several repetitions, after one that does not count.
-
-    repeats: Number of counted repetitions.
+    calls: Functions that get `message`, such as torch.distributed.all_reduce. repeats: Number of repetitions
+    of which the median is taken. One repetition before them is not counted.
     """
     times = []
     for _ in range(repeats + 1):

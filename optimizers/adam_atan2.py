@@ -41,8 +41,10 @@ def adam_atan2_(
         p *= 1 - lr wd;  m = lerp(m, g, 1 - b1);  v = lerp(v, g^2, 1 - b2)
         p -= lr / (1 - b1^t) * atan2(m, sqrt(v / (1 - b2^t)))
 
-    shrink, rate, correction: 1 - lr wd, lr / (1 - b1^t) and 1 / (1 - b2^t) for update t = 1, 2, ...
-    atan2_sqrt: Function (y, x) -> atan2(y, sqrt(x)). `short_atan2_sqrt` is for compiled code.
+    Here g is the gradient, lr the learning rate, wd the weight decay, and t = 1, 2, ... counts the updates.
+
+    shrink: 1 - lr wd. rate: lr / (1 - b1^t). correction: 1 / (1 - b2^t). beta1, beta2: b1 and b2. atan2_sqrt:
+    Function (y, x) -> atan2(y, sqrt(x)). `short_atan2_sqrt` is for compiled code.
     """
     parameter.mul_(shrink)
     first_moment.lerp_(gradient, 1 - beta1)
@@ -74,10 +76,11 @@ def short_atan2_sqrt(y: Tensor, x: Tensor) -> Tensor:
 class AdamATan2(torch.optim.Optimizer):
     """The AdamATan2 optimizer with decoupled weight decay.
 
-    Updates the part of `flat` that belongs to this rank. Parameters that need no gradient do not change. The
-    parameter group's `step` counts the updates.
+    If ranks divide the update of the weights, it updates only the part of this rank. Parameters that need no
+    gradient do not change. The parameter group's `step` counts the updates.
 
-    flat: Flat buffers of weights and gradients. names: Names of the parameters to update. If None, all.
+    flat: Flat buffers: tensors with the values of all weights and of all gradients. names: Names of the
+    parameters to update. If None, all.
     compiler_options: Options of torch.compile for a compiled kernel. The first step then takes seconds
     longer. If None, the update runs op by op.
     """
@@ -134,8 +137,10 @@ class AdamATan2(torch.optim.Optimizer):
 def _adam_atan2_in_chunks_(*tensors: Tensor, **factors: float) -> None:
     """Calls `adam_atan2_` without a compiled kernel.
 
-    On a CPU it calls it for one chunk after the other. A chunk fits into the cache, so only the first
+    On a CPU, it makes one call for each chunk of the tensors. A chunk fits into the cache, so only the first
     operation on a chunk reads from memory.
+
+    tensors: Parameter, gradient and both moments, [n] each. factors: Other arguments of `adam_atan2_`.
     """
     (length,) = tensors[0].shape
     size = _CHUNK if tensors[0].device.type == "cpu" else length

@@ -30,26 +30,27 @@ class Average:
         """Sets the averages to the current weights, as at the start of a run."""
 
     def update(self, steps: range) -> None:
-        """Adds the current weights to the averages, once for each step in `steps`.
+        """Updates the averages with the current weights, once for each training step in `steps`.
 
-        steps: Numbers of training steps, from 1. Usually only one. With local_steps > 1, the weights are
-        known only every few steps, and are then added several times.
+        steps: Numbers of consecutive steps, from 1. Usually only one. With local_steps > 1, the weights of
+        all ranks are known only every few steps, and then count for all these steps.
         """
 
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Adds the current values of some rows of the puzzle table to their averages.
+        """Updates the averages of some puzzle embeddings with their current values.
 
-        Call it before training step `step` (from 1) changes the rows.
+        Call it before training step `step` (from 1) changes these embeddings.
 
-        identifiers: int64 [n], the row numbers in the full table.
+        identifiers: int64 [n], numbers of the embeddings.
         """
 
     @contextlib.contextmanager
     def averaged(self, *, step: int) -> Iterator[None]:
-        """Context manager for an evaluation.
+        """Context manager in which the model's weights are replaced by their averages. For evaluations.
 
-        Replaces the model's weights by their averages after step `step`. After the block, the model has its
-        own weights again. All ranks enter it together.
+        After the block, the model has its own weights again. All ranks enter it together.
+
+        step: Number of training steps done.
         """
         yield
 
@@ -73,8 +74,8 @@ class DenseAverage(Average):
 
     The averages are on the device of the weights. Each rank holds the averages of some of the weights.
 
-    flats: Flat buffers that contain the weights. rate: EMA rate, close to 1. corrects_bias: If True, the
-    initial weights have coefficient 0 in the average.
+    flats: Flat buffers: tensors with the values of many weights. rate: Factor of the old average in each
+    step, close to 1. corrects_bias: If True, the initial weights have coefficient 0 in the average.
     """
 
     def __init__(self, *flats: FlatParameters, rate: float, corrects_bias: bool = False):
@@ -136,9 +137,12 @@ class DenseAverage(Average):
 def build_average(
     config: PretrainConfig, flats: Sequence[FlatParameters], *, total_steps: int | None
 ) -> Average:
-    """Returns the moving average of the dense weights that the config key `ema` selects.
+    """Returns the moving average of the dense weights (all except puzzle embeddings), as `ema` selects.
 
-    If `ema` is null, the result does nothing. total_steps: Steps of the run. None if unknown.
+    If the config key `ema` is null, the methods of the result do nothing. Warns if the run is too short for
+    the average.
+
+    flats: Tensors with the values of the weights. total_steps: Steps of the run. None if unknown.
     """
     if config.ema is None:
         return Average()
@@ -149,9 +153,10 @@ def build_average(
 
 
 def warn_of_long_average(rate: float, *, num_steps: int) -> None:
-    """Warns if an EMA without bias correction still contains much of the initial weights after `num_steps`.
+    """Warns on rank 0 if a run is too short for a moving average with this rate and no bias correction.
 
-    Example: rate 0.999 averages over 1000 steps. Only rank 0 warns.
+    The average then still contains much of the initial weights. Example: rate=0.999 averages over about 1000
+    steps. num_steps: Last step of this process.
     """
     if num_steps * (1 - rate) >= _FEW or not is_main():
         return

@@ -18,7 +18,10 @@ def scheduled_lr(step: int, *, base: float, warmup_steps: int, total_steps: int,
 
 
 def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> dict[str, float]:
-    """Returns the learning rates of training step `step` (from 1), as {"lr": ..., "puzzle_emb_lr": ...}."""
+    """Returns the learning rates of training step `step` (from 1), as {"lr": ..., "puzzle_emb_lr": ...}.
+
+    total_steps: Number of steps of the run. The learning rates fall until this step.
+    """
     shape = {
         "warmup_steps": config.lr_warmup_steps,
         "total_steps": total_steps,
@@ -32,8 +35,8 @@ def learning_rates(config: PretrainConfig, step: int, *, total_steps: int) -> di
 def peak_learning_rates(config: PretrainConfig) -> dict[str, float]:
     """Returns the highest value of each learning rate, as {"lr": ..., "puzzle_emb_lr": ...}.
 
-    The config key `lr_scaling` scales them to the global batch size. linear: arXiv 1706.02677. sqrt: the rule
-    for Adam-like optimizers, arXiv 2205.10287.
+    They are scaled to the global batch size as the config key `lr_scaling` says: "linear" (arXiv 1706.02677)
+    or "sqrt" (for Adam-like optimizers, arXiv 2205.10287).
     """
     ratio = config.global_batch_size / config.lr_reference_batch_size
     factor = {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[config.lr_scaling]

@@ -40,7 +40,7 @@ def orthogonalize(matrix: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(lr: float, matrix: Tensor) -> float:
-    """Returns the learning rate for a matrix, so that Muon's update is about as large as Adam's."""
+    """Returns `lr` scaled by the shape of a matrix, so that Muon's update is about as large as Adam's."""
     return lr * (0.2 * math.sqrt(max(matrix.shape)))
 
 
@@ -78,11 +78,11 @@ def _accelerated(gradient: Tensor, momentum: Tensor) -> Tensor:
 class CutMuon(torch.optim.Optimizer):
     """The Muon optimizer for matrices that ranks divide (tensor parallelism).
 
-    For each matrix, one rank gathers the parts, orthogonalizes the full matrix, and sends the parts back. The
+    For each matrix, one rank gathers the parts, orthogonalizes the full update, and sends its parts back. The
     ranks take turns. Every rank keeps the momentum of its own parts.
 
-    matrices: {name: part that this rank holds}. May be empty. cuts: {name: which part of the matrix it is}.
-    ranks: Group that divides the matrices. All its ranks call `step`. dtype: Dtype of the orthogonalization.
+    matrices: {name: part that this rank holds}. cuts: {name: which part of the matrix it is}. ranks: Group
+    that divides the matrices. All its ranks call `step`. dtype: Dtype of the orthogonalization.
     """
 
     def __init__(
@@ -115,11 +115,12 @@ class CutMuon(torch.optim.Optimizer):
             matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
 
     def _change(self, update: Tensor, cut: Cut, *, lr: float, owner: int) -> Tensor:
-        """Computes the change of a matrix, and returns the part for this rank. All ranks call it.
+        """Returns this rank's part of the tensor that the optimizer must add to a matrix. All ranks call it.
 
-        Rank `owner` gathers the parts, computes, and sends the results to the other ranks.
+        Rank `owner` gathers the parts of all ranks, orthogonalizes, and sends the results back.
 
-        update: This rank's part of the momentum. cut: Which part of the matrix it is. lr: Learning rate.
+        update: This rank's part of the direction before the orthogonalization. cut: Which part of the matrix
+        it is. lr: Learning rate.
         """
         parts = self._ranks.gather(update, destination=owner)
         if parts is None:

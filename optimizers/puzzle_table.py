@@ -28,8 +28,8 @@ _PIECE = 2**16  # rows in one message, at most
 def sign_sgd_rows_(table: Tensor, rows: Tensor, gradients: Tensor, *, lr: float, weight_decay: float) -> None:
     """Applies sign-SGD to some rows of `table` in place: row *= 1 - lr wd; row -= lr sign(gradient).
 
-    rows: Row numbers, [n]. gradients: [n, ndim]. On CUDA, a row number may repeat. Each repeat must have the
-    same gradient (the sum for its row), so that the order of the writes does not matter.
+    rows: Row numbers, [n]. If one is repeated, all repeats must have the same gradient, the sum for this row.
+    The row is then updated once. gradients: [n, ndim]. lr: Learning rate. weight_decay: wd.
     """
     moved = table[rows].mul_(1 - lr * weight_decay)
     table[rows] = moved.sub_(gradients.sign().to(table.dtype), alpha=lr)
@@ -50,11 +50,12 @@ def sum_by_identifier(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, T
 
 
 def sum_with_repeats(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums the gradients of each puzzle embedding, but keeps repeats.
+    """Sums the gradients of each puzzle embedding. Returns (sorted identifiers [n], sums [n, ndim]).
 
-    Returns (identifiers [n], sums [n, ndim]). The returned identifiers are sorted. If one occurs twice, both
-    rows have the same sum. No shape depends on the values, so the host does not wait for a GPU. Sums are
-    float64.
+    Repeated identifiers stay, and each of them has the same sum. No shape depends on values, so the host does
+    not wait for a GPU. Sums are float64.
+
+    identifiers: [n], number of the embedding of each gradient. gradients: [n, ndim].
     """
     rising, order = identifiers.sort(stable=True)
     index = (rising.diff(prepend=rising[:1]) != 0).cumsum(0)  # index among the distinct identifiers
@@ -67,9 +68,10 @@ def _sum_rows(identifiers: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_of_rank(num_rows: int, index: int, size: int) -> range:
-    """Returns the row numbers of the table that rank `index` of `size` ranks owns: index, index + size, ...
+    """Returns the numbers of the puzzle embeddings that rank `index` of `size` ranks owns.
 
-    The owner stores row i of the table as its row i // size.
+    Example: rank 1 of 4 ranks owns 1, 5, 9, ..., below num_rows. Row i of the table of embeddings is row
+    i // size on its owner.
     """
     return range(index, num_rows, size)
 
@@ -79,63 +81,63 @@ class PuzzleTable:
 
     This base class is for models without puzzle embeddings: its methods do nothing.
 
-    average: Moving average (EMA) of the rows.
+    average: Attribute. Moving average (EMA) of the rows.
     """
 
     average = Average()
 
     def prepare(self, identifiers: Tensor) -> None:
-        """Makes the rows `identifiers` available on this rank for a training step.
+        """Makes the puzzle embeddings `identifiers` available on this rank for a training step.
 
         All ranks call it before the step.
 
-        identifiers: int [n], the row numbers that the step will read, with repeats.
+        identifiers: int [n], the numbers of the embeddings that this rank will read, with repeats.
         """
 
     def reduce(self, *, step: int) -> None:
-        """Sums the gradients of training step `step` over ranks. `update_` will use them.
+        """Sums the gradients of the puzzle embeddings over ranks, for `update_`. All ranks call it.
 
-        All ranks call it.
+        step: Number of the training step, from 1.
         """
 
     def keep_own(self, *, step: int) -> None:
-        """Stores this rank's gradients for `update_`, without a sum over ranks.
+        """Stores this rank's gradients of the puzzle embeddings for `update_`, without a sum over ranks.
 
         For local_steps > 1: ranks train separately, and merge their weights every few steps.
 
-        step: First training step after the last merge.
+        step: Number of the first training step after the last merge.
         """
 
     def update_(self, lr: float) -> None:
-        """Updates the rows that this training step used.
+        """Updates the puzzle embeddings that this training step used. Does not communicate.
 
-        Before that, adds their old values to the moving average. Does not communicate. lr: Learning rate.
+        Before that, adds their old values to the moving average. lr: Learning rate.
         """
 
     def merge(self, *, step: int) -> None:
-        """Makes the tables of all ranks equal. All ranks call it.
+        """Makes the puzzle embeddings equal on all ranks. All ranks call it.
 
         For local_steps > 1: ranks train separately between two calls.
 
-        step: First training step after the last call.
+        step: Number of the first training step after the last call.
         """
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Makes the rows `identifiers`, int [n], available on this rank for an evaluation.
+        """Makes the puzzle embeddings with the numbers `identifiers` available on this rank.
 
-        All ranks call it.
+        For an evaluation. All ranks call it. identifiers: int [n].
         """
 
     def fill_(self, weights: dict[str, Tensor]) -> None:
-        """If the table is divided among ranks, overwrites it with rank 0's full table. All ranks call it.
+        """If ranks divide the puzzle embeddings, overwrites them with those of rank 0. All ranks call it.
 
-        weights: On rank 0, {name: full weight}, including the table. On other ranks, {}.
+        weights: On rank 0, {name: full weight}, including all embeddings. On other ranks, {}.
         """
 
     def rows(self) -> Tensors:
-        """Returns {name of the weight: the rows that this rank holds}, for checkpoints.
+        """Returns {name of the weight: tensor of all rows, or shard with this rank's rows}, for checkpoints.
 
-        {} without a table.
+        A row is a puzzle embedding. Returns {} if the model has none.
         """
         return {}
 
@@ -143,9 +145,11 @@ class PuzzleTable:
 class _Table(PuzzleTable):
     """Base class of `Replicated` (all rows on every rank) and `RowsByOwner` (each row on one rank).
 
-    A subclass implements `_identifiers_of` (row numbers on this rank -> row numbers in the full table),
-    `owned_weights` (view of the rows that this rank owns) and `all_gather_owned`. The latter gathers a value
-    [owned rows, ndim] from each rank, and returns the values of all rows that this rank holds.
+    Each rank owns some rows, and computes their averages. A subclass implements:
+    - `_identifiers_of(rows)`: converts row numbers on this rank to row numbers in the full table.
+    - `owned_weights()`: returns a view of the rows that this rank owns.
+    - `all_gather_owned(owned)`: gets a value for each owned row, and returns the values of all rows on this
+      rank.
 
     embedding: Embedding of the model, with weights [rows on this rank, ndim]. num_rows: Rows of the full
     table.
@@ -188,9 +192,9 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def reduce(self, *, step: int) -> None:
-        """Gathers the gradients of the whole batch from all ranks, and sums them for each row.
+        """Gathers the gradients of the global batch from all ranks, and sums them for each puzzle embedding.
 
-        All ranks call it.
+        All ranks call it. `update_` then reads the sums.
 
         step: Number of the training step, from 1.
         """
@@ -209,10 +213,12 @@ class Replicated(_Table):
 
     @torch.no_grad()
     def merge(self, *, step: int) -> None:
-        """Sets each row that ranks have changed to the mean of its values on these ranks. All ranks call it.
+        """Makes the puzzle embeddings equal on all ranks. All ranks call it.
 
-        For local_steps > 1: ranks train separately between two calls. step: First training step after the
-        last call.
+        If ranks have changed an embedding since the last call, it becomes the mean of its values on these
+        ranks. For local_steps > 1: ranks train separately between two calls.
+
+        step: Number of the first training step after the last call.
         """
         weights, moved = self.embedding.weights, torch.cat(self._moved).unique()
         self._moved.clear()
@@ -233,12 +239,12 @@ class Replicated(_Table):
         return self.embedding.weights[self.ranks.index :: self.ranks.size]
 
     def all_gather_owned(self, owned: Tensor) -> Tensor:
-        """Returns the values of all rows of the table, [num_rows, ...]. All ranks call it.
+        """Gathers a value for each puzzle embedding from all ranks: [num_rows, ...]. All ranks call it.
 
-        Rank r passes the values of rows r, r + size, r + 2 size, ... Sends one broadcast for each rank,
-        because this needs little extra memory.
+        With `size` ranks, rank r owns the embeddings r, r + size, r + 2 size, ... Sends one broadcast for
+        each rank, because this needs little extra memory.
 
-        owned: Values of this rank's rows.
+        owned: Values of the embeddings that this rank owns, such as their averages.
         """
         if not has_group():
             return owned
@@ -270,9 +276,9 @@ class RowsByOwner(_Table):
 
     @torch.no_grad()
     def reduce(self, *, step: int) -> None:
-        """Sends the gradients of the rows that this rank fetched to their owners, which add them up.
+        """Sends the gradients of puzzle embeddings to the ranks that own the embeddings, and sums them there.
 
-        All ranks call it. step: Number of the training step, from 1.
+        All ranks call it. `update_` then reads the sums. step: Number of the training step, from 1.
         """
         self._step = step
         identifiers, rows = self.embedding.pop_gradients()
@@ -281,9 +287,11 @@ class RowsByOwner(_Table):
         self._gradients = _sum_rows(self._plan.local_rows, self._plan.send(sums))
 
     def fetch(self, identifiers: Tensor) -> None:
-        """Fetches the rows `identifiers`, int [n], for an evaluation on this rank. All ranks call it.
+        """Gets the puzzle embeddings with the numbers `identifiers` from their owners. All ranks call it.
 
-        Uses several messages, so that it needs little more memory than the rows.
+        The model on this rank then reads them in an evaluation. Several messages keep the extra memory small.
+
+        identifiers: int [n].
         """
         distinct, weights = torch.unique(identifiers.long()), self.embedding.weights
         rows = weights.new_empty(len(distinct), weights.shape[1])
@@ -348,11 +356,12 @@ class RowAverage(Average):
 
     @torch.no_grad()
     def before_change(self, identifiers: Tensor, *, step: int) -> None:
-        """Updates the averages of some rows to the state after training step `step` - 1.
+        """Updates the averages of some puzzle embeddings to their values after training step `step` - 1.
 
-        Call it before step `step` (from 1) changes the rows. A second call for the same step changes nothing.
+        Call it before step `step` (from 1) changes the embeddings. A second call for the same step changes
+        nothing.
 
-        identifiers: int64 [n], row numbers in the full table, with repeats. Rows that other ranks average are
+        identifiers: int64 [n], numbers of the embeddings, with repeats. Those that other ranks average are
         ignored.
         """
         if not self._owned:
@@ -381,14 +390,18 @@ class RowAverage(Average):
         return {name: self._shard(tensor) for name, tensor in tensors.items()}
 
     def _shard(self, tensor: Tensor) -> Tensor | Shard:
-        """Describes values of the rows that this rank averages as a shard of a tensor [all rows, ...]."""
+        """Describes a tensor with a value for each row that this rank averages as a shard for checkpoints.
+
+        The full tensor is [all rows, ...].
+        """
         return shard_of_rows(tensor, self._owned, self._table.num_rows, self._ranks)
 
     @torch.no_grad()
     def _caught_up(self, rows: Tensor | slice, *, step: int) -> Tensor:
-        """Computes the averages of some rows after training step `step`. Does not store them.
+        """Computes the averages of some rows after training step `step`. Returns [n, ndim], stores nothing.
 
-        The rows must not have changed since their averages were stored. rows: Row numbers on this rank.
+        The rows must not have changed since their averages were stored. rows: Numbers of n rows, counted
+        among those that this rank averages.
         """
         since = self._steps[rows].unsqueeze(1)
         now, remaining = self._weights[rows], self._rate ** (step - since)
@@ -402,10 +415,10 @@ class RowAverage(Average):
 def build_table(
     config: PretrainConfig, embedding: nn.Module | None, num_rows: int, ranks: Ranks
 ) -> PuzzleTable:
-    """Returns the puzzle table (embeddings and optimizer) that the config selects.
+    """Returns the puzzle table (puzzle embeddings and their optimizer) that the config selects.
 
-    embedding: Embedding of the model. If None, the model has none, and the result does nothing. num_rows:
-    Rows of the full table. ranks: Group that trains the table.
+    embedding: Module with the embeddings. If None, the model has none, and the methods of the result do
+    nothing. num_rows: Number of embeddings on all ranks together. ranks: Group that divides the batch.
     """
     if embedding is None:
         return PuzzleTable()
@@ -422,9 +435,9 @@ def build_table(
 
 
 def num_local_rows(config: PretrainConfig, num_rows: int, ranks: Ranks) -> int:
-    """Returns how many of the table's `num_rows` rows this rank must hold.
+    """Returns how many of the `num_rows` puzzle embeddings this rank must hold.
 
-    These are all rows, or only the rows that it owns if the table is divided among ranks.
+    With puzzle_emb_sharding=rows and several ranks, each rank holds only a part. Otherwise, it holds all.
     """
     return len(rows_of_rank(num_rows, ranks.index, ranks.size)) if _is_sharded(config, ranks) else num_rows
 

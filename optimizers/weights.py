@@ -41,9 +41,9 @@ class AdamW(torch.optim.AdamW):
 
 
 class ParameterGroup(NamedTuple):
-    """Weights that one optimizer updates with one weight decay.
+    """An optimizer and the names of the weights that it updates. They all have the same weight decay.
 
-    names: Names of the weights. flat: Flat buffers that contain them.
+    flat: Flat buffers: tensors with the values of all these weights and of their gradients.
     """
 
     names: tuple[str, ...]
@@ -55,8 +55,9 @@ class Weights:
     """The dense weights (all except puzzle embeddings) on this rank, with their optimizers.
 
     Attributes:
-        flats: Flat buffers. Without pipeline and tensor parallelism, one for all weights. Otherwise two:
-            weights outside of blocks, and this rank's part of the blocks.
+        flats: Flat buffers (tensors with the values of many weights, and of their gradients). Without
+            pipeline and tensor parallelism, one object for all weights. Otherwise two: the first for weights
+            outside of blocks, the second for this rank's part of the blocks.
         groups: Optimizers with the names of their weights, one for each optimizer class and weight decay.
         owned: {name: tensor or shard that this rank updates}, with the gradient as `grad`.
         scalars: Numbers such as the loss that are sent with the gradients of flats[0].
@@ -85,9 +86,9 @@ class Weights:
         self.remote_names = tuple(self._absent)
 
     def clip_(self, limit: float | None) -> Tensor:
-        """Scales all gradients so that their norm is at most `limit`. Returns the norm before scaling.
+        """Scales the gradients of the dense weights so that their norm is at most `limit`. All ranks call it.
 
-        The norm is that of the full model, also if ranks divide the weights. All ranks call it.
+        Returns the norm before scaling, a scalar tensor. It includes the weights on other ranks.
 
         limit: If None, gradients are not changed.
         """
@@ -104,7 +105,7 @@ class Weights:
     def update_(self, lr: float, *, step: int) -> None:
         """Runs the optimizers on the weights that this rank updates. All ranks call it.
 
-        Tensor parallelism with Muon (`CutMuon`) communicates. lr: Learning rate. step: Number of the training
+        Communicates only with Muon and tensor parallelism. lr: Learning rate. step: Number of the training
         step, from 1, for bias corrections (AdamW counts steps itself).
         """
         for group in self.groups:
@@ -112,18 +113,18 @@ class Weights:
             group.optimizer.step()
 
     def gather_(self) -> None:
-        """Distributes updated or loaded weights to all ranks, for the next forward pass.
+        """Sends updated or loaded weights to all ranks that need them, for the next forward pass.
 
-        All ranks call it.
+        All ranks call it. In mixed precision, also copies them into the dtype of the forward pass.
         """
         for flat in self.flats:
             flat.gather_()
 
     def tensors(self) -> Tensors:
-        """Returns all weights of the model for a checkpoint, as {name: full tensor or this rank's shard}.
+        """Returns the dense weights for a checkpoint, as {name: full tensor or this rank's shard}.
 
-        They are in the dtype of the optimizer (float32). A weight that this rank does not hold is an empty
-        shard.
+        Contains all names of the model. They are in the dtype of the optimizer (float32). For a weight that
+        this rank does not hold, the shard has 0 elements.
         """
         tensors = self.owned | self._absent
         for flat in self.flats:
@@ -132,11 +133,11 @@ class Weights:
         return tensors
 
     def fill_(self, full_copies: dict[str, Tensor], ranks: Ranks) -> None:
-        """Distributes rank 0's full weights: every rank overwrites the parts that it holds.
+        """Overwrites the shards of weights on every rank with parts of rank 0's full weights.
 
         All ranks call it. Weights that every rank holds completely are not changed.
 
-        full_copies: On rank 0, {name: full weight}. On other ranks, {}.
+        full_copies: On rank 0, {name: full weight}. On other ranks, {}. ranks: Group that takes part.
         """
         for name, shard in sorted(self.tensors().items()):
             if isinstance(shard, Shard):
@@ -147,7 +148,7 @@ class Weights:
     def moments(self) -> Tensors:
         """Returns the optimizer state of the weights that this rank updates, for a checkpoint.
 
-        The names are <moment>.<weight>, such as "first_moment.lm_head.weight".
+        The result is {"<moment>.<weight>": tensor or shard}. Example: "first_moment.lm_head.weight".
         """
         moments: Tensors = {}
         for group in self.groups:
@@ -176,11 +177,11 @@ def build_flats(
 ) -> tuple[FlatParameters, ...]:
     """Moves the weights of a network into flat buffers (one tensor for many weights). All ranks call it.
 
-    Returns the buffers. With pipeline or tensor parallelism, there are two, the second one for blocks.
-    Otherwise, there is one.
+    Without pipeline and tensor parallelism, returns one object for all weights. Otherwise returns two: one
+    for the weights outside of blocks, and one for those of blocks.
 
-    blocks: Names of the weights in blocks. cuts: {name of a weight: part that this rank holds} (tensor
-    parallel).
+    mesh: Process groups of this rank. blocks: Names of the weights in blocks. cuts: {name of a weight: which
+    part of it this rank holds}, for weights that tensor-parallel ranks divide.
     """
     parameters = dict(network.named_parameters())
     matrices = [name for name in blocks if parameters[name].ndim == 2]
@@ -220,13 +221,14 @@ def build_weights(
 ) -> Weights:
     """Builds the optimizers for the weights that this rank updates.
 
-    With Muon, matrices of blocks use Muon, and AdamATan2 updates the other weights. Optimizers must create
-    all of `state` at the start, because a checkpoint loads into these tensors. The optimizer of a plugin gets
-    shards of weights, float32 [n], so it must update each element independently.
+    With optimizer=muon, Muon updates the matrices of blocks, and AdamATan2 the other weights. Optimizers must
+    create all of `state` at the start, because a checkpoint is loaded into these tensors. The optimizer of a
+    plugin may get shards of weights, float32 [n], so it must update each element independently.
 
-    shapes: {name: shape} of all weights of the model. If None, all are in `flats`. holders: Ranks that
-    together hold all weights. tensor: Ranks that divide matrices. compiler_options: Options of torch.compile
-    for AdamATan2. If None, AdamATan2 is not compiled.
+    flats: Tensors with the values of the weights. shapes: {name: shape} of all weights of the model. If None,
+    all are in `flats`. holders: Ranks that together hold every block once. tensor: Ranks that divide matrices
+    (tensor parallelism). compiler_options: Options of torch.compile for AdamATan2. If None, AdamATan2 is not
+    compiled.
     """
     groups = [group for flat in flats for group in _groups_of(config, flat, tensor, compiler_options)]
     here = {name: tuple(parameter.shape) for flat in flats for name, parameter in flat.parameters.items()}

@@ -14,11 +14,10 @@ from runtime.writing import Patient, check_working_folder, prepare_streams
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Context manager for a program.
+    """Context manager for a program that turns errors of the user into one line on stderr.
 
-    Turns ValueError, OSError and MemoryError into one line on stderr, and exits.
-
-    program: Name of the program, which starts the line.
+    After a ValueError, OSError or MemoryError, prints "<program>: error: <message>" and exits with status 1.
+    Also makes stdin, stdout and stderr safe to use.
     """
     prepare_streams()
     try:
@@ -65,9 +64,9 @@ def add_plugin_option(parser: argparse.ArgumentParser) -> None:
 
 
 def import_plugins(arguments: Sequence[str]) -> None:
-    """Imports every file that --plugin names in the arguments.
+    """Imports every file that --plugin names in the command-line arguments.
 
-    Call it before the full parser is built, because a plugin may add choices to its options.
+    Call it before the parser of all options is built, because a plugin may add choices to its options.
     """
     parser = OneLineParser("", description="", add_help=False)
     add_plugin_option(parser)
@@ -75,9 +74,10 @@ def import_plugins(arguments: Sequence[str]) -> None:
 
 
 def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str) -> None:
-    """Raises ValueError if the user passed one of the options `names`.
+    """Raises ValueError if the user passed one of the options `names` (their value is not None).
 
-    other: What the options are for, for the message "--x is for <other>. Remove it."
+    names: Names of attributes, such as "num_aug" for --num-aug. other: What the options are for, for the
+    message "--num-aug is for <other>. Remove it."
     """
     for name in names:
         if getattr(options, name, None) is not None:
@@ -85,9 +85,9 @@ def refuse_options(options: argparse.Namespace, names: Sequence[str], other: str
 
 
 def recorded(options: argparse.Namespace, instead: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options to record in a dataset's manifest, as {name: value}.
+    """Returns the options of a builder to store in its dataset's manifest file, as {name: value}.
 
-    output_dir is left out. `instead` overwrites or adds values.
+    output_dir is left out. instead: {name: value} to overwrite or add.
     """
     return {name: value for name, value in vars(options).items() if name != "output_dir"} | dict(instead)
 

@@ -26,9 +26,10 @@ except ValueError as _error:
 
 
 def _announce() -> None:
-    """Prints "<program>: loading PyTorch" on stderr, if this process is a program of this repository.
+    """Prints a line such as "pretrain: loading PyTorch" on stderr.
 
-    Only rank 0 prints, and only if torch is not loaded yet.
+    Prints nothing in ranks other than 0, in programs outside of this repository and in tests, and if torch is
+    already loaded.
     """
     path = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
     is_ours = Path(__file__).parents[1] in path.resolve().parents and "tests" not in path.parts
@@ -47,7 +48,7 @@ if not _WAITING & os.environ.keys():
 
 
 def num_cores(cgroups: Path = Path("/sys/fs/cgroup"), cgroup_list: Path = Path("/proc/self/cgroup")) -> int:
-    """Returns how many CPU cores this process may use, by its CPU affinity and its cgroup quotas (v1 or v2).
+    """Returns how many CPU cores this process may use. CPU affinity and cgroup quotas (v1, v2) limit them.
 
     cgroups: Folder where the cgroup files are mounted. cgroup_list: File that lists the cgroups of this
     process.

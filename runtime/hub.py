@@ -87,13 +87,13 @@ def download(
 ) -> list[Path]:
     """Downloads files of a repository on the Hub. Returns their paths in the local cache.
 
-    Files in the cache are not downloaded again. An interrupted download continues. The digest of a new file
-    is compared with the Hub's. If the Hub cannot be reached, the cache is used. Raises ValueError, one line,
-    for every failure.
+    Files in the cache are not downloaded again. An interrupted download continues. The hash of a new file is
+    compared with the Hub's. If the Hub cannot be reached, the cache is used. Raises ValueError, one line, for
+    every failure.
 
-    choose: Function (names of all files) -> names of the needed files. It raises ValueError if one is
-    missing. by_hand: Advice for the user if the Hub cannot be reached and the cache does not have the files.
-    say: Function that prints a line.
+    choose: Function that gets the names of all files, and returns those of the files to download. It raises
+    ValueError if one is missing. by_hand: Advice for the user if the Hub cannot be reached and the cache does
+    not have the files. say: Function that prints a line.
     """
     with client_errors(address, by_hand=by_hand):
         pinned, sizes, cached = _list_files(address, say=say)
@@ -120,8 +120,9 @@ def download_file(
 
     Returns its path in the cache. Raises ValueError, one line, for every failure.
 
-    pinned: Address with a commit as revision. by_hand: Advice for the user if the download fails. num_bytes:
-    Size of the file, for the message. If None, it is unknown. say: Function that prints a line.
+    pinned: Address whose revision is the hash of a commit. name: Path of the file in the repository. by_hand:
+    Advice for the user if the Hub cannot be reached. num_bytes: Size of the file, for the message. If None,
+    it is unknown. say: Function that prints a line.
     """
     client = import_client()
     file = {"repo_id": pinned.repo, "repo_type": pinned.kind, "revision": pinned.revision, "filename": name}
@@ -136,10 +137,13 @@ def download_file(
 
 
 def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int | None], str | None]:
-    """Lists the files of a repository. Returns (address with its commit, {file: size in bytes}, None).
+    """Lists the files of a repository on the Hub.
 
-    If the Hub cannot be reached, lists the files in the local cache. The sizes are then None, and the third
-    value is a text that describes the cached files.
+    Returns (address with the hash of the commit as revision, {file: size in bytes}, None). If the Hub cannot
+    be reached, lists the files in the local cache. The sizes are then None, and the third value is a text
+    with the names of the cached files.
+
+    say: Function that prints a line.
     """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
@@ -163,10 +167,12 @@ def _list_files(address: Address, *, say: Say) -> tuple[Address, dict[str, int |
 
 
 def _check_digest(path: Path, *, where: str) -> None:
-    """Checks that a downloaded file has the digest that the Hub lists. huggingface_hub compares only sizes.
+    """Checks that a downloaded file has the hash that the Hub lists. huggingface_hub compares only sizes.
 
-    The link `path` points to a file that is named after the digest. If the digests differ, removes the file
-    and raises ValueError. where: Name of the file, for the message.
+    If the hashes differ, removes the file and raises ValueError. If `path` is not a link, the hash is
+    unknown, and nothing is checked.
+
+    path: Link in the cache to a file that is named after its hash. where: Name of the file, for the message.
     """
     from huggingface_hub.utils.sha import git_hash, sha_fileobj
 

@@ -42,9 +42,11 @@ class MetricsFile:
 
 
 def read_rows(run_folder: Path, name: str = METRICS_FILE) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yields (JSON object, text of the line) for each line of metrics.jsonl. Skips lines that are not valid.
+    """Yields (JSON object, text of the line) for each line of metrics.jsonl in a run folder.
 
-    If the file does not exist, yields nothing. name: File name, if not metrics.jsonl.
+    Skips lines that are not a JSON object with a valid `step`. If the file does not exist, yields nothing.
+
+    name: Name of another file of the same form.
     """
     with contextlib.suppress(MissingFileError):
         for line in read_lines(run_folder / name, allows_zeros=True):
@@ -61,10 +63,10 @@ def is_step(value: Any) -> bool:
 
 
 def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
-    """Removes the lines of metrics.jsonl after `step`. Returns the JSON objects of the other lines.
+    """Removes the lines of metrics.jsonl for steps after `step`. Returns the JSON objects of the other lines.
 
-    For a run that resumes at `step` and will log the later steps again. W&B cannot remove lines, so this
-    function stores the last step that W&B has (`last_wandb_step`).
+    For a run that resumes at `step` and will log the later steps again. Weights & Biases (W&B) cannot remove
+    lines. So this function stores the last removed step in a file, for `last_wandb_step`.
     """
     path, rows = run_folder / METRICS_FILE, list(read_rows(run_folder))
     last = max((values["step"] for values, _ in rows), default=0)
@@ -77,17 +79,17 @@ def cut_back_rows(run_folder: Path, *, step: int) -> list[dict[str, Any]]:
 
 
 def forget_wandb_step(run_folder: Path) -> None:
-    """Forgets which step W&B received last. For a run folder that continues as a new W&B run.
+    """Removes the file that `last_wandb_step` reads, so that it returns 0.
 
-    `last_wandb_step` then returns 0.
+    For a run folder that continues as a new run at Weights & Biases (W&B).
     """
     (run_folder / _WANDB_STEP_FILE).unlink(missing_ok=True)
 
 
 def last_wandb_step(run_folder: Path) -> int:
-    """Returns the last step that W&B got before lines were removed from metrics.jsonl.
+    """Returns the last step that was ever removed from metrics.jsonl. Weights & Biases (W&B) may have it.
 
-    Returns 0 if none were.
+    Returns 0 if no line was removed.
     """
     path = run_folder / _WANDB_STEP_FILE
     text = read_text(path).strip() if path.exists() else ""

@@ -56,9 +56,11 @@ def _import(text: str, path: Path) -> ModuleType:
 
 
 def _line_of(error: Exception, file: Path) -> str:
-    """Finds the line of the plugin that raised the error. Returns a text such as ", line 12".
+    """Finds the line of a plugin that raised an error. Returns a text such as ", line 12".
 
     It is the last line of `file` in the traceback. Returns "" if the traceback has no such line.
+
+    file: Python file of the plugin.
     """
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f", line {error.lineno}"
@@ -74,17 +76,17 @@ def plugin_paths() -> list[str]:
 
 
 def defined(part: str) -> list[Any]:
-    """Returns the values that the imported plugins define under the name `part`, such as KIND.
+    """Returns the values of a variable of all imported plugins that define it, in the order of the imports.
 
-    They are in the order of the imports.
+    part: Name of the variable, such as "KIND" or "OPTIMIZER".
     """
     return [vars(module)[part] for module in _loaded.values() if part in vars(module)]
 
 
 def plugin_of(part: str, value: Any) -> ModuleType | None:
-    """Returns the plugin (module) that defines `value` under the name `part`. Returns None if no plugin does.
+    """Returns the module of the plugin whose variable `part` is the object `value`. None if no plugin has it.
 
-    part: A name such as KIND or OPTIMIZER.
+    part: Name of the variable, such as "KIND" or "OPTIMIZER".
     """
     found = (module for module in _loaded.values() if vars(module).get(part) is value)
     return next(found, None)
@@ -93,7 +95,7 @@ def plugin_of(part: str, value: Any) -> ModuleType | None:
 def plugin_files() -> Iterator[tuple[str, Path]]:
     """Yields (name, path) of every Python file of the imported plugins, to compare them between machines.
 
-    Example of a name: "plugin_tiles/tiles.py". Names contain no absolute path.
+    Example: ("plugin_tiles/tiles.py", Path("/home/me/tiles.py")). Names contain no absolute path.
     """
     for path, module in _loaded.items():
         files = sorted(path.rglob("*.py")) if path.is_dir() else [path]

@@ -34,7 +34,7 @@ class MissingFileError(ValueError):
 
 
 class PointerFileError(ValueError):
-    """Raised if a file is only a pointer of Git LFS, and its content was not downloaded."""
+    """Raised if git has stored a large file elsewhere (Git LFS), and its content was not downloaded."""
 
 
 @contextlib.contextmanager
@@ -151,10 +151,11 @@ def parse_json(text: str | bytes, *, where: str) -> Any:
 
 
 def read_arrays(path: Path, names: Sequence[str], *, most: int = _MOST_ARRAY_BYTES) -> list[np.ndarray]:
-    """Returns the arrays `names` of a .npz file. Refuses pickled arrays, because they can execute code.
+    """Returns the arrays `names` of a .npz file, in this order.
 
-    Raises ValueError, one line, if the file cannot be read, an array is missing, or the arrays have more than
-    `most` bytes together. The size is checked before decompression.
+    Raises ValueError, one line, if the file cannot be read, an array is missing or pickled (that could
+    execute code), or the arrays have more than `most` bytes together. The size is checked before
+    decompression.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:

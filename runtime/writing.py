@@ -23,8 +23,8 @@ _ENDING = ".unfinished"
 def replace_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Context manager that opens a temporary file for writing.
 
-    At the end, the file replaces `path` atomically. If the block raises, `path` is unchanged. The content is
-    on disk (fsync) before it replaces `path`. Raises OSError.
+    At the end of the block, the file replaces `path` atomically, after its content is on disk (fsync). If the
+    block raises, `path` is unchanged. Raises OSError if the file cannot be written.
 
     mode: "w" (text, UTF-8) or "wb" (bytes).
     """

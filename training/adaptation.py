@@ -36,13 +36,13 @@ def adapt(
 ) -> HaltingModel:
     """Trains only new puzzle embeddings on `demonstrations`. Returns the model in evaluation mode.
 
-    Runs in one process. Each new embedding starts as the mean of the checkpoint's embeddings.
+    Runs in one process. If the number of embeddings changes, each starts as the mean of the checkpoint's.
 
-    demonstrations: One puzzle for each training step, all with the same number of examples. Identifiers are
-        row indices in the puzzle table of the returned model.
-    lr: Learning rate of the embeddings.
-    raw: Whether to start from the raw weights instead of the averages (EMA).
-    forward_dtype: Number format of the training and of the model. If None, it is that of the checkpoint.
+    demonstrations: Training puzzles. Step i trains on puzzle i. All have the same number of examples. The
+        identifier of a puzzle is the number of its embedding in the returned model, from 0.
+    metadata: Sizes of the dataset. The number of embeddings in it is not used.
+    raw: Whether to start from the weights themselves instead of their moving averages (EMA).
+    forward_dtype: Dtype of the computation, such as "float32". If None, it is that of the checkpoint.
     """
     num_steps = len(demonstrations.puzzle_identifiers)
     num_examples = demonstrations.num_examples // num_steps

@@ -15,7 +15,10 @@ _PASSES = ("eval", "eval_raw", "validation")
 
 
 def goal_of(name: str) -> Literal["max", "min"] | None:
-    """Returns "max" if high values of a metric are better, "min" if low values are. None if unknown."""
+    """Returns "max" if high values of a metric are better, and "min" if low values are better.
+
+    Returns None if this is unknown. Example: "max" for "eval/all/exact_accuracy".
+    """
     metric = name.rpartition("/")[2]
     if metric.endswith("loss"):
         return "min"
@@ -26,14 +29,12 @@ class Selection:
     """The rule that selects the best checkpoint from the rows of metrics.jsonl, the log of a run.
 
     The best loss is the lowest one. For any other metric, the highest value is the best. If several values
-    are equal, the newest checkpoint is the best.
+    are equal, the newest checkpoint is the best. `selected_by` is the split of the metric, "validation" or
+    "test".
 
-    keep_best: A metric such as exact_accuracy. Its value is the mean over all evaluated sets, weighted by
-        their numbers of puzzles. Or one value of a row, such as eval/all/exact_accuracy.
-    has_validation: Whether a metric is read from the validation split. Otherwise, it is from the test split.
-
-    `selected_by` is the split of the metric, "validation" or "test". The best value on the test split is the
-    maximum of several evaluations, and therefore optimistic for new puzzles.
+    keep_best: Name of the metric. "exact_accuracy" means the mean over all evaluated sets, weighted by their
+        counts. "eval/all/exact_accuracy" means exactly this value of a row.
+    has_validation: Whether "exact_accuracy" is read from the validation split instead of the test split.
     """
 
     def __init__(self, keep_best: str, *, has_validation: bool):
@@ -58,19 +59,23 @@ class Selection:
         )
 
     def short_name(self, name: str) -> str | None:
-        """Returns the metric in a name of the log, such as exact_accuracy for eval/all/exact_accuracy.
+        """Returns the metric in a key of metrics.jsonl: "accuracy" for "eval/all/accuracy".
 
-        None if the name does not belong to the split that selects the best checkpoint.
+        None if the key does not belong to the split that selects the best checkpoint. If that is the
+        validation split, only keys that start with "validation/" belong to it.
         """
         split, _, rest = name.partition("/")
         return rest.partition("/")[2] if split == self._pass else None
 
     def is_evaluated(self, row: Mapping[str, float]) -> bool:
-        """Returns whether a row of metrics.jsonl contains an evaluation that can select a checkpoint."""
+        """Returns whether a row of metrics.jsonl has metrics of the split that selects the checkpoint."""
         return any(name.startswith(f"{self._pass}/") for name in row)
 
     def best_step(self, values: Mapping[int, float]) -> int | None:
-        """Returns the step with the best of `values`, {step: value}. None if no value is finite."""
+        """Returns the step with the best of `values`, {training step: value of the metric}.
+
+        Of equal values, the latest step. None if no value is finite.
+        """
         sign = -1 if self.lowest_is_best else 1
         rated = [(sign * value, step) for step, value in values.items() if math.isfinite(value)]
         return max(rated)[1] if rated else None
@@ -118,16 +123,19 @@ class BestStep:
         log.warning(f"keep_best={selection.metric} {problem}. {hint}")
 
     def among(self, steps: Iterable[int]) -> int | None:
-        """Returns the best of `steps`. None if none of them was evaluated. Other threads may call it."""
+        """Returns the step of `steps` with the best evaluation. Other threads may call it.
+
+        None if none of these steps has an evaluation with a finite value, or if `keep_best` is null.
+        """
         values = {step: self._values[step] for step in steps if step in self._values}
         return None if self._selection is None else self._selection.best_step(values)
 
     def ends_early(self, patience: int | None) -> bool:
-        """Returns whether the run must end, because its evaluations do not get better. All ranks call it.
+        """Returns whether the run must end because its evaluations do not get better. All ranks call it.
 
-        Call it after an evaluation is logged. Rank 0 decides with `is_exhausted`, and broadcasts the result.
+        Call it after `record`. Rank 0 decides, and broadcasts the result.
 
-        patience: Config key `stop_patience`. If None, the result is False, and nothing is sent.
+        patience: How many evaluations without a new best end the run. If None, the result is False.
         """
         if patience is None or not broadcast_object(is_main() and self.is_exhausted(patience)):
             return False
@@ -140,24 +148,30 @@ class BestStep:
         return True
 
     def is_exhausted(self, patience: int) -> bool:
-        """Returns whether none of the last `patience` evaluations is better than an earlier one."""
+        """Returns whether at least `patience` evaluations have followed the best one.
+
+        Of equal evaluations, the first counts as the best.
+        """
         steps = [step for step in sorted(self._values) if math.isfinite(self._values[step])]
         sign = -1 if self._selection.lowest_is_best else 1
         best = max(steps, key=lambda step: sign * self._values[step], default=None)  # the first of equal ones
         return best is not None and sum(step > best for step in sorted(self._values)) >= patience
 
     def state(self) -> dict[str, float | str] | None:
-        """Returns metric, selected_by, step and value of the best evaluation so far. None without one."""
+        """Returns the best evaluation so far. None if there is no evaluation with a finite value.
+
+        Example: {"metric": "exact_accuracy", "selected_by": "test", "step": 100, "value": 0.9}.
+        """
         if (step := self.among(self._values)) is None:
             return None
         named = {"metric": self._selection.metric, "selected_by": self._selection.selected_by}
         return {**named, "step": step, "value": self._values[step]}
 
     def load_state(self, saved: dict[str, Any] | None, rows: Iterable[Mapping[str, float]]) -> None:
-        """Restores the values in a resumed run. Does not communicate.
+        """Restores the values of earlier evaluations in a resumed run. Does not communicate.
 
-        saved: Result of `state` in the checkpoint. It is needed if metrics.jsonl lacks the row of the best
-            step. None if there is none.
+        saved: What `state` returned when the checkpoint was saved, or None. Needed if metrics.jsonl lacks the
+            row of the best step.
         rows: Rows of metrics.jsonl up to the step of the checkpoint.
         """
         if self._selection is None:

@@ -103,13 +103,13 @@ class CheckpointManager:
         dataset_info: Description of the dataset as JSON values, stored in every checkpoint.
         joins_repeats: Whether equal puzzles are either all trained on or all held out for validation, stored
             in every checkpoint.
-        trained_on: Function (step) -> examples of this run's data that were trained on up to the step. Called
-            only on rank 0. If None, checkpoints do not contain them.
-        dataset: Training data. The identities of its puzzles are stored once in the run folder, and
-            `init_from` finds their embeddings. If None, embeddings are found by number.
+        trained_on: Function (step) -> hashes of this run's examples that were trained on up to the step.
+            Called only on rank 0. If None, checkpoints do not contain them.
+        dataset: Training data. With it, the weights of another run (`init_from`) are copied so that each
+            puzzle gets its own embedding. If None, embedding i is copied to embedding i.
 
     Attributes:
-        best: The best step so far. `Monitor.log` adds evaluations to it on rank 0.
+        best: Remembers evaluations, and finds the best step so far (`BestStep`).
         last_save_failed: Whether the last save failed, equal on all ranks. Valid after `close`.
     """
 
@@ -142,7 +142,7 @@ class CheckpointManager:
         self.last_save_failed = False
 
     def save(self, state: TrainState) -> None:
-        """Saves the state of all ranks as step_<N>. All ranks call it.
+        """Saves the state of all ranks as a checkpoint, the folder step_<N>. All ranks call it.
 
         Returns when the tensors are copied to host memory. With checkpoint_async=false, it returns when this
         rank has written its files. Does nothing if the last save was of the same step, even if it failed, or
@@ -159,11 +159,12 @@ class CheckpointManager:
         self._stall_seconds = (self._stall_seconds or 0.0) + time.perf_counter() - started
 
     def _small_files(self, state: TrainState, numbers: dict[str, Any]) -> dict[str, bytes]:
-        """Returns {file name: content} of state.json, config.yaml and trained_on.safetensors.
+        """Returns {file name: content} of the small files of a checkpoint, on rank 0.
 
-        The position in the data follows from the step, so it is not stored.
+        These are state.json, config.yaml, and the hashes of the examples that were trained on
+        (trained_on.safetensors). The position in the data follows from the step, so it is not stored.
 
-        numbers: Result of `state.numbers()`.
+        numbers: Result of `state.numbers()`: the step and the metric sums.
         """
         content = {
             **numbers,
@@ -196,8 +197,8 @@ class CheckpointManager:
             total_steps: Number of steps of the run. If None, the step of the checkpoint is not checked.
 
         Returns:
-            Whether metrics.jsonl contains a row of this step. True at step 0. If False, `state.metrics`
-            contains the sums for this row, and the caller must log it.
+            Whether the metrics of the step are already in metrics.jsonl. True at step 0. If False, the caller
+            must log them. `state.metrics` contains their sums.
         """
         folder, config, chosen, content = self._run_folder, self._config, None, {}
         self._total_steps = total_steps
@@ -238,9 +239,11 @@ class CheckpointManager:
         return broadcast_object(is_logged) or state.step == 0
 
     def _check(self, chosen: Path, content: dict[str, Any]) -> None:
-        """Raises ValueError if a checkpoint is of another dataset, or of a step after the end of the run.
+        """Raises ValueError if this run cannot continue from a checkpoint.
 
-        chosen, content: Folder of the checkpoint, and its state.json.
+        It cannot if the checkpoint has another dataset, or a step after the last step of this run.
+
+        chosen: Folder of the checkpoint. content: Content of its state.json.
         """
         if content["dataset_fingerprint"] != self._described["dataset_fingerprint"]:
             other = f"{chosen} was trained on another dataset than data_path"
@@ -250,19 +253,26 @@ class CheckpointManager:
             raise ValueError(f"{chosen} is at step {content['step']}, but {ends}")
 
     def trained_on(self, step: int) -> Trained | None:
-        """Returns the examples that were trained on up to a step, also before this run.
+        """Returns hashes of the examples that were trained on up to training step `step` (`Trained`).
 
-        Call it after `resume`. Returns None except on rank 0.
+        This includes the training of the checkpoint that the run started from. Call it after `resume`.
+        Returns None on ranks other than 0, and if the manager has no function `trained_on`.
         """
         return self._of_data(step).join(self._before) if is_main() and self._of_data is not None else None
 
     def pop_stall_seconds(self) -> dict[str, float]:
-        """Returns the time spent in `save` since the last call, as a metric. {} without a save."""
+        """Returns {"checkpoint_stall_seconds": time} with the time spent in `save` since the last call.
+
+        Returns {} if nothing was saved.
+        """
         seconds, self._stall_seconds = self._stall_seconds, None
         return {} if seconds is None else {"checkpoint_stall_seconds": seconds}
 
     def pop_saved(self) -> list[Path]:
-        """Returns the checkpoints that were completed since the last call. Empty except on rank 0."""
+        """Returns the folders of the checkpoints that were completed since the last call.
+
+        Returns [] on ranks other than 0.
+        """
         return [self._writer.saved.popleft() for _ in range(len(self._writer.saved))]
 
     def __enter__(self) -> "CheckpointManager":
@@ -276,7 +286,10 @@ class CheckpointManager:
             self._writer.wait(timeout_seconds=_LAST_WAIT_SECONDS, others_seconds=others_seconds)
 
     def close(self) -> None:
-        """Waits for the last save, and sets `last_save_failed`. All ranks call it. It may be called again."""
+        """Waits until the last checkpoint is saved, and sets `last_save_failed`. All ranks call it.
+
+        Also removes checkpoints that must not be kept. A second call does no harm.
+        """
         self._writer.wait()
         if is_main():
             self._writer.remove_old()  # again, because an evaluation after the save may have found a new best

@@ -29,7 +29,7 @@ _WARMUP = 2
 
 
 class StepClock:
-    """Measures how long this rank's training steps take. Stop it while the run does anything else."""
+    """Measures how long this rank's training steps take. Call `stop` before any other work."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -55,11 +55,10 @@ class StepClock:
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Context manager for a wait within a training step. Measures the wait.
+        """Context manager that measures how long a training step waits in the block.
 
-        On CUDA, events measure the wait "sync" on the device, so that the host does not wait.
-
-        name: "data_wait" (for the next batch) or "sync" (for other ranks).
+        name: Reason of the wait: "data_wait" (for the next batch) or "sync" (for other ranks). On CUDA, the
+            wait "sync" is measured on the device, so that the host does not wait.
         """
         if name == "sync" and self._device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -73,10 +72,11 @@ class StepClock:
         self._waits[name] += time.perf_counter() - begin_seconds
 
     def pop(self) -> dict[str, float]:
-        """Stops the clock. Returns the mean times since the last call, in seconds a step.
+        """Stops the clock. Returns the mean times of the steps since the last call, in seconds.
 
-        The result is {"steps": number, "step_seconds": time, "data_wait_seconds": ..., "sync_seconds": ...,
-        "compute_seconds": time without the waits}. Returns {} if no step was timed.
+        The result is {"steps": number of steps, "step_seconds": time of a step, "data_wait_seconds": wait for
+        data, "sync_seconds": wait for ranks, "compute_seconds": time without both waits}. Returns {} if no
+        step was timed.
         """
         self.stop()
         self._waits["sync"] += sum(begin.elapsed_time(end) for begin, end in self._sync_events) / 1000
@@ -127,8 +127,11 @@ class Stragglers:
 def gather_timing(clock: StepClock, *, global_batch_size: int) -> tuple[dict[str, float], str | None]:
     """Gathers the step times and the memory of all ranks. All ranks call it.
 
-    Returns (metrics, warning). The warning names a rank that has become a straggler, or is None. On ranks
-    other than 0, and if no step was timed, the metrics are {}.
+    Returns (metrics, warning), for example ({"step_seconds": 0.12, ...}, None). The warning is a text about a
+    rank that has become a straggler (much slower than the others for many steps), or None. On ranks other
+    than 0, and if no step was timed, the result is ({}, None).
+
+    clock: Clock of this rank. Its times are reset. global_batch_size: Number of examples of a training step.
     """
     local, ranks = clock.pop(), all_ranks()
     if not local:
@@ -181,9 +184,9 @@ def traced_steps(
     ui.perfetto.dev into `folder`, and prints the ten slowest operators. Work between two steps counts as part
     of the later step.
 
-    first_step: Number of training steps before this launch. steps: First and last step to profile, counted
-    from the start of this launch. details: "shapes" and "stacks" add the shapes of inputs and the lines of
-    the source.
+    first_step: Number of training steps that earlier launches of the run have done, for the file name.
+    steps: First and last step to profile. (5, 7) means steps 5 to 7 after the start of this process.
+    details: "shapes" adds the shapes of inputs to the trace, and "stacks" the lines of the source.
     """
     if not is_enabled:
         yield lambda: None

@@ -13,10 +13,10 @@ _CODE = ("*.py", "*.yaml", *(f":(exclude){folder}" for folder in sorted(NOT_RUN)
 
 @functools.cache
 def git_commit() -> str | None:
-    """Returns the git commit of this repository. If code that a run uses has changed since, adds "+changes".
+    """Returns the hash of the git commit of this repository, such as "30f8c8...".
 
-    Without a repository or git, returns the environment variable CODE_COMMIT (set in container images), or
-    None.
+    If code that a run uses has uncommitted changes, "+changes" is added. Without a repository or git, returns
+    the environment variable CODE_COMMIT (set in container images). None if that is not set.
     """
     commit = git("rev-parse", "HEAD").strip()
     return commit + (CHANGES if code_diff() else "") if commit else os.environ.get("CODE_COMMIT") or None
@@ -24,7 +24,10 @@ def git_commit() -> str | None:
 
 @functools.cache
 def code_diff() -> str:
-    """Returns the uncommitted changes of code that a run uses, as a diff with new files. At most 1 MiB."""
+    """Returns the uncommitted changes of code that a run uses, as a git diff. "" without changes.
+
+    It also contains new files that git does not track. It is cut off after 1 MiB.
+    """
     parts = [git("diff", "--no-ext-diff", "HEAD", "--", *_CODE)]
     for name in git("ls-files", "-z", "--others", "--exclude-standard", "--", *_CODE).split("\0"):
         if name and sum(map(len, parts)) <= _MOST_BYTES:
@@ -34,9 +37,9 @@ def code_diff() -> str:
 
 
 def git(*arguments: str) -> str:
-    """Runs a git command in this repository, and returns its output.
+    """Runs a git command in this repository, such as git("diff", "HEAD"). Returns its stdout.
 
-    Returns "" if there is no repository, or if git cannot run. arguments: Arguments of git.
+    Returns "" if there is no repository, if git cannot run, or if it takes more than 10 s.
     """
     try:
         options = {"capture_output": True, "text": True, "errors": "replace", "timeout": 10}

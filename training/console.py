@@ -26,12 +26,12 @@ _FAINT, _BOLD, _GOOD = "2", "1", "1;32"  # ANSI codes
 
 
 class Console:
-    """Shows the progress of a training: a bar with metrics, and above it a line for each evaluation.
+    """Shows the progress of a training on the terminal.
 
-    Each test set has its own line. On the bar, "solved" is the exact accuracy of puzzles when the model stops
-    thinking about them.
+    A progress bar has the newest training metrics. Above it, each evaluation prints one line for each test
+    set. On the bar, "solved" is the exact accuracy of puzzles when the model stops thinking about them.
 
-    steps: range(number of steps done, last step of this launch).
+    steps: range(number of training steps done, step after which this process ends).
     """
 
     name = "the progress bar"
@@ -71,8 +71,8 @@ class Console:
     def _show_evaluation(self, step: int, where: str, texts: dict[str, str], *, is_best: bool) -> None:
         """Prints one line with the results of a test or validation set.
 
-        where: Name of the set, or "". texts: {name of a metric: its value}. is_best: Whether the first value
-        is the best so far.
+        where: Text about the set, such as "  eval/all". "" if there is only one set. texts: {name of a
+        metric: its value as text}. is_best: Whether to mark the first value as the best so far.
         """
         elapsed = self._bar.format_interval(self._bar.format_dict["elapsed"])
         head = f"step {step:>{len(str(self._bar.total))}}  {elapsed:>6}{where}"
@@ -109,9 +109,9 @@ class Console:
 
 
 def _show_end(seconds: float) -> None:
-    """Prints when the training ends. If this takes more than 48 hours, prints a warning.
+    """Prints when the training will end. From 48 hours on, prints a warning instead.
 
-    seconds: Time that the remaining steps need.
+    seconds: Time that the remaining training steps need.
     """
     end = datetime.now() + timedelta(seconds=seconds)
     hours, minutes = divmod(max(1, round(seconds / 60)), 60)
@@ -126,9 +126,10 @@ def _show_end(seconds: float) -> None:
 
 
 def _shown_metrics(metrics: Mapping[str, float], keep_best: str | None) -> Iterator[tuple[str, str]]:
-    """Selects the metrics of a test set to show on the console. Yields (short name, value) of each.
+    """Selects metrics of a test set to show on the console. Yields (short name, value as text) of each.
 
-    keep_best: Metric that selects the best checkpoint. It comes first.
+    metrics: All metrics of the set, {name: value}. keep_best: Name of the metric that selects the best
+    checkpoint, or None. If the set has this metric, it comes first.
     """
     of_kind = [name for name in metrics if "/" in name and is_share(name) and "unseen/" not in name]
     of_kind = [name for name in of_kind if not name.endswith("/exact_accuracy")][:2]  # pass@1, pass@2

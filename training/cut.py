@@ -12,10 +12,10 @@ from models.urm import ConvSwiGLU
 
 
 def plan_of(layer: nn.Module) -> Plan | None:
-    """Returns how tensor parallelism divides a layer among ranks.
+    """Returns how tensor parallelism divides the weights of a layer among ranks.
 
-    Returns None if every rank keeps the full layer. The sum of the outputs of all ranks is the output of the
-    layer.
+    Each rank then computes the layer with its part of the weights. The sum of these outputs over ranks is the
+    output of the full layer. Returns None for a layer that every rank keeps completely.
     """
     if isinstance(layer, Attention):  # by heads
         width, inner = layer.o_proj.weight.shape
@@ -33,11 +33,13 @@ def plan_of(layer: nn.Module) -> Plan | None:
 
 
 def cut(network: Network, mesh: Mesh) -> dict[str, Cut]:
-    """Reduces a network to the part that this rank holds.
+    """Reduces a network to the part that this rank holds, in place.
 
     Removes the blocks of other pipeline stages, and divides weights among tensor-parallel ranks. Returns
-    {name of a divided weight: part that this rank holds}. The network must be initialized before, so that the
-    initial weights do not depend on the number of ranks.
+    {name of a divided weight: `Cut`, which describes the part of this rank}. The network must be initialized
+    before, so that the initial weights do not depend on the number of ranks.
+
+    mesh: Process groups of this rank.
     """
     if mesh.pipeline.size > 1:
         for level in levels_of(network).values():

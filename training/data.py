@@ -35,8 +35,8 @@ class RunData:
 
     Attributes:
         dataset: All training folders as one dataset.
-        plan: The examples of every training step.
-        schedule: The work that is due after each step.
+        plan: Which examples each training step uses.
+        schedule: After which steps an evaluation, a checkpoint or a log row is due.
         validation: {training set: indices of held-out puzzles, int64 [n]}, without their variants. {} without
             `validation_fraction`.
         joins_repeats: Whether equal puzzles are held out together. False if an earlier version of this code
@@ -45,10 +45,9 @@ class RunData:
         test_fingerprint: Hash of the content of their test splits.
         tests: {folder name: dataset} of `test_data_path`.
         evaluators: Evaluators of `dataset`, then of each of `tests`. Call `fresh_copy` for each evaluation.
-        manifests: {data folder: content of its manifest} at the launch, to detect a rebuild.
+        manifests: {data folder: content of its manifest file} at the start, to detect a rebuild.
         hashes: {index of a training folder: hashes of the examples that are trained on}. {} except on rank 0.
-        leaks: Evaluated puzzles that are trained on. Their sets have the names of their metrics, such as
-            eval/all.
+        leaks: Evaluated puzzles that are trained on, for each evaluated set, such as "eval/all".
     """
 
     dataset: Dataset
@@ -65,17 +64,18 @@ class RunData:
     leaks: Leaks
 
     def trained_on(self, step: int) -> Trained:
-        """Returns the examples that may have been used in the first `step` training steps.
+        """Returns hashes of the examples that may have been used in the first `step` training steps.
 
-        Only rank 0 may call it. With a curriculum, these are all examples of the stages that have begun.
+        These are all training examples of the stages that have begun. A stage is a part of the training with
+        its own data. Without a curriculum, there is only one. Only rank 0 may call it.
         """
         begun = {folder for stage, steps in self.plan.num_steps(step) if steps for folder in stage.folders}
         return Trained.of([self.hashes[folder] for folder in sorted(begun & self.hashes.keys())])
 
     def warn_if_rebuilt(self) -> None:
-        """Warns on rank 0 if a data folder was rebuilt since the launch.
+        """Warns on rank 0 if a dataset folder was rebuilt since this process has opened it.
 
-        The run keeps using the old files.
+        The run keeps using the old files, because they are open.
         """
         if is_main() and _read_manifests(self.manifests) != self.manifests:
             names = ", ".join(map(str, self.manifests))
@@ -85,7 +85,7 @@ class RunData:
             )
 
     def info(self) -> DatasetInfo:
-        """Returns the description of all training folders together. Every checkpoint contains it."""
+        """Returns a description of all training folders together, such as their kind of puzzle."""
         return read_info(self.dataset.folders, self.dataset.metadata)
 
     def info_of(self, folder: Path) -> DatasetInfo:
@@ -94,11 +94,13 @@ class RunData:
     def read_train_batches(
         self, *, first_step: int, ranks: Ranks, device: torch.device
     ) -> AbstractContextManager[Iterator[tuple[str, Batch]]]:
-        """Returns a context manager. It yields an iterator over (set name, batch of this rank).
+        """Returns a context manager that yields an iterator of (name of the training set, batch).
 
-        The first batch is the one of step `first_step` + 1.
+        Each batch is this rank's part of one training step. A thread reads batches ahead.
 
-        ranks: Group that divides the global batch.
+        first_step: Number of training steps already done. With 0, the first batch is that of step 1.
+        ranks: Group of ranks that divides the global batch.
+        device: If it is a CUDA device, the batches are in pinned memory. They are not on the device.
         """
         share = {"rank": ranks.index, "world_size": ranks.size}
         dataset = PuzzleDataset(self.dataset, "train", self.plan, first_step=first_step, **share)
@@ -106,10 +108,10 @@ class RunData:
 
 
 def open_data(config: PretrainConfig) -> RunData:
-    """Opens and checks the data of a run. All ranks call it. An error on one rank ends all ranks.
+    """Opens and checks the datasets of a run. All ranks call it. An error on one rank ends all ranks.
 
     Rank 0 checks every token, and selects the puzzles for validation. The first rank of each node computes a
-    hash of the data, or reads it from the builder's manifest. The hashes of all nodes must be equal.
+    hash of the data, or reads it from a file of the dataset. The hashes of all nodes must be equal.
     """
     fingerprint = test_fingerprint = ""
     trained, leaks, held_out = {}, Leaks(config.leaks), None
@@ -165,12 +167,12 @@ def _add_evaluated(
     held_out: Mapping[str, np.ndarray],
     hashes: Mapping[str, np.ndarray],
 ) -> None:
-    """Adds all sets that the run evaluates to `leaks`, so that it can find puzzles that are also trained on.
+    """Adds all sets that the run evaluates to `leaks`, which finds their puzzles that are also trained on.
 
-    These are the test sets of the run, those of `test_data_path`, and held-out puzzles.
+    The names of the sets are "eval/<set>", "test/<folder>.<set>" and "validation/<set>".
 
-    tests: {folder name: dataset} of `test_data_path`. held_out: Result of `hold_out`. hashes: Result of
-    `hash_training`.
+    tests: {folder name: dataset} of further test datasets. held_out: {training set: bool mask of its held-out
+    groups}. A group is a puzzle with its variants. hashes: {training set: hashes of its examples}.
     """
     for prefix, data in (("eval/", dataset), *((f"test/{folder}.", data) for folder, data in tests.items())):
         for name, test_set in data.splits["test"].sets.items():
@@ -181,10 +183,12 @@ def _add_evaluated(
 
 
 def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
-    """Opens the datasets of `test_data_path`. Returns {folder name: dataset}.
+    """Opens the datasets of the config key `test_data_path`. Returns {folder name: dataset}.
 
-    Raises ValueError if the model cannot be evaluated on one of them. trained: Dataset that the model trains
-    on.
+    Raises ValueError if two folders have the same name, or if the model cannot be evaluated on a dataset, for
+    example because its tokens differ.
+
+    trained: Dataset that the model trains on.
     """
     tests = {}
     for path in map(Path, config.test_data_path or []):
@@ -201,9 +205,9 @@ def open_tests(config: PretrainConfig, trained: Dataset) -> dict[str, Dataset]:
 
 
 def _read_manifests(folders: Iterable[Path]) -> dict[Path, bytes]:
-    """Reads the manifest of each dataset folder, to detect later changes. Returns {folder: content}.
+    """Reads the manifest (a file with hashes) of each dataset folder. Returns {folder: content of the file}.
 
-    The content is b"" if the manifest cannot be read.
+    The content is b"" if the file cannot be read.
     """
     found = {}
     for folder in folders:
@@ -219,15 +223,14 @@ def hold_out(
 ) -> tuple[dict[str, np.ndarray], bool]:
     """Selects training puzzles for validation. No selected puzzle is equal to one that is trained on.
 
-    A run that an earlier version of this code started keeps the selection of that version. It warns if a
-    selected puzzle is equal to one that is trained on.
+    Returns ({training set: mask of selected groups, bool [num_groups]}, whether equal puzzles are together).
+    A group is a puzzle with all its augmented copies. The dict is {} without `validation_fraction`.
 
-    Returns ({training set: mask of groups, bool [num_groups]}, whether equal puzzles stay together). A group
-    is a puzzle with all its augmented copies. The dict is {} without `validation_fraction`. Raises ValueError
-    if the fraction selects no group. Also raises ValueError if only held-out puzzles use some puzzle
-    embedding, because it would not be trained.
+    A run that an earlier version of this code started keeps the selection of that version. This function then
+    warns if a selected puzzle is equal to one that is trained on. Raises ValueError if the fraction selects
+    no group, or if only selected puzzles use some puzzle embedding, because it would not be trained.
 
-    hashes: Result of `hash_training`. If None, this function calls it.
+    hashes: {training set: hashes of its examples}. If None, this function computes them.
     """
     if not config.validation_fraction:
         return {}, True
@@ -268,9 +271,9 @@ def hold_out(
 
 
 def _joins_repeats(config: PretrainConfig) -> bool:
-    """Returns whether the run holds out equal puzzles together. Only rank 0 may call it.
+    """Returns whether equal puzzles are all trained on or all held out. Only rank 0 may call it.
 
-    A run that continues from a checkpoint, its own or that of `resume=PATH`, does as that checkpoint did.
+    True for a new run. A run that continues from a checkpoint has the value in the checkpoint's state.json.
     """
     for folder in (Path(location) for location in (config.checkpoint_path, config.resume) if location):
         is_step = step_of(folder) is not None
@@ -291,8 +294,8 @@ def build_plan(
     A stage of the curriculum has its own data or settings. Raises ValueError if a stage is too short for one
     batch.
 
-    data: Dataset of all `config.data_paths`. held_out: Masks that `hold_out` returns. If None, no puzzles are
-    held out.
+    data: Dataset of all `config.data_paths`. held_out: {training set: bool mask of the groups that must not
+    be trained on}. A group is a puzzle with its variants. If None, all groups are trained on.
     """
     folder_index = {path: position for position, path in enumerate(config.data_paths)}
     before = [stage for stage in config.curriculum if stage.share is None]

@@ -45,9 +45,10 @@ class Sent(NamedTuple):
 
 
 class Needs:
-    """Estimates the memory and messages of one process of a run, as the mean over all processes.
+    """Estimates the memory and the messages of one process of a run. They are means over all processes.
 
-    counter: Counts the operations of the full model. sizes: Layout of the processes (`layout_of`).
+    counter: Counts the operations of the model. sizes: {axis of the mesh: number of processes along it}, for
+    the axes pipeline, replicate, shard and tensor.
     """
 
     def __init__(self, config: PretrainConfig, counter: StepCounter, sizes: Mapping[str, int]):
@@ -67,9 +68,9 @@ class Needs:
         self._row, self._rows = (0, 0) if table is None else (table.weights.shape[1], len(table.weights))
 
     def memory(self) -> dict[str, float]:
-        """Returns {what: bytes} that a process keeps in memory between training steps, such as weights.
+        """Returns the bytes that a process keeps in memory between training steps, by purpose.
 
-        Padding between the weights is not counted.
+        Example: {"weights": 2.7e7, "gradients": 2.7e7, "carry": 1e6}. Purposes without memory are left out.
         """
         config, blocks, rest = self._config, self._blocks, self._rest
         in_one_flat = self._is_plain and not self._is_mixed
@@ -92,7 +93,9 @@ class Needs:
         return {part: num_bytes for part, num_bytes in memory.items() if num_bytes}
 
     def activations(self, reasoning: Reasoning) -> float:
-        """Estimates the bytes of activations that are saved for the backward pass of one micro-batch.
+        """Estimates the bytes of activations that one process saves for the backward pass of a micro-batch.
+
+        A micro-batch is the part of the batch that one forward and backward pass computes.
 
         reasoning: Settings of the model's thinking, such as the number of cycles.
         """
@@ -107,9 +110,7 @@ class Needs:
         return at_once * num_blocks * of_block / 2 * self._state_bytes(reasoning)
 
     def slots_that_fit(self, num_bytes: float, reasoning: Reasoning) -> int:
-        """Estimates how many slots fit into `num_bytes` of memory of a process.
-
-        A slot is one position of the batch. It holds a puzzle until the model stops thinking about it.
+        """Estimates how many slots (positions of the batch) a process with `num_bytes` of memory can train.
 
         reasoning: Settings of the model's thinking, such as the number of cycles.
         """
@@ -118,11 +119,10 @@ class Needs:
         return max(0, int((num_bytes - fixed) / of_slots * self.slots))
 
     def sent(self, reasoning: Reasoning) -> dict[str, Sent]:
-        """Returns {purpose: messages} of a training step, for the process that sends the most.
+        """Estimates what a process sends in a training step: {purpose: number of messages and bytes}.
 
-        Puzzle rows are an upper limit. With local_steps > 1 or puzzle_emb_sharding=rows, rows of the same
-        puzzle are sent once. Buckets and calls of q_target=deferred are estimates. Messages for metrics and
-        gradient clipping are not counted.
+        It is the process that sends the most. Example of a purpose: "sums of gradients". The bytes of puzzle
+        embeddings are an upper limit. Messages for metrics and gradient clipping are not counted.
 
         reasoning: Settings of the model's thinking, such as the number of cycles.
         """
@@ -173,7 +173,8 @@ def _ring(num_bytes: float, ranks: int) -> float:
 def describe(config: PretrainConfig, world_size: int) -> str:
     """Returns a text with the estimated memory, messages and operations of a run on `world_size` processes.
 
-    Raises ValueError if the run cannot be divided among so many processes.
+    The text has several lines, such as "moments   0.0544". Raises ValueError if the run cannot be divided
+    among so many processes.
     """
     check_layout(config, world_size)
     model, seq_len, num_steps, missing = _build(config)
@@ -214,9 +215,11 @@ def describe(config: PretrainConfig, world_size: int) -> str:
 def _describe_fit(
     config: PretrainConfig, needs: Needs, reasoning: Reasoning, world_size: int
 ) -> Iterator[str]:
-    """Yields a line that says how many slots fit into the memory of a process on a machine like this one.
+    """Yields a line that says how many slots (positions of the batch) a process can train on this machine.
 
-    A slot is one position of the batch. Yields nothing if this machine does not have the device.
+    Yields nothing if the device is a GPU, and this machine has none.
+
+    needs: Estimates the memory of a process. reasoning: Settings of the model's thinking.
     """
     if device_type(config.device) == "cuda":
         if not torch.cuda.is_available():
@@ -233,9 +236,9 @@ def _describe_fit(
 def _build(config: PretrainConfig) -> tuple[HaltingModel, int, int | None, list[str]]:
     """Builds the model of a run on the meta device, which allocates no memory.
 
-    Returns (model, seq_len, number of training steps, missing dataset folders). If a dataset is missing,
-    usual sizes are assumed, and the number of steps is `train_steps`. With a curriculum it is then None
-    (unknown).
+    Returns (model, number of tokens of a puzzle, number of training steps, missing dataset folders). If a
+    dataset is missing, sizes such as 900 tokens are assumed. The number of steps is then that of the config
+    key `train_steps`. With a curriculum, it is then None (unknown).
     """
     missing = [path for path in config.data_paths if not Path(path).is_dir()]
     metadata, num_steps = usual_metadata(**USUAL_SIZES), None if config.curriculum else config.train_steps

@@ -41,10 +41,10 @@ def evaluate(
         only_first_batches: Whether to evaluate only the first batch of each set, and write no files.
 
     Returns:
-        On rank 0 the metrics, for example {"eval/all/accuracy": 0.5}. Names start with eval/<set>/ for the
-        test split, eval_raw/<set>/ for the raw weights, test/<folder>.<set>/ for `test_data_path`, and
-        validation/<set>/ for held-out puzzles, which have no evaluators. None if a signal stopped the
-        evaluation.
+        On rank 0 the metrics, for example {"eval/all/accuracy": 0.5}, otherwise {}. None if a signal stopped
+        the evaluation. Names start with "eval/<set>/" for the test split, "eval_raw/<set>/" for the test
+        split with raw weights, "test/<folder>.<set>/" for `test_data_path`, and "validation/<set>/" for
+        held-out puzzles.
     """
     options: dict[str, Any] = {"only_first_batches": only_first_batches, "fetch_rows": state.table.fetch}
     options |= {"ranks": state.ranks, "stages": state.mesh.pipeline}

@@ -37,7 +37,8 @@ def load_initial_weights_(state: TrainState, config: PretrainConfig, dataset: Da
 
     The optimizer state and the step do not change. An error ends all ranks with a message.
 
-    state: State of step 0. dataset: Training data, see `copy_weights_`.
+    state: State of step 0. dataset: Training data. With it, each puzzle gets its own embedding from the
+    checkpoint. If None, embedding i is copied to embedding i.
     """
     full_copies = {}
     with collective_errors():
@@ -52,15 +53,17 @@ def copy_weights_(
 ) -> dict[str, Tensor]:
     """Copies the weights of a checkpoint into the full tensors of this rank. Shards do not change.
 
-    Returns {name: full weight} for the shards. The caller sends these weights to all ranks, because this
-    function does not communicate. The weights are averages (EMA) if the checkpoint contains them.
+    Returns {name: full weight} for the weights of which this rank has only a shard. The caller sends them to
+    all ranks, because this function does not communicate. If the checkpoint contains averages (EMA), they
+    are used.
 
-    Raises ValueError if names or shapes of weights differ. The message lists the config keys to set. There
-    are two exceptions. If the puzzle table has another size, and the puzzles are unknown, every row becomes
-    the mean of the checkpoint's rows. Tensors that a search computes from the data of this run do not change.
+    Raises ValueError if names or shapes of weights differ. The message lists the config keys to set. If only
+    the number of puzzle embeddings differs, and their puzzles are unknown, each becomes the mean of the
+    checkpoint's embeddings. Tensors that a model computes from the data of this run do not change.
 
-    targets: Weights of this rank. location: Checkpoint, as in `find_checkpoint`. arch: Architecture of this
-    run. dataset: Training data, to find the embeddings of its puzzles. If None, they are found by number.
+    targets: {name: full tensor or shard} of this rank, changed in place. location: Checkpoint: a path or an
+    address hf://OWNER/NAME. arch: Architecture of this run. dataset: Training data, to find the embeddings of
+    its puzzles in the checkpoint. If None, embedding i is copied to embedding i.
     """
     checkpoint, network = find_checkpoint(location), network_class(arch.name)
     of_data = network.of_data if issubclass(network, Search) else ()
@@ -85,7 +88,10 @@ def copy_weights_(
 
 
 def _overrides_for(arch: Architecture, *, instead_of: Architecture) -> list[str]:
-    """Returns the command-line overrides (key=value) that turn the architecture `instead_of` into `arch`."""
+    """Returns the command-line overrides that turn the architecture `instead_of` into `arch`.
+
+    Example: ["arch=trm", "arch.hidden_size=128"].
+    """
     overrides, current = [], instead_of.model_dump()
     if arch.name != instead_of.name:
         overrides, current = [f"arch={arch.name}"], load_defaults(f"arch/{arch.name}")
@@ -93,10 +99,12 @@ def _overrides_for(arch: Architecture, *, instead_of: Architecture) -> list[str]
 
 
 def overrides_of_arch(arch: Architecture, defaults: dict[str, Any]) -> list[str]:
-    """Returns the command-line overrides that turn `defaults` into an architecture for weights of `arch`.
+    """Returns the command-line overrides that turn the keys `defaults` into the architecture `arch`.
 
-    The key `forward_dtype` is included only if it is float32. A model trained in float32 may need this
-    precision. Otherwise, the run may choose its dtype, because stored weights are always float32.
+    Example: ["arch.hidden_size=128"]. The key `forward_dtype` is included only if it is float32, because a
+    model trained in float32 may need this precision. Otherwise, the run may choose its dtype.
+
+    defaults: {key below "arch": value}.
     """
     values = arch.model_dump()
     if values["forward_dtype"] != "float32":
@@ -107,14 +115,15 @@ def overrides_of_arch(arch: Architecture, defaults: dict[str, Any]) -> list[str]
 def fill_(
     targets: Tensors, stored: dict[str, Tensor], *, source: str, rows: np.ndarray | None = None
 ) -> dict[str, Tensor]:
-    """Copies weights into the full tensors of this rank. Returns {name: full weight} for the shards.
+    """Copies weights into the full tensors of this rank. Shards do not change.
 
-    If the puzzle table has another size, every row becomes the mean of the stored rows. Raises ValueError if
+    Returns {name: full weight} for the weights of which this rank has only a shard. If the number of puzzle
+    embeddings differs and `rows` is None, each becomes the mean of the stored ones. Raises ValueError if
     names or other shapes differ.
 
-    targets: Weights of this rank, full tensors or shards. stored: {name: full weight}. source: Origin of
-    `stored`, for messages. rows: Row of the stored puzzle table for each row of this run, int64 [n], or -1
-    for the mean of all rows. If None, the same row.
+    targets: {name: full tensor or shard} of this rank, changed in place. stored: {name: full weight}. source:
+    Origin of `stored`, for messages. rows: int64 [n], for each puzzle embedding of this run the number of its
+    stored embedding, or -1 for the mean of all. If None, embedding i is copied to embedding i.
     """
     if missing := sorted(targets.keys() ^ stored.keys()):
         where = "this run" if missing[0] not in targets else "the checkpoint"
@@ -150,12 +159,12 @@ def fill_(
 
 
 def trained_before(config: PretrainConfig, chosen: Path | None, *, is_this_run: bool) -> Trained | None:
-    """Returns the examples on which the checkpoint that this launch starts from was trained.
+    """Returns hashes of the examples on which the initial weights of this process were trained (`Trained`).
 
-    Returns None if the run starts from random weights. Raises ValueError if a file is damaged.
+    Returns None if the weights are random. Raises ValueError if a file is damaged.
 
-    chosen: Checkpoint that the key `resume` selects. If None, the launch starts from `init_from` or from
-        random weights.
+    chosen: Folder of the checkpoint from which training continues. If None, the weights come from the
+        checkpoint `init_from`, or are random.
     is_this_run: Whether `chosen` is a checkpoint of this run.
     """
     found = None
@@ -171,13 +180,13 @@ def trained_before(config: PretrainConfig, chosen: Path | None, *, is_this_run: 
 
 
 def log_rate_change(config: PretrainConfig, chosen: Path, content: dict[str, Any], total_steps: int) -> None:
-    """Logs the learning rate before and after the step of a checkpoint, if they differ by over 1 %.
+    """Logs if the learning rate changes by more than 1 % when a run continues from another run.
 
     Example: the other run had fewer steps, so its learning rate was lower at its end.
 
-    chosen: Checkpoint of another run (resume=PATH).
-    content: Content of its state.json.
-    total_steps: Number of steps of this run.
+    chosen: Folder of a checkpoint of the other run (resume=PATH).
+    content: Content of its state.json, for example its step.
+    total_steps: Number of training steps of this run.
     """
     step, before = content["step"], None
     for row, _ in read_rows(chosen.parent):

@@ -9,9 +9,10 @@ from distributed.process_group import is_elastic, world_size
 
 
 def layout_of(config: PretrainConfig, world_size: int) -> dict[str, int]:
-    """Returns the layout of the processes along the axes pipeline, replicate, shard and tensor.
+    """Returns the number of ranks along each axis of the mesh (the layout of the ranks).
 
-    The result is {axis: number of ranks}. Raises ValueError if the config keys do not divide `world_size`.
+    Example: {"pipeline": 1, "replicate": 4, "shard": 2, "tensor": 1} for `world_size` 8. Raises ValueError if
+    the degrees in the config do not divide `world_size`.
     """
     shard, pipeline = config.data_parallel_shard_degree, config.pipeline_parallel_degree
     return sizes_of(world_size, pipeline=pipeline, shard=shard, tensor=config.tensor_parallel_degree)
@@ -31,7 +32,9 @@ def build_mesh(config: PretrainConfig) -> Mesh:
 def check_layout(config: PretrainConfig, world_size: int) -> None:
     """Raises ValueError if the global batch cannot be divided evenly among `world_size` processes.
 
-    An elastic run only warns, and gives some processes a smaller part of the batch.
+    If torchrun may change the number of nodes, an uneven division only causes a warning. Exceptions are
+    local_steps > 1 and pipeline parallelism. Also raises ValueError if `gradient_accumulation_steps` does not
+    divide the part of a process.
     """
     sizes = layout_of(config, world_size)
     slots, rest = divmod(config.global_batch_size, world_size // sizes["tensor"])

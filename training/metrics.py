@@ -13,8 +13,9 @@ def training_metrics(
 ) -> dict[str, float]:
     """Computes the metrics of some training steps from sums. Returns {metric: value}.
 
-    Omits metrics without data. sums: {name: sum over the global batch and these steps}. steps: Number of
-    these steps.
+    Example: {"loss": 0.7, "accuracy": 0.9}. Metrics without data are left out.
+
+    sums: {name: sum over the global batch and these steps}. steps: Number of these steps.
     """
     objective = network.objective_class
     metrics = objective.metrics | objective.training_metrics | {"grad_norm": "updates", "loss": "slots"}
@@ -23,9 +24,9 @@ def training_metrics(
 
 
 class FiniteCheck:
-    """Ends the run before the next checkpoint if a loss or gradient norm is NaN or infinite.
+    """Ends the run if a loss or gradient norm is NaN or infinite. All ranks call the methods.
 
-    `add` stores its result on the device, so that the host waits for a GPU only in `check`.
+    `add` stores its result on the device. On a GPU, only `check` waits for the device and ends the run.
     """
 
     def __init__(self, device: torch.device):
@@ -37,9 +38,10 @@ class FiniteCheck:
     def add(self, step: int, *, set_name: str, loss: Tensor, grad_norm: Tensor) -> None:
         """Records whether the loss and the gradient norm of a training step are finite.
 
-        On a CPU, also calls `check`.
+        On a CPU, it ends all ranks at once if they are not.
 
-        set_name: Set of the batch, for the message. loss, grad_norm: Scalars, equal on all ranks.
+        step: Number of the step, from 1. set_name: Training set of the batch, for the message. loss,
+        grad_norm: Scalars, equal on all ranks.
         """
         self._set_names[step] = set_name
         values = torch.stack((loss.detach().float(), grad_norm.float()))

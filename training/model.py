@@ -27,8 +27,9 @@ class LocalModel:
 
     Attributes:
         model: The model with the blocks and weights of this rank.
-        cuts: {name of a weight that tensor-parallel ranks divide: this rank's part}.
-        shapes: {name: shape} of all weights of the full model.
+        cuts: {name of a weight: which part of it this rank holds}, for weights that tensor-parallel ranks
+            divide.
+        shapes: {name: shape} of all weights, before ranks divide them.
         compiler_options: Options of torch.compile for blocks and optimizer. If None, nothing is compiled.
     """
 
@@ -38,9 +39,9 @@ class LocalModel:
     compiler_options: dict[str, Any] | None
 
     def compile_(self) -> None:
-        """Compiles the blocks with torch.compile, if the run compiles.
+        """Compiles the blocks with torch.compile. Does nothing if `compiler_options` is None.
 
-        Call it after the weights have their final memory (`distributed.flat`).
+        Call it after the weights have been moved to their final memory (`FlatParameters`).
         """
         if self.compiler_options is not None:
             compile_blocks(self.model)
@@ -54,8 +55,9 @@ def build_local_model(
     Every rank initializes all blocks, in the same order, and keeps only its part. The initial weights
     therefore do not depend on the number of ranks.
 
-    metadata: Metadata of the dataset. Its num_puzzle_identifiers is the number of embeddings on this rank.
-    total_steps: Number of steps of the run. compile=auto depends on it.
+    metadata: Sizes of the dataset. `num_puzzle_identifiers` must be the number of puzzle embeddings that this
+    rank holds. mesh: Process groups of this rank. total_steps: Number of training steps of the run. With
+    compile=auto, only a long run is compiled.
     """
     compiles = compiles_on_all_ranks(config.compile, device, num_steps=total_steps)
     with collective_errors():
@@ -85,7 +87,10 @@ def build_local_model(
 
 
 def count_steps(config: PretrainConfig, metadata: Metadata) -> StepCounter:
-    """Returns an object that counts the operations (FLOP) of the full model in a training step."""
+    """Returns an object that computes how many floating-point operations a training step needs.
+
+    metadata: Sizes of the dataset, such as the vocabulary.
+    """
     with torch.device("meta"):
         model = build_model(config.arch, metadata)
     model.requires_grad_(config.train_only == "all")

@@ -29,7 +29,9 @@ class Monitor:
 
     It is a context manager around the training steps. All ranks call the methods together.
 
-    is_logged: Whether metrics.jsonl already contains the metrics of step `state.step`.
+    program: Config, device and watchdog. state: State of the run at the first step of this process. data:
+    Data of the run. checkpoints: Manager that remembers the best evaluation. is_logged: Whether the log
+    (metrics.jsonl) already contains the metrics of step `state.step`.
     """
 
     def __init__(
@@ -100,9 +102,9 @@ class Monitor:
         self._stack.__exit__(*error)
 
     def _slots(self, state: TrainState) -> str:
-        """Returns a text that says how many slots (positions of the batch) a process has.
+        """Returns a text about the number of slots (positions of the batch) of a process.
 
-        The last ranks may have fewer.
+        Examples: "96 slots on each of 8 processes", or "at most 96 slots ..." if the last ranks have fewer.
         """
         slots, size = len(state.carry.halted), self._config.global_batch_size
         most = "" if slots * state.ranks.size == size else "at most "
@@ -110,29 +112,33 @@ class Monitor:
         return f"{most}{slots} slots on {where}"
 
     def _tags(self) -> tuple[str, ...]:
-        """Returns the kinds of puzzles and the architecture, such as ("sudoku", "trm")."""
+        """Returns names of the kinds of puzzles and of the architecture, such as ("sudoku", "trm")."""
         kinds = [self._data.info_of(folder).kind for folder in self._data.dataset.folders]
         return (*dict.fromkeys(kind.name for kind in kinds if kind), self._config.arch.name)
 
     def close(self) -> None:
-        """Closes all loggers. Call it after the last checkpoint is saved. A second call does nothing."""
+        """Passes the last checkpoints to the loggers, and closes the loggers.
+
+        Call it after the last checkpoint is saved. A second call does nothing.
+        """
         self._send_checkpoints()
         self._stack.close()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Context manager for the wait for the next batch. Measures the wait.
+        """Context manager around the code that waits for the next batch. Measures the wait.
 
-        The time of a training step starts here.
+        The measured time of a training step starts here.
         """
         self.clock.start()
         with self.clock.measure("data_wait"):
             yield
 
     def step_done(self, step: int, result: StepResult, *, set_name: str) -> None:
-        """Records that a training step is done. Does not wait for a GPU.
+        """Records that a training step is done. Does not wait for a GPU, unless the run is profiled.
 
-        set_name: Set that the batch comes from, for messages.
+        step: Number of training steps done. result: Loss and gradient norm of the step. set_name: Training
+        set of the batch, for messages.
         """
         self._step = step
         if result.averaged_steps:
@@ -149,8 +155,8 @@ class Monitor:
     def paused(self, activity: str = "training") -> Iterator[None]:
         """Context manager for work other than training steps, such as a save.
 
-        Stops the step clock and the watchdog. Before the block, ends the run if a loss or gradient norm was
-        not finite.
+        The work does not count as time of steps, and the watchdog allows it to take long. Before the block,
+        ends the run if a loss or gradient norm was not finite.
 
         activity: First word of the progress bar during the block, such as "evaluating".
         """
@@ -162,17 +168,16 @@ class Monitor:
         self._loggers.set_activity("training")
 
     def is_row_due(self, step: int) -> bool:
-        """Returns whether the metrics of this step must be logged, and are not logged yet.
+        """Returns whether the metrics of training step `step` must be logged, and are not logged yet.
 
-        Equal on all ranks.
+        The result is equal on all ranks.
         """
         return self._schedule.has_row(step) and step != self._logged_step
 
     def reduce(self, state: TrainState) -> dict[str, float]:
-        """Returns the training metrics since the last logged step, as {"train/<name>": value}.
+        """Returns the training metrics of the steps since the last call of `log`: {"train/<name>": value}.
 
-        All ranks call it. The result is complete only on rank 0. The metric sums are not reset: `log` resets
-        them.
+        All ranks call it. The result is correct only on rank 0. The sums in `state.metrics` do not change.
         """
         self._finite.check()
         size = self._config.global_batch_size
@@ -187,9 +192,9 @@ class Monitor:
         return {f"train/{name}": value for name, value in row.items()}
 
     def show_puzzles(self, state: TrainState) -> None:
-        """Logs pictures of the model's answers to some test puzzles.
+        """Logs pictures of the model's answers to some test puzzles. All ranks call it.
 
-        The key `wandb_log_puzzles` sets how many. All ranks call it, before `log` of the same step.
+        The config key `wandb_log_puzzles` is the number of puzzles. Call it before `log` of the same step.
         """
         count = self._config.wandb_log_puzzles
         if not count or not broadcast_object(self._loggers.take_pictures):
@@ -200,15 +205,15 @@ class Monitor:
             self._loggers.log_puzzles(state.step, think_of_puzzles(state, self._data, count=count))
 
     def log(self, state: TrainState, row: dict[str, float]) -> None:
-        """Logs the metrics of a step on rank 0, and adds the best evaluation so far. Resets the metric sums.
+        """Logs the metrics of training step `state.step` on rank 0. Resets the sums in `state.metrics`.
 
-        row: {name: value}.
+        row: {name: value}. If it contains an evaluation, the best value so far is added ("best/step" ...).
         """
         self._loggers.log(state.step, row | self._checkpoints.best.record(state.step, row))
         self._logged_step = state.step
         state.metrics.reset()
 
     def _send_checkpoints(self) -> None:
-        """Passes checkpoints that have become complete since the last call to the loggers."""
+        """Passes the folders of newly completed checkpoints to the loggers, each only once."""
         for folder in self._checkpoints.pop_saved():
             self._loggers.log_checkpoint(folder)

@@ -34,7 +34,10 @@ _GRID, _GAP, _TITLE = 160, 16, 34  # units of the SVG, pixels of the image
 
 
 def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> "Thoughts":
-    """Runs the model on `count` puzzles of the first test set, and returns its answers. All ranks call it."""
+    """Runs the model on `count` puzzles of the first test set. Returns its answers after each thinking step.
+
+    All ranks call it. A thinking step is one call of the model.
+    """
     set_name, puzzle_set = next(iter(data.dataset.splits["test"].sets.items()))
     batch = read_rows(data.dataset, set_name, choose_rows(puzzle_set, count))
     state.table.fetch(batch.puzzle_identifiers.to(state.carry.steps.device))
@@ -52,9 +55,9 @@ def think_of_puzzles(state: TrainState, data: RunData, *, count: int) -> "Though
 
 
 def shown_steps(num_steps: int) -> list[int]:
-    """Selects the thinking steps to draw, from 1 to `num_steps`.
+    """Selects at most five thinking steps (calls of the model) to draw, from 1 to `num_steps`.
 
-    These are all of a few steps, or powers of two and the last step.
+    Examples: [1, 2, 3] for 3 steps, and [1, 2, 4, 8, 16] for 16 steps.
     """
     if num_steps <= _GRIDS - 2:
         return list(range(1, num_steps + 1))
@@ -63,9 +66,10 @@ def shown_steps(num_steps: int) -> list[int]:
 
 
 class _Grid(NamedTuple):
-    """A grid to draw.
+    """One picture of a puzzle's grid.
 
-    title: Text above the grid. paints: Look of each cell. is_crossed: Whether each cell is crossed out.
+    title: Text above the grid. paints: Color and text of each cell, by row and column. is_crossed: Whether
+    each cell is crossed out, because its answer is wrong.
     """
 
     title: str
@@ -75,14 +79,15 @@ class _Grid(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Thoughts:
-    """The answers of a model to a few puzzles, after every thinking step.
+    """The answers of a model to n puzzles, after every thinking step (call of the model).
 
     Attributes:
         style: How the grids are drawn.
-        inputs: Tokens [n, seq_len].
-        labels: Tokens [n, seq_len]. A cell with the label IGNORE_LABEL_ID is never marked as wrong.
-        trace: Answers after each thinking step.
-        names: Names of the puzzles.
+        inputs: Tokens of the puzzles [n, seq_len].
+        labels: Tokens of the right answers [n, seq_len]. A cell with the label IGNORE_LABEL_ID is never
+            marked as wrong.
+        trace: The model's answers after each thinking step.
+        names: Names of the puzzles, such as "all, example 3".
     """
 
     style: Style
@@ -92,7 +97,7 @@ class Thoughts:
     names: Sequence[str]
 
     def html(self) -> str:
-        """Returns HTML with a caption and a row of grids (SVG) for each puzzle."""
+        """Returns HTML: for each puzzle a caption, and an SVG picture of its grids side by side."""
         drawn = []
         for index, name in enumerate(self.names):
             grids, regions = self._grids(index)
@@ -151,10 +156,10 @@ class Thoughts:
             yield name, np.asarray(image)
 
     def _grids(self, index: int) -> tuple[list[_Grid], list[int] | None]:
-        """Returns the grids to draw for one puzzle, and the region of each cell.
+        """Returns the grids to draw for one puzzle, and the number of the region of each cell.
 
-        A region is, for example, a box of a Sudoku. None if there are no regions. index: Index of the
-        puzzle.
+        The grids are the puzzle, some answers and the solution. A region is, for example, a box of a Sudoku.
+        If the puzzle has no regions, the second value is None. index: Index of the puzzle, from 0.
         """
         style, puzzle, label = self.style, self.inputs[index], self.labels[index]
         is_counted = label != IGNORE_LABEL_ID
@@ -190,7 +195,8 @@ def _paint(style: Style, token: int, input_token: int, is_wrong: bool) -> Paint:
 def _in_words(label: np.ndarray, trace: Trace, index: int) -> str:
     """Returns a text about one puzzle, such as "right after step 3; would halt after step 4".
 
-    index: Index of the puzzle.
+    label: Tokens of the right answer [seq_len]. trace: The model's answers to all puzzles after each step.
+    index: Index of the puzzle in `trace`.
     """
     is_right = ((trace.preds[index] == label) | (label == IGNORE_LABEL_ID)).all(axis=-1)
     last = f"right after step {is_right.argmax() + 1}" if is_right.any() else "never right"

@@ -42,11 +42,11 @@ def compose_run(
 ) -> PretrainConfig | None:
     """Reads the config of a run from command-line arguments, and checks it.
 
-    Fills in run_name and number format. Does not read the data. A number format replaces
-    `forward_dtype=auto`.
+    If run_name is not set, chooses one. Replaces `forward_dtype=auto` by "bfloat16" or "float32". Does not
+    read the data.
 
     Args:
-        arguments: Arguments of the command line. If None, those of this process.
+        arguments: Arguments such as ["lr=1e-3"]. If None, those of this process.
         processes: Number of processes of the run. If None, the current number of processes.
 
     Returns:
@@ -70,9 +70,10 @@ def compose_run(
 
 
 def name_arch(arguments: Sequence[str]) -> list[str]:
-    """Replaces the argument arch=checkpoint: sets the architecture of the checkpoint `init_from` instead.
+    """Replaces the argument arch=checkpoint by the architecture of the checkpoint `init_from`.
 
-    Other arguments do not change. Raises ValueError if `init_from` is not a checkpoint.
+    Returns the new arguments, for example with "arch=trm" and "++arch.hidden_size=128". Other arguments do
+    not change. Raises ValueError if `init_from` is not a checkpoint.
 
     arguments: Command-line arguments.
     """
@@ -88,10 +89,11 @@ def name_arch(arguments: Sequence[str]) -> list[str]:
 
 
 def draw_name() -> str:
-    """Returns a random name for a run. If torchrun restarts the processes, they get the same name.
+    """Returns a random name for a run, such as "brave-otter". Only rank 0 calls it.
 
-    Raises ValueError if torchrun may restart the processes, but rank 0 serves the key-value store. The name
-    would be lost if rank 0 ended.
+    If torchrun restarts the processes, they get the same name, because torchrun's key-value store contains
+    it. If rank 0 serves the store, the name would be lost. If torchrun may then restart the processes, raises
+    ValueError.
     """
     name = coolname.generate_slug(2)
     if not is_under_torchrun():
@@ -111,7 +113,7 @@ def name_run(config: PretrainConfig, *, experiment: str | None) -> PretrainConfi
 
     Keys that have a value keep it. If neither run_name nor checkpoint_path is set, the run_name is random.
 
-    experiment: Name of the experiment, for wandb_group.
+    experiment: Name of the experiment (config/experiment), or None. It becomes the wandb_group.
     """
     run_name = config.run_name
     if run_name is None and config.checkpoint_path is not None:
@@ -131,16 +133,16 @@ def _as_name(folder_name: str) -> str:
 
 
 class StoredConfig(NamedTuple):
-    """The config that a run has stored, not checked, and the folder that contains it."""
+    """The values in a run's config.yaml, without a check, and the folder that contains the file."""
 
     values: dict[str, Any]
     folder: Path
 
 
 def read_stored_config(run_folder: Path) -> StoredConfig | None:
-    """Reads the config that a run has stored, from its folder or else from its newest checkpoint.
+    """Reads config.yaml of a run, from its folder or else from its newest checkpoint.
 
-    Returns None if there is none.
+    Returns None if there is no such file.
     """
     checkpoint = newest_checkpoint(run_folder)
     for folder in (run_folder, checkpoint):
@@ -155,12 +157,12 @@ def read_stored_config(run_folder: Path) -> StoredConfig | None:
 
 
 def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
-    """Compares the stored config of a run with the config to resume it. Lists changes that are not allowed.
+    """Compares the stored config of a run with the config to resume it. Returns forbidden changes as text.
 
-    Returns "key: old -> new, ...", or "" if there are none.
+    Example: "seed: 0 -> 1, arch.L_cycles: 6 -> 4". Returns "" if there are none.
 
-    before: The stored config of the run. It may come from an older version with fewer keys. now: The config
-    of the command line. If its number format is `auto`, any format is accepted.
+    before: Values in the run's config.yaml. An older version may have written it, with fewer keys. now: The
+    config of the command line. With `forward_dtype=auto`, every stored dtype is accepted.
     """
     old, new = flatten(fill_defaults(before)), flatten(now.model_dump())
     if new[FORMAT_KEY] == "auto":
@@ -173,10 +175,10 @@ def describe_changes(before: dict[str, Any], now: PretrainConfig) -> str:
 def fix_format(config: PretrainConfig) -> PretrainConfig:
     """Returns the config with a number format (bfloat16 or float32) in place of `forward_dtype=auto`.
 
-    Logs the format and the reason. Warns if the run started in bfloat16, but this machine only emulates
-    bfloat16.
+    Logs the format and the reason. Warns if this run continues one that started in bfloat16, but this machine
+    only emulates bfloat16.
 
-    config: A config with `checkpoint_path`.
+    config: A config in which `checkpoint_path` has a value.
     """
     choice = find_format(config)
     if config.arch.forward_dtype == "auto":
@@ -189,19 +191,18 @@ def fix_format(config: PretrainConfig) -> PretrainConfig:
 
 
 def with_format(config: PretrainConfig, name: str) -> PretrainConfig:
-    """Returns the config with another number format. name: "bfloat16" or "float32"."""
+    """Returns a copy of the config with `forward_dtype` set to `name`, "bfloat16" or "float32"."""
     return config.model_copy(update={"arch": config.arch.model_copy(update={"forward_dtype": name})})
 
 
 def find_format(config: PretrainConfig) -> Choice:
-    """Returns the number format of a run, and the reason.
+    """Returns the number format of a run ("bfloat16" or "float32"), and the reason.
 
-    If `arch.forward_dtype` is not `auto`, it is that format. For `auto`, the first of these rules that
-    applies:
+    If `arch.forward_dtype` is not `auto`, it is that format. For `auto`, the first rule that applies:
 
-    - If this run continues a run, the format of that run (in the run folder, or else in `resume=PATH`).
+    - If the run folder or `resume=PATH` contains a run, the format of that run.
     - If the weights of `init_from` were trained in float32, float32.
-    - The choice of `choose_format` (distributed/number_format.py) for this machine.
+    - Otherwise, the format that is fast on this machine (`choose_format` in distributed/number_format.py).
     """
     if config.arch.forward_dtype != "auto":
         return Choice(config.arch.forward_dtype, f"{FORMAT_KEY} is given")
@@ -213,7 +214,10 @@ def find_format(config: PretrainConfig) -> Choice:
 
 
 def _stored_in(config: PretrainConfig) -> StoredConfig | None:
-    """Returns the stored config of the run that `config` continues. Returns None for a new run."""
+    """Returns the values in config.yaml of the run that `config` continues. None for a new run.
+
+    It is the run in `checkpoint_path`, or else the one that `resume=PATH` names.
+    """
     stored = None if config.checkpoint_path is None else read_stored_config(Path(config.checkpoint_path))
     if stored is not None:
         return stored
@@ -223,7 +227,10 @@ def _stored_in(config: PretrainConfig) -> StoredConfig | None:
 
 
 def _way_out(config: PretrainConfig) -> str:
-    """Returns advice for a user who wants to continue a run in float32."""
+    """Returns advice for a user who wants to continue a run in float32.
+
+    Example: "To train in float32, set resume=.../step_10 run_name=NEW arch.forward_dtype=float32."
+    """
     checkpoints = checkpoints_in(Path(config.checkpoint_path))
     start = f"resume={checkpoints[-1]} " if checkpoints else ""
     is_new = not checkpoints and config.resume not in ("auto", "must", "never")

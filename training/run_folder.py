@@ -64,7 +64,7 @@ def open_run_folder(config: PretrainConfig) -> Path:
 
 @contextlib.contextmanager
 def writing_errors(folder: Path) -> Iterator[None]:
-    """Context in which an OSError becomes a ValueError that says that the run folder is not writable."""
+    """Context manager that turns an OSError into a ValueError about a run folder that is not writable."""
     try:
         yield
     except OSError as error:
@@ -75,11 +75,10 @@ def writing_errors(folder: Path) -> Iterator[None]:
 def lock_folder(folder: Path, *, other: str) -> None:
     """Locks a folder until this process ends. Raises ValueError if another process has locked it.
 
-    other: Config key with which the user can choose another folder, for the error message.
+    This is a POSIX lock (fcntl), which works between nodes on NFS. Forked children do not inherit it. Closing
+    any descriptor of the file releases the lock, so there is only one descriptor, and it stays open.
 
-    This is a POSIX lock, not a flock, for two reasons. It belongs to one process, so forked workers that
-    outlive their parent do not hold it. It also works between nodes on NFS. Closing any descriptor of the
-    file releases the lock. Therefore there is only one descriptor, and it stays open.
+    other: Config key with which the user can choose another folder, for the error message.
     """
     descriptor = _open_lock(folder, os.O_CREAT)
     try:
@@ -118,7 +117,10 @@ def is_in_use(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def disk_errors_warn(path: Path) -> Iterator[Path]:
-    """Context in which an OSError, such as a full disk, becomes a warning. Yields the file `path`."""
+    """Context manager for writing the file `path`. An OSError, such as a full disk, becomes a warning.
+
+    Yields `path`.
+    """
     try:
         yield path
     except OSError as error:
@@ -126,14 +128,21 @@ def disk_errors_warn(path: Path) -> Iterator[Path]:
 
 
 def write_status(folder: Path, status: str, *, step: int) -> None:
-    """Writes status (running, stopped, max_steps, failed or finished) and step to a file, on rank 0 only."""
+    """Writes the file `status` of a run folder on rank 0, such as {"status": "running", "step": 100}.
+
+    status: running, stopped, max_steps, failed or finished. step: Number of training steps done. Other ranks
+    do nothing. If the file cannot be written, only warns.
+    """
     if is_main():
         with disk_errors_warn(folder / STATUS_FILE) as path:
             write_json(path, {"status": status, "step": step}, indent=None)
 
 
 def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
-    """Returns whether a run has finished, or has reached `max_steps`, according to its file `status`."""
+    """Returns whether a run has finished, or has reached step `max_steps`, as its file `status` says.
+
+    max_steps: If None, only a finished run counts. False if the file is missing or damaged.
+    """
     try:
         values = read_json(folder / STATUS_FILE)
         status, step = values["status"], values["step"]
@@ -143,12 +152,13 @@ def has_ended(folder: Path, *, max_steps: int | None = None) -> bool:
 
 
 def record_start(folder: Path, *, step: int, device: torch.device, **described: Any) -> None:
-    """Adds a line to starts.jsonl: command, code and hardware of this launch.
+    """Adds a line to starts.jsonl of a run folder: command, code and hardware of this launch.
 
-    If the code has uncommitted changes, their diff is written to a separate file.
+    A launch is one start of the processes of the run. If the code has uncommitted changes, their diff is
+    written to a separate file. If a file cannot be written, only warns.
 
-    step: Step at which this launch starts.
-    described: More values for the line.
+    step: Number of training steps done before this launch.
+    described: More entries of the line, which is a JSON object.
     """
     start = {
         "step": step,
@@ -172,11 +182,12 @@ def record_start(folder: Path, *, step: int, device: torch.device, **described: 
 
 
 def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, *, is_new: bool) -> None:
-    """Writes identities.npz, the puzzle of each puzzle embedding, if the run folder lacks this file.
+    """Writes identities.npz into a run folder: which puzzle each puzzle embedding belongs to.
 
-    Does nothing if the model does not have an embedding for each puzzle, or if the puzzles have no names.
+    Does nothing if the file exists, if the model has no embedding for each puzzle, or if the puzzles have no
+    names.
 
-    is_new: Whether the run starts without a checkpoint. Then the file of an earlier run is removed first.
+    is_new: Whether the run starts without a checkpoint. If True, an existing file is removed first.
     """
     path = folder / IDENTITIES_FILE
     if is_new:
@@ -191,8 +202,10 @@ def write_identities(folder: Path, arch: Architecture, dataset: Dataset | None, 
 def find_original(folder: Path, name: str) -> Path | None:
     """Returns the run folder from which a user has copied `folder`. None if there is none.
 
-    starts.jsonl contains the path of the run folder at each launch, also those before the copy. The original
-    is another folder at one of these paths. Its file `name` has the same content.
+    The file starts.jsonl contains the path of the run folder at each start of the run. If another folder is
+    at one of these paths, and its file `name` has the same content, it is the original.
+
+    name: Name of the compared file, such as a file with an identifier.
     """
     named = {start.get("folder") for start, _ in read_rows(folder, STARTS_FILE)}
     for original in [Path(path) for path in named if isinstance(path, str) and "\0" not in path]:
@@ -203,7 +216,7 @@ def find_original(folder: Path, name: str) -> Path | None:
 
 
 def _command_line() -> str:
-    """Returns the command line that launches this run again."""
+    """Returns the command line of this process, such as "torchrun --nproc-per-node 2 pretrain.py lr=1e-3"."""
     program = ["python"]
     if is_under_torchrun():
         nodes, rest = divmod(world_size(), local_world_size())
@@ -213,7 +226,10 @@ def _command_line() -> str:
 
 
 def _describe_hardware(device: torch.device) -> str:
-    """Returns the GPUs of all processes, or the processor of this machine, as text."""
+    """Returns the hardware as text, such as "8 x NVIDIA H100" or "2 cores of AMD EPYC (avx2)".
+
+    The number of GPUs is that of all processes. The number of cores is that of this process.
+    """
     if device.type == "cuda":
         return f"{world_size()} x {torch.cuda.get_device_name(device)}"
     return f"{num_cores()} cores of {describe_processor()}"

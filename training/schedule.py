@@ -11,15 +11,15 @@ from training.strategy import next_sync, synced_steps
 
 
 class Schedule:
-    """Says what is due after each training step: log row, evaluation or checkpoint.
+    """Decides after which training steps the run logs its metrics, evaluates, or saves a checkpoint.
 
     It also knows the learning rates of each step, and how many cycles (calls of its blocks) the model makes.
 
-    With `local_steps`, ranks train separately and merge their weights every few steps. If a log row,
-    evaluation or checkpoint falls due between two merges, it is done after the next merge.
+    With `local_steps` > 1, ranks train separately and merge their weights every few steps. Work that falls
+    due between two merges is done after the next merge.
 
-    `total_steps` is the number of steps of the run. This launch ends after `end_step`, which is `max_steps`
-    or `total_steps`, whichever comes first.
+    `total_steps` is the number of steps of the run. This process ends after step `end_step`. If `max_steps`
+    is set, it is the step of the first merge at or after `max_steps`. Otherwise, it is `total_steps`.
     """
 
     def __init__(self, config: PretrainConfig, plan: TrainPlan):
@@ -34,20 +34,28 @@ class Schedule:
         return learning_rates(self._config, step, total_steps=self.total_steps)
 
     def epochs(self, step: int) -> float:
-        """Returns how many epochs the first `step` training steps are, over all stages of the curriculum."""
+        """Returns how many epochs the first `step` training steps take, such as 2.5.
+
+        Epochs of all stages of the curriculum are added.
+        """
         return self._plan.epochs(step)
 
     def reasoning(self, step: int, usual: Reasoning) -> Reasoning:
-        """Returns the settings of the model's thinking (number of cycles and so on) for training step `step`.
+        """Returns the settings of the model's thinking for training step `step`.
 
-        usual: The settings without a curriculum. The stage of the curriculum may change the cycles.
-        `progress` becomes the fraction of the training that is done.
+        They are a copy of `usual`. The curriculum may change the number of cycles. The field `progress`
+        becomes the fraction of the training that is done.
+
+        usual: The settings without a curriculum.
         """
         cycles = self._plan.stage_of(step).cycles
         return dataclasses.replace(usual, progress=step / self.total_steps, **cycles)
 
     def petaflops(self, step: int, counter: StepCounter) -> float:
-        """Returns the number of operations of the first `step` training steps on all ranks, in 1e15."""
+        """Returns how many floating-point operations the first `step` training steps need, in 1e15 FLOP.
+
+        It is the sum over all ranks. counter: Counts the operations of one training step.
+        """
         of_slot = 0.0
         for stage, count in self._plan.num_steps(step):
             reasoning = dataclasses.replace(counter.model.reasoning, **stage.cycles)
@@ -63,9 +71,11 @@ class Schedule:
         return is_due or self.is_evaluation(step)
 
     def is_checkpoint(self, step: int) -> bool:
-        """Returns whether a checkpoint is due after the step.
+        """Returns whether the run saves a checkpoint after training step `step`.
 
-        After the last step of the launch, it always is.
+        True after the step at which this process ends (`end_step`), at every multiple of
+        `checkpoint_interval`, and with `checkpoint_every_eval` after each evaluation. With local_steps > 1,
+        the checkpoint is saved after the next merge of the weights.
         """
         at_evaluation = self._config.checkpoint_every_eval and self.is_evaluation(step)
         return step == self.end_step or at_evaluation or self._is_due(self._config.checkpoint_interval, step)
@@ -79,18 +89,21 @@ class Schedule:
         )
 
     def _steps(self, step: int) -> range:
-        """Returns the steps whose evaluations, checkpoints and log rows are made after `step`.
+        """Returns the steps whose evaluations, checkpoints and log rows are made after step `step`.
 
-        Usually only `step`. With local_steps > 1, ranks train separately and merge their weights every few
-        steps. If a merge follows `step`, these are all steps since the last merge. Otherwise none.
+        With local_steps = 1, it is range(step, step + 1). With local_steps > 1, ranks merge their weights
+        every few steps. If a merge follows `step`, returns all steps since the last merge. Otherwise an empty
+        range.
         """
         return synced_steps(step, **self._interval)
 
     def status(self, step: int, *, lacks_row: bool = False) -> str:
-        """Returns the status of a run that ends at `step`: "finished", "max_steps" or "stopped".
+        """Returns the status of a run whose processes end after step `step`.
+
+        It is "finished" after the last step, "max_steps" if that key ended the run, and otherwise "stopped".
 
         lacks_row: If True, the metrics of `step` are not logged yet. The status is then "stopped", so that
-            the next launch logs them.
+            the next start of the run logs them.
         """
         if step < self.end_step or lacks_row:
             return "stopped"

@@ -43,11 +43,11 @@ class TrainState:
         table: Puzzle embeddings and their optimizer.
         average: Moving average (EMA) of the dense weights.
         strategy: When and how ranks synchronize gradients or weights.
-        carry: Puzzle and latent state of each slot of this rank, between steps.
+        carry: Puzzle and latent state of each slot of this rank. The next step continues with them.
         slots: Range of the slots of this rank.
         num_slots: Number of slots of the global batch.
         mesh: Process groups of this rank.
-        metrics: Sums of metrics since the last logged row.
+        metrics: Sums of metrics over the steps since metrics were last logged.
         step: Number of training steps done.
     """
 
@@ -69,18 +69,19 @@ class TrainState:
         return self.mesh.data
 
     def numbers(self) -> dict[str, Any]:
-        """Returns the step and the metric sums of each rank, for state.json of a checkpoint.
+        """Returns {"step": step, "metrics": [metric sums of each rank]}, for state.json of a checkpoint.
 
-        All ranks call it. The result is complete only on rank 0.
+        All ranks call it. On ranks other than 0, "metrics" may be None.
         """
         local_sums = {**self.metrics.own(), "steps_summed": self.metrics.steps}
         return {"step": self.step, "metrics": gather_objects(local_sums, self.ranks)}
 
     def sections(self) -> dict[str, Tensors]:
-        """Returns all tensors that continue this run, as {section of a checkpoint: {name: value}}.
+        """Returns the tensors that a checkpoint needs to continue this run, as {section: {name: value}}.
 
-        A value is a `Tensor` if each rank holds the full tensor. Otherwise it is a `Shard`: the elements on
-        this rank, and their positions in the full tensor. Values are not copied: loading writes into them.
+        A section is a named set of tensors, such as "optimizer". A value is a `Tensor` if each rank holds the
+        full tensor. Otherwise it is a `Shard`: the elements on this rank, and their positions in the full
+        tensor. Values are not copied, because loading writes into them.
         """
         carry = {
             name: shard_of_rows(tensor, self.slots, self.num_slots, self.ranks)
@@ -106,16 +107,20 @@ class TrainState:
         }
 
     def exports(self) -> dict[str, Tensors]:
-        """Returns the averages under the names of the weights, for evaluation. {} without EMA.
+        """Returns a section of the checkpoint for evaluation: {"ema_weights": {name of a weight: average}}.
 
-        Loading a run does not read this section, because "ema_state" contains the averages.
+        A weight without an average is included unchanged. Returns {} without EMA. A run that resumes does not
+        read this section, because another one ("ema_state") contains the averages.
         """
         step = self.step
         averages = self._mark_copies(self.average.values(step=step) | self.table.average.values(step=step))
         return {"ema_weights": self.sections()["weights"] | averages} if averages else {}
 
     def _mark_copies(self, tensors: Tensors) -> Tensors:
-        """Sets `is_copy` of shards that tensor-parallel rank 0 also holds, because that rank saves them."""
+        """Marks shards that tensor-parallel rank 0 also holds (`Shard.is_copy`), so that only it saves them.
+
+        Returns {name: tensor or shard} with the marks. tensors: {name: full tensor or shard} of this rank.
+        """
         if self.mesh.tensor.index == 0:
             return tensors
         cut = {name for flat in self.weights.flats if flat.is_part for name in flat.parameters}
@@ -127,12 +132,12 @@ class TrainState:
         return tensors | copies
 
     def load_(self, folder: Path, numbers: dict[str, Any]) -> None:
-        """Loads a verified checkpoint that any number of ranks saved. All ranks call it.
+        """Loads the tensors, the step and the metric sums of a checkpoint into this state. All ranks call it.
 
-        Afterwards, the next forward pass reads the loaded weights. Ends all ranks with a message if names,
-        shapes or dtypes differ.
+        Any number of ranks may have saved the checkpoint. Ends all ranks with a message if names, shapes or
+        dtypes differ.
 
-        numbers: Result of `numbers` when the checkpoint was saved.
+        folder: Folder of the checkpoint, already verified. numbers: Content of its state.json.
         """
         with collective_errors():
             self.step, saved = numbers["step"], numbers["metrics"]
@@ -169,10 +174,10 @@ class TrainState:
     def held(self) -> dict[Key, Tensor]:
         """Returns {key: tensor} of all tensors on this rank, to compare them with other ranks.
 
-        If two ranks have the same key, its tensors must be equal. With `local_steps`, this is true only after
-        ranks have merged their weights. A key is (name, positions of the elements in the full tensor), or
-        (name, ()) for a full tensor. Weights appear twice: those that the optimizer updates, and those that
-        the forward pass reads.
+        If two ranks have the same key, their tensors must be equal. With `local_steps`, this is true only
+        after ranks have merged their weights. A key is (name, part). The part is () for a full tensor.
+        Otherwise it describes which elements of the full tensor this rank holds. Weights appear twice: those
+        that the optimizer updates, and those that the forward pass reads.
         """
         cuts = {name: cut for flat in self.weights.flats for name, cut in flat.cuts.items()}
         read = self.model.network.state_dict() | self.table.rows()
@@ -194,9 +199,10 @@ class TrainState:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
-        """Context in which the model has the averages (EMA) of weights and embeddings. All ranks enter it.
+        """Context manager that replaces the model's weights and embeddings by their averages (EMA).
 
-        Without EMA, the model does not change.
+        After the block, the model has its own weights again. Without EMA, nothing changes. All ranks enter
+        it.
         """
         with self.average.averaged(step=self.step), self.table.average.averaged(step=self.step):
             yield
@@ -204,10 +210,11 @@ class TrainState:
     def broadcast_model_(self, full_weights: dict[str, Tensor] | None = None) -> None:
         """Overwrites the weights of all ranks with the weights of rank 0. All ranks call it, at step 0.
 
-        The averages (EMA), and with `local_steps` the result of the last merge, also become these weights.
+        The averages (EMA) also start from these weights. With `local_steps`, the first merge computes how
+        much the ranks have changed them.
 
-        full_weights: On rank 0, {name: full weight} for each weight that ranks hold as shards. {} on other
-            ranks. If None, shards do not change.
+        full_weights: On rank 0, {name: full weight} for each weight of which ranks hold only shards. On other
+            ranks, {}. If None on all ranks, the shards do not change.
         """
         assert self.step == 0
         if full_weights is not None:
@@ -224,11 +231,13 @@ class TrainState:
 def build_first_state(
     config: PretrainConfig, metadata: Metadata, *, device: torch.device, total_steps: int | None = None
 ) -> TrainState:
-    """Builds this rank's part of the state of step 0. The weights follow from the seed. All ranks call it.
+    """Builds this rank's part of a run's state before the first training step. All ranks call it.
+
+    The seed of the config determines the weights.
 
     Args:
         config: Config of the run.
-        metadata: Metadata of the dataset.
+        metadata: Sizes of the dataset, such as the vocabulary.
         device: Device of this rank.
         total_steps: Number of steps of the run. If None, it is unknown, and compile=auto compiles nothing.
     """
@@ -266,7 +275,7 @@ def build_first_state(
 
 
 def memory_advice(config: PretrainConfig, device: torch.device) -> str:
-    """Returns advice for a run that is out of memory: the config keys with which it needs less memory."""
+    """Returns a text with the config keys to set if a run is out of memory."""
     num_ranks, parts = all_ranks().size, config.gradient_accumulation_steps
     num_slots = -(-config.global_batch_size // (num_ranks // config.tensor_parallel_degree))
     more_parts = [count for count in range(parts + 1, num_slots + 1) if num_slots % count == 0]

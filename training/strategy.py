@@ -27,7 +27,8 @@ class StepResult(NamedTuple):
     merge. The tensors are scalars on the device, equal on all ranks.
 
     Attributes:
-        averaged_steps: Steps since the last merge, up to this one. The EMA includes them.
+        averaged_steps: Steps since the last merge, up to this one. The moving average of the weights (EMA)
+            must now include them.
         loss: Mean loss over these steps and the global batch.
         grad_norm: Norm of the summed gradients. With local steps, the mean of the norms of ranks and steps.
         stop_requests: Stop requests summed over ranks and over these steps. Positive if any rank was asked
@@ -46,7 +47,8 @@ class Strategy:
     All ranks call the methods together.
 
     Args:
-        syncs: Methods of summing gradients over ranks, one for each of `weights.flats`.
+        syncs: Objects that sum gradients over ranks. Each sums those of one flat buffer (a tensor with the
+            values of many parameters) in `weights.flats`.
         weights: Dense weights of this rank.
         table: Puzzle embeddings of this rank.
         batch_size: Number by which the loss is divided: the global batch size. With local steps, this rank's
@@ -65,19 +67,20 @@ class Strategy:
         self.name, self.model, self._batch_size = syncs[0].name, syncs[0].model, batch_size
 
     def sum_divisors(self, divisors: dict[str, Tensor]) -> dict[str, float | Tensor]:
-        """Returns the numbers that divide the sums in the loss: {"slots": batch size, ...}.
+        """Returns the numbers by which the loss divides its sums, by name.
 
-        `EveryStep` sums `divisors` over ranks. `LocalSteps` does not.
+        Example: {"slots": 768, "cells": 5000.0}. "slots" is the batch size. `EveryStep` sums the other
+        numbers over ranks. `LocalSteps` does not.
 
-        divisors: Numbers that depend on the data of this rank, such as a count of cells. If empty,
-        nothing is sent.
+        divisors: {name: number} of this rank that depend on its data. If empty, nothing is sent.
         """
         return {"slots": self._batch_size, **divisors}
 
     def start_step(self) -> None:
         """Zeroes the gradients at the start of a training step.
 
-        After this call, the step may add scalars such as the loss (`Weights.scalars.add`).
+        After this call, the step may add numbers to send with the gradients, such as the loss
+        (`Weights.scalars.add`).
         """
         for sync in self._syncs:
             sync.zero()
@@ -87,6 +90,8 @@ class Strategy:
 
         Only the last micro-batch may send gradients. With pipeline or tensor parallelism, none does, because
         a pipeline adds to the gradients of a block several times. `reduce_gradients` then sends them.
+
+        is_last: Whether it is the last micro-batch of the training step.
         """
         if len(self._syncs) == 1:
             return self._syncs[0].micro_batch(is_last=is_last)
@@ -110,30 +115,35 @@ class Strategy:
         raise NotImplementedError
 
     def synchronize(self, grad_norm: Tensor, *, step: int) -> StepResult:
-        """Copies the weights that the optimizer has updated into the forward pass.
+        """Makes the next forward pass read the weights that the optimizer has updated.
 
-        Afterwards, all ranks that hold a weight have the same value. With `LocalSteps`, ranks train
-        separately, and this is true only after they have merged their weights.
+        `EveryStep` sends updated shards of the weights to the other ranks. `LocalSteps` merges the weights of
+        all ranks every `local_steps` steps. Returns loss, gradient norm and stop requests of all ranks.
 
-        grad_norm: Gradient norm of this step. The result contains it, or with `LocalSteps` a mean over steps
-        and ranks. step: Number of the training step, from 1.
+        grad_norm: Gradient norm of this step. With `LocalSteps`, the result contains a mean over steps and
+        ranks. step: Number of the training step, from 1.
         """
         raise NotImplementedError
 
     def reset_to_weights(self) -> None:
-        """Prepares for weights that were loaded from a checkpoint. Call it after the load, on all ranks.
+        """Call it on all ranks after weights were loaded from a checkpoint.
 
-        `LocalSteps` stores these weights, to compute at the next merge how much they have changed.
+        With local_steps > 1, ranks train separately and merge their weights every few steps. A copy of the
+        loaded weights is stored, to compute at the next merge how much they have changed.
         """
 
     def moments(self) -> Tensors:
-        """Returns the moments of the optimizers for a checkpoint: {"<moment>.<weight>": tensor or shard}."""
+        """Returns the state of the optimizers for a checkpoint: {"<moment>.<weight>": tensor or shard}.
+
+        Example of a name: "exp_avg.lm_head.weight".
+        """
         return self._weights.moments()
 
     def tensors(self) -> Tensors:
-        """Returns tensors of the strategy that a checkpoint must contain.
+        """Returns further tensors that a checkpoint must contain, by name.
 
-        With `LocalSteps`, these are {name of a weight: momentum of the merges}. Otherwise {}.
+        If ranks merge their weights every few steps (`LocalSteps`) with a momentum, these are {name of a
+        weight: momentum}. Otherwise {}.
         """
         return {}
 
@@ -170,8 +180,9 @@ class LocalSteps(Strategy):
     DiLoCo (arXiv 2311.08105) uses 0.7 and 0.9. A merge does not change the moments of the optimizers of
     ranks.
 
-    batch_size: Number of slots of this rank. total_steps: Number of steps of the run. A merge follows the
-    last step. If None, it is unknown. lr, momentum: outer_lr and outer_momentum.
+    batch_size: Number of examples in this rank's part of the batch. total_steps: Number of steps of the run.
+    Weights are also merged after the last step. If None, it is unknown. lr: `outer_lr` in these formulas.
+    momentum: `outer_momentum`.
     """
 
     def __init__(
@@ -225,7 +236,7 @@ class LocalSteps(Strategy):
 
     @property
     def _master_weights(self) -> Tensor:
-        """The float32 weights that the optimizer updates, as one tensor, [size].
+        """The float32 weights that the optimizer updates, as one tensor [size]. Writes change the weights.
 
         Each rank updates all of them.
         """
@@ -242,7 +253,11 @@ class LocalSteps(Strategy):
 def build_strategy(
     config: PretrainConfig, model: nn.Module, weights: Weights, table: PuzzleTable, *, total_steps: int | None
 ) -> Strategy:
-    """Returns `EveryStep` or `LocalSteps`, as the config key `local_steps` selects. All ranks call it."""
+    """Returns `EveryStep` if the config key `local_steps` is 1, otherwise `LocalSteps`. All ranks call it.
+
+    weights: Weights of `model` on this rank, except puzzle embeddings. table: Puzzle embeddings. total_steps:
+    Number of steps of the run. If None, it is unknown.
+    """
     options = {key: getattr(config, key) for key in ("sync", "bucket_size_mb", "sync_dtype")}
     syncs = [build_gradient_sync(model, flat, **options) for flat in weights.flats]
     if config.local_steps == 1:
@@ -255,10 +270,10 @@ def build_strategy(
 
 
 def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> range:
-    """If ranks merge their weights after `step`, returns the steps since the last merge.
+    """If ranks merge their weights after `step`, returns the steps since the last merge, as a range.
 
-    Otherwise an empty range. With local_steps > 1, ranks train separately. They merge every `local_steps`
-    steps, and after the last step of the run. With local_steps = 1, every step counts as a merge.
+    Otherwise returns an empty range. Ranks merge every `local_steps` steps, and after step `total_steps`.
+    Example: with local_steps = 4, the results for steps 7 and 8 are range(5, 5) and range(5, 9).
     """
     first = (step - 1) // local_steps * local_steps + 1
     is_synced = step % local_steps == 0 or step == total_steps
@@ -268,6 +283,7 @@ def synced_steps(step: int, *, local_steps: int, total_steps: int | None) -> ran
 def next_sync(step: int, *, local_steps: int, total_steps: int) -> int:
     """Returns the first step, at or after `step`, after which ranks merge their weights.
 
-    They merge every `local_steps` steps, and after the last step of the run.
+    They merge every `local_steps` steps, and after step `total_steps`. Example: 8 for step 5 and local_steps
+    4.
     """
     return min(-(-step // local_steps) * local_steps, total_steps)

@@ -32,7 +32,7 @@ class LoggedRun:
 
     Attributes:
         config: Config of the run.
-        steps: range(number of training steps done before, last training step of this launch).
+        steps: range(number of training steps already done, step after which this process ends).
         info: Facts that are not in the config, such as num_parameters.
         tags: Names of the kinds of puzzles and of the architecture, such as ("sudoku", "hrm").
     """

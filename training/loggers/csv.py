@@ -16,8 +16,8 @@ from training.loggers import LoggedRun
 class CsvFile:
     """Logger that writes metrics.csv into the run folder, with one column for each metric.
 
-    Each launch of the run first copies the records of metrics.jsonl into the file. If a metric appears for
-    the first time, the file is written again with one more column.
+    Each start of the run first writes the file again from metrics.jsonl. If a metric appears for the first
+    time, the file is written again with one more column.
     """
 
     name = "csv"

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class TensorBoard:
     """Logger that writes TensorBoard files into the folder `tensorboard` of the run folder.
 
-    The first launch with this logger also writes the earlier records of metrics.jsonl. If the run resumes
-    from a checkpoint, TensorBoard no longer shows later steps of the previous launch.
+    When a run first has this logger, it also writes the earlier records of metrics.jsonl. If the run resumes
+    from a checkpoint, TensorBoard no longer shows records after the step of this checkpoint.
     """
 
     name = "tensorboard"

@@ -42,7 +42,8 @@ _EVALUATED = ("eval/", "eval_raw/", "test/", "validation/")
 class WandbRun:
     """Logger that sends the metrics of a run to Weights & Biases (W&B).
 
-    If the W&B client fails, nothing more is sent. The next launch of the run then sends the missing metrics.
+    If the W&B client fails, nothing more is sent. When the run is started again, the missing metrics are
+    sent.
     """
 
     name = "wandb"
@@ -65,9 +66,9 @@ class WandbRun:
     def _start(self, mode: str) -> Any:
         """Creates the run at W&B, or continues it. Returns the run object of the package wandb.
 
-        If the server does not answer, the run is only stored on disk ("offline").
+        If mode is "online" and the W&B client fails, the run is only stored on disk ("offline").
 
-        mode: Mode of the W&B client, such as "online".
+        mode: Mode of the W&B client: "online", "offline" or another value of WANDB_MODE.
         """
         logging.getLogger("wandb").handlers[:] = [logging.NullHandler()]  # exceptions contain its messages
         try:
@@ -108,7 +109,7 @@ class WandbRun:
         return f"To send it later, run `wandb sync --include-online {self._folder}/wandb/*run-*`."
 
     def _catch_up(self, *, is_new: bool) -> None:
-        """Sends metrics of earlier launches that W&B does not have yet, and finds the best values so far.
+        """Sends metrics in metrics.jsonl that W&B does not have yet, and finds the best values so far.
 
         In offline mode, metrics are sent only if the W&B run is new.
 
@@ -156,7 +157,7 @@ class WandbRun:
     def _record_best(self, metrics: dict[str, Any]) -> None:
         """Updates the best values so far of the evaluation metrics in W&B's summary of the run.
 
-        The best values also include earlier launches of the run. W&B itself does not consider them.
+        They also include the values from before the run was resumed. W&B itself does not consider these.
         """
         for name, value in metrics.items():
             goal = goal_of(name) if name.startswith(_EVALUATED) else None
@@ -250,9 +251,10 @@ class _Extras:
 def choose_mode(wandb_mode: str) -> str:
     """Returns the mode for the W&B client: "online", "offline" or another value of WANDB_MODE.
 
-    If it would be online, but no login is stored, returns "offline".
+    If the mode would be "online", but no API key is found, returns "offline".
 
-    wandb_mode: Value of the config key `wandb_mode`. With "auto", WANDB_MODE counts, or else "online".
+    wandb_mode: Value of the config key `wandb_mode`. "auto" means the environment variable WANDB_MODE. If
+        that is not set, it means "online".
     """
     mode = wandb_mode if wandb_mode != "auto" else os.environ.get("WANDB_MODE") or "online"
     if mode == "online" and not has_wandb_login():
@@ -300,7 +302,7 @@ def _end_client() -> None:
 def _wandb_id(folder: Path) -> tuple[str, bool]:
     """Returns (id of the W&B run for this run folder, whether the id is new).
 
-    A copied run folder gets a new id.
+    The id is in a file of the folder. Without this file, and in a copy of a run folder, the id is new.
     """
     path = folder / _ID_FILE
     stored = read_text(path).strip() if path.exists() else ""
