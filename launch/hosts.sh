@@ -4,10 +4,11 @@
 #     launch/hosts.sh --print node1,node2 pretrain.py ...      # without ssh: prints the commands for each machine
 # All machines need the repository with its .venv at the same path, and a shared run folder. The first machine
 # serves the rendezvous at PORT (default 29400). Ctrl-C, SIGTERM and SIGUSR1 save and end the run on all machines.
-# If a machine fails, the others end too. Passes on OMP_NUM_THREADS, GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
+# If a machine fails, the others end too. Each machine has PROCESSES processes (default 1). Passes on OMP_NUM_THREADS,
+# GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
 set -u
 
-usage() { sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 2; }
+usage() { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
 only_prints=no
 [ "${1:-}" = --print ] && only_prints=yes && shift
 [ $# -ge 2 ] || usage

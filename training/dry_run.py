@@ -1,6 +1,6 @@
 """Estimates the memory, messages and operations of a run on any number of processes, without running it.
 
-docs/parallel.md shows the output.
+docs/parallel.md describes the output.
 """
 
 from runtime.environment import num_cores
