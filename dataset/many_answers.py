@@ -149,11 +149,10 @@ class ManyAnswersEvaluator:
         for puzzle, num in enumerate(num_right):
             rows = range(puzzle * num_samples, (puzzle + 1) * num_samples)
             found = {standard[row].tobytes() for row in rows if is_valid[row]}
-            complete = [standard[row].tobytes() for row in rows if conflicts[row] >= 0]
+            complete = [(standard[row].tobytes(), conflicts[row]) for row in rows if conflicts[row] >= 0]
             broken = most[puzzle]
             if complete:  # of several most frequent answers, the one of the earliest sample counts
-                ((most_frequent, _),) = Counter(complete).most_common(1)
-                broken = next(conflicts[row] for row in rows if standard[row].tobytes() == most_frequent)
+                (((_, broken), _),) = Counter(complete).most_common(1)
             counts[Found(num, num_samples, len(found), bool(is_valid[rows[0]]), int(broken))] += 1
 
     def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray:
