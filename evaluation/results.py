@@ -478,7 +478,8 @@ def is_count(metric: str) -> bool:
     Examples: True for "count" and "arc/votes", False for "accuracy".
     """
     name = metric.rpartition("/")[2]
-    return name.endswith("count") or name in ("test_inputs", "votes", "trained_on", "trained_on_rate")
+    others = ("test_inputs", "votes", "samples", "trained_on", "trained_on_rate")
+    return name.endswith("count") or name in others
 
 
 def is_share(metric: str) -> bool:
