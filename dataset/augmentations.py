@@ -12,7 +12,7 @@ import functools
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,6 +65,19 @@ def dihedral(grid: np.ndarray, number: int) -> np.ndarray:
     grid = grid[::-1] if rows_from_end else grid
     grid = grid[:, ::-1] if columns_from_end else grid
     return grid.T if swaps else grid
+
+
+def rename_by_first_use(tokens: np.ndarray, free: Sequence[int]) -> np.ndarray:
+    """Renames the tokens `free` of each row: the one that occurs first becomes free[0], and so on."""
+    if not len(free):
+        return tokens
+    masks = [tokens == token for token in free]
+    firsts = [np.where(mask.any(axis=1), mask.argmax(axis=1), tokens.shape[1]) for mask in masks]
+    ranks = np.argsort(firsts, axis=0, kind="stable").argsort(axis=0)
+    renamed = tokens.copy()
+    for is_token, rank in zip(masks, ranks, strict=True):
+        np.copyto(renamed, np.array(free, tokens.dtype)[rank][:, None], where=is_token)
+    return renamed
 
 
 def _look_up(tables: np.ndarray, indices: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dataset.augmentations import FIRST_SYMBOL, NUM_DIHEDRAL, find_augmentation
+from dataset.augmentations import FIRST_SYMBOL, NUM_DIHEDRAL, find_augmentation, rename_by_first_use
 from dataset.description import DatasetInfo
 from dataset.equal import hash_rows, mix
 from dataset.format import read_builder
@@ -104,23 +104,9 @@ class ImageSymmetry:
         for index in range(self.num_images):
             transform = np.array([index, *range(self.num_symbols)], np.uint8)
             image = find_augmentation(self.family).apply(grids, np.tile(transform, (len(grids), 1)), corner)
-            yield _rename(image.reshape(tokens.shape), [FIRST_SYMBOL + symbol for symbol in self.free])
-
-
-def _rename(tokens: np.ndarray, free: Sequence[int]) -> np.ndarray:
-    """Renames the tokens `free` in each row of an array [n, length]. Returns a new array.
-
-    The one of these tokens that occurs first becomes free[0], the next one free[1], and so on.
-    """
-    if not len(free):
-        return tokens
-    masks = [tokens == token for token in free]
-    firsts = [np.where(mask.any(axis=1), mask.argmax(axis=1), tokens.shape[1]) for mask in masks]
-    ranks = np.argsort(firsts, axis=0, kind="stable").argsort(axis=0)
-    renamed = tokens.copy()
-    for is_token, rank in zip(masks, ranks, strict=True):
-        np.copyto(renamed, np.array(free, tokens.dtype)[rank][:, None], where=is_token)
-    return renamed
+            yield rename_by_first_use(
+                image.reshape(tokens.shape), [FIRST_SYMBOL + symbol for symbol in self.free]
+            )
 
 
 class _TooLongError(Exception):

@@ -94,6 +94,10 @@ class Evaluators:
             numbered = chosen._replace(puzzle_identifiers=chosen.puzzle_identifiers - first_identifier)
             evaluator.add(name_in_folder, numbered)
 
+    def needs_all_samples(self, set_name: str) -> bool:
+        """Returns whether an evaluator of the test set gets the answers of all samples of a puzzle."""
+        return any(each.samples_vote for each in self._of_folder[self._data.origin(set_name).folder])
+
     def rules_of(self, set_name: str) -> Rules | None:
         """Returns a function that checks answers by the rules of the puzzle, such as those of Sudoku.
 

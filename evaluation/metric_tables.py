@@ -210,7 +210,8 @@ def is_number(value: Any) -> bool:
 def is_count(metric: str) -> bool:
     """Returns whether a metric describes the test puzzles, such as "count", and not the answers."""
     name = metric.rpartition("/")[2]
-    return name.endswith("count") or name in ("test_inputs", "votes", "trained_on", "trained_on_rate")
+    others = ("test_inputs", "votes", "samples", "trained_on", "trained_on_rate")
+    return name.endswith("count") or name in others
 
 
 def is_share(metric: str) -> bool:

@@ -155,6 +155,7 @@ def evaluate_split(
 
                 if sums[name].scores is not None:  # several settings or samples of each puzzle
                     options |= {"scores": sums[name].scores, "on_step": on_step}
+                    options["runs_all"] = bool(evaluators) and evaluators.needs_all_samples(name)
                     answered = run_settings(model, batches, reasoning, **options)
                 else:
                     more = {"draw": draw, "on_step": on_step, "stages": stages}
@@ -164,10 +165,11 @@ def evaluate_split(
                     sums[name].add(final)
                     bar.update(int(final.carry.data.is_real.sum()) * ranks.size)
                     if evaluators:
-                        _add_answers(evaluators, name, final, attempts)
+                        _add_answers(evaluators, name, network, final, attempts)
                     if of_unseen and name in has_seen:
                         unseen = sums[name].select_unseen
-                        _add_answers(of_unseen, name, unseen(final), attempts and unseen(attempts))
+                        unseen_attempts = attempts and unseen(attempts)
+                        _add_answers(of_unseen, name, network, unseen(final), unseen_attempts)
             if is_stopped:
                 return None
     finally:
@@ -182,9 +184,14 @@ def evaluate_split(
     return results if is_main() else {}
 
 
-def _add_answers(evaluators: Evaluators, name: str, final: StepOutput, attempts: StepOutput | None) -> None:
-    samples = None if attempts is None else _answers(attempts)
-    evaluators.add(name, _answers(final), samples=samples)
+def _add_answers(
+    evaluators: Evaluators, name: str, network: Network, final: StepOutput, attempts: StepOutput | None
+) -> None:
+    answers, samples = _answers(network, final), None
+    if attempts is not None:
+        samples = _answers(network, attempts)
+        samples = samples._replace(num_samples=len(samples.preds) // max(len(answers.preds), 1) or 1)
+    evaluators.add(name, answers, samples=samples)
 
 
 class _SetSums:
@@ -317,16 +324,13 @@ class _SetSums:
         return SetResult(metrics | extra, after_each_step, outputs, scores)
 
 
-def _answers(final: StepOutput) -> Answers:
-    data = final.carry.data
-    columns = Answers(
-        inputs=data.inputs,
-        labels=data.labels,
-        puzzle_identifiers=data.puzzle_identifiers,
-        preds=_output("preds", final),
-        q_halt=final.prediction.q_halt,
-    )
-    return Answers(*(column[data.is_real].cpu().numpy() for column in columns))
+def _answers(network: Network, final: StepOutput) -> Answers:
+    data, is_decided = final.carry.data, None
+    if isinstance(network, Search):
+        is_decided = network.wants_to_halt(final.carry.state, final.prediction)[data.is_real].cpu().numpy()
+    preds, q_halt = _output("preds", final), final.prediction.q_halt
+    columns = (data.inputs, data.labels, data.puzzle_identifiers, preds, q_halt)
+    return Answers(*(column[data.is_real].cpu().numpy() for column in columns), is_decided=is_decided)
 
 
 def _output(name: str, output: StepOutput) -> Tensor:

@@ -3,7 +3,8 @@
 A search is different. `evaluate.py` runs all its samples side by side, and the one with the fewest steps
 answers. Here, only _FIRST_SAMPLES samples start, and their number doubles every _WIDEN_STEPS steps. The first
 sample that halts answers. Each sample makes the same steps as in `evaluate.py`, so both decide the same
-puzzles, but another sample may answer. Easy puzzles take a fraction of the time.
+puzzles, but another sample may answer. Easy puzzles take a fraction of the time. If puzzles have many right
+answers, all samples run to their end.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataset.format import IGNORE_LABEL_ID
 from dataset.kinds.kind import Puzzle, Style
 from dataset.loader import Batch
 from distributed.progress import Progress
-from evaluation.selection import Scores, Settings
+from evaluation.selection import Scores, Settings, predicted_tokens
 from evaluation.test_time import (
     build_draw,
     keeps_state,
@@ -85,6 +86,8 @@ class Answer(Step):
     correct        Whether the answer equals the solution. None if no solution is known.
     is_search      Whether the model is a search model (LDT). Its q_halt and confidence are not probabilities.
     is_decided     False if a search model found no answer. `steps` are then those of the first sample.
+    distinct       uint8 [n, seq_len]: Different right answers among all samples, in the order of the samples.
+                   None if the kind of puzzle has one right answer.
     """
 
     puzzle: Puzzle
@@ -97,6 +100,7 @@ class Answer(Step):
     correct: bool | None
     is_search: bool = False
     is_decided: bool = True
+    distinct: np.ndarray | None = None
 
     @property
     def halting_step(self) -> int | None:
@@ -146,22 +150,29 @@ def answer_puzzle(
         bar.update(min(1, max_steps - bar.n))  # samples that start later make more steps in total
 
     with bar:
-        if is_search:
+        if is_search and not puzzle.has_many_answers:
             options = {"seed": config.seed, "num_samples": config.samples, "on_step": record}
             chosen, select = _first_to_halt(model, batch, reasoning, **options), "first_to_halt"
         else:
-            settings = Settings((max_steps,), (config.samples,), (config.select,))
-            ((final, _, (chosen,)),) = run_settings(
+            select = "first_to_halt" if is_search else config.select
+            settings = Settings((max_steps,), (config.samples,), (select,))
+            ((final, attempts, (chosen,)),) = run_settings(
                 model,
                 iter([batch]),
                 reasoning,
                 seed=config.seed,
                 num_slots=config.samples,
                 vocab_size=puzzle.vocab_size,
-                scores=Scores(settings, rules=puzzle.rules),
+                scores=Scores(settings, rules=puzzle.rules, is_search=is_search),
+                runs_all=True,
                 on_step=record,
             )
-            select = config.select
+    distinct = None
+    if puzzle.has_many_answers:
+        preds = predicted_tokens(attempts.prediction.logits)
+        if is_search:
+            preds = preds[model.network.wants_to_halt(attempts.carry.state, attempts.prediction)]
+        distinct = puzzle.distinct_answers(preds.cpu().numpy())
     sample = max(int(chosen), 0)  # without an answer, the first sample is shown
     attempt = row * config.samples + sample
     of_attempt = [(rows == attempt, step) for rows, step in traces if attempt in rows]
@@ -180,6 +191,7 @@ def answer_puzzle(
         correct=None if puzzle.solution is None else puzzle.is_solution(step.tokens),
         is_search=is_search,
         is_decided=int(chosen) >= 0,
+        distinct=distinct,
     )
 
 

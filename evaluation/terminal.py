@@ -43,7 +43,15 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
     top.append(["", *_verdict(answer)])
     groups = [list(group) for _, group in itertools.groupby(answer.steps, lambda step: step.grid.tolist())]
     steps = [_draw_group(answer, group, color=color) for group in groups]
-    parts = [*(part.lstrip("\n") for part in _wrap(top, width)), *_wrap(steps, width)]
+    several = answer.distinct if answer.distinct is not None and answer.num_samples > 1 else ()
+    found = [
+        _draw_grid(f"right answer {number}", answer, tokens, color=color)
+        for number, tokens in enumerate(several, 1)
+    ]
+    drawings = (top, found, steps) if found else (top, steps)
+    parts = [
+        part.lstrip("\n") if group is top else part for group in drawings for part in _wrap(group, width)
+    ]
     text = "\n\n".join(filter(None, [*parts, _legend(answer, groups, color=color)]))
     return text if color else "\n".join(map(str.rstrip, without_codes(text).splitlines()))
 
@@ -157,6 +165,8 @@ def _verdict(answer: Answer) -> Iterator[str]:
         yield f"{verdict}: the rules of the puzzle {'hold' if answer.valid else 'do not hold'}"
     if answer.puzzle.remark:
         yield answer.puzzle.remark
+    if answer.distinct is not None and answer.num_samples > 1:
+        yield f"{len(answer.distinct)} different right answers among {answer.num_samples} samples"
     if answer.num_samples > 1:
         yield f"from sample {answer.sample + 1} of {answer.num_samples}: {_RULES[answer.select]}"
     yield f"thinking step {answer.number} of {len(answer.steps)}"

@@ -1,10 +1,10 @@
 """Test-time compute: runs every puzzle as several samples, for more thinking steps. One sample answers.
 
 A slot works on an attempt: one sample of a puzzle. An attempt runs the largest number of steps. In a search,
-it ends earlier if it halts, or if another sample of the puzzle has halted before. On the way, `run_settings`
-stores the answers of every setting: a 64-step result continues the 16-step one, and 8 samples include the
-first 4. So all settings together cost as much as the largest one. Invariant: an attempt depends only on the
-seed, its puzzle and its sample.
+it ends earlier if it halts. Without `runs_all`, it also ends if another sample of the puzzle has halted
+before. On the way, `run_settings` stores the answers of every setting: a 64-step result continues the 16-step
+one, and 8 samples include the first 4. So all settings together cost as much as the largest one. Invariant:
+an attempt depends only on the seed, its puzzle and its sample.
 """
 
 import dataclasses
@@ -196,6 +196,7 @@ def run_settings(
     num_slots: int,
     vocab_size: int,
     scores: Scores,
+    runs_all: bool = False,
     on_step: OnStep = lambda *_: None,
 ) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
     """Runs every puzzle several times, and yields the results of puzzles when all their runs have ended.
@@ -209,6 +210,8 @@ def run_settings(
     - indices of the selected samples, int64 [puzzles]. -1 means that a search model (LDT) has no answer
 
     num_slots: Batch size of this rank.
+    runs_all: Whether all samples of a search model (LDT) run to their end. If False, the first sample that
+    halts stops the other samples of its puzzle.
     on_step: Function that is called after each model call.
     """
     settings, num_samples = scores.settings, scores.settings.samples[-1]
@@ -216,7 +219,7 @@ def run_settings(
     watched = HaltingModel(history).eval()
     attempts = split_into_attempts(batches, num_samples=num_samples, num_slots=num_slots)
     draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
-    race = Race(settings.samples) if isinstance(model.network, Search) else None
+    race = Race(settings.samples) if isinstance(model.network, Search) and not runs_all else None
     needed = ("history.has_halted", "history.changes", *(f"{ANSWER_AT[by]}." for by in settings.selects))
     waiting: dict[int, list[StepOutput]] = {
         num_steps: [] for num_steps in settings.steps

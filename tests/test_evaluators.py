@@ -18,7 +18,7 @@ def test_a_new_kind_is_one_file(tmp_path):
     run = subprocess.run(
         [sys.executable, "-c", _USE_NEW_KIND], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert run.stdout.split() == ["arc,colours,maze,pairs,sudoku", "colours", "r"]
+    assert run.stdout.split() == ["arc,coloring,colours,maze,pairs,queens,sudoku", "colours", "r"]
 
 
 def test_puzzles_with_several_solutions_have_their_evaluator_by_default(tmp_path, capsys):

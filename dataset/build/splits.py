@@ -368,6 +368,7 @@ def make_split(
     materialize: bool = False,
     identifiers: np.ndarray | None = None,
     num_identifiers: int = 1,
+    group_sizes: np.ndarray | None = None,
     **others: Any,
 ) -> Split:
     """Makes a split from pairs (input, label). All puzzles are in one set with the name "all".
@@ -385,19 +386,24 @@ def make_split(
         materialize: Whether the split contains the tokens of the variants instead of their transforms.
         identifiers: Puzzle identifier (embedding number) of each group, [groups]. If None, all are 0.
         num_identifiers: Number of puzzle identifiers in the dataset.
+        group_sizes: Numbers of rows of `pairs` that form one group, [n]. Not supported together with
+            `transforms`. If None, each row is a group.
         **others: More fields of the split's `Metadata`, such as `num_columns`.
     """
     pairs = pairs.reshape(len(pairs), -1, *pairs.shape[-2:])
     num_groups, num_examples, _, num_cells = pairs.shape
     group_size = 1 if transforms is None else transforms.shape[1]
     num_puzzles = num_groups * group_size
+    group_indices = np.arange(0, num_puzzles + 1, group_size, dtype=np.int32)
+    if group_sizes is not None:
+        group_indices = np.cumsum([0, *group_sizes], dtype=np.int32)
     identifiers = np.zeros(num_groups) if identifiers is None else identifiers
     puzzles = PuzzleSet(
         inputs=pairs[:, :, 0].reshape(-1, num_cells),
         labels=pairs[:, :, 1].reshape(-1, num_cells),
         puzzle_identifiers=identifiers.astype(np.int32).repeat(group_size),
         puzzle_indices=np.arange(num_puzzles + 1, dtype=np.int32) * np.int32(num_examples),
-        group_indices=np.arange(0, num_puzzles + 1, group_size, dtype=np.int32),
+        group_indices=group_indices,
         augmentation=None if transforms is None else augmentation,
         transforms=None if transforms is None else transforms.reshape(num_puzzles, -1),
     )

@@ -91,6 +91,8 @@ class Puzzle:
     solution: np.ndarray | None = None
     has_own_rule: ClassVar[bool] = False
     """Whether the rule differs between puzzles, as in ARC, so that each puzzle needs its own embedding."""
+    has_many_answers: ClassVar[bool] = False
+    """Whether all samples run to their end, so that `distinct_answers` can collect their right answers."""
 
     def cells_of(self, tokens: np.ndarray) -> np.ndarray:
         """Finds the grid in an answer, [seq_len]. Returns the indices of its cells: int64 [rows, columns]."""
@@ -111,6 +113,10 @@ class Puzzle:
         fit. Other kinds return the puzzle unchanged.
         """
         return self
+
+    def distinct_answers(self, answers: np.ndarray) -> np.ndarray:
+        """Returns the different right answers among `answers`, tokens [n, seq_len], if `has_many_answers`."""
+        raise NotImplementedError
 
     @property
     def remark(self) -> str | None:
@@ -191,6 +197,8 @@ class Answers(NamedTuple):
         puzzle_identifiers: int32 [n], number of each example's puzzle embedding.
         preds: uint8 or int32 [n, seq_len], the most probable token of each cell.
         q_halt: float32 [n], logit of the predicted probability that the answer is right.
+        is_decided: bool [n]. False if a search model (LDT) found no answer. If None, all are decided.
+        num_samples: Number of answers to each example. They are next to each other.
     """
 
     inputs: np.ndarray
@@ -198,13 +206,18 @@ class Answers(NamedTuple):
     puzzle_identifiers: np.ndarray
     preds: np.ndarray
     q_halt: np.ndarray
+    is_decided: np.ndarray | None = None
+    num_samples: int = 1
 
 
 class Evaluator(Protocol):
     """The interface of an evaluator: it computes the metrics of one kind of puzzle on a dataset folder."""
 
     samples_vote: bool
-    """Whether `add` gets all sampled answers to an example, to let them vote, or only the selected one."""
+    """Whether `add` gets all sampled answers to an example, to let them vote, or only the selected one.
+
+    If True, all samples of a search model (LDT) run to their end.
+    """
 
     only_answered: bool
     """Whether only examples that `add` got count. If False, a missing answer may count as wrong."""

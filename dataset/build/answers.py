@@ -1,0 +1,57 @@
+"""Writes a dataset of puzzles with many right answers: one training example for each of them."""
+
+import argparse
+from collections.abc import Sequence
+
+import numpy as np
+
+from dataset.build.splits import make_split
+from dataset.build.writing import write_dataset
+from dataset.format import BLANK
+from dataset.many_answers import AnswerRules
+from dataset.randomness import random_bits, random_orders
+from runtime.command_line import recorded
+
+_TEST_SUBSAMPLE = 100  # a stream of random bits
+
+
+def write_with_answers(
+    options: argparse.Namespace,
+    train: np.ndarray,
+    test: np.ndarray,
+    *,
+    kind: str,
+    rules: AnswerRules,
+    vocab_size: int,
+) -> None:
+    """Finds all right answers to the inputs, and writes the dataset folder. Prints how many there are.
+
+    A training group is an input, and its puzzles are the right answers. Keeps `options.num_test` test inputs.
+    The label of a test input is the first of its right answers.
+
+    train, test: Distinct inputs, tokens, uint8 [n, cells].
+    """
+    if options.num_test is not None and options.num_test < len(test):
+        order = random_orders(random_bits(options.seed, stream=_TEST_SUBSAMPLE, index=0, count=len(test)))
+        test = test[np.sort(order[: options.num_test])]
+    if not len(test):
+        raise ValueError(f"{len(train)} inputs are too few for a test split. Choose larger puzzles.")
+    (answers, counts), (test_answers, test_counts) = map(rules.find_answers, (train, test))
+    pairs = np.stack([train.repeat(counts, axis=0), answers], axis=1)
+    firsts = test_counts.cumsum() - test_counts
+    test_pairs = np.stack([test, test_answers[firsts]], axis=1)
+    splits = {
+        "train": make_split(pairs, vocab_size=vocab_size, group_sizes=counts),
+        "test": make_split(test_pairs, vocab_size=vocab_size),
+    }
+    builder = {"name": kind, "arguments": recorded(options, {})}
+    several = _with_several({"train": counts, "test": test_counts})
+    write_dataset(
+        options.output_dir, splits=splits, identifiers=[BLANK], builder=builder, several_solutions=several
+    )
+    for split, numbers in (("train", counts), ("test", test_counts)):
+        print(f"{split}: {len(numbers)} distinct inputs, {numbers.sum()} pairs of an input and an answer")
+
+
+def _with_several(counts: dict[str, np.ndarray]) -> Sequence[str]:
+    return [split for split, numbers in counts.items() if (numbers > 1).any()]

@@ -1,0 +1,132 @@
+"""3-coloring of graphs: give each node one of three colors, so that no edge joins two nodes of one color.
+
+A graph with n nodes is an n x n grid. Cell (i, j) says whether an edge joins the nodes i and j, and cell
+(i, i) is node i. The answer repeats the edges and has the colors of the nodes. Only the nodes of an answer
+count. Tokens: 0 = pad, 1 = no edge, 2 = edge, 3 = open node, 4 to 6 = the colors. Answers that differ only
+by an exchange of colors are equal. So colors are renamed in order of first use.
+"""
+
+import functools
+import math
+
+import numpy as np
+
+from dataset.augmentations import rename_by_first_use
+from dataset.format import Metadata
+from dataset.kinds.kind import FAINT, Kind, Puzzle, Style
+from dataset.many_answers import AnswerRules, ManyAnswersEvaluator, find_consistent, read_square
+
+SIZES = range(3, 11)  # 10 nodes have 9842 colorings
+NO_EDGE, EDGE, OPEN = 1, 2, 3  # tokens
+COLORS = (4, 5, 6)
+VOCAB_SIZE = 7
+_SYMBOLS = "_.#?RGB"
+
+
+def _mismatch(metadata: Metadata) -> str | None:
+    if metadata.vocab_size != VOCAB_SIZE:
+        return f"vocab_size is {metadata.vocab_size}, not {VOCAB_SIZE}"
+    size = math.isqrt(metadata.seq_len)
+    if size**2 != metadata.seq_len or size not in SIZES:
+        return f"seq_len, {metadata.seq_len}, is not that of a graph of {SIZES[0]} to {SIZES[-1]} nodes"
+    return None
+
+
+@functools.cache
+def all_colorings(num_nodes: int) -> np.ndarray:
+    """Returns all colorings of the nodes with up to 3 colors, as tokens: uint8 [n, nodes].
+
+    Colors are named in order of first use. Neighbors may have the same color.
+    """
+    colorings = [[]]
+    for _ in range(num_nodes):
+        colorings = [[*colors, new] for colors in colorings for new in COLORS[: len(set(colors)) + 1]]
+    return np.array(colorings, np.uint8)
+
+
+def make_inputs(edges: np.ndarray, num_nodes: int) -> np.ndarray:
+    """Returns graphs without colors as tokens: uint8 [n, cells].
+
+    edges: Whether an edge joins the nodes i < j, bool [n, pairs], in the order of np.triu_indices.
+    """
+    grids = np.full((len(edges), num_nodes, num_nodes), OPEN, np.uint8)
+    first, second = np.triu_indices(num_nodes, 1)
+    grids[:, first, second] = grids[:, second, first] = np.where(edges, EDGE, NO_EDGE)
+    return grids.reshape(len(edges), -1)
+
+
+def _edges(inputs: np.ndarray) -> np.ndarray:
+    """Returns whether an edge joins the nodes i < j: bool [n, pairs]. The inverse of `make_inputs`."""
+    size = math.isqrt(inputs.shape[1])
+    first, second = np.triu_indices(size, 1)
+    return inputs.reshape(-1, size, size)[:, first, second] == EDGE
+
+
+def _nodes(tokens: np.ndarray) -> np.ndarray:
+    return tokens[:, :: math.isqrt(tokens.shape[1]) + 1]
+
+
+def _same_color(nodes: np.ndarray) -> np.ndarray:
+    """Returns whether the nodes i < j have the same color: bool [n, pairs]. nodes: Tokens, [n, nodes]."""
+    first, second = np.triu_indices(nodes.shape[1], 1)
+    return nodes[:, first] == nodes[:, second]
+
+
+def count_conflicts(inputs: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """Returns the number of edges that join two nodes of one color: int64 [n]. -1 if a node has no color."""
+    nodes = _nodes(answers)
+    conflicts = (_edges(inputs) & _same_color(nodes)).sum(axis=1)
+    return np.where(np.isin(nodes, COLORS).all(axis=1), conflicts, -1)
+
+
+def to_standard(inputs: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    """Returns answers with colors renamed in order of first use, and with the edges of the input."""
+    standard = inputs.astype(np.uint8)
+    _nodes(standard)[:] = rename_by_first_use(_nodes(answers), COLORS)
+    return standard
+
+
+def find_answers(inputs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns all right answers, uint8 [total, cells], and their number for each input, int64 [n]."""
+    colorings = all_colorings(math.isqrt(inputs.shape[1]))
+    indices, counts = find_consistent(_edges(inputs), _same_color(colorings))
+    answers = inputs.astype(np.uint8).repeat(counts, axis=0)
+    _nodes(answers)[:] = colorings[indices]
+    return answers, counts
+
+
+RULES = AnswerRules(
+    are_valid=lambda inputs, answers: count_conflicts(inputs, answers) == 0,
+    to_standard=to_standard,
+    find_answers=find_answers,
+    count_conflicts=count_conflicts,
+    count_rules=lambda inputs: _edges(inputs).sum(axis=1),
+)
+
+
+def read_puzzles(text: str) -> list[Puzzle]:
+    """Reads a graph from a text: a square of '#' (edge) and '.' (no edge), with '?' on the diagonal.
+
+    Returns a list of one puzzle. Raises ValueError if it is not a graph.
+    """
+    puzzles = read_square(text, _SYMBOLS, sizes=SIZES, answer_rules=RULES)
+    tokens = puzzles[0].tokens[None]
+    if not np.array_equal(make_inputs(_edges(tokens), math.isqrt(tokens.shape[1])), tokens):
+        raise ValueError(
+            "the grid is not a graph. Write '?' on the diagonal, and '#' or '.' on both sides of it alike."
+        )
+    return puzzles
+
+
+KIND = Kind(
+    name="coloring",
+    mismatch=_mismatch,
+    build_evaluator=lambda _folder, _metadata: ManyAnswersEvaluator("coloring", RULES),
+    style=Style(
+        symbols=_SYMBOLS,
+        ansi={0: FAINT, NO_EDGE: FAINT, COLORS[0]: "30;101", COLORS[1]: "30;102", COLORS[2]: "30;104"},
+        colors={COLORS[0]: "#d1574c", COLORS[1]: "#3f9d6b", COLORS[2]: "#4c7bd1"},
+    ),
+    read_puzzles=read_puzzles,
+    plural="graphs",
+)

@@ -1,0 +1,218 @@
+"""Puzzles with many right answers: their rules, and the measures of how many of them a model finds.
+
+A model answers each puzzle several times. Coverage is the number of different right answers among the samples
+divided by the number of all right answers. The evaluator finds all right answers by the rules. It reads no
+label. GRAM (arXiv 2605.19376) and Looped Flows measure N-Queens completion and graph coloring in this way.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from dataset.kinds.kind import Answers, Puzzle, read_symbols
+
+_CHUNK_CELLS = 1 << 22  # puzzles * candidates that are compared at once
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerRules:
+    """The rules of a kind of puzzle whose puzzles have many right answers. Inputs and answers are tokens.
+
+    Attributes:
+        are_valid: (inputs [n, seq_len], answers [n, seq_len]) -> whether each answer is right, bool [n].
+        to_standard: (inputs, answers) -> answers in a form that is equal only for equal answers. Example:
+            colors are renamed in order of first use.
+        find_answers: (inputs) -> (all right answers, uint8 [total, seq_len], number of them for each
+            input, int64 [n]). The answers to an input are next to each other, in standard form.
+        count_conflicts: (inputs, answers) -> number of broken rules, int64 [n]. -1 if an answer is not
+            complete. None if the kind does not count them.
+        count_rules: (inputs) -> number of rules that an answer can break, int64 [n]. It is the number of
+            conflicts if no sample is complete.
+    """
+
+    are_valid: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    to_standard: Callable[[np.ndarray, np.ndarray], np.ndarray]
+    find_answers: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    count_conflicts: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None
+    count_rules: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+def find_consistent(of_inputs: np.ndarray, of_candidates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Finds the candidates that contradict no property of an input.
+
+    Returns (indices of the candidates, input after input, int64 [total], number for each input, int64 [n]).
+
+    of_inputs: Properties that each input has, bool [n, properties]. of_candidates: Properties that each
+    candidate contradicts, bool [candidates, properties].
+    """
+    found, counts = [], []
+    columns = of_candidates.T.astype(np.float32)
+    rows = max(_CHUNK_CELLS // len(of_candidates), 1)
+    for start in range(0, len(of_inputs), rows):
+        is_right = of_inputs[start : start + rows].astype(np.float32) @ columns == 0
+        found.append(is_right.nonzero()[1])
+        counts.append(is_right.sum(axis=1))
+    nothing = np.zeros(0, np.int64)
+    return np.concatenate([nothing, *found]), np.concatenate([nothing, *counts])
+
+
+@dataclasses.dataclass(frozen=True)
+class ManyAnswersPuzzle(Puzzle):
+    """A puzzle with many right answers that a user wants to solve."""
+
+    answer_rules: AnswerRules | None = None
+    has_many_answers: ClassVar[bool] = True
+
+    @functools.cached_property
+    def remark(self) -> str | None:
+        (count,) = self.answer_rules.find_answers(self.tokens[None])[1].tolist()
+        if not count:
+            raise ValueError("the puzzle has no solution.")
+        return None if count == 1 else f"this puzzle has {count} right answers"
+
+    def distinct_answers(self, answers: np.ndarray) -> np.ndarray:
+        inputs = np.broadcast_to(self.tokens, answers.shape)
+        right = self.answer_rules.are_valid(inputs, answers)
+        standard = self.answer_rules.to_standard(inputs[right], answers[right])
+        firsts = {answer.tobytes(): row for row, answer in reversed([*enumerate(standard)])}
+        return standard[sorted(firsts.values())]
+
+
+def read_square(
+    text: str, symbols: Sequence[str], *, sizes: range, answer_rules: AnswerRules
+) -> list[ManyAnswersPuzzle]:
+    """Reads a square grid of symbols as a puzzle. Returns a list of one puzzle.
+
+    Raises ValueError if a symbol is unknown or if the grid is not a square.
+
+    symbols: Symbol of each token. sizes: Numbers of rows that are allowed.
+    """
+    (puzzle,) = read_symbols(text, symbols, vocab_size=len(symbols))
+    size = math.isqrt(len(puzzle.tokens))
+    if size**2 != len(puzzle.tokens) or size not in sizes:
+        allowed = f"a square of {sizes[0]} to {sizes[-1]} rows"
+        raise ValueError(f"{len(puzzle.tokens)} cells are not {allowed}.")
+    tokens = puzzle.tokens.astype(np.uint8)
+    return [ManyAnswersPuzzle(tokens, len(symbols), rules=answer_rules.are_valid, answer_rules=answer_rules)]
+
+
+class Found(NamedTuple):
+    """What the samples of one puzzle show.
+
+    Attributes:
+        num_right: Number of right answers that the puzzle has.
+        num_samples: Number of samples.
+        num_found: Number of different right answers among the samples.
+        is_valid: Whether the first sample is right.
+        conflicts: Number of rules that the most frequent complete answer breaks.
+    """
+
+    num_right: int
+    num_samples: int
+    num_found: int
+    is_valid: bool
+    conflicts: int
+
+
+class ManyAnswersEvaluator:
+    """Counts how many of the right answers of each puzzle a model finds with several samples.
+
+    It stores how often each `Found` occurs. So the number of ranks and the batch size do not change the
+    metrics.
+    """
+
+    samples_vote, only_answered = True, True
+
+    def __init__(self, kind: str, rules: AnswerRules):
+        """Starts with no examples. kind: Name of the kind of puzzle. Metrics are named `<kind>/<metric>`."""
+        self._kind, self._rules = kind, rules
+        self._found: dict[str, Counter[Found]] = {}  # {set: {what the samples show: number of puzzles}}
+
+    def add(self, set_name: str, answers: Answers) -> None:
+        rules, num_samples = self._rules, answers.num_samples
+        is_decided = np.ones(len(answers.preds), bool) if answers.is_decided is None else answers.is_decided
+        is_valid = is_decided & rules.are_valid(answers.inputs, answers.preds)
+        standard = rules.to_standard(answers.inputs, answers.preds)
+        inputs = answers.inputs[::num_samples]
+        num_right = rules.find_answers(inputs)[1].tolist()
+        conflicts, most = np.full(len(standard), -1), np.zeros(len(inputs), np.int64)
+        if rules.count_conflicts is not None:
+            conflicts = np.where(is_decided, rules.count_conflicts(answers.inputs, answers.preds), -1)
+            most = rules.count_rules(inputs)
+        counts = self._found.setdefault(set_name, Counter())
+        for puzzle, num in enumerate(num_right):
+            rows = range(puzzle * num_samples, (puzzle + 1) * num_samples)
+            found = {standard[row].tobytes() for row in rows if is_valid[row]}
+            complete = [(standard[row].tobytes(), conflicts[row]) for row in rows if conflicts[row] >= 0]
+            broken = most[puzzle]
+            if complete:  # of several most frequent answers, the one of the earliest sample counts
+                (((_, broken), _),) = Counter(complete).most_common(1)
+            counts[Found(num, num_samples, len(found), bool(is_valid[rows[0]]), int(broken))] += 1
+
+    def are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray:
+        return self._rules.are_valid(inputs, preds)
+
+    def partial(self) -> dict[str, Counter[Found]]:
+        return self._found
+
+    def metrics(self, partials: Sequence[dict[str, Counter[Found]]]) -> dict[str, dict[str, float]]:
+        """Returns {set: {metric: value}}, with the metrics of docs/metrics.md."""
+        total: dict[str, Counter[Found]] = {}
+        for part in partials:
+            for set_name, counts in part.items():
+                total.setdefault(set_name, Counter()).update(counts)
+        return {
+            set_name: {f"{self._kind}/{name}": value for name, value in self._scores(counts).items()}
+            for set_name, counts in total.items()
+            if counts
+        }
+
+    def _scores(self, counts: Counter[Found]) -> dict[str, float]:
+        num_valid = sum(number for found, number in counts.items() if found.is_valid)
+        scores: dict[str, float] = {"valid_accuracy": num_valid / counts.total()}
+        rows = [(found, number) for found, number in sorted(counts.items()) if found.num_right]
+        numbers_found = {
+            "": lambda found: found.num_found,
+            "_ceiling": lambda found: _expected_number(found.num_right, found.num_samples),
+            "_floor": lambda _found: 1,
+        }
+        for ending, num_found in numbers_found.items():
+            coverages = _coverages([(found.num_right, number, num_found(found)) for found, number in rows])
+            scores |= {f"{name}{ending}": value for name, value in coverages.items()}
+        if self._rules.count_conflicts is not None:
+            scores["conflicts"] = sum(found.conflicts * number for found, number in counts.items())
+        num_samples = max(found.num_samples for found in counts)
+        return scores | {"samples": num_samples, "count": counts.total()}
+
+    def write(self, folder: Path) -> None:
+        """Writes no file."""
+
+
+def _expected_number(num_right: int, num_samples: int) -> float:
+    """Returns the expected number of different right answers among independent uniform draws of them."""
+    return num_right * (1 - (1 - 1 / num_right) ** num_samples)
+
+
+def _coverages(rows: Sequence[tuple[int, int, float]]) -> dict[str, float]:
+    """Computes the fraction of the right answers that were found, summed up in three ways.
+
+    With m right answers of which f are found: the mean of f / m over inputs (coverage_mean), sum f / sum m
+    (coverage_inputs), and sum m f / sum m^2 (coverage_pairs). The last one equals the second one on a test
+    set that has a row for each pair of an input and a right answer. Returns {} without rows.
+
+    rows: (m, number of such inputs, f).
+    """
+    if not rows:
+        return {}
+    m, number, f = np.array(rows, np.float64).T
+    return {
+        "coverage_mean": math.fsum(number * f / m) / math.fsum(number),
+        "coverage_inputs": math.fsum(number * f) / math.fsum(number * m),
+        "coverage_pairs": math.fsum(number * m * f) / math.fsum(number * m**2),
+    }
