@@ -56,6 +56,7 @@ class _TrainedConfig(Strict):
     halting: Literal["max", "act"]
     init_noise: StandardDeviation | None
     damping: Damping | None
+    loops: PositiveInt | None
     decision_cell: DecisionCell | None
     decision_value: DecisionValue | None
     eval_conflict_threshold: Fraction | None

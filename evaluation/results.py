@@ -33,7 +33,7 @@ INTERVAL_ENDS = ("low", "high")
 TEXTS = ("selected_by", "forward_dtype")  # entries of metrics.json that are texts
 
 _SETTING = "@steps="  # in names such as exact_accuracy@steps=4,samples=1
-_SCALING_KEYS = ("halting", "noise", "init_noise", "damping", "decision_cell", "decision_value")
+_SCALING_KEYS = ("halting", "noise", "init_noise", "damping", "loops", "decision_cell", "decision_value")
 _SCALING_KEYS += ("eval_conflict_threshold", "seed")
 _OPTIONS = (
     *_SCALING_KEYS,

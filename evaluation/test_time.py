@@ -57,7 +57,7 @@ def reasoning_of_samples(
     """
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
-    searches = ("decision_cell", "decision_value", "eval_conflict_threshold")
+    searches = ("loops", "decision_cell", "decision_value", "eval_conflict_threshold")
     of_search = {name: getattr(config, name) for name in searches}
     named = {name: value for name, value in (noises | of_search).items() if value is not None}
     known = of_search if isinstance(network, Search) else noises if keeps_state(network) else {}

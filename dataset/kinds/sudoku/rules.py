@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dataset.augmentations import sudoku_parts
-from dataset.randomness import random_below, random_bits, random_orders
+from dataset.randomness import BitStream, random_below, random_bits, random_orders
 
 Box = tuple[int, int]
 
@@ -33,6 +33,10 @@ BOXES: dict[str, Box] = {
 _MOST_GUESSES = 10_000  # limit of one search: some seconds
 _LARGEST_MINIMAL = 9  # digits; puzzles of larger grids may have spare clues
 _GUESSES_A_CLUE = 10
+# Chosen by the puzzles a second with 30 guesses: 1.1 of 9x9 on a core. With 2 in place of 6 solutions, 0.8.
+_MOST_MISSES = 100  # steps that do not make a puzzle harder, before the search gives up
+_MORE_CLUES = 4  # maximum of clues that the search adds
+_OTHERS = 6  # solutions that it compares
 
 
 class TooHardError(ValueError):
@@ -73,8 +77,19 @@ def find_solutions(
 
     Raises TooHardError after `most_guesses` guesses. question: Digits row by row, 0 for an empty cell.
     """
-    found = _solutions(_candidates(question, box), box, guesses=iter(range(most_guesses)))
-    return [_grid(solution, box) for solution in itertools.islice(found, limit)]
+    return find_and_count(question, box=box, limit=limit, most_guesses=most_guesses)[0]
+
+
+def find_and_count(
+    question: Sequence[int], *, box: Box, limit: int = 2, most_guesses: int = _MOST_GUESSES
+) -> tuple[list[list[int]], int]:
+    """Returns what `find_solutions` returns, and the number of guesses that it took.
+
+    The number of guesses for all solutions of a puzzle is its rating.
+    """
+    guesses = iter(range(most_guesses))
+    found = itertools.islice(_solutions(_candidates(question, box), box, guesses=guesses), limit)
+    return [_grid(solution, box) for solution in found], next(guesses, most_guesses)
 
 
 def count_solutions(question: Sequence[int], *, box: Box, limit: int = 2) -> int:
@@ -285,6 +300,56 @@ def generate_puzzle(
     if clues is not None:
         question = with_more_clues(question, grid, clues=clues, bits=clue_bits)
     return None if question is None else (question, grid)
+
+
+def make_harder(
+    question: Sequence[int], grid: Sequence[int], *, box: Box, least: float, bits: BitStream
+) -> list[int] | None:
+    """Exchanges clues of a Sudoku until the solver needs at least `least` guesses. Returns the new puzzle.
+
+    This is a local search. A step removes a random clue and adds up to two others, until the puzzle has one
+    solution again. A step is kept if the puzzle needs at least as many guesses as before. Returns None if
+    many steps in a row do not raise the number of guesses.
+
+    grid: The only solution. bits: Random integers.
+    """
+
+    def draw(cells: list[int]) -> int:
+        return cells[random_below(bits.read(1), len(cells)).item()]
+
+    try:
+        rating, misses = find_and_count(question, box=box)[1], 0
+    except TooHardError:
+        return None
+    most_clues = sum(digit > 0 for digit in question) + _MORE_CLUES
+    while rating < least:
+        if (misses := misses + 1) > _MOST_MISSES:
+            return None
+        clues = [cell for cell, digit in enumerate(question) if digit]
+        changed, removed = list(question), draw(clues)
+        changed[removed] = 0
+        for _ in range(3 if len(clues) < most_clues else 2):
+            try:
+                found, guesses = find_and_count(changed, box=box, limit=_OTHERS)
+            except TooHardError:
+                break
+            if len(found) == 1:
+                if guesses >= rating:
+                    misses = 0 if guesses > rating else misses
+                    question, rating = changed, guesses
+                break
+            # A clue rules out all other solutions found if each of them differs from the grid in its cell.
+            others = [solution for solution in found if solution != grid]
+            cells = [
+                cell
+                for cell, digit in enumerate(grid)
+                if cell != removed and all(other[cell] != digit for other in others)
+            ]
+            if not cells:
+                break
+            added = draw(cells)
+            changed[added] = grid[added]
+    return list(question)
 
 
 def with_more_clues(
