@@ -17,6 +17,7 @@ from dataset.kinds.sudoku.rules import (
     count_solutions,
     find_and_count,
     find_solutions,
+    generate_puzzle,
 )
 from dataset.sets import FIELDS
 from tests.ranks import REPOSITORY
@@ -44,6 +45,11 @@ def test_clues_are_added_to_minimal_puzzles(tmp_path, box, least, most):
 
 
 def test_hard_puzzles_are_generated(tmp_path, capsys, monkeypatch):
+    def generate_twice(seed, *, index, **options):
+        return generate_puzzle(seed, index=index // 2, **options)
+
+    monkeypatch.setattr("dataset.kinds.sudoku.rules.generate_puzzle", generate_twice)
+    monkeypatch.setattr("dataset.build.splits._SECONDS_ALONE", 60.0)
     arguments = ["--generate", 8, "--num-test", 4, "--box", "2x3", "--min-difficulty", 2]
     sets = build(tmp_path / "data", *arguments)
     printed = capsys.readouterr().out
