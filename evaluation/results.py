@@ -34,7 +34,7 @@ TEXTS = ("selected_by", "forward_dtype")  # entries of metrics.json that are tex
 
 _SETTING = "@steps="  # in names such as exact_accuracy@steps=4,samples=1
 _SCALING_KEYS = ("halting", "noise", "init_noise", "damping", "loops", "decision_cell", "decision_value")
-_SCALING_KEYS += ("eval_conflict_threshold", "seed")
+_SCALING_KEYS += ("eval_conflict_threshold", "retry_samples", "seed")
 _OPTIONS = (
     *_SCALING_KEYS,
     "halt_max_steps",

@@ -194,6 +194,13 @@ def test_guesses_are_for_a_search_and_noise_is_not():
     for name, key, value in (("trm", "decision_cell", "fewest"), ("trm", "loops", 3), ("ldt", "noise", 0.3)):
         with pytest.raises(ValueError, match=f"^{key} is for models that"):
             set_up(tiny_model(name), validate_config(EvaluateConfig, asked | {key: value}))
+    for name, key, words in (("trm", [1], "for models that search"), ("ldt", [1, 2], "not a list"),
+                             ("ldt", [8], "retry_samples=8 must be larger than samples=8")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            set_up(
+                tiny_model(name),
+                validate_config(EvaluateConfig, asked | {"samples": key, "retry_samples": 8}),
+            )
     chosen = {"loops": 3, "decision_cell": "fewest", "decision_value": "best", "eval_conflict_threshold": 0.9}
     reasoning, _ = set_up(tiny_model("ldt"), validate_config(EvaluateConfig, asked | chosen))
     assert {name: getattr(reasoning, name) for name in chosen} == chosen
