@@ -56,6 +56,7 @@ class _TrainedConfig(Strict):
     halting: Literal["max", "act"]
     init_noise: StandardDeviation | None
     damping: Damping | None
+    loops: PositiveInt | None
     decision_cell: DecisionCell | None
     decision_value: DecisionValue | None
     eval_conflict_threshold: Fraction | None
@@ -74,6 +75,7 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
     leaks: Literal["warn", "error"]
     halt_max_steps: Different[Count] | None
     samples: Different[Count]
+    retry_samples: Count | None
     noise: StandardDeviation
     select: Different[Select]
     eval_batch_size: PositiveInt | None
@@ -86,13 +88,21 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
         if "rules" in self.select and not self.evaluators:
             yield "select=rules needs the rules of the puzzle. Set evaluators=[KIND], such as [sudoku]."
 
+        if (retry := self.retry_samples) is not None:
+            if len(self.samples) > 1 or len(self.halt_max_steps or []) > 1:
+                yield "retry_samples needs one value of samples and one of halt_max_steps, not a list."
+            elif retry <= self.samples[0]:
+                yield f"retry_samples={retry} must be larger than samples={self.samples[0]}."
+
     @property
     def asks_for_settings(self) -> bool:
         """Returns whether the evaluation writes scaling.json: results by steps, samples and selection rule.
 
-        True if halt_max_steps has several values, if samples is not 1, or if `select` is not q_head.
+        True if halt_max_steps has several values, if samples is not 1, if `select` is not q_head, or with
+        retry_samples.
         """
-        return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
+        is_plain = self.samples == [1] and self.select == ["q_head"] and self.retry_samples is None
+        return len(self.halt_max_steps or []) > 1 or not is_plain
 
 
 class SolveConfig(_TrainedConfig):

@@ -44,11 +44,15 @@ class Settings:
     samples   numbers of samples of each puzzle, ascending
     selects   rules that select one sample, such as "vote". The first rule selects the answer for other
               metrics
+    retry_samples
+              number of samples for a puzzle that a search model (LDT) has not solved with the others, them
+              included. None: no more samples
     """
 
     steps: tuple[int, ...]
     samples: tuple[int, ...] = (1,)
     selects: tuple[Select, ...] = ("q_head",)
+    retry_samples: int | None = None
 
 
 class Samples(NamedTuple):
@@ -205,6 +209,19 @@ class Scores:
                 figures = {"exact": is_exact[:, :count].any(axis=1), "valid": any_valid, "calls": all_calls}
                 self._add((steps, count, ORACLE), counted, figures)
         return of_first
+
+    def for_retry(self) -> Scores:
+        """Returns empty counts for the further samples of puzzles without an answer (`retry_samples`)."""
+        more = self.settings.retry_samples - self.settings.samples[-1]
+        settings = dataclasses.replace(self.settings, samples=(more,), retry_samples=None)
+        return Scores(settings, rules=self._rules, is_search=self._is_search)
+
+    def add_retry(self, retry: Scores) -> None:
+        """Adds the counts of `for_retry`. The puzzles without an answer are then those of the retry."""
+        for steps, _, by, figure in list(self.sums):
+            key, more = (steps, self.settings.samples[-1], by, figure), retry.settings.samples[-1]
+            before = 0 if figure == "undecided" else self.sums[key]
+            self.sums[key] = before + retry.sums[steps, more, by, figure]
 
     def _are_valid(self, inputs: np.ndarray, preds: np.ndarray) -> np.ndarray | None:
         """Returns which answers obey the puzzle's rules, bool [...]. Returns None without rules.

@@ -41,7 +41,9 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
     selects = tuple(config.select)
     if isinstance(model.network, Search):
         selects = ("first_to_halt",)
-    settings = Settings(tuple(steps), tuple(samples), selects)
+    elif config.retry_samples is not None:
+        raise ValueError("retry_samples is for models that search. This one does not. Remove it.")
+    settings = Settings(tuple(steps), tuple(samples), selects, config.retry_samples)
     return reasoning, settings if config.asks_for_settings else None
 
 
@@ -57,7 +59,7 @@ def reasoning_of_samples(
     """
     network = model.network
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
-    searches = ("decision_cell", "decision_value", "eval_conflict_threshold")
+    searches = ("loops", "decision_cell", "decision_value", "eval_conflict_threshold")
     of_search = {name: getattr(config, name) for name in searches}
     named = {name: value for name, value in (noises | of_search).items() if value is not None}
     known = of_search if isinstance(network, Search) else noises if keeps_state(network) else {}
@@ -89,20 +91,22 @@ def keeps_state(network: Network) -> bool:
     return isinstance(network, Search) or bool(network.initial_state(1, seq_len=1))
 
 
-def build_draw(network: Network, reasoning: Reasoning, *, seed: int, num_samples: int = 1) -> Draw:
+def build_draw(
+    network: Network, reasoning: Reasoning, *, seed: int, num_samples: int = 1, first_sample: int = 0
+) -> Draw:
     """Returns a function that creates the random numbers for the next call of the model.
 
     The function takes the state of the batch (`Carry`). It returns None if nothing is random. The random
     numbers of a run depend only on the seed, the puzzle, the number of the run and the number of the call.
 
     num_samples: Number of runs of each puzzle. `carry.data.rows` must contain puzzle index * num_samples +
-    number of the run.
+    number of the run, from 0. first_sample: Number that is added to the number of the run.
     """
 
     def draw(carry: Carry) -> SlotRng | None:
         if not needs_draws(network, reasoning):
             return None
-        rows, samples = carry.data.rows // num_samples, carry.data.rows % num_samples
+        rows, samples = carry.data.rows // num_samples, carry.data.rows % num_samples + first_sample
         return SlotRng.of_evaluation(seed, rows=rows, samples=samples, steps=carry.steps + 1)
 
     return draw
@@ -209,16 +213,59 @@ def run_settings(
     - outputs of all samples. The samples of a puzzle are next to each other
     - indices of the selected samples, int64 [puzzles]. -1 means that a search model (LDT) has no answer
 
+    With `retry_samples`, puzzles without an answer run again at the end, with the samples that they have not
+    had. The results of such a puzzle are those of its second run.
+
     num_slots: Batch size of this rank.
     runs_all: Whether all samples of a search model (LDT) run to their end. If False, the first sample that
     halts stops the other samples of its puzzle.
     on_step: Function that is called after each model call.
     """
+    options = {"seed": seed, "num_slots": num_slots, "vocab_size": vocab_size, "runs_all": runs_all}
+    options["on_step"] = on_step
+    results = _run_settings(model, batches, reasoning, scores=scores, **options)
+    if scores.settings.retry_samples is None:
+        yield from results
+        return
+    if runs_all:
+        raise ValueError(
+            f"retry_samples={scores.settings.retry_samples}: an evaluator of this dataset needs the same "
+            "number of samples of every puzzle. Remove retry_samples."
+        )
+    num_samples, undecided = scores.settings.samples[-1], []
+    for final, attempts, chosen in results:
+        is_open = torch.from_numpy(chosen < 0).to(final.carry.steps.device)
+        if is_open.any():
+            undecided.append(final.carry.data.select(is_open))
+        if not is_open.all():
+            kept = attempts.select((~is_open).repeat_interleave(num_samples))
+            yield final.select(~is_open), kept, chosen[chosen >= 0]
+    retry = scores.for_retry()
+    options["first_sample"] = num_samples
+    yield from _run_settings(model, iter(undecided), reasoning, scores=retry, **options)
+    scores.add_retry(retry)
+
+
+def _run_settings(
+    model: HaltingModel,
+    batches: Iterator[Batch],
+    reasoning: Reasoning,
+    *,
+    seed: int,
+    num_slots: int,
+    vocab_size: int,
+    scores: Scores,
+    runs_all: bool,
+    on_step: OnStep,
+    first_sample: int = 0,
+) -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
+    """Does the work of `run_settings` without a retry. first_sample: Number of the first sample."""
     settings, num_samples = scores.settings, scores.settings.samples[-1]
     history = HistoryNetwork(model.network, vocab_size=vocab_size)
     watched = HaltingModel(history).eval()
     attempts = split_into_attempts(batches, num_samples=num_samples, num_slots=num_slots)
-    draw = build_draw(model.network, reasoning, seed=seed, num_samples=num_samples)
+    numbers = {"num_samples": num_samples, "first_sample": first_sample}
+    draw = build_draw(model.network, reasoning, seed=seed, **numbers)
     race = Race(settings.samples) if isinstance(model.network, Search) and not runs_all else None
     needed = ("history.has_halted", "history.changes", *(f"{ANSWER_AT[by]}." for by in settings.selects))
     waiting: dict[int, list[StepOutput]] = {

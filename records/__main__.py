@@ -91,7 +91,7 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
         "--source",
         type=Path,
         metavar="PATH",
-        help=f"source of data that is not in the repository (default: ${_SOURCE})",
+        help=f"source of data that is not in the repository (default: ${_SOURCE}, or the public dataset)",
     )
     processes = "number of processes (default: that of the rung). Use it on a shared machine"
     parser.add_argument("--processes", type=positive, metavar="N", help=processes)
@@ -114,7 +114,8 @@ def _read(argv: Sequence[str] | None) -> argparse.Namespace:
     rung = RUNGS[arguments.rung]
     if rung.needs_source and arguments.source is None and (source := os.environ.get(_SOURCE)):
         arguments.source = Path(source)
-    if rung.needs_source and (arguments.source is None or not arguments.source.exists()):
+    is_missing = not rung.public if arguments.source is None else not arguments.source.exists()
+    if rung.needs_source and is_missing:
         parser.error(f"--rung {rung.name} needs external data ({rung.builder}). Pass --source PATH.")
     if arguments.source and not rung.needs_source:
         parser.error(f"--rung {rung.name} generates its data. Remove --source.")

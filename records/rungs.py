@@ -18,6 +18,7 @@ class Rung:
         what: Description of the puzzles, for tables.
         builder: Arguments of `python -m dataset.build` for the dataset {data}, without --output-dir. {source}
             stands for the path of external data.
+        public: Public dataset that replaces {source} if the user passes no path. "" if there is none.
         also: The same for a second dataset {more_data}. "" if there is none.
         trainings: Arguments of pretrain.py, one text for each training. The trainings run one after the
             other, and the last model is evaluated. {name}, {seed}, {data}, {more_data} and {before} (run
@@ -42,6 +43,7 @@ class Rung:
     processes: int = 2
     also: str = ""
     judge: str = ""
+    public: str = ""
     trainings: tuple[str, ...] = ("experiment={name} " + _SEEDED,)
 
     @property
@@ -54,11 +56,12 @@ class Rung:
         Example: [["-m", "dataset.build", "sudoku", ..., "--output-dir", "<folder>/data"]].
 
         folder: Folder for the datasets.
-        source: Path of external data. Needed only if the task uses them.
+        source: Path of external data. If None, `public`.
         """
         commands = []
         for folder_name, builder in (("data", self.builder), ("more_data", self.also)):
-            arguments = [str(source) if argument == "{source}" else argument for argument in builder.split()]
+            path = str(source or self.public)
+            arguments = [path if argument == "{source}" else argument for argument in builder.split()]
             if arguments:
                 output = ["--output-dir", str(folder / folder_name)]
                 commands.append(["-m", "dataset.build", *arguments, *output])
@@ -70,6 +73,7 @@ _MAZE, _ARC = ("halt_max_steps=[8,16]", "maze/shortest_accuracy"), ("halt_max_st
 _MAZE_15 = "maze --size 15 --generate 8000 --num-test 1000 --perfect --aug"
 _SEARCH = "samples=32 decision_cell=fewest"
 _HARDEST = "9x9 Sudoku of the hardest kind"
+_EXTREME = "hf://datasets/sapientinc/sudoku-extreme"
 _MINUTE, _HOUR = 60, 3600
 # fmt: off
 _RUNGS = (
@@ -87,14 +91,17 @@ _RUNGS = (
          "sudoku --source {source} --num-aug 30 --easier 27-42", 0.55, 12 * _HOUR, _SAMPLES),
     Rung("sudoku_extreme_1000", f"{_HARDEST}, 1000 training puzzles",
          "sudoku --source {source} --subsample-size 1000 --num-aug 1000 --easier 27-42",
-         0.55, 12 * _HOUR, _SAMPLES),
+         0.55, 12 * _HOUR, _SAMPLES, public=_EXTREME),
     Rung("sudoku_extreme_long", f"{_HARDEST}, 1000 training puzzles, longer",
          "sudoku --source {source} --subsample-size 1000 --num-aug 1000 --easier 27-42",
-         0.45, 5 * _HOUR, "halt_max_steps=[32,64] samples=[1,32] noise=0.3"),
+         0.45, 5 * _HOUR, "halt_max_steps=[32,64] samples=[1,32] noise=0.3", public=_EXTREME),
     Rung("sudoku_extreme_search", f"{_HARDEST}, 200 test puzzles, searched (LDT)",
-         "sudoku --source {source} --num-test 200", 0.95, 6 * _HOUR,
-         f"data_path={{more_data}} {_SEARCH}", judge=_SEARCH,
+         "sudoku --source {source} --subsample-size 61969 --num-test 200", 0.95, 6 * _HOUR,
+         f"data_path={{more_data}} {_SEARCH}", judge=_SEARCH, public=_EXTREME,
          also="sudoku --source {source} --subsample-size 1000 --num-test 1000"),
+    Rung("sudoku_hard_search", "9x9 Sudoku, 30 guesses of a solver or more, searched (LDT)",
+         "sudoku --generate 4000 --num-test 1000 --min-difficulty 30", 0.95, 6 * _HOUR,
+         "samples=[1,4] decision_cell=fewest", judge=_SEARCH),
     Rung("maze_10x10", "10x10 mazes without loops, path of 30 cells or more",
          "maze --size 10 --generate 8000 --num-test 1000 --perfect --aug", 0.95, 10 * _MINUTE, *_MAZE),
     Rung("maze_15x15", "15x15 mazes without loops, path of 50 cells or more",

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from dataset.format import open_split, splits_with_several_solutions
-from dataset.kinds.sudoku.rules import BOXES, TooHardError, are_solved, count_solutions, find_solutions
+from dataset.kinds.sudoku.rules import (
+    BOXES,
+    TooHardError,
+    are_solved,
+    count_solutions,
+    find_and_count,
+    find_solutions,
+    generate_puzzle,
+)
 from dataset.sets import FIELDS
 from tests.ranks import REPOSITORY
 from tests.sudoku_source import build, files_of, rows_of, source_rows, write_csv
@@ -36,10 +44,40 @@ def test_clues_are_added_to_minimal_puzzles(tmp_path, box, least, most):
     assert all(((row == 1) | (row == questions)).all(axis=1).any() for row in clues)
 
 
+def test_hard_puzzles_are_generated(tmp_path, capsys, monkeypatch):
+    def generate_twice(seed, *, index, **options):
+        return generate_puzzle(seed, index=index // 2, **options)
+
+    monkeypatch.setattr("dataset.kinds.sudoku.rules.generate_puzzle", generate_twice)
+    monkeypatch.setattr("dataset.build.splits._SECONDS_ALONE", 60.0)
+    arguments = ["--generate", 8, "--num-test", 4, "--box", "2x3", "--min-difficulty", 2]
+    sets = build(tmp_path / "data", *arguments)
+    printed = capsys.readouterr().out
+    both = np.concatenate([sets["train"].inputs, sets["test"].inputs]) - 1
+    grids = np.concatenate([sets["train"].labels, sets["test"].labels]) - 1
+    found = [find_and_count(question, box=(2, 3)) for question in both.tolist()]
+    assert [solutions for solutions, _ in found] == [[grid] for grid in grids.tolist()]
+    assert len(set(rows_of(grids))) == len(both) == 12
+    ratings = [guesses for _, guesses in found]
+    for split, part in (("train", sorted(ratings[:8])), ("test", sorted(ratings[8:]))):
+        words = f"least {part[0]}, tenth {part[0]}, median {part[(len(part) - 1) // 2]}, nine tenths"
+        assert f"{split}: guesses of the solver: {words}" in printed
+    assert min(ratings) >= 2
+    easy = build(tmp_path / "easy", *arguments[:-2])["train"].inputs - 1
+    assert np.mean([find_and_count(question, box=(2, 3))[1] for question in easy.tolist()]) < 1
+    monkeypatch.setattr("dataset.kinds.sudoku.build._MAX_TOO_EASY", 5)
+    with pytest.raises(ValueError, match="2x2 boxes with --min-difficulty 1 gave 0 puzzles, then no new one"):
+        build(tmp_path / "none", "--generate", 2, "--box", "2x2", "--min-difficulty", 1)
+
+
 @pytest.mark.slow
-def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [("--box", "2x2", "--clues", "4-6"), ("--box", "2x3", "--num-test", "4", "--min-difficulty", "1")],
+)
+def test_puzzles_drawn_by_further_processes_are_the_same(tmp_path, options):
     """By a script, which its processes do not run again."""
-    arguments = ["--generate", "20", "--box", "2x2", "--clues", "4-6"]
+    arguments = ["--generate", "20", *options]
     build(tmp_path / "alone", *arguments)
     lines = ["from dataset import build", "from dataset.build import splits", "print('once')"]
     lines += [

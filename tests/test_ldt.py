@@ -19,7 +19,7 @@ from dataset.description import with_candidates
 from dataset.format import Dataset, open_dataset
 from dataset.kinds.kind import Puzzle, find_kind
 from dataset.loader import Batch, read_rows
-from evaluation import solving
+from evaluation import results, solving
 from evaluation.loop import answer_batches
 from evaluation.test_time import build_draw, set_up
 from models import HaltingModel
@@ -191,12 +191,20 @@ def test_matrices_begin_as_those_of_pytorch():
 
 def test_guesses_are_for_a_search_and_noise_is_not():
     asked = load_defaults("evaluate") | {"checkpoint": "run", "samples": [4]}
-    for name, key, value in (("trm", "decision_cell", "fewest"), ("ldt", "noise", 0.3)):
+    for name, key, value in (("trm", "decision_cell", "fewest"), ("trm", "loops", 3), ("ldt", "noise", 0.3)):
         with pytest.raises(ValueError, match=f"^{key} is for models that"):
             set_up(tiny_model(name), validate_config(EvaluateConfig, asked | {key: value}))
-    chosen = {"decision_cell": "fewest", "decision_value": "best", "eval_conflict_threshold": 0.9}
+    for name, key, words in (("trm", [1], "for models that search"), ("ldt", [1, 2], "not a list"),
+                             ("ldt", [8], "retry_samples=8 must be larger than samples=8")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            set_up(
+                tiny_model(name),
+                validate_config(EvaluateConfig, asked | {"samples": key, "retry_samples": 8}),
+            )
+    chosen = {"loops": 3, "decision_cell": "fewest", "decision_value": "best", "eval_conflict_threshold": 0.9}
     reasoning, _ = set_up(tiny_model("ldt"), validate_config(EvaluateConfig, asked | chosen))
     assert {name: getattr(reasoning, name) for name in chosen} == chosen
+    assert set(chosen) < set(results._OPTIONS)  # they belong to the identity of a result
 
 
 def test_a_search_gives_up_above_its_threshold(data):

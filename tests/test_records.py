@@ -198,6 +198,14 @@ def test_mistakes_are_one_line(given, words, monkeypatch, capsys):
     check(capsys.readouterr().err.removesuffix("\n") or str(refused.value), words)
 
 
+def test_a_rung_without_a_source_uses_its_public_dataset(monkeypatch, tmp_path):
+    monkeypatch.delenv("RECORDS_SOURCE", raising=False)
+    for given, source in (([], "hf://datasets/sapientinc/sudoku-extreme"), (["--source", "."], ".")):
+        arguments = records._read(["--rung", "sudoku_extreme_search", *given])
+        commands = RUNGS["sudoku_extreme_search"].build_commands(tmp_path, arguments.source)
+        assert [command[command.index("--source") + 1] for command in commands] == [source, source]
+
+
 def test_a_clock_goes_on_and_notes_when_rows_come(tmp_path):
     log, used = tmp_path / "metrics.jsonl", 0.0
     for number in (1, 2):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,10 @@ from dataset.kinds.sudoku.rules import (
     bits_per_symmetry,
     count_solutions,
     draw_symmetries,
+    find_and_count,
     find_solutions,
     generate_puzzle,
+    unit_cells,
 )
 from dataset.randomness import random_bits
 from evaluation.evaluators import build_evaluator
@@ -55,6 +58,62 @@ def every_4x4_grid() -> np.ndarray:
 def test_solve_finds_the_solution_of_a_hard_puzzle():
     assert solve(digits(QUESTION), box=(3, 3)) == digits(ANSWER)
     assert count_solutions(digits(QUESTION), box=(3, 3)) == 1
+
+
+def _plain(left: list[set[int]], box: tuple[int, int], counts: list[int]) -> Iterator[list[int]]:
+    """The solutions, in order, of a solver with sets in place of bits; counts[0] becomes the guesses."""
+    units = unit_cells(box).tolist()
+    placed: set[int] = set()
+    while True:
+        where = [(digit, [cell for cell in unit if digit in left[cell]])
+                 for digit in range(1, len(units[0]) + 1) for unit in units]  # fmt: skip
+        if not all(left) or not all(cells for _, cells in where):
+            return
+        naked = [cell for cell, held in enumerate(left) if len(held) == 1 and cell not in placed]
+        hidden = [(digit, cells[0]) for digit, cells in where if len(cells) == 1 and len(left[cells[0]]) > 1]
+        if naked:
+            (digit,) = left[naked[0]]
+            placed.add(naked[0])
+            for unit in (unit for unit in units if naked[0] in unit):
+                for cell in set(unit) - {naked[0]}:
+                    left[cell] = left[cell] - {digit}
+        elif hidden:
+            left[hidden[0][1]] = {hidden[0][0]}
+        else:
+            break
+    if all(len(held) == 1 for held in left):
+        yield [min(held) for held in left]
+        return
+    counts[0] += 1
+    doubtful = [cell for cell, held in enumerate(left) if len(held) == 2]
+    pairs = [(digit, cells) for digit, cells in where if len(cells) == 2]
+    if doubtful or not pairs:
+        cell = min(doubtful or [cell for cell, held in enumerate(left) if len(held) > 1])
+        guesses = [(digit, cell) for digit in sorted(left[cell])]
+    else:
+        guesses = [(pairs[0][0], cell) for cell in sorted(pairs[0][1])]
+    for digit, cell in guesses:
+        yield from _plain([{digit} if each == cell else held for each, held in enumerate(left)], box, counts)
+
+
+def test_solutions_and_guesses_are_those_of_a_plain_solver():
+    seen = set()
+    for box, clues in (((2, 2), 2), ((2, 3), 36), ((2, 3), 6)):
+        size = box[0] * box[1]
+        for index in range(2):
+            puzzle, _ = generate_puzzle(0, stream=0, index=index, box=box)
+            given = [cell for cell, digit in enumerate(puzzle) if digit]
+            question = [digit if cell in given[:clues] else 0 for cell, digit in enumerate(puzzle)]
+            if index == 1:
+                question[question.index(0)] = size  # usually a contradiction
+            counts = [0]
+            left = [{digit} if digit else {*range(1, size + 1)} for digit in question]
+            expected = list(itertools.islice(_plain(left, box, counts), 20))
+            assert find_and_count(question, box=box, limit=20) == (expected, counts[0])
+            seen.add((min(len(expected), 2), min(counts[0], 5)))
+    assert {number for number, _ in seen} == {0, 1, 2}
+    assert {0, 5} <= {number for _, number in seen}
+    assert find_and_count(digits(QUESTION), box=(3, 3)) == ([digits(ANSWER)], 160)  # of _plain, too
 
 
 def test_solver_agrees_with_a_list_of_all_grids():

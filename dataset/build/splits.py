@@ -264,6 +264,7 @@ def draw_distinct(
     num_test: int,
     max_misses: int,
     refusal: str,
+    distinct_part: int = 0,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Generates puzzles with different inputs. Returns (training, test), uint8 [puzzles, parts, cells] each.
 
@@ -273,7 +274,7 @@ def draw_distinct(
 
     draw: Picklable function (split, index) -> list of puzzles [parts, cells]. Part 0 is the input, part 1
     usually the answer. refusal: Message of the ValueError. In it, {count} becomes the number of puzzles
-    found.
+    found. distinct_part: Part in which all puzzles of both splits differ.
     """
     seen: set[bytes] = set()
     drawn = {}
@@ -284,7 +285,7 @@ def draw_distinct(
         with contextlib.closing(_draw_in_turn(functools.partial(draw, split))) as draws:
             for index, puzzles in enumerate(draws):
                 for puzzle in puzzles:
-                    key = puzzle[0].tobytes()
+                    key = puzzle[distinct_part].tobytes()
                     if key not in seen and len(distinct) < count:
                         seen.add(key)
                         distinct.append(puzzle)

@@ -23,12 +23,14 @@ from dataset.build import sources
 from dataset.build.splits import GENERATE, build_puzzles, check_count, draw_distinct
 from dataset.kinds.sudoku import rules
 from dataset.kinds.sudoku.texts import EMPTY_CELLS, SYMBOLS, in_symbols, is_grid_of, read_grids
-from dataset.randomness import random_bits
+from dataset.randomness import BitStream, random_bits
 from runtime.command_line import integer, matching, number, refuse_options
 from runtime.reading import read_lines
 
 _AUGMENT, _EASIER = 4, 5  # streams of random bits; `build.splits` uses the lower numbers
+_HARDER = {"test": 7, "train": 8}
 _MAX_REPEATS = 20_000  # generated puzzles in a row that are not new before giving up
+_MAX_TOO_EASY = 1000  # the same with --min-difficulty, where each takes a second
 _CLUES = matching(
     r"(\d+)-(\d+)",
     "MIN-MAX, such as 32-40",
@@ -61,16 +63,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     num_aug = "number of variants of each training puzzle (default 0); the test split gets none"
     parser.add_argument("--num-aug", type=count, default=0, metavar="A", help=num_aug)
     parser.add_argument("--materialize", **sources.MATERIALIZE)
-    difficulty = "keep only puzzles of the source with rating >= R, in both splits"
+    difficulty = (
+        "keep only puzzles with rating >= R, in both splits. With --source, the rating is a column. With "
+        "--generate, it is the number of guesses of the solver (dataset.kinds.sudoku.rules.find_solutions). "
+        "Clues are exchanged until a puzzle has it. Such puzzles may have clues that are not needed, and no "
+        "two have the same solution. A core makes one 9x9 puzzle a second with R = 30"
+    )
     rating = matching(r"(\d+(?:\.\d+)?)", "a number", number)
     parser.add_argument("--min-difficulty", type=rating, metavar="R", help=difficulty)
 
 
 def check_options(options: argparse.Namespace) -> None:
     if options.generate is not None:
-        refuse_options(
-            options, ("columns", "subsample_size", "min_difficulty"), "--source, not for --generate"
-        )
+        refuse_options(options, ("columns", "subsample_size"), "--source, not for --generate")
+        if options.clues and options.min_difficulty is not None:
+            raise ValueError("--clues makes easier puzzles, --min-difficulty harder ones. Remove one.")
         options.num_test = options.num_test or max(options.generate // 10, 100)
     else:
         refuse_options(options, ("clues",), "--generate, not for --source")
@@ -113,14 +120,24 @@ def _generate(options: argparse.Namespace, *, box: rules.Box) -> tuple[np.ndarra
             "--box."
         )
     few = f"{boxes} with {clues[0]} to {clues[1]} clues" if clues else boxes
-    drawn = draw_distinct(
-        functools.partial(_draw, seed=options.seed, box=box, clues=clues),
+    least, lower = options.min_difficulty, "--generate"
+    if least is not None:
+        few, lower = f"{boxes} with --min-difficulty {least:g}", "--min-difficulty or --generate"
+    train, test = draw_distinct(
+        functools.partial(_draw, seed=options.seed, box=box, clues=clues, least=least),
         num_train=num_train,
         num_test=num_test,
-        max_misses=_MAX_REPEATS + 1,
-        refusal=f"{few} gave {{count}} puzzles, then no new one. Lower --generate.",
+        max_misses=(_MAX_REPEATS if least is None else _MAX_TOO_EASY) + 1,
+        refusal=f"{few} gave {{count}} puzzles, then no new one. Lower {lower}.",
+        distinct_part=0 if least is None else 1,
     )
-    return drawn[0] + np.uint8(1), drawn[1] + np.uint8(1)
+    if least is not None:
+        for split, puzzles in (("train", train), ("test", test)):
+            ratings = [rules.find_and_count(puzzle, box=box)[1] for puzzle in puzzles[:, 0].tolist()]
+            quantiles = np.quantile(ratings, [0, 0.1, 0.5, 0.9, 1], method="lower").tolist()
+            words = "least {}, tenth {}, median {}, nine tenths {}, most {}".format(*quantiles)
+            print(f"{split}: guesses of the solver: {words}")
+    return train + np.uint8(1), test + np.uint8(1)
 
 
 def _has_several_solutions(tokens: np.ndarray, *, box: rules.Box) -> bool:
@@ -135,10 +152,22 @@ def _has_several_solutions(tokens: np.ndarray, *, box: rules.Box) -> bool:
 
 
 def _draw(
-    split: str, index: int, *, seed: int, box: rules.Box, clues: tuple[int, int] | None
+    split: str,
+    index: int,
+    *,
+    seed: int,
+    box: rules.Box,
+    clues: tuple[int, int] | None,
+    least: float | None,
 ) -> list[np.ndarray]:
     clue_range = None if clues is None else range(clues[0], clues[1] + 1)
     puzzle = rules.generate_puzzle(seed, stream=GENERATE[split], index=index, box=box, clues=clue_range)
+    if puzzle is not None and least is not None:
+        bits = BitStream(seed, stream=_HARDER[split])
+        bits.seek(index)
+        question, grid = puzzle
+        harder = rules.make_harder(question, grid, box=box, least=least, bits=bits)
+        puzzle = None if harder is None else (harder, grid)
     return [] if puzzle is None else [np.array(puzzle, np.uint8)]
 
 
