@@ -56,6 +56,7 @@ class _TrainedConfig(Strict):
     halting: Literal["max", "act"]
     init_noise: StandardDeviation | None
     damping: Damping | None
+    sde_noise: StandardDeviation | None
     decision_cell: DecisionCell | None
     decision_value: DecisionValue | None
     eval_conflict_threshold: Fraction | None

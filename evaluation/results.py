@@ -33,8 +33,8 @@ INTERVAL_ENDS = ("low", "high")
 TEXTS = ("selected_by", "forward_dtype")  # entries of metrics.json that are texts
 
 _SETTING = "@steps="  # in names such as exact_accuracy@steps=4,samples=1
-_SCALING_KEYS = ("halting", "noise", "init_noise", "damping", "decision_cell", "decision_value")
-_SCALING_KEYS += ("eval_conflict_threshold", "seed")
+_SCALING_KEYS = ("halting", "noise", "init_noise", "damping", "sde_noise", "decision_cell")
+_SCALING_KEYS += ("decision_value", "eval_conflict_threshold", "seed")
 _OPTIONS = (
     *_SCALING_KEYS,
     "halt_max_steps",
