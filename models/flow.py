@@ -111,7 +111,7 @@ class Flow(TokenNetwork):
         of_x = math.sqrt(self.arch.hidden_size) * (x.to(self.dtype) @ self.W_x.to(self.dtype))
         e = self.embed(inputs, puzzle_identifiers) + F.pad(of_x, (0, 0, self.num_puzzle_positions, 0))
         e = e + self.time_mlp(t[:, None]).to(e.dtype)[:, None]  # the same vector at all positions
-        # From here to `self.answer`, the code is that of models/trm.py.
+        # Up to the prediction, the code below is that of models/trm.py.
         L = perturbed(self.L_level, reasoning, rng, self.rotary)
         z_H, z_L = state["z_H"], state["z_L"]
         first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles

@@ -268,6 +268,8 @@ def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, 
     page, noisy = tmp_path / "page", save_on(sudoku_folder, tmp_path / "noisy", state_noise=0.1)
     with pytest.raises(ValueError, match="arch=flow, init_noise or state_noise"):
         _write(noisy, page, runtime=str(files))
+    with pytest.raises(ValueError, match="needs noise"):
+        _write(save_on(sudoku_folder, tmp_path / "flow", name="flow"), page, runtime=str(files))
     search = save_on(sudoku_folder, tmp_path / "ldt", name="ldt")
     with monkeypatch.context() as change:
         change.setattr(browser, "MOST_TOKENS", 5)
