@@ -294,7 +294,7 @@ def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="npm is not installed. Set runtime=FOLDER"):
         _write(trained, page)
-    assert {path.name for path in tmp_path.iterdir()} == {"package", "own", "noisy", "ldt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"package", "own", "noisy", "flow", "ldt"}
 
 
 def test_the_command_line(monkeypatch, capsys):
