@@ -130,14 +130,14 @@ def _step_of_a_plain_loop(model: HaltingModel, carry: Carry, x: torch.Tensor, t:
 
 @pytest.mark.usefixtures("float64")
 def test_training_is_that_of_a_plain_loop():
-    """Own predictions have probability 0.5 here, the first step excluded."""
+    """Own predictions have probability 0.75 here, the first step excluded."""
     model, batch = tiny_model("flow", own_predictions=0.8).train(), random_batch(6)
     right = torch.where(batch.labels >= 0, batch.labels, batch.inputs).long()
     target, guess, t, owns = F.one_hot(right, _V).double(), None, torch.zeros(6), []
-    for number, (before, output, rng) in enumerate(_train(model, batch, 4, progress=0.4)):
+    for number, (before, output, rng) in enumerate(_train(model, batch, 4, progress=0.6)):
         u, draw = rng.uniform((2,), use="flow time and guess").unbind(1)
         t = torch.tensor([1 - (1 - s) * v ** (1 / (5 - number)) for s, v in zip(t, u, strict=True)])
-        is_own = (draw < 0.5) & (number > 0)
+        is_own = (draw < 0.75) & (number > 0)
         owns += is_own.tolist()
         end = torch.where(is_own[:, None, None], guess, target) if number else target
         x = (1 - t)[:, None, None] * before.state["x"] + t[:, None, None] * end
