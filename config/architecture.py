@@ -338,6 +338,32 @@ class FPRMConfig(TokenConfig):
         yield from _mistakes_of_q_target(self)
 
 
+class FlowConfig(TokenConfig):
+    """The config of Looped Flows: TRM's level as the step of a flow from noise to the answer."""
+
+    title: ClassVar[str] = "Looped Flows"
+    paper: ClassVar[tuple[str, str]] = "Looped Flows", "2609.11801"
+    cycle_keys: ClassVar[tuple[str, ...]] = ("H_cycles", "L_cycles")
+    no_ACT_continue: ClassVar[bool] = True
+
+    name: Literal["flow"]
+    H_cycles: _Repeats
+    L_cycles: _Repeats
+    L_layers: _Repeats
+    gradient_cycles: NonNegativeInt
+    halt_max_steps: _Steps
+    eval_halt_max_steps: _Steps | None
+    halt_exploration_prob: Fraction
+    x0_std: _Positive | None
+    times: Literal["sorted", "random_start"]
+    own_predictions: Annotated[float, Field(gt=0, le=1)] | None
+    sde_noise: StandardDeviation
+
+    def mistakes(self) -> Iterator[str]:
+        yield from super().mistakes()
+        yield from _mistakes_of_cycles(self)
+
+
 class TransformerConfig(TokenConfig):
     """The config of the baseline without recurrence. A slot always halts after one forward pass."""
 
@@ -443,8 +469,8 @@ class LDTConfig(ArchConfig):
 
 
 _BUILT_IN = (
-    *(HRMConfig, TRMConfig, TRMSingleZConfig, InfiLoopConfig, URMConfig, FPRMConfig, SERRMConfig),
-    *(TransformerConfig, LDTConfig),
+    *(HRMConfig, TRMConfig, TRMSingleZConfig, InfiLoopConfig, URMConfig, FPRMConfig, FlowConfig),
+    *(SERRMConfig, TransformerConfig, LDTConfig),
 )
 
 

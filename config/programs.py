@@ -57,6 +57,7 @@ class _TrainedConfig(Strict):
     init_noise: StandardDeviation | None
     damping: Damping | None
     loops: PositiveInt | None
+    sde_noise: StandardDeviation | None
     decision_cell: DecisionCell | None
     decision_value: DecisionValue | None
     eval_conflict_threshold: Fraction | None

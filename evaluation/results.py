@@ -40,8 +40,8 @@ from runtime.writing import replace_file, write_json
 EVALUATION_FILE, SCALING_FILE = "metrics.json", "scaling.json"
 MEASURED_FILE = "measured.json"
 
-_SCALING_KEYS = ("halting", "noise", "init_noise", "damping", "loops", "decision_cell", "decision_value")
-_SCALING_KEYS += ("eval_conflict_threshold", "retry_samples", "seed")
+_SCALING_KEYS = ("halting", "noise", "init_noise", "damping", "sde_noise", "loops")
+_SCALING_KEYS += ("decision_cell", "decision_value", "eval_conflict_threshold", "retry_samples", "seed")
 # All options that change results.
 _OPTIONS = (*_SCALING_KEYS, "halt_max_steps", "samples", "select", "raw", "forward_dtype")
 

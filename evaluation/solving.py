@@ -246,7 +246,7 @@ def _noise(model: HaltingModel, config: SolveConfig) -> float:
     init_noise = reasoning.init_noise if config.init_noise is None else config.init_noise
     if config.noise is not None or config.samples == 1 or reasoning.state_noise or init_noise:
         return config.noise or 0.0
-    return _NOISE if keeps_state(model.network) and not isinstance(model.network, Search) else 0.0
+    return _NOISE if keeps_state(model.network) and not model.network.is_random else 0.0
 
 
 def _batch_of(puzzle: Puzzle, identifier: int, row: int) -> Batch:

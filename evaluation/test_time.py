@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from config.architecture import FlowConfig
 from config.programs import EvaluateConfig, SolveConfig
 from dataset.loader import Batch
 from evaluation.loop import Draw, OnStep, Race, answer_batches
@@ -61,10 +62,14 @@ def reasoning_of_samples(
     noises = {"noise": config.noise or None, "init_noise": config.init_noise, "damping": config.damping}
     searches = ("loops", "decision_cell", "decision_value", "eval_conflict_threshold")
     of_search = {name: getattr(config, name) for name in searches}
-    named = {name: value for name, value in (noises | of_search).items() if value is not None}
+    of_flow = {"sde_noise": config.sde_noise}
+    named = {name: value for name, value in (noises | of_flow | of_search).items() if value is not None}
     known = of_search if isinstance(network, Search) else noises if keeps_state(network) else {}
+    if isinstance(network.arch, FlowConfig):
+        known = known | of_flow
     if refused := [name for name in named if name not in known]:
-        what = "search" if refused[0] in of_search else "keep a state between steps"
+        uses = dict.fromkeys(of_search, "search") | dict.fromkeys(of_flow, "follow a flow (arch=flow)")
+        what = uses.get(refused[0], "keep a state between steps")
         raise ValueError(f"{refused[0]} is for models that {what}. This one does not. Remove it.")
     named["step_noise"] = named.pop("noise", 0.0)
     selects = {config.select} if isinstance(config.select, str) else set(config.select)
@@ -83,7 +88,7 @@ def reasoning_of_samples(
 
 def needs_draws(network: Network, reasoning: Reasoning) -> bool:
     """Returns whether the model needs random numbers (`SlotRng`) in an evaluation."""
-    return isinstance(network, Search) or reasoning.is_noisy
+    return network.is_random or reasoning.is_noisy
 
 
 def keeps_state(network: Network) -> bool:

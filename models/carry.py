@@ -20,7 +20,7 @@ from dataset.loader import Batch
 #   noise of models/noise.py changes only latent states.
 # - Any other name is free, but without a dot, and not steps or halted: `Carry.tensors` uses such names.
 # - Its dtype is float32, because a web page passes every state as float32 (share/onnx.py). Example: the step
-#   size of FPRM. Only LDT has other dtypes, and another kind of web page.
+#   size of FPRM. LDT, which has another kind of web page, and Flow, which has none, have other dtypes.
 State = dict[str, Tensor]
 
 
@@ -38,7 +38,10 @@ class Reasoning:
         state_noise: Standard deviation of the noise on the result of every call of a level.
         step_noise: Standard deviation of the noise on the state before every thinking step.
         damping: A call of a level moves the state by this fraction of the way to the result. 1: All the way.
-        progress: Fraction of the run's training steps that are done, in [0, 1]. LDT uses it in training.
+        progress: Fraction of the run's training steps that are done, in [0, 1]. LDT and Flow use it in
+            training.
+        sde_noise: In evaluation, how much noise a step of Flow puts back, for each unit of time (g in the
+            paper). 0: none.
         decision_cell: Cell in which LDT guesses. "uniform": any open cell. "fewest": one with the fewest
             candidates.
         decision_value: Value that LDT guesses. "drawn": sampled. "best": the most likely one.
@@ -56,6 +59,7 @@ class Reasoning:
     step_noise: float = 0.0
     damping: float = 1.0
     progress: float = 0.0
+    sde_noise: float = 0.0
     decision_cell: str = "uniform"
     decision_value: str = "drawn"
     eval_conflict_threshold: float = 0.5

@@ -16,6 +16,7 @@ Every slot halts after the largest number of steps. It may halt earlier:
     evaluation, halting=max   arch.eval_halt_max_steps   never
     evaluation, halting=act   arch.eval_halt_max_steps   if the Q head wants to (FPRM: if the residual is
                                                          small, SE-RRM: if all cells have p > 1/2)
+    evaluation, Flow          arch.eval_halt_max_steps   never. `halting` has no effect
     evaluation, LDT           arch.eval_halt_max_steps   if the board is solved. `halting` has no effect
     trace of an answer        arch.eval_halt_max_steps   never
 

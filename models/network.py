@@ -44,6 +44,7 @@ class Network(nn.Module):
         objective_class: Class of `objective`, which defines the loss and the metrics.
         undecayed: Names of the weights without weight decay.
         is_search: Whether an evaluation is a search (`models.search.Search`).
+        is_random: Whether an evaluation always needs random numbers, also without noise in `Reasoning`.
         boards_per_slot: Number of puzzles in a slot in training. Each step works on one of them.
         dtype: Dtype of activations and states.
         puzzle_emb: Table of puzzle embeddings. None if the model has none.
@@ -52,6 +53,7 @@ class Network(nn.Module):
     objective_class: ClassVar[type] = Objective
     undecayed: ClassVar[tuple[str, ...]] = ()
     is_search: ClassVar[bool] = False
+    is_random: ClassVar[bool] = False
     boards_per_slot: int = 1
     puzzle_emb: PuzzleEmbedding | None
 

@@ -25,6 +25,7 @@ LDT has another objective with the same methods (`models.ldt.BoardObjective`).
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -253,12 +254,11 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: fl
 def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> Tensor:
     """Returns the cross-entropy of each cell, with stablemax (arXiv 2501.04697) in place of softmax.
 
-    stablemax is s(x) / sum of s(x), with s(x) = x + 1 if x >= 0, else 1 / (1 - x). The result is float64
-    (float32 on mps) [batch, seq_len], 0 in cells without a label. Arguments: As in `softmax_cross_entropy`.
+    The result is float64 (float32 on mps) [batch, seq_len], 0 in cells without a label. Arguments: As in
+    `softmax_cross_entropy`.
     """
     wide = logits.to(torch.float32 if logits.device.type == "mps" else torch.float64)
-    s = torch.where(wide < 0, 1 / (1 - wide + 1e-30), wide + 1)
-    log_probabilities = torch.log(s / s.sum(dim=-1, keepdim=True))
+    log_probabilities = torch.log(stablemax(wide))
     counted = labels != IGNORE_LABEL_ID
     chosen = log_probabilities.gather(-1, torch.where(counted, labels, 0).long().unsqueeze(-1)).squeeze(-1)
     if label_smoothing:
@@ -266,9 +266,25 @@ def stablemax_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: 
     return torch.where(counted, -chosen, 0)
 
 
+def stablemax(logits: Tensor) -> Tensor:
+    """Returns s(x) / sum of s(x) over the last axis, with s(x) = x + 1 if x >= 0, else 1 / (1 - x).
+
+    The result has the shape and the dtype of the logits.
+    """
+    # The branch that `where` does not choose has a gradient, too. Without the clamp, it would be inf at
+    # x = 1, and inf * 0 is NaN.
+    s = torch.where(logits < 0, 1 / (1 - logits.clamp(max=0)), logits + 1)
+    return s / s.sum(dim=-1, keepdim=True)
+
+
+# By arch.loss.loss_type. The probabilities are those that the cross-entropy compares with the labels.
 CROSS_ENTROPIES = {
     "softmax_cross_entropy": softmax_cross_entropy,
     "stablemax_cross_entropy": stablemax_cross_entropy,
+}
+PROBABILITIES = {
+    "softmax_cross_entropy": functools.partial(torch.softmax, dim=-1),
+    "stablemax_cross_entropy": stablemax,
 }
 
 

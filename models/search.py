@@ -42,6 +42,7 @@ class Search(Network):
     """
 
     is_search: ClassVar[bool] = True
+    is_random: ClassVar[bool] = True
     of_data: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod

@@ -36,6 +36,7 @@ from dataset.loader import choose_rows, names_of, read_rows
 from dataset.mixture import open_datasets
 from distributed import log
 from evaluation.questions import find_info
+from evaluation.test_time import needs_draws
 from evaluation.trace import MOST_TOKENS
 from models import HaltingModel
 from models.search import Search
@@ -183,9 +184,9 @@ def prepare(checkpoint: Checkpoint, config: PageConfig) -> Exhibit:
             f"checkpoint {checkpoint.path} has {info.metadata.vocab_size} tokens. A page supports at most "
             f"{MOST_TOKENS} for a search (LDT). Choose another checkpoint."
         )
-    if model.eval_reasoning("max").is_noisy and not is_search:
+    if needs_draws(model.network, model.eval_reasoning("max")) and not is_search:
         raise ValueError(
-            f"checkpoint {checkpoint.path} was trained with init_noise or state_noise. A page cannot "
+            f"checkpoint {checkpoint.path} needs noise (arch=flow, init_noise or state_noise). A page cannot "
             "generate that noise. Choose another checkpoint."
         )
     made_up = make_up(info)

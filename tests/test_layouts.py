@@ -38,6 +38,7 @@ ARCHS = {
     "serrm": {"L_layers": 2, "num_heads_t": 2},
     "transformer": {"num_layers": 2},
     "fprm": {"L_layers": 2},
+    "flow": {"L_layers": 2},
 }
 _TENSOR = {"tensor_parallel_degree": 2}
 _PIPELINE, _SHARDS = {"pipeline_parallel_degree": 2}, {"data_parallel_shard_degree": 2, "sync": "flat"}
@@ -166,6 +167,7 @@ def assert_equal_to_one(folder: Path, runs: Runs) -> None:
 
 # Of each layout one model; all pairs take minutes: tests/system/test_all_layouts.py.
 _FEW = {"hrm": ("pp2", "fsdp2 x pp2"), "serrm": ("pp2", "tp2"), "urm": ("dp2 x pp2", "fsdp2 x tp2")}
+_FEW |= {"flow": ("pp2", "tp2")}
 ACCUMULATION = {"gradient_accumulation_steps": 2, "activation_checkpointing": "block"}
 
 
@@ -205,6 +207,7 @@ def test_networks_that_draw_or_keep_more_have_the_same_bits_when_resumed(tmp_pat
         "dropout": ("serrm", "dp2", {"arch": {"dropout": 0.2, "puzzle_emb_ndim": 1}}),
         "conv": ("trm", "dp2", {"arch": conv, "optimizer": "muon"}),
         "fixed point": ("fprm", "dp2", {}),
+        "flow": ("flow", "dp2", {"arch": {"forward_dtype": "bfloat16"}}),
         "gate": ("infiloop", "dp2", {"arch": {"forward_dtype": "bfloat16"}} | ACCUMULATION),
         "noise": ("hrm", "dp2", {"arch": noise, "optimizer": "adamw", "weight_decay": 1.0}),
     }

@@ -18,6 +18,7 @@ from dataset.loader import Batch
 from distributed.collectives import all_ranks
 from distributed.flat import FlatParameters
 from evaluation.loop import answer_batches
+from evaluation.test_time import build_draw
 from models import HaltingModel, build_model
 from models.blocks import Block, block_weights
 from models.carry import Reasoning, StepOutput
@@ -110,8 +111,8 @@ def test_blocks_that_are_cast_beforehand_have_the_bits_of_a_cast_for_every_use(n
         assert dtypes == {torch.bfloat16 if is_cast else torch.float32}
         views = flat.attach_gradients()
         batch = random_batch(4)
-        arrays = {"keys": torch.arange(4)} if name == "serrm" else None
-        output, losses = run_losses(model, model.initial_carry(batch), batch, arrays=arrays)
+        rng = draws_of(4, **({"keys": torch.arange(4)} if name == "serrm" else {}))
+        output, losses = run_losses(model, model.initial_carry(batch), batch, rng=rng)
         losses()
         with flat.gradients_attached(views):
             output.prediction.logits.float().square().sum().backward()
@@ -167,7 +168,7 @@ def test_everything_trains_with_any_puzzle_embedding(name, row):
     puzzle_emb_ndim, puzzle_emb_len = _EMBEDDINGS[row]
     model = tiny_model(name, puzzle_emb_ndim=puzzle_emb_ndim, puzzle_emb_len=puzzle_emb_len, **mixing)
     batch = random_batch(4)
-    output = run_step(model.train(), model.initial_carry(batch), batch)
+    output = run_step(model.train(), model.initial_carry(batch), batch, rng=draws_of(4))
     positions = (puzzle_emb_len or -(-puzzle_emb_ndim // 32)) if puzzle_emb_ndim else 0
     shapes = {state: tuple(tensor.shape) for state, tensor in output.carry.state.items() if state[0] == "z"}
     assert output.prediction.logits.shape == (4, FACTS.seq_len, FACTS.vocab_size)
@@ -186,7 +187,7 @@ def test_everything_trains_with_any_puzzle_embedding(name, row):
 def test_everything_trains_with_convolutions(name):
     model = tiny_model(name, conv="instead", pos_encodings="none", puzzle_emb_ndim=0)
     batch = random_batch(4)
-    output = run_step(model.train(), model.initial_carry(batch), batch)
+    output = run_step(model.train(), model.initial_carry(batch), batch, rng=draws_of(4))
     (output.prediction.logits.sum() + output.prediction.q_halt.sum()).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     z = torch.randn(4, FACTS.seq_len, 32)
@@ -252,6 +253,7 @@ def test_convolutions_need_a_grid():
         ("urm_sudoku", 13_662_210, 11, 81),
         ("trm_sudoku_attention", pytest.approx(7e6, rel=0.05), 11, 81),
         ("trm_sudoku_mlp", pytest.approx(5e6, rel=0.05), 11, 81),
+        ("flow_sudoku", 5_298_178, 11, 81),
         ("sudoku_transformer", pytest.approx(27e6, rel=0.05), 11, 81),
         ("sudoku_extreme", pytest.approx(27e6, rel=0.02), 11, 81),
     ],
@@ -310,6 +312,7 @@ def test_an_unknown_published_model_is_refused_in_one_line(tmp_path, name):
         ("trm", {"mlp_t": True, "pos_encodings": "none"}),
         ("urm", {"conv": "beside"}),
         ("fprm", {"init_noise": 6.0}),
+        ("flow", {}),
         ("serrm", {"dropout": 0.1}),
         ("transformer", {}),
         ("ldt", {}),
@@ -332,8 +335,8 @@ def test_a_rank_without_slots_has_no_gradient_and_the_same_sums(name, changes):
 
 
 def _answer(model: HaltingModel, batches: list[Batch], reasoning: Reasoning) -> StepOutput:
-    """Returns the last output of an evaluation without random numbers."""
-    options = {"draw": lambda _: None, "on_step": lambda *_: None}
+    """Returns the last output of an evaluation without noise, except that of a flow."""
+    options = {"draw": build_draw(model.network, reasoning, seed=0), "on_step": lambda *_: None}
     return [*answer_batches(model, iter(batches), reasoning, **options)][-1]
 
 

@@ -268,8 +268,10 @@ def test_npm_must_bring_the_very_package(tmp_path, files, monkeypatch):
 
 def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, tmp_path, monkeypatch):
     page, noisy = tmp_path / "page", save_on(sudoku_folder, tmp_path / "noisy", state_noise=0.1)
-    with pytest.raises(ValueError, match="was trained with init_noise or state_noise"):
+    with pytest.raises(ValueError, match="arch=flow, init_noise or state_noise"):
         _write(noisy, page, runtime=str(files))
+    with pytest.raises(ValueError, match="needs noise"):
+        _write(save_on(sudoku_folder, tmp_path / "flow", name="flow"), page, runtime=str(files))
     search = save_on(sudoku_folder, tmp_path / "ldt", name="ldt")
     with monkeypatch.context() as change:
         change.setattr(browser, "MOST_TOKENS", 5)
@@ -294,7 +296,7 @@ def test_mistakes_are_one_line_and_leave_nothing(trained, sudoku_folder, files, 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="npm is not installed. Set runtime=FOLDER"):
         _write(trained, page)
-    assert {path.name for path in tmp_path.iterdir()} == {"package", "own", "noisy", "ldt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"package", "own", "noisy", "flow", "ldt"}
 
 
 def test_the_command_line(monkeypatch, capsys):

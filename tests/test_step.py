@@ -126,6 +126,7 @@ def test_other_models_are_the_same_run():
         "gate": {"name": "infiloop", "init_noise": 1.0, "state_noise": 0.1},
         **{f"hrm {target}": {"q_target": target, **_NOISE} for target in ("exact", "deferred")},
         "fprm": {"name": "fprm", "init_noise": 6.0},
+        "flow": {"name": "flow"},
         "serrm": {"name": "serrm", "dropout": 0.3, "H_cycles": 1},
         "serrm without a table": {"name": "serrm", "dropout": 0.3, "puzzle_emb_ndim": 0},
         "hrm without a table": {"puzzle_emb_ndim": 0},

@@ -62,6 +62,7 @@ _OWN = {
         **{**_RECURSIVE, "H_cycles": 1, "puzzle_emb_len": 0},
         **{"eval_halt_max_steps": 6, "init_noise": 0.0, "fp_thresh": 0.5},
     },
+    "flow": {**_RECURSIVE, "puzzle_emb_len": 3, "eval_halt_max_steps": 6, "own_predictions": 1.0},
     "serrm": {**_RECURSIVE, "head_dim": 12, "num_heads_t": 3, "head_dim_t": 6, "add_tokens": 2},
     "transformer": {"num_layers": 2},
     "ldt": {"num_layers": 2, "loops": 2, "puzzle_emb_ndim": 0, "halt_max_steps": 4, "eval_halt_max_steps": 6},

@@ -67,6 +67,7 @@ CASES = {
     "infiloop": Case(2, ("arch=infiloop", "optimizer=adamw", *_EMA)),
     "infiloop resumed": Case((2, 4), ("arch=infiloop", "sync=flat", _SHARDED, "lr=1e-2", *_EMA)),
     "fprm": Case((2, 4), (*_FPRM, "optimizer=muon", *_EMA)),
+    "flow": Case((2, 4), ("arch=flow", "arch.own_predictions=0.5", "arch.eval_halt_max_steps=6", *_EMA)),
     "urm": Case(2, ("arch=urm", *_EMA)),
     "serrm": Case(2, (*_SERRM, "arch.dropout=0.1", *_EMA)),
     "transformer": Case(2, ("arch=transformer", "arch.num_layers=2", *_EMA)),
@@ -133,6 +134,7 @@ _HAS_NOT = {  # keys of `OVERRIDES` that an architecture does not have
     "arch=urm": ("arch.H_layers",),
     "arch=infiloop": ("arch.H_layers",),
     "arch=fprm": ("arch.H_layers",),
+    "arch=flow": ("arch.H_layers",),
     "arch=transformer": ("arch.H_layers", "arch.L_layers", "arch.halt_max_steps"),
 }
 

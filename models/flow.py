@@ -1,0 +1,189 @@
+"""Looped Flows (arXiv 2609.11801): TRM whose thinking steps turn noise into an answer.
+
+A slot starts from noise x0, normal numbers of shape [cells, vocab]. The interpolant (1 - t) x0 + t x1 leads
+from x0 at time t = 0 to the right answer x1 (one-hot) at t = 1. A thinking step reads a point x of this path
+and its time t, and predicts x1. All thinking steps of an answer share x0, and pass on TRM's states z_H and
+z_L.
+
+Thinking step      `Flow.forward` below. Its H cycles, gradient and heads are those of models/trm.py.
+Training           Step i reads the interpolant at a random time t_i. The times of an answer increase
+                   (`Flow._interpolate`). With arch.own_predictions, a step after the first one may read a
+                   path that ends in the prediction of the step before, in place of x1.
+Evaluation         n thinking steps at the times i / n. Each step moves x towards the predicted answer
+                   (`Flow._renoise` and `Flow._move`). With sde_noise > 0, each step first puts some noise
+                   back (the paper's SDE). With sde_noise=0, only x0 is random (the ODE).
+Halting            Training: as TRM. Evaluation: a slot never halts before step n. The Q head selects among
+                   several samples of a puzzle (select=q_head).
+Loss               As TRM. The targets are the labels, also in steps that read an own prediction.
+
+The paper leaves the embedded puzzle out if the answer contains it, as in Sudoku: given cells of x are then
+always right. Here every puzzle is embedded, as the paper does for ARC and graph coloring, and x covers all
+cells. So the model needs no rule that says which cells are given.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from config.architecture import FlowConfig
+from dataset.format import IGNORE_LABEL_ID, Metadata
+from dataset.loader import Batch
+from models.blocks import Level, build_block
+from models.carry import Prediction, Reasoning, State, where
+from models.layers import Linear, truncated_normal
+from models.network import TokenNetwork, build_q_head, gradient_if
+from models.noise import perturbed
+from models.objective import PROBABILITIES
+from models.random import SlotRng
+
+
+class Flow(TokenNetwork):
+    """The network of Looped Flows.
+
+    One thinking step, with the input x at time t and the level L of models/trm.py:
+
+        e = embedded puzzle + sqrt(hidden_size) W_x x (in the cells) + time_mlp(t)
+        H_cycles times:
+            L_cycles times:  z_L = L(z_L, z_H + e)
+            once:            z_H = L(z_H, z_L)
+        logits = lm_head(z_H), without the puzzle positions
+        q_halt, q_continue = q_head(z_H at position 0)
+
+    q_continue is ignored.
+
+    The state of a slot:
+
+        z_H, z_L  [batch, positions, hidden]  in the forward dtype, as in TRM
+        x         float32 [batch, cells, vocab]  in training always x0. In evaluation the point of the path
+        guess     float32 [batch, cells, vocab]  in training the prediction of the step before. In evaluation
+                                              0
+        target    int32 [batch, cells]        in training the right answer. Cells without a label have their
+                                              input. In evaluation always the input, so no label is read
+        time      float32 [batch]             in training the time of the step before. In evaluation 0
+        step      int32 [batch]               number of steps so far
+    """
+
+    is_random = True
+
+    def __init__(self, arch: FlowConfig, metadata: Metadata):
+        super().__init__(arch, metadata)  # builds embed_tokens, puzzle_emb, embed_pos and rotary
+        width, self.vocab_size = arch.hidden_size, metadata.vocab_size
+        self.noise_std = self.vocab_size**-0.5 if arch.x0_std is None else arch.x0_std
+        self.register_buffer("H_init", truncated_normal(width, std=1).to(self.dtype))
+        self.register_buffer("L_init", truncated_normal(width, std=1).to(self.dtype))
+        self.W_x = nn.Parameter(truncated_normal(self.vocab_size, width, std=width**-0.5))
+        self.time_mlp = nn.Sequential(Linear(1, width, bias=True), nn.SiLU(), Linear(width, width, bias=True))
+        self.L_level = Level(build_block(arch, metadata) for _ in range(arch.L_layers))
+        self.lm_head, self.q_head = Linear(width, self.vocab_size), build_q_head(width)
+
+    def initial_state(self, batch_size: int, *, seq_len: int) -> State:
+        shape = batch_size, self.num_puzzle_positions + seq_len, self.arch.hidden_size
+        device = self.H_init.device
+        x = torch.zeros(batch_size, seq_len, self.vocab_size, device=device)
+        target = torch.zeros(batch_size, seq_len, dtype=torch.int32, device=device)
+        numbers = torch.zeros(batch_size, device=device)
+        state = {"z_H": self.H_init.expand(shape), "z_L": self.L_init.expand(shape), "target": target}
+        return state | {"x": x, "guess": x.clone(), "time": numbers, "step": numbers.int()}
+
+    def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
+        """Returns a first state for every slot of `data`. Without `rng`, x0 is 0. See `Network.start`."""
+        state = super().start(data, reasoning, rng, fresh)
+        if rng is not None:
+            slots = fresh.nonzero().flatten()
+            noise = self.noise_std * rng[slots].normal(state["x"].shape[1:], use="flow x0")
+            state["x"] = state["x"].index_copy(0, slots, noise)
+        has_target = (data.labels != IGNORE_LABEL_ID) & self.training
+        return state | {"target": torch.where(has_target, data.labels, data.inputs).int()}
+
+    def forward(
+        self,
+        state: State,
+        inputs: Tensor,
+        puzzle_identifiers: Tensor,
+        *,
+        reasoning: Reasoning,
+        rng: SlotRng | None = None,
+    ) -> tuple[State, Prediction]:
+        assert rng is not None, "a flow needs rng"
+        x, t = (self._interpolate if self.training else self._renoise)(state, reasoning, rng)
+        of_x = math.sqrt(self.arch.hidden_size) * (x.to(self.dtype) @ self.W_x.to(self.dtype))
+        e = self.embed(inputs, puzzle_identifiers) + F.pad(of_x, (0, 0, self.num_puzzle_positions, 0))
+        e = e + self.time_mlp(t[:, None]).to(e.dtype)[:, None]  # the same vector at all positions
+        # Up to the prediction, the code below is that of models/trm.py.
+        L = perturbed(self.L_level, reasoning, rng, self.rotary)
+        z_H, z_L = state["z_H"], state["z_L"]
+        first_with_gradient = reasoning.H_cycles - self.arch.gradient_cycles
+        for cycle in range(reasoning.H_cycles):
+            has_gradient = cycle >= first_with_gradient
+            is_last_cycle = cycle == reasoning.H_cycles - 1
+            z_H_and_e = z_H + e
+            for call in range(reasoning.L_cycles):
+                is_last_call = is_last_cycle and call == reasoning.L_cycles - 1
+                with gradient_if(has_gradient or is_last_call):
+                    z_L = L(z_L, z_H_and_e)
+            with gradient_if(has_gradient or is_last_cycle):
+                z_H = L(z_H, z_L)
+        prediction = self.answer(z_H)
+        # The paper does not say how logits become the predicted answer. Here, the loss decides: stablemax or
+        # softmax.
+        guess = PROBABILITIES[self.arch.loss.loss_type](prediction.logits.detach().float())
+        if self.training:
+            after = {"guess": guess, "time": t}
+        else:
+            after = {"x": self._move(x, t, guess, state["step"], reasoning)}
+        after |= {"z_H": z_H.detach(), "z_L": z_L.detach(), "step": state["step"] + 1}
+        return state | after, prediction
+
+    def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
+        """Returns the slots that the Q head halts in training: bool [batch]. All False in evaluation."""
+        return super().wants_to_halt(state, prediction, rng) & self.training
+
+    def _interpolate(self, state: State, reasoning: Reasoning, rng: SlotRng) -> tuple[Tensor, Tensor]:
+        """Returns the input x of a training step, [batch, cells, vocab], and its time t, [batch].
+
+        times=sorted        The k = `max_steps` steps have the k smallest of k + 1 uniform numbers, sorted.
+        times=random_start  The first time is uniform in [0, 1]. The others are the k - 1 smallest of k
+                            uniform numbers between the first time and 1, sorted.
+
+        Each step samples only its own time. If the time before was t', and m of the uniform numbers are
+        above t', the smallest of these m numbers is t' + (1 - t') (1 - U^(1/m)), with a uniform U.
+        """
+        step, before = state["step"], state["time"]
+        of_time, of_guess = rng.uniform((2,), use="flow time and guess").unbind(1)
+        m = reasoning.max_steps + 1 - step
+        if self.arch.times == "random_start":
+            m = torch.where(step == 0, 1, m)
+        t = before + (1 - before) * (1 - of_time ** (1 / m))
+        end = F.one_hot(state["target"].long(), self.vocab_size).to(state["x"].dtype)
+        if self.arch.own_predictions is not None:
+            is_own = (step > 0) & (of_guess < reasoning.progress / self.arch.own_predictions)
+            end = where(is_own, state["guess"], end)
+        return torch.lerp(state["x"], end, t[:, None, None]), t
+
+    def _renoise(self, state: State, reasoning: Reasoning, rng: SlotRng) -> tuple[Tensor, Tensor]:
+        """Puts noise back into x. Returns the new x, [batch, cells, vocab], and its time u, [batch].
+
+        If x has the distribution of the interpolant at time t = step / n, the result has that at time
+        u = a t. a is 1 - sde_noise / n, but at least 0. With sde_noise=0, the result is x at time t.
+        """
+        n = reasoning.max_steps
+        a = max(1 - reasoning.sde_noise / n, 0.0)
+        u = a * state["step"] / n
+        if a == 1:
+            return state["x"], u
+        std = self.noise_std * ((1 - u).square() - (a - u).square()).sqrt()
+        noise = rng.normal(state["x"].shape[1:], use="flow noise")
+        return a * state["x"] + std[:, None, None] * noise, u
+
+    def _move(self, x: Tensor, u: Tensor, guess: Tensor, step: Tensor, reasoning: Reasoning) -> Tensor:
+        """Returns x, moved on a straight line to the prediction: from time u to (step + 1) / n.
+
+        At time 1, the result is the prediction.
+        """
+        fraction = ((step + 1) / reasoning.max_steps - u) / (1 - u)
+        return torch.lerp(x, guess, fraction[:, None, None])
+
+
+NETWORK = Flow
