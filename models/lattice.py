@@ -1,17 +1,8 @@
-"""The boards of the Lattice Deduction Transformer (LDT, arXiv 2605.08605), and the moves on them.
+"""The boards of LDT: their start, their moves, and what happens after a move.
 
-A board is a set of candidate values for each cell. The words for boards and cells:
+models/ldt.py introduces the words lost, contradictory, solved, open and given.
 
-open cell             It has several candidates.
-given cell            It had one candidate at the start of the board, because the puzzle or a hint gives its
-                      value. A move never removes this candidate.
-sound board           Every cell has the value of the solution among its candidates.
-lost board            Not sound: it has lost the solution. A move has removed a right candidate, or a hint at
-                      the start was wrong.
-solved board          Every cell has one candidate, right or wrong.
-contradictory board   The model says that the board has lost the solution. It may be wrong.
-
-The state of a slot (`LDT.start` makes it):
+The state of a slot (`start_boards` makes it, and `move` changes alive, guess and outcome):
 
     alive    uint8 [batch, cells, values]  1 for each candidate of the board
     entered  uint8 [batch, cells, values]  `alive` at the start of the board
@@ -19,7 +10,7 @@ The state of a slot (`LDT.start` makes it):
     outcome  uint8 [batch]                 SOLVED or CONTRADICTORY after the last move, else 0
     guess    int16 [batch]                 the cell that the last move guessed, or NO_GUESS
 
-In every thinking step, `LDT.forward` calls `move`, which makes one move of each board:
+A move (`move`) has three parts:
 
 1. Remove the candidates with a low `keep` probability (`kills`), except those of given cells.
 2. If a cell has no candidate, or if the `conflict` probability is high, the outcome is CONTRADICTORY.
@@ -33,12 +24,12 @@ What happens to the board after its move:
     ------------------------------  --------------------------------  ----------------------------------------
     SOLVED                          leaves the slot                   stays. The slot halts, and the board is
                                                                       the answer
-    CONTRADICTORY, board lost       leaves the slot                   is reset to `entered`
-    CONTRADICTORY, board sound      stays, without a guess            is reset to `entered`
+    CONTRADICTORY, lost             leaves the slot                   is reset to `entered`
+    CONTRADICTORY, not lost         stays, without a guess            is reset to `entered`
     none                            stays, with a guess               stays, with a guess
 
 In training, a board also leaves after arch.halt_max_steps moves. If a board leaves, the slot starts on a new
-puzzle. Training uses `target` for the loss and to know which boards are sound. An evaluation does not use it.
+puzzle. Training uses `target` for the loss, and to know which boards are lost. An evaluation does not use it.
 """
 
 from __future__ import annotations
@@ -50,8 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.architecture import LDTConfig
-from models.carry import Carry, Reasoning, State, where
-from models.objective import Sums
+from models.carry import Reasoning, State, where
 from models.random import SlotRng
 from models.search import NO_GUESS
 
@@ -59,14 +49,14 @@ SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move
 
 
 class Outputs(NamedTuple):
-    """The outputs of a forward pass on boards: float32 logits after each loop.
+    """The outputs of the network for boards: float32 logits after each loop.
 
     Attributes:
         keep: For each cell and value, whether the value is right, [batch, loops, cells, values]. The sigmoid
             is the probability.
         digit: The value of each cell, [batch, loops, cells, values]. The softmax over the values gives the
             probabilities.
-        conflict: Whether the board has lost the solution, [batch, loops]. The sigmoid is the probability.
+        conflict: Whether the board is lost, [batch, loops]. The sigmoid is the probability.
     """
 
     keep: Tensor
@@ -78,6 +68,47 @@ class Outputs(NamedTuple):
         return Outputs(*(logits[:, -1].detach() for logits in self))
 
 
+def start_boards(entered: Tensor, solution: Tensor) -> State:
+    """Returns the state of boards that have made no move. The docstring of this file describes it.
+
+    entered: Candidates at the start. solution: The solution, one-hot. Both are uint8 [batch, cells, values].
+    """
+    target = solution * _contains(entered, solution)[:, None, None]  # all 0 on a board with a wrong hint
+    outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
+    guess = torch.full_like(outcome, NO_GUESS, dtype=torch.int16)
+    return {"alive": entered, "entered": entered, "target": target, "guess": guess, "outcome": outcome}
+
+
+def with_hints(entered: Tensor, solution: Tensor, arch: LDTConfig, rng: SlotRng) -> Tensor:
+    """Returns `entered` with hints: some open cells of some boards have only one candidate.
+
+    A board gets one of three kinds of hints:
+
+    - with probability hint_prob: right hints in 0 to 100 % of its open cells
+    - with probability wrong_hint_prob: hints in 10 to 100 % of its open cells. 1 to 30 % of them are
+      wrong, at least one
+    - otherwise: none
+
+    entered, solution: uint8 [batch, cells, values].
+    """
+    is_open = entered.sum(-1) > 1  # [batch, cells]
+    num_open = is_open.sum(-1)  # [batch], as all numbers of hints
+    kind, amount, wrong_amount = rng.uniform((3,), use="hints").unbind(1)
+    has_wrong = kind < arch.wrong_hint_prob
+    has_hints = kind < arch.wrong_hint_prob + arch.hint_prob
+    num_if_wrong = (num_open * (0.1 + 0.9 * amount)).long().clamp(min=1)
+    num_hints = torch.where(has_wrong, num_if_wrong, (num_open * amount).long()) * has_hints
+    num_wrong = (num_hints * (0.01 + 0.29 * wrong_amount)).long().clamp(min=1) * has_wrong
+    # Put the open cells of each board in random order. The first num_hints of them get hints. Of these,
+    # the first num_wrong get a wrong one.
+    order = torch.where(is_open, rng.uniform(is_open.shape[1:], use="hint cells"), 2.0).argsort(-1)
+    rank = order.argsort(-1)  # place of each cell in the order
+    scores = torch.where(entered > solution, rng.uniform(entered.shape[1:], use="wrong hints"), -1.0)
+    wrong = F.one_hot(scores.argmax(-1), entered.shape[-1]).to(torch.uint8)  # a random wrong candidate
+    hint = torch.where((rank < num_wrong[:, None])[..., None], wrong, solution)
+    return torch.where((is_open & (rank < num_hints[:, None]))[..., None], hint, entered)
+
+
 def move(
     state: State,
     last: Outputs,
@@ -87,7 +118,7 @@ def move(
     *,
     in_search: bool = False,
 ) -> State:
-    """Makes one move of each board, the steps 1 to 3 in the docstring of this file. Returns the new state.
+    """Makes one move of each board, the parts 1 to 3 in the docstring of this file. Returns the new state.
 
     In evaluation, the caller then resets contradictory boards. With arch.true_pin_prob > 0, a fraction of the
     guesses in training takes the value of the solution, if it is still a candidate. This fraction falls
@@ -135,56 +166,33 @@ def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
 
     A given cell keeps its candidate. keep: Logits of the last loop, [batch, cells, values].
     """
-    is_given = state["entered"].sum(-1, keepdim=True) == 1
-    return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & ~is_given
+    is_open = ~given_cells(state)[..., None]
+    return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & is_open
 
 
 def leaves(state: State) -> Tensor:
     """Returns which boards leave their slot in training before halt_max_steps moves: bool [batch].
 
-    These are the solved boards, right or wrong, and the contradictory boards that are lost. A
-    contradictory board that is sound stays. state: State after the move.
+    These are the solved boards, right or wrong, and the boards that are both contradictory and lost. A
+    contradictory board that is not lost stays. state: State after the move.
     """
     outcome = state["outcome"]
-    return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & has_lost_solution(state))
+    return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & is_lost(state))
 
 
-def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) -> Sums:
-    """Returns metric sums of the candidates removed from sound boards, and of the boards that leave.
+def given_cells(state: State) -> Tensor:
+    """Returns which cells are given: bool [batch, cells]."""
+    return state["entered"].sum(-1) == 1
 
-    `models.ldt.BoardObjective.training_metrics` describes the metrics.
 
-    before, after: Input and output of the thinking step. keep: Logits of the last loop, [batch, cells,
-    values].
+def is_lost(state: State) -> Tensor:
+    """Returns which boards are lost: bool [batch]."""
+    return ~_contains(state["alive"], state["target"])
+
+
+def _contains(alive: Tensor, solution: Tensor) -> Tensor:
+    """Returns which boards have the solution among their candidates: bool [batch].
+
+    solution: One-hot, in the shape of `alive`.
     """
-    is_lost, left = has_lost_solution(before.state), after.halted
-    killed = kills(before.state, keep, arch) & ~is_lost[:, None, None]
-    solved = left & (after.state["outcome"] == SOLVED)
-    sums = {
-        "sound": ~is_lost,
-        "kills": killed,
-        "wrong_kills": killed & (before.state["target"] == 1),
-        "left": left,
-        "steps": left * after.steps,
-        "solved": solved,
-        "solved_right": solved & ~has_lost_solution(after.state),
-    }
-    return {name: values.sum() for name, values in sums.items()}
-
-
-def contains_solution(alive: Tensor, solution: Tensor) -> Tensor:
-    """Returns which boards are sound: bool [batch]. solution: One-hot, in the shape of `alive`."""
     return ((alive & solution).sum(-1) == 1).all(-1)
-
-
-def has_lost_solution(state: State) -> Tensor:
-    """Returns which boards are lost (not sound): bool [batch]."""
-    return ~contains_solution(state["alive"], state["target"])
-
-
-def digit_cells(state: State) -> Tensor:
-    """Returns the cells of the digit loss: bool [batch, cells].
-
-    These are the cells of sound boards that are not given.
-    """
-    return (state["entered"].sum(-1) != 1) & ~has_lost_solution(state)[:, None]
