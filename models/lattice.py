@@ -143,8 +143,8 @@ def move(
         priority = priority - num_candidates  # random among the cells with the fewest candidates
     cell = torch.where(num_candidates > 1, priority, -torch.inf).argmax(-1)
     # Then sample the value, [batch]: the candidate with the highest score. Scores are [batch, values].
-    score = last.digit[boards, cell] / arch.temperature
-    if reasoning.decision_value == "drawn":
+    score = last.digit[boards, cell] / (arch.temperature or 1.0)
+    if reasoning.decision_value == "drawn" and arch.temperature > 0:
         # With Gumbel noise, the argmax is a sample of the softmax.
         score = score - (-rng.uniform(score.shape[1:], use="value").log()).log()
     if arch.true_pin_prob and not in_search:
