@@ -420,6 +420,7 @@ class LDTConfig(ArchConfig):
     pos_encodings: Literal["learned", "rope"]
     dropout: Annotated[float, Field(ge=0, lt=1)]
     boards_per_slot: _Repeats
+    num_answers: Annotated[int, Field(ge=1, le=32)]
     kill_threshold: Fraction
     conflict_threshold: Fraction
     eval_conflict_threshold: Fraction

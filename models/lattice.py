@@ -9,6 +9,12 @@ The state of a slot (`start_boards` makes it, and `move` changes alive, guess an
     target   uint8 [batch, cells, values]  the solution, one-hot. All 0 if a hint at the start was wrong
     outcome  uint8 [batch]                 SOLVED or CONTRADICTORY after the last move, else 0
     guess    int16 [batch]                 the cell that the last move guessed, or NO_GUESS
+    answers  int16 [batch, answers, cells] only in training with arch.num_answers > 1: right answers, as
+                                           indices of values. -1 in an unused entry
+
+With several answers, an answer fits a board if its value in every cell is a candidate. `target` is then the
+union of the answers that fit before the move. If none fits, `target` does not change (`with_target`). The
+board is lost if some cell has no candidate of `target`. So a board is not lost as long as an answer fits.
 
 A move (`move`) has three parts:
 
@@ -68,15 +74,38 @@ class Outputs(NamedTuple):
         return Outputs(*(logits[:, -1].detach() for logits in self))
 
 
-def start_boards(entered: Tensor, solution: Tensor) -> State:
+def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = None) -> State:
     """Returns the state of boards that have made no move. The docstring of this file describes it.
 
     entered: Candidates at the start. solution: The solution, one-hot. Both are uint8 [batch, cells, values].
+    answers: As in the state. If it is not None, `solution` is not used.
     """
     target = solution * _contains(entered, solution)[:, None, None]  # all 0 on a board with a wrong hint
     outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
     guess = torch.full_like(outcome, NO_GUESS, dtype=torch.int16)
-    return {"alive": entered, "entered": entered, "target": target, "guess": guess, "outcome": outcome}
+    state = {"alive": entered, "entered": entered, "target": target, "guess": guess, "outcome": outcome}
+    if answers is None:
+        return state
+    return with_target(state | {"target": torch.zeros_like(target), "answers": answers})
+
+
+def with_target(state: State) -> State:
+    """Returns the state with the target of its next move. With only one answer, it is the state itself."""
+    if "answers" not in state:
+        return state
+    fits = _fits(state)
+    values = state["answers"].clamp(min=0).long().transpose(1, 2)  # [batch, cells, answers]
+    source = fits[:, None].expand_as(values).to(torch.uint8)
+    union = torch.zeros_like(state["target"]).scatter_reduce(-1, values, source, "amax")
+    return state | {"target": where(fits.any(-1), union, state["target"])}
+
+
+def _fits(state: State) -> Tensor:
+    """Returns which answers fit the board: bool [batch, answers]."""
+    answers = state["answers"]
+    alive = state["alive"][:, None].expand(-1, answers.shape[1], -1, -1)
+    is_candidate = alive.gather(-1, answers.clamp(min=0).long()[..., None])[..., 0] == 1
+    return (is_candidate & (answers >= 0)).all(-1)
 
 
 def with_hints(entered: Tensor, solution: Tensor, arch: LDTConfig, rng: SlotRng) -> Tensor:
@@ -126,6 +155,7 @@ def move(
 
     last: Outputs of the last loop. in_search: Whether this is an evaluation.
     """
+    state = with_target(state)
     # 1. Remove candidates.
     alive = state["alive"].bool() & ~kills(state, last.keep, arch)
     num_candidates = alive.sum(-1)  # [batch, cells]
@@ -147,11 +177,12 @@ def move(
     if reasoning.decision_value == "drawn" and arch.temperature > 0:
         # With Gumbel noise, the argmax is a sample of the softmax.
         score = score - (-rng.uniform(score.shape[1:], use="value").log()).log()
+    allowed = alive[boards, cell]
     if arch.true_pin_prob and not in_search:
         takes_solution = rng.uniform((), use="pin") < arch.true_pin_prob * (1 - reasoning.progress)
-        is_solution = state["target"][boards, cell] == 1
-        score = torch.where(takes_solution[:, None] & is_solution, torch.inf, score)
-    value = torch.where(alive[boards, cell], score, -torch.inf).argmax(-1)
+        is_right = allowed & (state["target"][boards, cell] == 1)
+        allowed = torch.where((takes_solution & is_right.any(-1))[:, None], is_right, allowed)
+    value = torch.where(allowed, score, -torch.inf).argmax(-1)
 
     guessed = alive.clone()
     guessed[boards, cell] = F.one_hot(value, score.shape[1]).bool()
@@ -187,7 +218,12 @@ def given_cells(state: State) -> Tensor:
 
 def is_lost(state: State) -> Tensor:
     """Returns which boards are lost: bool [batch]."""
-    return ~_contains(state["alive"], state["target"])
+    return ~(state["alive"] & state["target"]).bool().any(-1).all(-1)
+
+
+def is_right(state: State) -> Tensor:
+    """Returns which boards contain an answer: bool [batch]."""
+    return _fits(state).any(-1) if "answers" in state else ~is_lost(state)
 
 
 def _contains(alive: Tensor, solution: Tensor) -> Tensor:

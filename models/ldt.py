@@ -56,7 +56,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from config.architecture import LDTConfig
-from dataset.format import Metadata, columns_of
+from dataset.format import IGNORE_LABEL_ID, Metadata, columns_of
 from dataset.loader import Batch
 from models.blocks import Level
 from models.carry import Reasoning, State, where
@@ -149,7 +149,7 @@ class LDT(Search):
 
     def __init__(self, arch: LDTConfig, metadata: Metadata):
         super().__init__(arch)
-        self.boards_per_slot = arch.boards_per_slot
+        self.boards_per_slot, self.num_answers = arch.boards_per_slot, arch.num_answers
         width, vocab_size, num_cells = arch.hidden_size, metadata.vocab_size, metadata.seq_len
         # If the metadata do not say which labels an input may have, any input may have any label. Example: an
         # estimate of memory without a dataset.
@@ -214,7 +214,14 @@ class LDT(Search):
         solution = (data.labels[..., None] == self.values).to(torch.uint8)
         if self.training and rng is not None and self.arch.hint_prob + self.arch.wrong_hint_prob > 0:
             entered = with_hints(entered, solution, self.arch, rng)
-        return start_boards(entered, solution)
+        if not self.training or self.num_answers == 1:
+            return start_boards(entered, solution)
+        answers = data.answers
+        if answers is None:  # no puzzle yet: the blank carry at the start of a run
+            answers = F.pad(data.labels[:, None], (0, 0, 0, self.num_answers - 1), value=IGNORE_LABEL_ID)
+        indices = torch.searchsorted(self.values, answers.long()).clamp(max=len(self.values) - 1)
+        answers = torch.where(self.values[indices] == answers, indices, -1).to(torch.int16)
+        return start_boards(entered, solution, answers)
 
     def view(self, state: State) -> SearchView:
         candidates = state["alive"].new_zeros(*state["alive"].shape[:2], len(self.candidates))

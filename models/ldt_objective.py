@@ -14,7 +14,8 @@ keep_loss      Binary cross-entropy of `keep`, the mean over all cells and value
                value is a candidate and right, else 0. Entries with target 1 have the weight keep_weight, and
                all others kill_weight.
 digit_loss     Cross-entropy of `digit` against the solution, the sum over the cells that count. A cell counts
-               if its board is not lost and the cell is not given.
+               if its board is not lost, the cell is not given, and the solution has one value in it. With
+               several answers (arch.num_answers), the solution is the union of those that fit the board.
 conflict_loss  Binary cross-entropy of `conflict`. The target is 1 if the board is lost. With
                balanced_conflict, the lost boards together weigh as much as all others.
 
@@ -33,7 +34,7 @@ from torch import Tensor
 from config.architecture import LDTConfig
 from dataset.format import IGNORE_LABEL_ID
 from models.carry import Carry, Reasoning, State, StepOutput
-from models.lattice import SOLVED, given_cells, is_lost, kills
+from models.lattice import SOLVED, given_cells, is_lost, is_right, kills, with_target
 from models.objective import Divisors, Metrics, Sums, correct_sequences
 from models.random import SlotRng
 
@@ -75,7 +76,8 @@ class BoardObjective:
     # Training.
 
     def divisors(self, carry: Carry) -> Sums:
-        return {"digit_cells": _digit_cells(carry.state).sum(), "bad": is_lost(carry.state).sum()}
+        board = with_target(carry.state)
+        return {"digit_cells": _digit_cells(board).sum(), "bad": is_lost(board).sum()}
 
     def losses(
         self,
@@ -92,6 +94,7 @@ class BoardObjective:
         The arguments are those of `Objective.losses`. The caller divides the first result by
         divisors["slots"].
         """
+        before = before._replace(state=with_target(before.state))
         arch, board, outputs = self.arch, before.state, output.prediction.of_network()
         losses = {  # each [batch]
             "keep_loss": self._keep_loss(board, outputs.keep),
@@ -115,10 +118,10 @@ class BoardObjective:
 
     def _keep_loss(self, board: State, keep: Tensor) -> Tensor:
         """Returns keep_loss, [batch]. keep: [batch, loops, cells, values]."""
-        is_right = (board["alive"] & board["target"])[:, None].to(keep.dtype)  # [batch, 1, cells, values]
+        right = (board["alive"] & board["target"])[:, None].to(keep.dtype)  # [batch, 1, cells, values]
         log_keep = F.logsigmoid(keep)
         log_kill = log_keep - keep  # equals log(1 - sigmoid(keep))
-        if_right, if_wrong = self.arch.keep_weight * is_right, self.arch.kill_weight * (1 - is_right)
+        if_right, if_wrong = self.arch.keep_weight * right, self.arch.kill_weight * (1 - right)
         return -(if_right * log_keep + if_wrong * log_kill).mean((1, 2, 3))
 
     def _digit_loss(self, board: State, digit: Tensor) -> Tensor:
@@ -170,7 +173,7 @@ class BoardObjective:
             "left": left,
             "steps": left * after.steps,
             "solved": solved,
-            "solved_right": solved & ~is_lost(after.state),
+            "solved_right": solved & is_right(after.state),
         }
 
     # Evaluation.
@@ -193,4 +196,5 @@ class BoardObjective:
 
 def _digit_cells(board: State) -> Tensor:
     """Returns the cells that count in digit_loss: bool [batch, cells]."""
-    return ~given_cells(board) & ~is_lost(board)[:, None]
+    has_one_value = board["target"].sum(-1) == 1
+    return ~given_cells(board) & ~is_lost(board)[:, None] & has_one_value

@@ -45,6 +45,8 @@ class Network(nn.Module):
         undecayed: Names of the weights without weight decay.
         is_search: Whether an evaluation is a search (`models.search.Search`).
         boards_per_slot: Number of puzzles in a slot in training. Each step works on one of them.
+        num_answers: Number of right answers of each puzzle in a batch of training (`Batch.answers`). 1: only
+            the label.
         dtype: Dtype of activations and states.
         puzzle_emb: Table of puzzle embeddings. None if the model has none.
     """
@@ -53,6 +55,7 @@ class Network(nn.Module):
     undecayed: ClassVar[tuple[str, ...]] = ()
     is_search: ClassVar[bool] = False
     boards_per_slot: int = 1
+    num_answers: int = 1
     puzzle_emb: PuzzleEmbedding | None
 
     def __init__(self, arch: ArchConfig):

@@ -92,16 +92,17 @@ class RunData:
         return read_info([folder], load_metadata(folder, "test"))
 
     def read_train_batches(
-        self, *, first_step: int, ranks: Ranks, device: torch.device
+        self, *, first_step: int, ranks: Ranks, device: torch.device, num_answers: int, seed: int
     ) -> AbstractContextManager[Iterator[tuple[str, Batch]]]:
         """Returns a context manager. It yields an iterator over (set name, batch of this rank).
 
         The first batch is the one of step `first_step` + 1.
 
-        ranks: Group that divides the global batch.
+        ranks: Group that divides the global batch. num_answers, seed: As in `PuzzleDataset`.
         """
-        share = {"rank": ranks.index, "world_size": ranks.size}
-        dataset = PuzzleDataset(self.dataset, "train", self.plan, first_step=first_step, **share)
+        options = {"rank": ranks.index, "world_size": ranks.size, "first_step": first_step}
+        options |= {"num_answers": num_answers, "seed": seed}
+        dataset = PuzzleDataset(self.dataset, "train", self.plan, **options)
         return read_batches(dataset, device=device)
 
 
