@@ -146,7 +146,13 @@ def run_steps(
     #   `is_agreed()` becomes True on all ranks, after the same step. If a rank does not finish the step in
     #   time, it exits without saving. While the watchdog is paused, there is no time limit.
     with (
-        data.read_train_batches(first_step=state.step, ranks=state.ranks, device=program.device) as batches,
+        data.read_train_batches(
+            first_step=state.step,
+            ranks=state.ranks,
+            device=program.device,
+            num_answers=state.model.network.num_answers,
+            seed=config.seed,
+        ) as batches,
         checkpoints,
         Monitor(program, state, data, checkpoints, is_logged=is_logged) as monitor,
         Interruption(program.watchdog.is_paused) as interruption,

@@ -317,6 +317,7 @@ class FPRMConfig(TokenConfig):
     stepsize_decay_train: Damping
     stepsize_decay_eval: Damping
     decay_patience: _Repeats
+    fixed_init_std: StandardDeviation
     mlp_t: Literal[False]
     conv: Literal["none"]
     halt_max_steps: _Steps
@@ -334,6 +335,8 @@ class FPRMConfig(TokenConfig):
 
     def mistakes(self) -> Iterator[str]:
         yield from super().mistakes()
+        if self.fixed_init_std and self.init_noise:
+            yield f"fixed_init_std={self.fixed_init_std:g} has no effect with init_noise. Set init_noise=0."
         yield from _mistakes_of_cycles(self)
         yield from _mistakes_of_q_target(self)
 
@@ -443,10 +446,11 @@ class LDTConfig(ArchConfig):
     pos_encodings: Literal["learned", "rope"]
     dropout: Annotated[float, Field(ge=0, lt=1)]
     boards_per_slot: _Repeats
+    num_answers: Annotated[int, Field(ge=1, le=32)]
     kill_threshold: Fraction
     conflict_threshold: Fraction
     eval_conflict_threshold: Fraction
-    temperature: _Positive
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     decision_cell: DecisionCell
     decision_value: DecisionValue
     hint_prob: Fraction

@@ -65,12 +65,13 @@ _FPRM = _Published(
     },
     unread=(
         *("H_cycles", "L_cycles", "H_layers", "halt_max_steps", "halting_mechanism", "max_iter_dist"),
-        *("norm_type", "residual_scale", "outer_only", "conv_kernel_size", "conv_bias", "fixed_init", "eps"),
+        *("norm_type", "residual_scale", "outer_only", "conv_kernel_size", "conv_bias", "eps"),
         *("variational_dropout", "weight_dropout", "softmax_temp", "n_decode_steps", "outlier_quantile"),
         *("normalize_input_injection", "gamma_alpha", "gamma_scale", "expon_scale"),
         *("jacobian_reg", "n_jacobian_samples", "jacobian_eps"),
     ),
     constants={"halt_exploration_prob": 0.0, "eval_L_cycles": 1},
+    tensors={"L_optimizer.init_vec": "H_init"},
 )
 PUBLISHED = {
     "hrm.hrm_act_v1@HierarchicalReasoningModel_ACTV1": _Published("hrm"),
@@ -106,6 +107,8 @@ def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
         known = ", ".join(PUBLISHED)
         raise ValueError(f"{where}: unknown architecture {arch.get('name')!r}. Known architectures: {known}.")
     values = {public.keys.get(key, key): value for key, value in arch.items() if key not in public.unread}
+    if values.pop("fixed_init", False):  # FPRM: the noise of the start is one vector for all puzzles
+        values |= {"fixed_init_std": values.get("init_noise", 0.0), "init_noise": 0.0}
     loss = {key: value for key, value in arch["loss"].items() if key != "name"}
     arch = {**public.constants, **values, "name": public.name, "loss": loss}
     return {"data_path": config.get("data_paths"), **config, "arch": arch}

@@ -43,7 +43,7 @@ class Augmentation(NamedTuple):
         has_translations: Whether each example also has a translation: how far down and right its grid moves.
         may_turn: Whether every rotated or mirrored puzzle is valid too. LDT may then rotate and mirror it.
         may_permute: Whether every permutation of the symbols is valid too. LDT may then permute them. LDT
-            also assumes that the grid has the boxes of a Sudoku (`models.ldt._turned_cells`).
+            also assumes that the grid has the boxes of a Sudoku (`models.ldt_symmetry.turned_cells`).
     """
 
     num_bytes: Callable[[int, int], int]

@@ -3,13 +3,14 @@
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from dataset.answers import read_answers
 from dataset.description import read_names
 from dataset.format import BLANK, IGNORE_LABEL_ID, Dataset, Metadata
 from dataset.plan import EvaluationPlan, TrainPlan
@@ -31,12 +32,15 @@ class Batch(NamedTuple):
         puzzle_identifiers: int32 [batch], number of each example's puzzle embedding.
         rows: int64 [batch], index of each example in its set. -1 for padding. In `evaluation.test_time`, the
             number of the attempt instead.
+        answers: int32 [batch, answers, seq_len], right answers of each puzzle (dataset/answers.py). None,
+            except in training with arch.num_answers > 1. The carry does not contain them.
     """
 
     inputs: torch.Tensor
     labels: torch.Tensor
     puzzle_identifiers: torch.Tensor
     rows: torch.Tensor
+    answers: torch.Tensor | None = None
 
     @property
     def is_real(self) -> torch.Tensor:
@@ -44,19 +48,23 @@ class Batch(NamedTuple):
         return self.rows >= 0
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(*(tensor.to(device, non_blocking=True) for tensor in self))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """Returns the batch with `function` applied to every tensor."""
+        return Batch(*(None if tensor is None else function(tensor) for tensor in self))
 
     def select(self, slots: slice | torch.Tensor) -> "Batch":
         """Returns a batch of only some examples.
 
         slots: Positions of these examples, as a slice, int64 [n] or bool [batch].
         """
-        return Batch(*(tensor[slots] for tensor in self))
+        return self.map(lambda tensor: tensor[slots])
 
     @staticmethod
     def join(parts: "list[Batch]") -> "Batch":
-        """Concatenates several batches to one."""
-        return Batch(*map(torch.cat, zip(*parts, strict=True)))
+        """Concatenates several batches to one. They have no answers."""
+        return Batch(*(torch.cat(column) for column in zip(*parts, strict=True) if column[0] is not None))
 
 
 class PuzzleDataset(IterableDataset):
@@ -68,7 +76,8 @@ class PuzzleDataset(IterableDataset):
     blank_identifier_id, row -1. Only one thread at a time may iterate, because the random generators of the
     plan have state.
 
-    split: "train" or "test".
+    split: "train" or "test". plan: Order of the examples. num_answers: If above 1, each batch has up to this
+    number of answers of each example. seed: Selects a part of the answers.
     """
 
     def __init__(
@@ -80,7 +89,10 @@ class PuzzleDataset(IterableDataset):
         rank: int,
         world_size: int,
         first_step: int = 0,
+        num_answers: int = 1,
+        seed: int = 0,
     ):
+        self.num_answers, self.seed = num_answers, seed
         self.data, self.split, self.plan, self.first_step = data, split, plan, first_step
         self.local_batch_size = -(-plan.global_batch_size // world_size)
         self.slice = slice(rank * self.local_batch_size, (rank + 1) * self.local_batch_size)
@@ -91,7 +103,14 @@ class PuzzleDataset(IterableDataset):
             rows, puzzles = batch.rows[self.slice], batch.puzzles[self.slice]
             set_and_metadata = data.sets[batch.set_name], data.metadata
             size = self.local_batch_size if isinstance(self.plan, EvaluationPlan) else len(rows)
-            yield batch.set_name, load_batch(*set_and_metadata, rows, puzzles, size=size)
+            loaded = load_batch(*set_and_metadata, rows, puzzles, size=size)
+            if self.num_answers > 1:
+                options = {"num_answers": self.num_answers, "seed": self.seed}
+                answers = read_answers(set_and_metadata[0], rows, puzzles, **options)
+                if data.metadata.ignore_label_id is not None:
+                    answers[answers == data.metadata.ignore_label_id] = IGNORE_LABEL_ID
+                loaded = loaded._replace(answers=torch.from_numpy(answers))
+            yield batch.set_name, loaded
 
     def distinct_identifiers(self) -> np.ndarray:
         """Returns all puzzle identifiers that this rank will read: int64 [n], ascending.
@@ -152,7 +171,7 @@ def read_batches(dataset: PuzzleDataset, *, device: torch.device) -> Iterator[It
                 torch.cuda.set_device(device)  # the current device is set per thread
             for set_name, batch in dataset:
                 if device.type == "cuda":
-                    batch = Batch(*(tensor.pin_memory() for tensor in batch))
+                    batch = batch.map(torch.Tensor.pin_memory)
                 room.acquire()
                 if is_over.is_set():
                     return

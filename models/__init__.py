@@ -10,7 +10,7 @@ What to read:
 models/trm.py, hrm.py, ...  a network: its thinking step and its gradient. Start here
 models/network.py           the base classes of networks: puzzle embedding, output heads
 models/halting.py           `HaltingModel`, and the rules by which slots halt
-models/objective.py         the loss, its divisor, and the metrics (LDT: models/ldt.py)
+models/objective.py         the loss, its divisor, and the metrics (LDT: models/ldt_objective.py)
 models/carry.py             the types State, Reasoning, Prediction, Carry and StepOutput
 models/blocks.py            transformer blocks, from models/layers.py
 config/arch/<name>.yaml     the keys of a model, with their defaults and meanings

@@ -103,7 +103,7 @@ class Carry(NamedTuple):
         state: State of the network.
         steps: Number of thinking steps that the slot has made on its puzzle, int32 [batch].
         halted: Whether the slot has halted, bool [batch]. `HaltingModel.refill` starts it on a new puzzle.
-        data: The puzzles, with their labels.
+        data: The puzzles, with their labels, without `Batch.answers`.
     """
 
     state: State
@@ -113,7 +113,8 @@ class Carry(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns every tensor by its name, such as z_H, steps, halted, data.inputs: each [batch, ...]."""
-        data = {f"data.{name}": tensor for name, tensor in self.data._asdict().items()}
+        fields = self.data._asdict().items()
+        data = {f"data.{name}": tensor for name, tensor in fields if tensor is not None}
         return {**self.state, "steps": self.steps, "halted": self.halted, **data}
 
     @classmethod
@@ -123,7 +124,7 @@ class Carry(NamedTuple):
         return cls(
             steps=state.pop("steps"),
             halted=state.pop("halted"),
-            data=Batch(*(state.pop(f"data.{name}") for name in Batch._fields)),
+            data=Batch(*(state.pop(f"data.{name}") for name in Batch._fields if name != "answers")),
             state=state,
         )
 

@@ -15,7 +15,7 @@ from config.architecture import FPRMConfig
 from dataset.format import Metadata, columns_of
 from models.blocks import Level
 from models.carry import Prediction, Reasoning, State
-from models.layers import Attention, Linear, SwiGLU, rms_norm
+from models.layers import Attention, Linear, SwiGLU, rms_norm, truncated_normal
 from models.network import TokenNetwork, build_q_head
 from models.noise import perturb
 from models.random import SlotRng
@@ -106,7 +106,8 @@ class FPRM(TokenNetwork):
 
     The state of a slot (`initial_state` makes it):
 
-        z_H        [batch, positions, hidden]  in the forward dtype. Initially noise, or 0 if init_noise is 0.
+        z_H        [batch, positions, hidden]  in the forward dtype. Initially noise. With init_noise=0,
+                                               initially H_init, or 0 if fixed_init_std is 0.
                                                The positions: puzzle embedding, then the cells
         step_size  float32 [batch]             w, initially 1
         residual   float32 [batch]             r of the last call
@@ -125,11 +126,16 @@ class FPRM(TokenNetwork):
         lm_head, q_head = Linear(arch.hidden_size, metadata.vocab_size), build_q_head(arch.hidden_size)
         self.L_level = FixedPointLevel(arch, metadata)
         self.lm_head, self.q_head = lm_head, q_head
+        if arch.fixed_init_std:
+            fixed = truncated_normal(arch.hidden_size, std=arch.fixed_init_std)
+            self.register_buffer("H_init", fixed.to(self.dtype))
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
         numbers = torch.ones(batch_size, dtype=torch.float32, device=self.lm_head.weight.device)
         shape = batch_size, self.num_puzzle_positions + seq_len, self.arch.hidden_size
         z_H = numbers.to(self.dtype).new_zeros(shape)
+        if self.arch.fixed_init_std:
+            z_H = self.H_init.expand(shape)
         unknown, patience = numbers * torch.inf, numbers * self.arch.decay_patience
         return {"z_H": z_H, "step_size": numbers, "patience": patience, "best": unknown, "residual": unknown}
 

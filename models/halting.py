@@ -108,7 +108,7 @@ class HaltingModel(nn.Module):
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
         all_slots = torch.ones_like(steps, dtype=torch.bool)
         state = self.network.start(batch, self.reasoning, None, all_slots)
-        return Carry(state, steps, all_slots, batch)
+        return Carry(state, steps, all_slots, batch._replace(answers=None))
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, rng: SlotRng | None = None) -> Carry:
@@ -118,8 +118,10 @@ class HaltingModel(nn.Module):
         result has new tensors. Each slot depends only on the same slot of the arguments.
         """
         halted = carry.halted
-        data = Batch(*(where(halted, new, old) for new, old in zip(batch, carry.data, strict=True)))
-        fresh = self.network.start(data, reasoning, rng, halted)
+        puzzles = zip(batch._replace(answers=None), carry.data, strict=True)
+        data = Batch(*(where(halted, new, old) for new, old in puzzles if new is not None))
+        # A network that needs the answers copies them to its state.
+        fresh = self.network.start(data._replace(answers=batch.answers), reasoning, rng, halted)
         state = {name: where(halted, fresh[name], old) for name, old in carry.state.items()}
         return Carry(state, torch.where(halted, 0, carry.steps), torch.zeros_like(halted), data)
 

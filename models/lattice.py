@@ -1,25 +1,22 @@
-"""The boards of the Lattice Deduction Transformer (LDT, arXiv 2605.08605), and the moves on them.
+"""The boards of LDT: their start, their moves, and what happens after a move.
 
-A board is a set of candidate values for each cell. The words for boards and cells:
+models/ldt.py introduces the words lost, contradictory, solved, open and given.
 
-open cell             It has several candidates.
-given cell            It had one candidate at the start of the board, because the puzzle or a hint gives its
-                      value. A move never removes this candidate.
-sound board           Every cell has the value of the solution among its candidates.
-lost board            Not sound: it has lost the solution. A move has removed a right candidate, or a hint at
-                      the start was wrong.
-solved board          Every cell has one candidate, right or wrong.
-contradictory board   The model says that the board has lost the solution. It may be wrong.
-
-The state of a slot (`LDT.start` makes it):
+The state of a slot (`start_boards` makes it, and `move` changes alive, guess and outcome):
 
     alive    uint8 [batch, cells, values]  1 for each candidate of the board
     entered  uint8 [batch, cells, values]  `alive` at the start of the board
     target   uint8 [batch, cells, values]  the solution, one-hot. All 0 if a hint at the start was wrong
     outcome  uint8 [batch]                 SOLVED or CONTRADICTORY after the last move, else 0
     guess    int16 [batch]                 the cell that the last move guessed, or NO_GUESS
+    answers  int16 [batch, answers, cells] only in training with arch.num_answers > 1: right answers, as
+                                           indices of values. -1 in an unused entry
 
-In every thinking step, `LDT.forward` calls `move`, which makes one move of each board:
+With several answers, an answer fits a board if its value in every cell is a candidate. `target` is then the
+union of the answers that fit before the move. If none fits, `target` does not change (`with_target`). The
+board is lost if some cell has no candidate of `target`. So a board is not lost as long as an answer fits.
+
+A move (`move`) has three parts:
 
 1. Remove the candidates with a low `keep` probability (`kills`), except those of given cells.
 2. If a cell has no candidate, or if the `conflict` probability is high, the outcome is CONTRADICTORY.
@@ -33,12 +30,12 @@ What happens to the board after its move:
     ------------------------------  --------------------------------  ----------------------------------------
     SOLVED                          leaves the slot                   stays. The slot halts, and the board is
                                                                       the answer
-    CONTRADICTORY, board lost       leaves the slot                   is reset to `entered`
-    CONTRADICTORY, board sound      stays, without a guess            is reset to `entered`
+    CONTRADICTORY, lost             leaves the slot                   is reset to `entered`
+    CONTRADICTORY, not lost         stays, without a guess            is reset to `entered`
     none                            stays, with a guess               stays, with a guess
 
 In training, a board also leaves after arch.halt_max_steps moves. If a board leaves, the slot starts on a new
-puzzle. Training uses `target` for the loss and to know which boards are sound. An evaluation does not use it.
+puzzle. Training uses `target` for the loss, and to know which boards are lost. An evaluation does not use it.
 """
 
 from __future__ import annotations
@@ -50,8 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from config.architecture import LDTConfig
-from models.carry import Carry, Reasoning, State, where
-from models.objective import Sums
+from models.carry import Reasoning, State, where
 from models.random import SlotRng
 from models.search import NO_GUESS
 
@@ -59,14 +55,14 @@ SOLVED, CONTRADICTORY = 1, 2  # outcomes of a move
 
 
 class Outputs(NamedTuple):
-    """The outputs of a forward pass on boards: float32 logits after each loop.
+    """The outputs of the network for boards: float32 logits after each loop.
 
     Attributes:
         keep: For each cell and value, whether the value is right, [batch, loops, cells, values]. The sigmoid
             is the probability.
         digit: The value of each cell, [batch, loops, cells, values]. The softmax over the values gives the
             probabilities.
-        conflict: Whether the board has lost the solution, [batch, loops]. The sigmoid is the probability.
+        conflict: Whether the board is lost, [batch, loops]. The sigmoid is the probability.
     """
 
     keep: Tensor
@@ -78,6 +74,70 @@ class Outputs(NamedTuple):
         return Outputs(*(logits[:, -1].detach() for logits in self))
 
 
+def start_boards(entered: Tensor, solution: Tensor, answers: Tensor | None = None) -> State:
+    """Returns the state of boards that have made no move. The docstring of this file describes it.
+
+    entered: Candidates at the start. solution: The solution, one-hot. Both are uint8 [batch, cells, values].
+    answers: As in the state. If it is not None, `solution` is not used.
+    """
+    target = solution * _contains(entered, solution)[:, None, None]  # all 0 on a board with a wrong hint
+    outcome = torch.zeros(len(entered), dtype=torch.uint8, device=entered.device)
+    guess = torch.full_like(outcome, NO_GUESS, dtype=torch.int16)
+    state = {"alive": entered, "entered": entered, "target": target, "guess": guess, "outcome": outcome}
+    if answers is None:
+        return state
+    return with_target(state | {"target": torch.zeros_like(target), "answers": answers})
+
+
+def with_target(state: State) -> State:
+    """Returns the state with the target of its next move. With only one answer, it is the state itself."""
+    if "answers" not in state:
+        return state
+    fits = _fits(state)
+    values = state["answers"].clamp(min=0).long().transpose(1, 2)  # [batch, cells, answers]
+    source = fits[:, None].expand_as(values).to(torch.uint8)
+    union = torch.zeros_like(state["target"]).scatter_reduce(-1, values, source, "amax")
+    return state | {"target": where(fits.any(-1), union, state["target"])}
+
+
+def _fits(state: State) -> Tensor:
+    """Returns which answers fit the board: bool [batch, answers]."""
+    answers = state["answers"]
+    alive = state["alive"][:, None].expand(-1, answers.shape[1], -1, -1)
+    is_candidate = alive.gather(-1, answers.clamp(min=0).long()[..., None])[..., 0] == 1
+    return (is_candidate & (answers >= 0)).all(-1)
+
+
+def with_hints(entered: Tensor, solution: Tensor, arch: LDTConfig, rng: SlotRng) -> Tensor:
+    """Returns `entered` with hints: some open cells of some boards have only one candidate.
+
+    A board gets one of three kinds of hints:
+
+    - with probability hint_prob: right hints in 0 to 100 % of its open cells
+    - with probability wrong_hint_prob: hints in 10 to 100 % of its open cells. 1 to 30 % of them are
+      wrong, at least one
+    - otherwise: none
+
+    entered, solution: uint8 [batch, cells, values].
+    """
+    is_open = entered.sum(-1) > 1  # [batch, cells]
+    num_open = is_open.sum(-1)  # [batch], as all numbers of hints
+    kind, amount, wrong_amount = rng.uniform((3,), use="hints").unbind(1)
+    has_wrong = kind < arch.wrong_hint_prob
+    has_hints = kind < arch.wrong_hint_prob + arch.hint_prob
+    num_if_wrong = (num_open * (0.1 + 0.9 * amount)).long().clamp(min=1)
+    num_hints = torch.where(has_wrong, num_if_wrong, (num_open * amount).long()) * has_hints
+    num_wrong = (num_hints * (0.01 + 0.29 * wrong_amount)).long().clamp(min=1) * has_wrong
+    # Put the open cells of each board in random order. The first num_hints of them get hints. Of these,
+    # the first num_wrong get a wrong one.
+    order = torch.where(is_open, rng.uniform(is_open.shape[1:], use="hint cells"), 2.0).argsort(-1)
+    rank = order.argsort(-1)  # place of each cell in the order
+    scores = torch.where(entered > solution, rng.uniform(entered.shape[1:], use="wrong hints"), -1.0)
+    wrong = F.one_hot(scores.argmax(-1), entered.shape[-1]).to(torch.uint8)  # a random wrong candidate
+    hint = torch.where((rank < num_wrong[:, None])[..., None], wrong, solution)
+    return torch.where((is_open & (rank < num_hints[:, None]))[..., None], hint, entered)
+
+
 def move(
     state: State,
     last: Outputs,
@@ -87,7 +147,7 @@ def move(
     *,
     in_search: bool = False,
 ) -> State:
-    """Makes one move of each board, the steps 1 to 3 in the docstring of this file. Returns the new state.
+    """Makes one move of each board, the parts 1 to 3 in the docstring of this file. Returns the new state.
 
     In evaluation, the caller then resets contradictory boards. With arch.true_pin_prob > 0, a fraction of the
     guesses in training takes the value of the solution, if it is still a candidate. This fraction falls
@@ -95,6 +155,7 @@ def move(
 
     last: Outputs of the last loop. in_search: Whether this is an evaluation.
     """
+    state = with_target(state)
     # 1. Remove candidates.
     alive = state["alive"].bool() & ~kills(state, last.keep, arch)
     num_candidates = alive.sum(-1)  # [batch, cells]
@@ -112,15 +173,16 @@ def move(
         priority = priority - num_candidates  # random among the cells with the fewest candidates
     cell = torch.where(num_candidates > 1, priority, -torch.inf).argmax(-1)
     # Then sample the value, [batch]: the candidate with the highest score. Scores are [batch, values].
-    score = last.digit[boards, cell] / arch.temperature
-    if reasoning.decision_value == "drawn":
+    score = last.digit[boards, cell] / (arch.temperature or 1.0)
+    if reasoning.decision_value == "drawn" and arch.temperature > 0:
         # With Gumbel noise, the argmax is a sample of the softmax.
         score = score - (-rng.uniform(score.shape[1:], use="value").log()).log()
+    allowed = alive[boards, cell]
     if arch.true_pin_prob and not in_search:
         takes_solution = rng.uniform((), use="pin") < arch.true_pin_prob * (1 - reasoning.progress)
-        is_solution = state["target"][boards, cell] == 1
-        score = torch.where(takes_solution[:, None] & is_solution, torch.inf, score)
-    value = torch.where(alive[boards, cell], score, -torch.inf).argmax(-1)
+        is_right = allowed & (state["target"][boards, cell] == 1)
+        allowed = torch.where((takes_solution & is_right.any(-1))[:, None], is_right, allowed)
+    value = torch.where(allowed, score, -torch.inf).argmax(-1)
 
     guessed = alive.clone()
     guessed[boards, cell] = F.one_hot(value, score.shape[1]).bool()
@@ -135,56 +197,38 @@ def kills(state: State, keep: Tensor, arch: LDTConfig) -> Tensor:
 
     A given cell keeps its candidate. keep: Logits of the last loop, [batch, cells, values].
     """
-    is_given = state["entered"].sum(-1, keepdim=True) == 1
-    return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & ~is_given
+    is_open = ~given_cells(state)[..., None]
+    return (state["alive"] == 1) & (keep.sigmoid() < arch.kill_threshold) & is_open
 
 
 def leaves(state: State) -> Tensor:
     """Returns which boards leave their slot in training before halt_max_steps moves: bool [batch].
 
-    These are the solved boards, right or wrong, and the contradictory boards that are lost. A
-    contradictory board that is sound stays. state: State after the move.
+    These are the solved boards, right or wrong, and the boards that are both contradictory and lost. A
+    contradictory board that is not lost stays. state: State after the move.
     """
     outcome = state["outcome"]
-    return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & has_lost_solution(state))
+    return (outcome == SOLVED) | ((outcome == CONTRADICTORY) & is_lost(state))
 
 
-def sums_of_moves(before: Carry, after: Carry, keep: Tensor, arch: LDTConfig) -> Sums:
-    """Returns metric sums of the candidates removed from sound boards, and of the boards that leave.
+def given_cells(state: State) -> Tensor:
+    """Returns which cells are given: bool [batch, cells]."""
+    return state["entered"].sum(-1) == 1
 
-    `models.ldt.BoardObjective.training_metrics` describes the metrics.
 
-    before, after: Input and output of the thinking step. keep: Logits of the last loop, [batch, cells,
-    values].
+def is_lost(state: State) -> Tensor:
+    """Returns which boards are lost: bool [batch]."""
+    return ~(state["alive"] & state["target"]).bool().any(-1).all(-1)
+
+
+def is_right(state: State) -> Tensor:
+    """Returns which boards contain an answer: bool [batch]."""
+    return _fits(state).any(-1) if "answers" in state else ~is_lost(state)
+
+
+def _contains(alive: Tensor, solution: Tensor) -> Tensor:
+    """Returns which boards have the solution among their candidates: bool [batch].
+
+    solution: One-hot, in the shape of `alive`.
     """
-    is_lost, left = has_lost_solution(before.state), after.halted
-    killed = kills(before.state, keep, arch) & ~is_lost[:, None, None]
-    solved = left & (after.state["outcome"] == SOLVED)
-    sums = {
-        "sound": ~is_lost,
-        "kills": killed,
-        "wrong_kills": killed & (before.state["target"] == 1),
-        "left": left,
-        "steps": left * after.steps,
-        "solved": solved,
-        "solved_right": solved & ~has_lost_solution(after.state),
-    }
-    return {name: values.sum() for name, values in sums.items()}
-
-
-def contains_solution(alive: Tensor, solution: Tensor) -> Tensor:
-    """Returns which boards are sound: bool [batch]. solution: One-hot, in the shape of `alive`."""
     return ((alive & solution).sum(-1) == 1).all(-1)
-
-
-def has_lost_solution(state: State) -> Tensor:
-    """Returns which boards are lost (not sound): bool [batch]."""
-    return ~contains_solution(state["alive"], state["target"])
-
-
-def digit_cells(state: State) -> Tensor:
-    """Returns the cells of the digit loss: bool [batch, cells].
-
-    These are the cells of sound boards that are not given.
-    """
-    return (state["entered"].sum(-1) != 1) & ~has_lost_solution(state)[:, None]

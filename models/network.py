@@ -46,6 +46,8 @@ class Network(nn.Module):
         is_search: Whether an evaluation is a search (`models.search.Search`).
         is_random: Whether an evaluation always needs random numbers, also without noise in `Reasoning`.
         boards_per_slot: Number of puzzles in a slot in training. Each step works on one of them.
+        num_answers: Number of right answers of each puzzle in a batch of training (`Batch.answers`). 1: only
+            the label.
         dtype: Dtype of activations and states.
         puzzle_emb: Table of puzzle embeddings. None if the model has none.
     """
@@ -55,6 +57,7 @@ class Network(nn.Module):
     is_search: ClassVar[bool] = False
     is_random: ClassVar[bool] = False
     boards_per_slot: int = 1
+    num_answers: int = 1
     puzzle_emb: PuzzleEmbedding | None
 
     def __init__(self, arch: ArchConfig):

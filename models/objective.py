@@ -20,7 +20,7 @@ With gradient accumulation, the loss of every micro-batch is divided by the same
 gradients of the micro-batches add up to the gradient of the loss of the step. `forward_and_backward` in
 training/step.py divides.
 
-LDT has another objective with the same methods (`models.ldt.BoardObjective`).
+LDT has another objective with the same methods (`models.ldt_objective.BoardObjective`).
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def trace_puzzles(
             choose_rows(puzzle_set, -(-num_puzzles // len(sets)), puzzles and puzzles[set_name]),
         )
         set_names += [set_name] * len(batch.rows)
-        columns.append([column.numpy() for column in batch])
+        columns.append([column.numpy() for column in batch if column is not None])
         starts = range(0, len(batch.rows), batch_size)
         with eager_blocks():
             for start in Progress(

@@ -1,5 +1,7 @@
 """Our numbers against those of the public implementations (`tests.golden`), with its tolerances."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ from tests import golden
 from tests.float64 import assert_close
 from tests.golden import __main__ as golden_program
 from tests.golden import ldt
-from tests.tiny import run_step, tiny_arch
+from tests.tiny import run_step, tiny_arch, tiny_model
 from training.initial import copy_weights_
 from training.run_config import name_arch
 
@@ -134,6 +136,33 @@ def test_a_public_checkpoint_may_be_wrapped_and_hold_more(tmp_path, name, wrappe
         loaded = load_weights(checkpoint)
         assert loaded.keys() >= expected.keys()
         assert all(torch.equal(loaded[key], value) for key, value in expected.items())
+
+
+def test_a_public_fprm_with_a_fixed_start_begins_with_its_vector(tmp_path):
+    """As with a recorded start that has this vector at every position. No golden run has a fixed start."""
+    run = golden.GOLDEN / "fprm_a"
+    weights, known = torch.load(run / "step_8", weights_only=True), golden.expected(run)
+    vector = torch.randn(known["arch"]["hidden_size"])
+    key = "_orig_mod.model.inner.L_optimizer.init_vec"
+    torch.save(weights | {key: vector}, tmp_path / "step_8")
+    arch = known["arch"] | {"fixed_init": True, "name": known["model"], "loss": {"loss_type": known["loss"]}}
+    config = {"arch": arch, "data_path": "data", "global_batch_size": 8}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    checkpoint, noisy, batch = find_checkpoint(tmp_path), golden.load(run, 8).eval(), golden.batch(run, 0)
+    assert (checkpoint.arch.init_noise, checkpoint.arch.fixed_init_std) == (0, known["arch"]["init_std"])
+    sizes = {name: known[name] for name in ("vocab_size", "seq_len", "num_puzzle_identifiers")}
+    fixed = load_trained_model(checkpoint, SimpleNamespace(**sizes, num_columns=None)).eval()
+    start = noisy.initial_carry(batch).state["z_H"]
+    rng = golden.RecordedStart(vector.expand(start.shape), std=noisy.reasoning.init_noise)
+    with torch.inference_mode():
+        expected = run_step(noisy, noisy.initial_carry(batch), batch, rng=rng)
+        ours = run_step(fixed, fixed.initial_carry(batch), batch)
+    torch.testing.assert_close(ours.prediction.logits, expected.prediction.logits)
+    fresh = tiny_model("fprm", fixed_init_std=3.0).network
+    assert fresh.H_init.std().item() == pytest.approx(3.0, rel=0.3)
+    assert torch.equal(fresh.initial_state(2, seq_len=4)["z_H"][1, 3], fresh.H_init)
+    with pytest.raises(ValueError, match="fixed_init_std=3 has no effect"):
+        tiny_arch("fprm", fixed_init_std=3.0, init_noise=6.0)
 
 
 @pytest.mark.slow

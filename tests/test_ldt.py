@@ -219,6 +219,17 @@ def test_a_search_gives_up_above_its_threshold(data):
         assert (moved["outcome"] == CONTRADICTORY).all() == (threshold == 0)
 
 
+def test_temperature_0_guesses_the_most_likely_value(data):
+    batch, fresh, moved = read_rows(data, "all", np.arange(8)), torch.ones(8, dtype=torch.bool), []
+    for changes in ({"temperature": 0.0}, {"decision_value": "best"}, {}):
+        model = searching_model(data, kill_threshold=0.0, conflict_threshold=1.0, **changes)
+        state = model.network.start(batch, model.reasoning, None, fresh)
+        last = model.network.look(state["alive"], draws_of(8), loops=1).last()
+        moved.append(move(state, last, model.network.arch, model.reasoning, draws_of(8))["alive"])
+    assert torch.equal(moved[0], moved[1])
+    assert not torch.equal(moved[0], moved[2])
+
+
 def test_a_report_has_the_boards_of_a_search(data):
     traced = trace_puzzles(searching_model(data), data, num_puzzles=50, batch_size=8, path=Path("step_1"))
     content = picture_data(traced)

@@ -77,7 +77,8 @@ def test_the_published_step_is_ours(name, changes, options, monkeypatch):
     for number in range(_STEPS):
         batch = _batch(number)
         del has_torchs_attention[:]
-        theirs = published.step({key: value for key, value in batch._asdict().items() if key != "rows"})
+        unread = ("rows", "answers")
+        theirs = published.step({key: value for key, value in batch._asdict().items() if key not in unread})
         assert bool(has_torchs_attention) == (name == "trm" or options.get("flash_attention", False))
         trainer.batches = [batch]
         state.metrics.reset()

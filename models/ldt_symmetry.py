@@ -1,0 +1,76 @@
+"""Random symmetries of boards (LDT): the grid is rotated or reflected, and the values are permuted.
+
+With random numbers, `LDT.look` transforms each board by a random symmetry before the network reads it, and
+transforms the outputs back.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from models.random import SlotRng
+
+_HALF_TURNS = (0, 1, 4, 5)  # numbers of the symmetries that map rows to rows (`turned_cells`)
+
+
+class BoardSymmetry(nn.Module):
+    """Samples symmetries of boards, and applies them. It has no weights.
+
+    A sampled symmetry is `sources`, int64 [batch, cells * values]. Entry i of the transformed board is entry
+    sources[i] of the board, with the boards as vectors of cells * values entries.
+
+    Args:
+        grid: Indices of the cells, [rows, columns].
+        num_values: Number of values that a cell may have.
+        may_turn: Whether the grid may be rotated and reflected.
+        may_permute: Whether the values may be permuted. If so, the puzzle is a Sudoku, so its grid
+            has boxes.
+    """
+
+    def __init__(self, grid: np.ndarray, *, num_values: int, may_turn: bool, may_permute: bool):
+        super().__init__()
+        self.num_values, self.may_permute = num_values, may_permute
+        # Source cell of each cell in each symmetry of the grid, int64 [symmetries, cells].
+        cells = turned_cells(grid, may_turn=may_turn, has_boxes=may_permute)
+        self.register_buffer("turned_cells", cells, persistent=False)
+
+    def sample(self, rng: SlotRng) -> Tensor:
+        """Samples a symmetry of each board: `sources`, int64 [batch, cells * values]."""
+        symmetry = rng.integers((), below=len(self.turned_cells), use="look symmetry")
+        values = torch.arange(self.num_values, device=symmetry.device).expand(len(symmetry), -1)
+        if self.may_permute:
+            values = rng.uniform((self.num_values,), use="look values").argsort(dim=-1, stable=True)
+        cells = self.turned_cells[symmetry]
+        return (cells[:, :, None] * self.num_values + values[:, None]).flatten(1)
+
+    @staticmethod
+    def transform(boards: Tensor, sources: Tensor) -> Tensor:
+        """Returns the transformed boards. boards: [batch, cells, values]."""
+        return boards.flatten(1).gather(1, sources).view(boards.shape)
+
+    @staticmethod
+    def transform_back(outputs: Tensor, sources: Tensor) -> Tensor:
+        """Returns the outputs for the boards before `transform`. outputs: [batch, loops, cells, values]."""
+        targets = sources[:, None].expand(-1, outputs.shape[1], -1)
+        zeros = torch.zeros_like(targets, dtype=outputs.dtype)
+        return zeros.scatter(2, targets, outputs.flatten(2)).view(outputs.shape)
+
+
+def turned_cells(grid: np.ndarray, *, may_turn: bool, has_boxes: bool) -> Tensor:
+    """Returns the source cell of each cell in each allowed symmetry of a grid: int64 [symmetries, cells].
+
+    Symmetry 2 k + f is k quarter turns to the left, then a left-right reflection if f = 1. If the grid or its
+    boxes are not square, only the four symmetries that map rows to rows are allowed.
+    grid: Indices of the cells, [rows, columns]. may_turn: If False, only the identity is allowed.
+    """
+    rows, columns = grid.shape
+    is_square = rows == columns and (not has_boxes or np.isclose(rows**0.5 % 1, 0))
+    symmetries = [0] if not may_turn else range(8) if is_square else _HALF_TURNS
+    turned = (np.rot90(grid, symmetry // 2) for symmetry in symmetries)
+    turned = [
+        np.fliplr(cells) if symmetry % 2 else cells
+        for symmetry, cells in zip(symmetries, turned, strict=True)
+    ]
+    return torch.from_numpy(np.stack(turned).reshape(len(turned), -1).astype(np.int64))
