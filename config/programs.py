@@ -88,9 +88,10 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
 
     @property
     def asks_for_settings(self) -> bool:
-        """Returns whether the evaluation writes scaling.json: results by steps, samples and selection rule.
+        """Returns whether the evaluation compares settings, and writes their results to scaling.json.
 
-        True if halt_max_steps has several values, if samples is not 1, or if `select` is not q_head.
+        A setting is a number of thinking steps and a number of runs of each puzzle. True if halt_max_steps
+        has several values, if samples is not 1, or if `select` is not q_head.
         """
         return len(self.halt_max_steps or []) > 1 or self.samples != [1] or self.select != ["q_head"]
 
@@ -144,9 +145,9 @@ class PageConfig(Strict):
 
 
 class SearchConfig(Strict):
-    """The config of search.py. All other keys on its command line belong to pretrain.py.
+    """The config of search.py, which searches hyperparameters. config/search.yaml explains its keys.
 
-    config/search.yaml explains its keys.
+    All other keys on the command line of search.py are passed to pretrain.py.
     """
 
     YAML: ClassVar[str] = "search"
