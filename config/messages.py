@@ -249,7 +249,7 @@ def help_text(program: str, topic: str = "") -> str:
 
 
 def _help_of_arch(file: Path) -> list[str]:
-    """Returns the help lines for the keys of a model. file: YAML file of its defaults, such as arch/hrm.yaml."""
+    """Returns the help lines for the keys of a model. file: Its YAML file config/arch/<name>.yaml."""
     return [*_wrap(f"arch={file.stem}: {_title(file)}"), *_keys_of(file, prefix="arch.")]
 
 
