@@ -73,11 +73,9 @@ def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps:
 
 
 def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
-    """Returns the answers after one thinking step (call of the model).
+    """Returns the answers after one thinking step (call of the model), from its output.
 
     The arrays of the `Trace` have no axis "steps". Example: preds is [batch, seq_len].
-
-    output: Output of the step.
     """
     logits, state = output.prediction.logits, output.carry.state
     candidates = torch.zeros(len(logits), 0, dtype=torch.int64)
