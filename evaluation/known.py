@@ -23,8 +23,7 @@ from distributed.process_group import is_main
 def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     """Returns the rows of the model's puzzle embeddings for the puzzles of a dataset. All ranks call it.
 
-    Rank 0 calls `find_match`, and all ranks return its result. If it raises an error, all ranks exit with a
-    message.
+    Rank 0 calls `find_match`, and all ranks return its result. If it raises an error, all ranks exit.
     """
     match = None
     with collective_errors():
@@ -122,8 +121,7 @@ def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
 
     Raises ValueError if there are none.
 
-    match: Result of `find_match`: the rows of the model's embeddings. If it is None, all test puzzles are
-    selected.
+    match: Rows of the model's embeddings (`find_match`). If it is None, all test puzzles are selected.
     model: Name of the model for messages.
     """
     if match is None:

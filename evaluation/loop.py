@@ -41,9 +41,8 @@ class Race:
     def record(self, carry: Carry, wants_to_halt: Tensor) -> None:
         """Records which samples want to halt after a thinking step (one call of the model).
 
-        carry: State of the batch after the step. `carry.data.rows` is puzzle index * number of samples +
-        sample index, int64 [batch].
-        wants_to_halt: bool [batch].
+        carry: State of the batch after the step. `carry.data.rows` is puzzle index * largest number of
+        samples + sample index, int64 [batch]. wants_to_halt: bool [batch].
         """
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
         for attempt, step in zip(carry.data.rows[slots].tolist(), carry.steps[slots].tolist(), strict=True):
@@ -80,8 +79,7 @@ def answer_batches(
 
     A thinking step is one call of the model. With `reasoning.halting="max"`, a yielded output belongs to one
     batch, with its padding. With early halting ("act"), the model itself ends an example, and the next
-    example takes its place in the batch. A yielded output then contains the examples that ended in the same
-    step.
+    example takes its place in the batch. A yielded output then contains the examples that ended together.
 
     draw: `draw(carry)` returns the random numbers of the next step, or None. carry: State of the batch.
     on_step: `on_step(output, halts)` is called after every step. halts, bool [batch], is True once for each
@@ -159,9 +157,11 @@ def answer_batches(
 
 
 def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
-    """Returns the arguments of `on_step` for samples that are stopped before the model was called for them.
+    """Returns (output with dummy predictions, bool [batch] with only True) for samples that never run.
 
-    They are (output with dummy predictions, bool [batch] with only True).
+    `answer_batches` calls `on_step` with it, because another sample (run) of their puzzles has halted.
+
+    carry: State of these samples.
 
     like: Output of other samples. It gives the dtypes and shapes.
     """

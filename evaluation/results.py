@@ -119,7 +119,9 @@ def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
 def write_measured(
     folder: Path, measured: Mapping[str, Any], data: Sequence[Path], *, is_default_folder: bool
 ) -> None:
-    """Writes measured.json. First deletes results in the folder that have other options or data.
+    """Writes the options and data of an evaluation to measured.json in the folder of its results.
+
+    If the folder contains results with other options or data, deletes them first.
 
     measured: Result of `measured_with`.
     data: Dataset folders of the evaluation.

@@ -41,7 +41,7 @@ def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) 
 def find_compiler_failure(device: torch.device) -> str | None:
     """Tests torch.compile: compiles a small function for `device` in another process.
 
-    Returns the first line of the error, or None if it succeeds. Raises ValueError if a library in the
+    Returns one line about the failure, or None if it succeeds. Raises ValueError if a library in the
     compiler's cache is damaged. If the run then continued without compilation, its numbers would differ.
     """
     options = f"dynamic=False, options={COMPILER_OPTIONS}"

@@ -111,8 +111,7 @@ class HaltingModel(nn.Module):
     def initial_carry(self, batch: Batch) -> Carry:
         """Returns a carry (state of a batch) in which all slots count as halted.
 
-        The next `refill` therefore starts every slot on a new puzzle. The carry has as many slots as `batch`
-        has puzzles.
+        So `refill` then starts every slot on a puzzle. The carry has as many slots as `batch` has puzzles.
         """
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
         all_slots = torch.ones_like(steps, dtype=torch.bool)
@@ -140,8 +139,7 @@ class HaltingModel(nn.Module):
 
         The field `halted` of the new carry is True in slots that halt after this step.
 
-        carry: State of the slots, the result of `refill`. In evaluation, it may also be the carry of the
-        previous call.
+        carry: State of the slots, from `refill`. In evaluation, also the carry of the previous call.
         reasoning: Settings of the step. rng: Random numbers, needed for noise, dropout and exploration.
         """
         data, state = carry.data, with_step_noise(carry.state, reasoning, rng)
@@ -160,9 +158,8 @@ class HaltingModel(nn.Module):
 
         The table in the docstring of this file describes the rule.
 
-        carry, prediction: Results of the thinking step. carry.halted is not read.
-        reasoning: Settings of the step, with max_steps. rng: Random numbers of the step, with the
-        exploration.
+        carry, prediction: Results of the thinking step. carry.halted is not read. rng: Random numbers of the
+        step, with the exploration.
         """
         is_last = carry.steps >= reasoning.max_steps
         if reasoning.halting == "max":

@@ -26,7 +26,7 @@ def truncated_normal(*shape: int, std: float) -> Tensor:
     """Returns a float32 tensor of the given shape with normal random numbers, without large ones.
 
     The normal distribution is cut at 2 of its standard deviations, and scaled so that the standard deviation
-    after the cut is `std`. So all numbers are within 2.27 std.
+    after the cut is `std`. So the largest numbers are 2.27 std.
     """
     if std == 0:
         return torch.zeros(shape)

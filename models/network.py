@@ -94,9 +94,8 @@ class Network(nn.Module):
     ) -> tuple[State, Prediction]:
         """Runs one thinking step. Returns the new state, detached, and the prediction.
 
-        state: State before the step. inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: int32
-        [batch].
-        reasoning: Settings of the step. rng: Random numbers, needed for noise and dropout.
+        inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. reasoning: Settings of the
+        step. rng: Random numbers, needed for noise and dropout.
         """
         raise NotImplementedError
 
@@ -127,10 +126,8 @@ class Network(nn.Module):
     def pick_boards(self, rng: SlotRng) -> Tensor | None:
         """Returns the index of the puzzle that each slot works on in a training step: int64 [batch].
 
-        Only in LDT, a slot (position of the batch) can hold several puzzles (arch.boards_per_slot). Returns
-        None if each slot holds one puzzle.
-
-        rng: Random numbers of the training step.
+        Returns None if a slot (position of the batch) holds one puzzle. Only in LDT, it can hold several
+        (arch.boards_per_slot). rng: Random numbers of the training step.
         """
         return None
 
@@ -225,8 +222,7 @@ def gradient_if(has_gradient: bool) -> contextlib.AbstractContextManager:
 def dtype_of(arch: ArchConfig) -> torch.dtype:
     """Returns the dtype of activations and states: torch.bfloat16 or torch.float32.
 
-    It is the value of arch.forward_dtype. The caller must replace "auto" before, otherwise an assertion
-    fails.
+    It is the value of arch.forward_dtype. The caller must replace "auto" before.
     """
     assert arch.forward_dtype != "auto", "replace forward_dtype=auto by bfloat16 or float32 first"
     return getattr(torch, arch.forward_dtype)

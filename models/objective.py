@@ -56,9 +56,8 @@ class Objective:
     """The loss and the metrics of a model with q_halt. In SE-RRM, q_halt does not come from a Q head.
 
     Attributes:
-        metrics: {metric: name of the sum that divides it}. These are the metrics of evaluation. `sums`
-            returns their sums. In training, they are also logged if `losses` returns their sums, as in this
-            class.
+        metrics: {metric of evaluation: name of the sum that divides it}. `sums` returns their sums. In
+            training, they are also logged if `losses` returns their sums, as in this class.
         training_metrics: Metrics of training only, in the same form. `losses` returns their sums.
     """
 
@@ -141,8 +140,7 @@ class Objective:
     ) -> tuple[dict[str, Tensor], Sums]:
         """Returns ({loss: values [batch]}, {metric: sum over the batch, scalar tensor}).
 
-        The losses are "lm_loss", "q_halt_loss" and, if there are targets, "q_continue_loss". targets: Result
-        of `continue_targets`.
+        The losses are "lm_loss", "q_halt_loss" and, if there are `targets` of it, "q_continue_loss".
         """
         labels, prediction, steps = output.carry.data.labels, output.prediction, output.carry.steps
         labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)

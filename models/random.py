@@ -141,7 +141,10 @@ class SlotRng:
         return math.sqrt(2) / STD_AFTER_CUT * torch.erfinv(_SHARE * self._symmetric(shape, use))
 
     def uniform(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns uniform numbers strictly between 0 and 1, for the purpose `use`: float32 [batch, *shape]."""
+        """Returns uniform numbers between 0 and 1 for the purpose `use`: float32 [batch, *shape].
+
+        They are never exactly 0 or 1.
+        """
         return (self._symmetric(shape, use) + 1) / 2
 
     def integers(self, shape: Sequence[int], *, below: int, use: str) -> Tensor:

@@ -133,7 +133,7 @@ class _Recorder:
             self._end_step(module, args[0], output[0])
 
     def _end_step(self, network: Network, old: State, new: State) -> None:
-        """Adds the recorded calls of a thinking step to the list. old, new: State before and after the step."""
+        """Adds the recorded calls of a thinking step to the list. old, new: State before and after it."""
         self.num_steps += 1
         num_calls = len(self._inputs)
         per_cycle = num_calls // self._num_cycles if num_calls % self._num_cycles == 0 else num_calls

@@ -209,9 +209,9 @@ class SERRM(Network):
         return e
 
     def _of_symbols(self, special: Tensor, ordinary: Tensor) -> Tensor:
-        """Returns the vectors of all symbols, [symbols, ...]: `special` for symbols 0 and 1, then `ordinary`.
+        """Returns the vectors of all symbols: [1, symbols, positions, hidden].
 
-        special: One vector for each of the symbols 0 and 1. ordinary: One vector that all others share.
+        special: Vectors of symbols 0 and 1, [1, 2, ...]. ordinary: Those that all others share, [1, 1, ...].
         """
         return torch.cat((special, ordinary.expand(-1, self.num_symbols - _NUM_SPECIAL, -1, -1)), dim=1)
 
