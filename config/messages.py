@@ -44,7 +44,7 @@ _DRY_RUN = (
 
 
 def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.ValidationError) -> str:
-    """Converts pydantic's errors about a config to a message of one line, such as "lr=-1 should be ...".
+    """Converts pydantic's errors about a config to one line, such as "lr=-1 should be ...".
 
     The message describes only one error: the first unknown key, otherwise the first error. If a key may have
     several types, the message names all of them.
@@ -166,8 +166,7 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
 def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: str = "data_path") -> None:
     """Raises ValueError if a dataset folder is missing.
 
-    If an experiment (YAML file of settings) names the folder, the message contains the command that builds
-    it.
+    The message contains the command that builds it, if an experiment (YAML file of settings) has this folder.
 
     experiment: Name of the experiment to look in, such as "demo". If None, all experiments.
     key: Config key that names the folders, for the message.
@@ -195,10 +194,9 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
 
 
 def _data_of(experiment: str) -> str | None:
-    """Returns the shell command that builds the dataset of an experiment. Returns None if it is not known.
+    """Returns the shell command that builds the dataset of an experiment. None if it is not known.
 
-    experiment: Name of a YAML file of settings, such as "demo". The command is in its comment
-    `# Data: python -m dataset.build ...`.
+    experiment: Name of a YAML file of settings, such as "demo". Its comment `# Data: ...` has the command.
     """
     path = FOLDER / "experiment" / f"{experiment}.yaml"
     text = path.read_text() if path.is_file() else ""

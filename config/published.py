@@ -1,4 +1,4 @@
-"""Translates names of the published code of HRM, TRM and URM, and of older versions, into today's names."""
+"""Translates names of the published code of HRM, TRM and URM, and old names, into today's names."""
 
 import dataclasses
 from typing import Any
@@ -89,10 +89,9 @@ PUBLISHED = {
 
 
 def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Translates a config of the published code of HRM, TRM, URM and others into keys of this repository.
+    """Translates a config of the models' published code (HRM, TRM, URM, ...) into keys of this repository.
 
-    Returns a new dict. Raises ValueError if the model is unknown, or if the section `arch` or `arch.loss` is
-    missing.
+    Returns a new dict. Raises ValueError if the model is unknown, or if `arch` or `arch.loss` is missing.
 
     where: Name of the config for messages.
     """

@@ -20,7 +20,7 @@ _CONTAINERS = (list, typing.Union, types.UnionType)
 
 
 def text_keys(*schemas: type[pydantic.BaseModel]) -> set[str]:
-    """Returns the keys of config classes with a value of type str or list[str]. It may also be None."""
+    """Returns the keys of config classes with values of type str or list[str], perhaps also None."""
     fields = [item for schema in schemas for item in schema.model_fields.items()]
     return {name for name, field in fields if _leaves(field.annotation) <= {str, type(None)}}
 

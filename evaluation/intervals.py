@@ -56,8 +56,6 @@ def difference_p(values: Sequence[float], others: Sequence[float]) -> float | No
 
     The test assumes equal variances (pooled variance). A small p-value supports a difference. If the pooled
     variance is 0, returns 1 for equal means, otherwise 0. Returns None if both samples have only one value.
-
-    values, others: The two samples.
     """
     freedom = len(values) + len(others) - 2
     if freedom < 1:

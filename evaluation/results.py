@@ -84,8 +84,8 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Chec
 def _has_same_tests(checkpoint: Checkpoint, data: Sequence[Path], fingerprint: str) -> bool:
     """Returns whether the test splits are unchanged since the training of the checkpoint.
 
-    Checkpoints of earlier versions have no hash of the test splits. For them, returns whether the training
-    split is unchanged, too.
+    Checkpoints of earlier versions have no hash of the test splits. For them, returns whether all splits are
+    unchanged.
 
     fingerprint: Hash of the test splits now.
     """

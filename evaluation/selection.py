@@ -71,10 +71,7 @@ class Samples(NamedTuple):
     are_valid: np.ndarray | None
 
     def take(self, *index: slice | np.ndarray) -> Samples:
-        """Returns new `Samples`, with every array indexed by `index` on the axes [puzzles, samples].
-
-        Example: take(slice(None), slice(4)) returns the first four samples of every puzzle.
-        """
+        """Returns new `Samples`, with every array indexed by `index` on the axes [puzzles, samples]."""
         return Samples(*(None if column is None else column[index] for column in self))
 
 

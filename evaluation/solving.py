@@ -1,4 +1,4 @@
-"""Solves one puzzle as evaluate.py does, and records every step of the sample (run) that gives the answer.
+"""Solves one puzzle as evaluate.py does, and records every step of the run ("sample") that answers.
 
 A search model (LDT) is different. `evaluate.py` runs all its samples side by side, and the one with the
 fewest steps answers. Here, only _FIRST_SAMPLES samples start, and their number doubles every _WIDEN_STEPS

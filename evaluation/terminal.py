@@ -49,9 +49,9 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
 
 
 def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
-    """Puts drawings side by side, as many as fit into `width` columns. The next drawings go below them.
+    """Puts drawings side by side, as many as fit into `width` columns.
 
-    Yields a text of several lines for each row of drawings.
+    The next drawings go below them. Yields a text of several lines for each row of drawings.
 
     drawings: Lines of text of each drawing.
     """

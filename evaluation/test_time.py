@@ -83,10 +83,7 @@ def reasoning_of_samples(
 
 
 def needs_draws(network: Network, reasoning: Reasoning) -> bool:
-    """Returns whether the model needs random numbers in an evaluation, for a search or for noise.
-
-    reasoning: Settings of the evaluation, with the standard deviations of the noise.
-    """
+    """Returns whether an evaluation with these settings needs random numbers, for a search or for noise."""
     return isinstance(network, Search) or reasoning.is_noisy
 
 
@@ -137,8 +134,7 @@ class HistoryNetwork(nn.Module):
     history.*  number of steps, newest logits, whether the network wanted to halt after any step, and the
                changes of the logits in the last steps
 
-    An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], number of the step). Example
-    of a key: "peak.q_halt".
+    An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], number of the step).
     """
 
     def __init__(self, network: Network, *, vocab_size: int):

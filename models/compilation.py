@@ -31,9 +31,8 @@ COMPILER_OPTIONS = {
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
     """Returns whether to compile the transformer blocks of a run.
 
-    choice: True, False, or "auto". With "auto", the result is True if the run has so many steps that
-    compiling saves time on this kind of device.
-    num_steps: Number of steps of the complete run. If the run is resumed, earlier steps count too.
+    choice: True, False, or "auto". With "auto", the result is True if compiling saves time for so many steps
+    on this kind of device. num_steps: Number of steps of the complete run, also those before a resume.
     """
     return num_steps >= _STEPS_TO_PAY.get(device.type, float("inf")) if choice == "auto" else bool(choice)
 
@@ -65,12 +64,11 @@ def find_compiler_failure(device: torch.device) -> str | None:
 
 
 def find_damaged_library(error: str) -> str | None:
-    """Returns a message if an error says that a library in the compiler's cache is damaged. Otherwise None.
+    """Returns a message if the text `error` says that a library in the compiler's cache is damaged.
 
-    error: Text of the error.
-
-    torch lets the compiler write a library under its final name, and loads every file that has this name. If
-    the compiler is killed while it writes, the file stays incomplete. torch has no setting against this.
+    Otherwise returns None. torch lets the compiler write a library under its final name, and loads every file
+    that has this name. If the compiler is killed while it writes, the file stays incomplete. torch has no
+    setting against this.
     """
     if (found := _DAMAGED.search(error)) is None:
         return None

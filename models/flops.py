@@ -121,7 +121,7 @@ class StepCounter:
 
 
 def _count_blocks(level: Level, h: torch.Tensor, has_gradient: bool, context: tuple) -> float:
-    """Returns the FLOPs of one call of the blocks of a level, with the backward pass if it has a gradient.
+    """Returns the FLOPs of one call of a level's blocks. If it has a gradient, the backward pass counts too.
 
     h: Input of the first block, on the meta device. context: Further arguments of each block.
     """

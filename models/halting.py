@@ -120,7 +120,7 @@ class HaltingModel(nn.Module):
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, rng: SlotRng | None = None) -> Carry:
-        """Returns a carry in which the halted slots start on new puzzles: slot i on puzzle i of `batch`.
+        """Returns a carry in which halted slots start on new puzzles: slot i on puzzle i of `batch`.
 
         The other slots keep their puzzle and state. The puzzle that `batch` has for them is not used. The
         result has new tensors. Each slot depends only on the same slot of the arguments.
@@ -171,7 +171,7 @@ class HaltingModel(nn.Module):
         return is_last | wants_to_halt
 
     def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
-        """Returns the carry at the start of a run: the state of the batch, with all slots halted.
+        """Returns the carry (state of the batch) at the start of a run, with all slots halted.
 
         Its puzzles are zeros. If a slot holds several puzzles ("boards") in training (LDT), each tensor is
         [num_slots, boards, ...]. The tensors share no memory, so a checkpoint can be loaded into them.

@@ -52,9 +52,10 @@ class Gate(nn.Module):
         return torch.where(log_D.isinf(), self.score(z), log_D)
 
     def forward(self, z: Tensor, new: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the state and log_D after a call of the level: a weighted mean of z and new.
+        """Returns the state and log D after a call of the level.
 
-        D is the sum of the weights of all results so far (docstring of the class).
+        The state is a weighted mean of z and new. D is the sum of all weights so far (docstring of the
+        class).
 
         z: State before the call. new: Result of the call. log_D: Value before the call.
         """

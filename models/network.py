@@ -65,9 +65,7 @@ class Network(nn.Module):
 
         It is the same for all puzzles, without noise. Returns {} if the network has no state. A name that
         starts with "z_", such as z_H, is a latent state, [batch_size, ..., hidden]. `models.carry.State` has
-        the rules for other names.
-
-        seq_len: Number of cells of a puzzle.
+        the rules for other names. seq_len: Number of cells of a puzzle.
         """
         return {}
 
@@ -118,8 +116,6 @@ class Network(nn.Module):
 
         An array has a row for each slot (position) of the global batch. By default, the result is that of
         `sample_exploration`: {"min_steps": array}, the thinking steps before which a slot may not halt.
-
-        seed: Seed of the run. step: Number of the training step.
         """
         return sample_exploration(self.arch, seed=seed, step=step, batch_size=batch_size, reasoning=reasoning)
 

@@ -305,11 +305,9 @@ def _binary_cross_entropy(logits: Tensor, targets: Tensor, mask: Tensor) -> Tens
 
 
 def sum_names(metrics: Metrics) -> tuple[str, ...]:
-    """Returns the names of all sums that `divide` needs: those of the metrics, then those of their divisors.
+    """Returns the names of all sums that `divide` needs: those of metrics, then those of divisors.
 
-    The divisor "slots" is left out, because `divide` has an argument for it.
-
-    metrics: {metric: name of the sum that divides it, "slots", or None}.
+    The divisor "slots" is left out. metrics: {metric: name of the sum that divides it, "slots", or None}.
     """
     divisors = {name for name in metrics.values() if name not in (None, "slots")}
     return (*metrics, *sorted(divisors - metrics.keys()))
