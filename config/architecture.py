@@ -1,7 +1,7 @@
 """The schemas of the config section `arch`: a class for each model.
 
 A model's class is derived from `ArchConfig`, or from `TokenConfig` if the model has one vector for each cell.
-Keys have the names that the published code of the model uses.
+Most keys have the names that the published code of the model uses.
 
 A class declares only the type and the bounds of each key. The default and the meaning of the key are in
 config/arch/<name>.yaml. If an old checkpoint lacks a key, the key gets its default from this file, too

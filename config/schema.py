@@ -343,7 +343,7 @@ class PretrainConfig(MachineConfig):
     def learning_rates(self) -> dict[str, float]:
         """Returns {"lr": ..., "puzzle_emb_lr": ...}, the highest learning rates of the schedule.
 
-        If `lr_scaling` is set, they are still to be multiplied by a factor for the batch size.
+        If `lr_scaling` is not "none", they are still to be multiplied by a factor for the batch size.
         """
         return {"lr": self.lr, "puzzle_emb_lr": self.puzzle_emb_lr}
 

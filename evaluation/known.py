@@ -21,7 +21,7 @@ from distributed.process_group import is_main
 
 
 def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
-    """Returns the rows of the model's puzzle embeddings for the puzzles of a dataset. All ranks call it.
+    """Finds the rows of the model's embeddings of the puzzles of a dataset. All ranks call it.
 
     Rank 0 calls `find_match`, and all ranks return its result. If it raises an error, all ranks exit.
     """
