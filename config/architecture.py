@@ -345,7 +345,7 @@ class FPRMConfig(TokenConfig):
 
 
 class TransformerConfig(TokenConfig):
-    """The config of the baseline without recurrence. A slot always halts after one forward pass."""
+    """The config of the baseline without recurrence: one forward pass for each puzzle."""
 
     title: ClassVar[str] = "Transformer"
     halt_max_steps: ClassVar[int] = 1
@@ -361,7 +361,7 @@ class TransformerConfig(TokenConfig):
 class SERRMConfig(ArchConfig):
     """The config of the Symbol-Equivariant Recurrent Reasoning Model (SE-RRM).
 
-    The model has no Q head. In training, a slot halts at random, with halt_exploration_prob in each step.
+    The model has no Q head. In training, a puzzle halts at random, with halt_exploration_prob in each step.
     If puzzle_emb_ndim is not 0, there are puzzle embeddings. The model determines their size.
     """
 

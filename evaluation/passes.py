@@ -224,7 +224,6 @@ class _SetSums:
 
         They give the accuracy after each step. Does nothing if num_steps is 0.
 
-        output: Output of the step for a batch.
         acts_here: bool [batch]. True if early halting would end the puzzle after exactly this step.
         """
         if not len(self._exact_after_step):

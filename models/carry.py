@@ -29,8 +29,8 @@ class Reasoning:
     """The settings of thinking steps: number of steps and cycles, noise, and how a search guesses.
 
     Attributes:
-        max_steps: Number of thinking steps after which a slot halts in any case.
-        halting: "max": No slot halts before max_steps. "act": Slots may halt before (`models.halting`).
+        max_steps: Number of thinking steps (calls of the model) after which a puzzle halts in any case.
+        halting: "max": No puzzle halts before max_steps. "act": Puzzles may halt before (`models.halting`).
         H_cycles: Number of H cycles (outer loops) in a thinking step. 0 if the model has none.
         L_cycles: Number of L cycles (inner loops) in an H cycle. 0 if the model has none.
         loops: Number of loops in a thinking step of LDT. 0 for other models.
@@ -129,10 +129,10 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
 
     def boards(self, picked: Tensor | None) -> Carry:
-        """Returns a copy of one of the puzzles ("boards") in each slot: tensors [batch, ...].
+        """Returns a copy of one of the puzzles ("boards") in each batch position: tensors [batch, ...].
 
-        picked: Index of the board in each slot, int64 [batch]. If None, a slot has only one board, and the
-        carry itself is returned.
+        picked: Index of the board in each batch position, int64 [batch]. If None, each has only one board,
+        and the carry itself is returned.
         """
         if picked is None:
             return self
@@ -140,11 +140,11 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots, picked] for name, tensor in self.tensors().items()})
 
     def with_boards_(self, picked: Tensor | None, boards: Carry) -> Carry:
-        """Writes `boards` over one of the puzzles ("boards") in each slot, in place. Returns this carry.
+        """Overwrites one of the puzzles ("boards") in each batch position, in place. Returns this carry.
 
-        If `picked` is None, a slot has only one board. Then `boards` is returned, and nothing is changed.
+        If `picked` is None, each has only one board. Then `boards` is returned, and nothing is changed.
 
-        picked: Index of the board in each slot, int64 [batch].
+        picked: Index of the board in each batch position, int64 [batch]. boards: The new puzzles.
         """
         if picked is None:
             return boards

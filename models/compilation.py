@@ -67,8 +67,7 @@ def find_damaged_library(error: str) -> str | None:
     """Returns a message if the text `error` says that a library in the compiler's cache is damaged.
 
     Otherwise returns None. torch lets the compiler write a library under its final name, and loads every file
-    that has this name. If the compiler is killed while it writes, the file stays incomplete. torch has no
-    setting against this.
+    that has this name. If the compiler is killed while it writes, the file stays incomplete.
     """
     if (found := _DAMAGED.search(error)) is None:
         return None

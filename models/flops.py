@@ -39,8 +39,7 @@ class StepCounter:
     """Counts the cost of thinking steps (calls of the model) on one puzzle, and caches the results.
 
     model: Model with all its blocks, not only those of one pipeline stage or tensor-parallel rank. It is
-    moved to the meta device in place.
-    seq_len: Number of cells of a puzzle.
+    moved to the meta device in place. seq_len: Number of cells of a puzzle.
     """
 
     def __init__(self, model: HaltingModel, *, seq_len: int):

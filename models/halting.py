@@ -109,9 +109,9 @@ class HaltingModel(nn.Module):
         return dataclasses.replace(reasoning, **arch.eval_changes)  # other cycles in evaluation (FPRM)
 
     def initial_carry(self, batch: Batch) -> Carry:
-        """Returns a carry (state of a batch) in which all slots count as halted.
+        """Returns a carry (state of a batch) in which all batch positions count as halted.
 
-        So `refill` then starts every slot on a puzzle. The carry has as many slots as `batch` has puzzles.
+        So `refill` then starts every position on a puzzle. There are as many positions as puzzles in `batch`.
         """
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
         all_slots = torch.ones_like(steps, dtype=torch.bool)
@@ -135,7 +135,7 @@ class HaltingModel(nn.Module):
         return Carry(state, torch.where(halted, 0, carry.steps), torch.zeros_like(halted), data)
 
     def forward(self, carry: Carry, reasoning: Reasoning, rng: SlotRng | None = None) -> StepOutput:
-        """Runs one thinking step of every slot. Returns the new carry and the prediction.
+        """Runs one thinking step of every slot (batch position). Returns the new carry and prediction.
 
         The field `halted` of the new carry is True in slots that halt after this step.
 
@@ -171,9 +171,9 @@ class HaltingModel(nn.Module):
         return is_last | wants_to_halt
 
     def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
-        """Returns the carry (state of the batch) at the start of a run, with all slots halted.
+        """Returns the carry (state of the batch) at the start of a run, with all puzzles halted.
 
-        Its puzzles are zeros. If a slot holds several puzzles ("boards") in training (LDT), each tensor is
+        Its puzzles are zeros. If a slot (batch position) holds several puzzles in training (LDT), a tensor is
         [num_slots, boards, ...]. The tensors share no memory, so a checkpoint can be loaded into them.
 
         num_slots: Batch size of this rank.

@@ -184,7 +184,8 @@ class Objective:
     ) -> list[ContinueTarget]:
         """Returns the targets of q_continue that are known in this training step. Arguments: As in `losses`.
 
-        An entry is (logits, target values in [0, 1], mask of the slots that have a target), each [batch].
+        An entry is (logits, targets in [0, 1], mask of the slots that have a target), each [batch]. A slot is
+        a position of the batch, and works on one puzzle at a time.
 
         The target is the value of one more thinking step: sigmoid(max(q_halt, q_continue)) after that step
         (arXiv 2506.21734, section 2). If the slot has already made max_steps steps, it is sigmoid(q_halt)
@@ -226,7 +227,7 @@ class Objective:
     ) -> Tensor:
         """Runs one more thinking step without gradient. Returns the targets of q_continue, float32 [batch].
 
-        A target is sigmoid(max(q_halt, q_continue)) after that step. If the slot has already made max_steps
+        A target is sigmoid(max(q_halt, q_continue)) after that step. If the puzzle has already had max_steps
         steps, it is sigmoid(q_halt).
 
         carry: Output of this thinking step. rng: Random numbers of this step. The additional step uses them
@@ -292,7 +293,7 @@ CROSS_ENTROPIES = {
 def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the fraction of right cells, float32 [batch], and whether all cells are right, bool [batch].
 
-    Only cells with a label count. A slot without labels has 0 and False.
+    Only cells with a label count. A puzzle without labels has 0 and False.
     """
     counted = labels != IGNORE_LABEL_ID
     num_counted = counted.sum(-1)

@@ -118,7 +118,7 @@ class SlotRng:
 
         The numbers are independent of those of training.
 
-        rows: Index of each slot's example in the test set, int64 [batch]. samples: Number of the run of this
+        rows: Index of each example in its test set, int64 [batch]. samples: Number of the run of this
         example, from 0, int64 [batch]. steps: Number of the thinking step, from 1, int32 [batch].
         """
         return cls(seed | 1 << 63, torch.stack([rows & _MASK, samples << 16 | steps.long()], dim=1))

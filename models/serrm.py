@@ -56,7 +56,11 @@ class AxialBlock(nn.Module):
         self.eps, self.dropout, self.number = arch.rms_norm_eps, arch.dropout, number
 
     def forward(self, h: Tensor, rotary: Tensor | None, keys: Tensor | None) -> Tensor:
-        """Returns the new h. keys: Random keys of the slots, int64 [batch]. If None, there is no dropout."""
+        """Returns the new h, [batch, symbols, positions, hidden].
+
+        rotary: Table of rotary positions, or None. keys: Random key of each batch entry, int64 [batch]. If
+        None, there is no dropout.
+        """
         along_cells, along_symbols = (
             None if keys is None else Dropout(keys, 2 * self.number + axis, self.dropout) for axis in (0, 1)
         )
