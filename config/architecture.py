@@ -1,6 +1,7 @@
-"""The schemas of the config section `arch`: a class for each model, with the keys of the published code.
+"""The schemas of the config section `arch`: a class for each model.
 
 A model's class is derived from `ArchConfig`, or from `TokenConfig` if the model has one vector for each cell.
+Most keys have the names that the published code of the model uses.
 
 A class declares only the type and the bounds of each key. The default and the meaning of the key are in
 config/arch/<name>.yaml. If an old checkpoint lacks a key, the key gets its default from this file, too
@@ -66,14 +67,16 @@ class ArchConfig(Strict):
 
     Attributes:
         title: Short name of the model in papers.
-        paper: Full name of the model, and the arXiv number.
-        cycle_keys: Keys that a curriculum stage may change.
+        paper: (Full name of the model, arXiv number). None if there is no paper.
+        cycle_keys: Keys of loops inside one call of the model, such as "H_cycles". A stage of a curriculum (a
+            part of the training) may change their values.
         has_q_continue: Whether the model has the output q_continue_logits.
-        finds_candidates: Whether the model needs `Metadata.candidates`. They are read from the data.
+        finds_candidates: Whether the model needs to know which labels each input token may have
+            (`Metadata.candidates`). They are read from the training data.
         confuses_symbols: Whether the model gives equal logits to padding and to symbols that the input lacks.
         no_mesh: Reason why pipeline and tensor parallelism are impossible. Empty if they are possible.
         reads_any_length: Whether the weights fit puzzles with another number of cells.
-        eval_changes: Keys of cycles that have other values in an evaluation, with these values.
+        eval_changes: Values that replace the values of these keys in an evaluation, such as {"L_cycles": 1}.
     """
 
     title: ClassVar[str] = ""
@@ -99,7 +102,10 @@ class ArchConfig(Strict):
         return self.puzzle_emb_ndim > 0
 
     def check_outputs(self, names: list[str]) -> None:
-        """Raises ValueError if `save_outputs` names an output that the model does not have."""
+        """Raises ValueError if `names` contains an output that the model does not have.
+
+        names: Outputs to save, the value of the config key `save_outputs`. Example: ["q_continue_logits"].
+        """
         if "q_continue_logits" in names and not self.has_q_continue:
             raise ValueError(f"save_outputs: arch={self.name} has no q_continue_logits. Remove it.")
 
@@ -118,7 +124,7 @@ class TokenConfig(ArchConfig):
 
     @property
     def num_puzzle_positions(self) -> int:
-        """Returns how many positions before the cells hold the puzzle embedding."""
+        """Returns how many positions before the cells hold the puzzle embedding. 0 without an embedding."""
         if not self.puzzle_emb_ndim:
             return 0
         return self.puzzle_emb_len or math.ceil(self.puzzle_emb_ndim / self.hidden_size)
@@ -368,7 +374,7 @@ class FlowConfig(TokenConfig):
 
 
 class TransformerConfig(TokenConfig):
-    """The config of the baseline without recurrence. A slot always halts after one forward pass."""
+    """The config of the baseline without recurrence: one forward pass for each puzzle."""
 
     title: ClassVar[str] = "Transformer"
     halt_max_steps: ClassVar[int] = 1
@@ -384,7 +390,7 @@ class TransformerConfig(TokenConfig):
 class SERRMConfig(ArchConfig):
     """The config of the Symbol-Equivariant Recurrent Reasoning Model (SE-RRM).
 
-    The model has no Q head. In training, a slot halts at random, with halt_exploration_prob in each step.
+    The model has no Q head. In training, a puzzle halts at random, with halt_exploration_prob in each step.
     If puzzle_emb_ndim is not 0, there are puzzle embeddings. The model determines their size.
     """
 
@@ -479,13 +485,19 @@ _BUILT_IN = (
 
 
 def architectures() -> dict[str, type[ArchConfig]]:
-    """Returns {name: config class} for every value of `arch.name`, with those of imported plugins."""
+    """Returns {name: config class} for all values of `arch.name`, such as {"hrm": HRMConfig, ...}.
+
+    It includes the models of imported plugins (users' Python files).
+    """
     schemas = [*_BUILT_IN, *plugins.defined("Config")]
     return {typing.get_args(schema.model_fields["name"].annotation)[0]: schema for schema in schemas}
 
 
 def _choose_class(values: Any) -> Any:
-    """Validates the section `arch` with the config class of the model `name`."""
+    """Validates the config section `arch` with the class that its key `name` selects, such as HRMConfig.
+
+    Returns an object of this class. Returns `values` unchanged if it is not a dict.
+    """
     if not isinstance(values, dict):
         return values
     if "name" not in values:

@@ -72,7 +72,7 @@ def compose_config(
 def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
     """Returns the checked config for a list of key=value texts, such as ["lr=1e-3", "arch=trm"].
 
-    Raises ValueError with one line for a mistake.
+    Keys that are not in the list have their default values. Raises ValueError with one line for a mistake.
 
     schema: Class of the config, such as PretrainConfig.
     overrides: The texts. They may include --config-dir FOLDER.
@@ -83,6 +83,7 @@ def compose_overrides(schema: type[Config], overrides: Sequence[str]) -> Config:
 def compose_values(schema: type[Config], overrides: Sequence[str]) -> dict[str, Any]:
     """Returns the config for a list of key=value texts as a dict. The values are not checked.
 
+    Example: ["lr=1e-3", "arch=trm"] gives {"lr": 0.001, "arch": {"name": "trm", ...}, ...}, with defaults.
     `compose_overrides` does the same, but checks the values.
     """
     options = _read_command_line(overrides)
@@ -102,10 +103,11 @@ def config_with(schema: type[Config], **values: Any) -> Config:
 def split_command_line(schema: type[Config]) -> tuple[Config, list[str]] | None:
     """Splits the command line of this process into a config and arguments for another program.
 
-    search.py uses it: its own keys become the config, and the other keys go to pretrain.py. Returns (checked
-    config, unchecked other arguments). Returns None after --help and --cfg job, because they only print.
+    Returns (checked config, other arguments). The config gets the arguments that set a key of `schema`. The
+    other arguments are not checked. search.py passes them to pretrain.py. Returns None after --help and
+    --cfg job, because they only print.
 
-    schema: Class of the config.
+    schema: Class of the config, such as SearchConfig.
     """
     options, config_overrides = _read_command_line(), []
     others = [f"--config-dir={folder}" for folder in options.config_dir]
@@ -140,9 +142,12 @@ def _compose_or_show(
 
 
 def parse_overrides(schema: type[Config], overrides: Sequence[str]) -> list[Override]:
-    """Parses key=value texts with Hydra's grammar, which also allows several values: "lr=1e-3,2e-3".
+    """Parses key=value texts into Hydra's `Override` objects: (key, value), or (key, values to try).
 
-    schema: Class of the config. Its keys decide which values are texts.
+    Example of several values: "lr=1e-3,2e-3". A single value of a key of type str stays a str, even if it
+    looks like a number. Raises ValueError with one line for a mistake.
+
+    schema: Class of the config with the keys, such as PretrainConfig.
     """
     parser, parsed = OverridesParser.create(), []
     with _one_line_errors(schema):
@@ -292,8 +297,9 @@ def _read_command_line(arguments: Sequence[str] | None = None) -> argparse.Names
 def _translate(schema: type[Config], override: str) -> list[str]:
     """Translates a key=value text from the command line into one or several texts for Hydra.
 
-    Adds quotes to text values. Replaces keys of the public code of HRM, TRM and URM by ours. Raises
-    ValueError if the key is a setting of Hydra itself.
+    Adds quotes to the value if `schema` declares the key as a text. Keys of the published code of HRM, TRM
+    and URM are replaced by the keys of this repository: "load_checkpoint=a" becomes "init_from='a'". Raises
+    ValueError if the key is a setting of Hydra itself, or if arch or experiment is not a name.
     """
     typed, equals, value = override.partition("=")
     key = KEYS.get(typed.lstrip("+"), typed.lstrip("+"))

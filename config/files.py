@@ -23,7 +23,7 @@ def config_to_yaml(config: pydantic.BaseModel) -> str:
 def load_defaults(name: str) -> dict[str, Any]:
     """Returns the values of the file config/<name>.yaml, for example for "evaluate" or "arch/hrm".
 
-    The values of "pretrain" have no `arch`.
+    The values of "pretrain" have no section `arch`, because it depends on the model.
     """
     return OmegaConf.to_container(_read_defaults(name), resolve=True)
 
@@ -37,12 +37,13 @@ def _read_defaults(name: str) -> DictConfig:
 
 
 def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """Adds the default values of missing keys to a stored config of pretrain.py. Checks no value.
+    """Returns a copy of a stored config of pretrain.py, with defaults for missing keys. Checks no value.
 
-    The config may be one of an older version or of the public code. Exceptions:
+    The config may come from an older version. Old names in `arch` are replaced (`rename_old_keys`).
+    Exceptions:
 
-    - `data_path` gets no default.
-    - A missing `arch.forward_dtype` becomes bfloat16, because that was the default of older versions.
+    - A missing `data_path` stays missing.
+    - If `arch.forward_dtype` is missing or "auto", it becomes bfloat16, the default of older versions.
     - Keys that this version does not know are removed if their value is false, null, 0 or empty.
     """
     defaults, arch = load_defaults("pretrain"), values.get("arch")
@@ -59,9 +60,10 @@ def fill_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def format_of(values: dict[str, Any]) -> str:
-    """Returns the dtype of a stored config: "bfloat16" or "float32".
+    """Returns the dtype of activations in a stored config of pretrain.py: "bfloat16" or "float32".
 
-    Raises ValueError for another format.
+    It is the value of `arch.forward_dtype`. If that is missing or "auto", returns "bfloat16". Raises
+    ValueError for another value.
     """
     arch = fill_defaults(values).get("arch")
     name = arch.get("forward_dtype") if isinstance(arch, dict) else None
@@ -85,7 +87,10 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def changed_words(values: dict[str, Any], defaults: dict[str, Any]) -> list[str]:
-    """Returns the key=value texts that change the config `defaults` into `values`. Both are nested dicts."""
+    """Returns the key=value texts that change the config `defaults` into `values`. Both are nested dicts.
+
+    Example: ["lr=0.001", "arch.H_cycles=2"].
+    """
     usual = flatten(defaults)
     return [word(key, value) for key, value in flatten(values).items() if value != usual.get(key, ...)]
 

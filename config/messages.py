@@ -44,11 +44,12 @@ _DRY_RUN = (
 
 
 def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.ValidationError) -> str:
-    """Converts pydantic's errors about a config to a message of one line. It describes only one wrong key.
+    """Converts pydantic's errors about a config to one line, such as "lr=-1 should be ...".
 
-    Unknown keys come first. If a key may have several types, the message names all of them.
+    The message describes only one error: the first unknown key, otherwise the first error. If a key may have
+    several types, the message names all of them.
 
-    schema: Class of the config.
+    schema: Class of the config, such as PretrainConfig.
     """
     errors = mistakes.errors(include_url=False)
     error = next((mistake for mistake in errors if mistake["type"] == "extra_forbidden"), errors[0])
@@ -75,7 +76,7 @@ def explain_mistakes(schema: type[pydantic.BaseModel], mistakes: pydantic.Valida
 def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> str:
     """Converts an error of Hydra or OmegaConf about the command line to a message of one line.
 
-    schema: Class of the config.
+    schema: Class of the config. If a key is unknown, the message suggests one of its keys.
     """
     lines = [line.strip() for line in str(error).splitlines()]
     if unknown := re.match(r"Could not override '(.+)'", lines[0]):
@@ -105,9 +106,11 @@ def explain_composition(schema: type[pydantic.BaseModel], error: Exception) -> s
 
 
 def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
-    """Returns the message for an unknown key. It suggests the most similar known key.
+    """Returns the message for an unknown key: "unknown key 'lrs', did you mean 'lr'?".
 
-    schema: Class of the config.
+    If the key belongs to another model, or if it has another form here, the message says so instead.
+
+    schema: Class of the config with the known keys.
     """
     known = _keys((schema,))
     if key in HINTS:
@@ -129,7 +132,7 @@ def explain_unknown_key(schema: type[pydantic.BaseModel], key: str) -> str:
 def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
     """Returns the dotted name of the wrong key in an error of pydantic, such as "arch.H_cycles".
 
-    schema: Class of the config.
+    schema: Class of the config with the known keys.
     error: Entry of pydantic's list of errors.
     """
     *path, last = error["loc"] or ("",)
@@ -143,8 +146,8 @@ def _key(schema: type[pydantic.BaseModel], error: dict[str, Any]) -> str:
 def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[str]:
     """Returns all keys of config classes, such as "lr" and, from nested classes, "arch.H_cycles".
 
-    models: Classes of configs.
-    prefix: Text before each key, such as "arch.".
+    models: Classes of configs, such as PretrainConfig.
+    prefix: Text to put before each key, such as "arch.".
     """
     annotations: dict[str, list[Any]] = {}
     for model in models:
@@ -161,10 +164,11 @@ def _keys(models: Sequence[type[pydantic.BaseModel]], prefix: str = "") -> list[
 
 
 def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: str = "data_path") -> None:
-    """Raises ValueError if a dataset folder is missing. The message contains a command that builds it.
+    """Raises ValueError if a dataset folder is missing.
 
-    experiment: Name of the experiment (file of settings) that needs the data. If None, any experiment that
-    uses the folder.
+    The message contains the command that builds it, if an experiment (YAML file of settings) has this folder.
+
+    experiment: Name of the experiment to look in, such as "demo". If None, all experiments.
     key: Config key that names the folders, for the message.
     """
     for folder in folders:
@@ -190,10 +194,9 @@ def check_data_folders(folders: Sequence[str], *, experiment: str | None, key: s
 
 
 def _data_of(experiment: str) -> str | None:
-    """Returns the shell command that builds the dataset of an experiment, or None if it is not known.
+    """Returns the shell command that builds the dataset of an experiment. None if it is not known.
 
-    An experiment is a YAML file of settings. The command is in its comment `# Data: python -m dataset.build
-    ...`.
+    experiment: Name of a YAML file of settings, such as "demo". Its comment `# Data: ...` has the command.
     """
     path = FOLDER / "experiment" / f"{experiment}.yaml"
     text = path.read_text() if path.is_file() else ""
@@ -211,8 +214,8 @@ def help_text(program: str, topic: str = "") -> str:
     Raises ValueError for an unknown topic.
 
     program: "pretrain", "evaluate", "solve", "page" or "search".
-    topic: Argument after --help: "all", "experiment", "experiment=NAME", "arch=NAME" or a key. "": the most
-    used keys of pretrain, all keys of another program.
+    topic: Argument after --help: "all", "experiment", "experiment=NAME", "arch=NAME" or a key. If it is "",
+    the text contains the most used keys of pretrain, or all keys of another program.
     """
     path, (kind, _, name) = FOLDER / f"{program}.yaml", topic.partition("=")
     file = FOLDER / kind / f"{name}.yaml"
@@ -244,7 +247,7 @@ def help_text(program: str, topic: str = "") -> str:
 
 
 def _help_of_arch(file: Path) -> list[str]:
-    """Returns the help lines for the keys of a model. file: YAML file of the model, such as arch/hrm.yaml."""
+    """Returns the help lines for the keys of a model. file: Its YAML file config/arch/<name>.yaml."""
     return [*_wrap(f"arch={file.stem}: {_title(file)}"), *_keys_of(file, prefix="arch.")]
 
 
@@ -258,9 +261,10 @@ def _help_of_experiments() -> list[str]:
 def _help_of_key(program: str, key: str) -> list[str]:
     """Returns the help lines for a key, or for a group of keys such as "arch.loss".
 
-    Raises ValueError for an unknown key.
+    Raises ValueError if no key matches, or if several keys end in the given part.
 
-    key: Complete key, or its last part, such as "H_cycles" for "arch.H_cycles". Only one key may end in it.
+    program: Name of the program, such as "pretrain".
+    key: Complete key, or its last part, such as "H_cycles" for "arch.H_cycles".
     """
     files = [(FOLDER / f"{program}.yaml", "")]
     if program == "pretrain":
@@ -288,7 +292,8 @@ def _title(path: Path) -> str:
 def _entries(path: Path) -> Iterator[tuple[str, str, str, str]]:
     """Yields (key, default, comment, heading) for each key of a YAML file with defaults.
 
-    A heading is the last comment line before the key.
+    The line "lr: 1e-4 # learning rate" gives ("lr", "1e-4", "learning rate", heading). The heading is the
+    last comment line before the key.
     """
     sections: list[str] = []
     heading = ""

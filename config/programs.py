@@ -97,10 +97,10 @@ class EvaluateConfig(_TrainedConfig, MachineConfig):
 
     @property
     def asks_for_settings(self) -> bool:
-        """Returns whether the evaluation writes scaling.json: results by steps, samples and selection rule.
+        """Returns whether the evaluation compares settings, and writes their results to scaling.json.
 
-        True if halt_max_steps has several values, if samples is not 1, if `select` is not q_head, or with
-        retry_samples.
+        A setting is a number of thinking steps and a number of runs of each puzzle. True if halt_max_steps
+        has several values, if samples is not 1, if `select` is not q_head, or with retry_samples.
         """
         is_plain = self.samples == [1] and self.select == ["q_head"] and self.retry_samples is None
         return len(self.halt_max_steps or []) > 1 or not is_plain
@@ -155,9 +155,9 @@ class PageConfig(Strict):
 
 
 class SearchConfig(Strict):
-    """The config of search.py. All other keys on its command line belong to pretrain.py.
+    """The config of search.py, which searches hyperparameters. config/search.yaml explains its keys.
 
-    config/search.yaml explains its keys.
+    All other keys on the command line of search.py are passed to pretrain.py.
     """
 
     YAML: ClassVar[str] = "search"

@@ -1,4 +1,4 @@
-"""Translates names of the public code of HRM, TRM and URM, and of earlier versions, into today's names."""
+"""Translates names of the published code of HRM, TRM and URM, and old names, into today's names."""
 
 import dataclasses
 from typing import Any
@@ -31,13 +31,13 @@ HINTS = {
 
 @dataclasses.dataclass(frozen=True)
 class _Published:
-    """How to translate the config and the tensors of a model of the public code.
+    """How to translate the config and the tensors of a model from its authors' published ("public") code.
 
-    name       name of our architecture
-    keys       {public key of `arch`: our key}
-    unread     public keys that the public code never reads
-    constants  {our key: value} for settings that are fixed in the public code
-    tensors    {start of a public tensor name: start of our name}
+    name       value of `arch.name` in this repository, such as "urm"
+    keys       {key of `arch` in the public code: key in this repository}
+    unread     keys in public configs that the public code never reads. They are left out
+    constants  {key in this repository: value} for settings that are fixed in the public code
+    tensors    {start of a tensor's name in public checkpoints: start of its name in this repository}
     """
 
     name: str
@@ -90,9 +90,9 @@ PUBLISHED = {
 
 
 def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Translates a config of the public code of HRM, TRM, URM and others into our keys.
+    """Translates a config of the models' published code (HRM, TRM, URM, ...) into keys of this repository.
 
-    Raises ValueError for an unknown model.
+    Returns a new dict. Raises ValueError if the model is unknown, or if `arch` or `arch.loss` is missing.
 
     where: Name of the config for messages.
     """
@@ -115,10 +115,10 @@ def translate_config(config: dict[str, Any], *, where: str) -> dict[str, Any]:
 
 
 def rename_old_keys(arch: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `arch` section of a stored config with today's names.
+    """Returns the config section `arch` with today's names of models and keys.
 
-    Older versions had TRM with `update: gate`, now the model infiloop, and TRM with `single_z: true`, now
-    trm_singlez. Raises ValueError if another model has one of these keys, or if both are set.
+    In older versions, infiloop was TRM with the key `update: gate`, and trm_singlez was TRM with the key
+    `single_z: true`. Raises ValueError if another model has one of these settings, or if both are set.
     """
     has_gate, is_single_z = arch.get("update", "plain") == "gate", bool(arch.get("single_z"))
     values = {key: value for key, value in arch.items() if key not in ("update", "single_z")}

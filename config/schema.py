@@ -57,9 +57,9 @@ _OPTIMIZERS = ("adam_atan2", "adamw", "muon")
 
 
 def find_optimizer(name: str) -> Any:
-    """Returns the optimizer class with this name from a plugin (a user's Python file).
+    """Returns the optimizer with this name from an imported plugin (a user's Python file).
 
-    None if there is none.
+    Returns None if no plugin has it, also for built-in optimizers such as "adamw".
     """
     return next((optimizer for optimizer in plugins.defined("OPTIMIZER") if optimizer.name == name), None)
 
@@ -104,8 +104,9 @@ class MachineConfig(Strict):
 class StageConfig(Strict):
     """One stage of a curriculum: a part of the training with its own data or its own number of cycles.
 
-    A stage lasts for `epochs`, before the main training. Or it lasts for the fraction `share` of the main
-    training. Cycles are loops inside one call of the model.
+    If `epochs` is set, the stage lasts for this number of epochs, and precedes the main training. If `share`
+    is set instead, the stage is this fraction of the main training. Such stages follow one another from its
+    start. H_cycles, L_cycles and loops are numbers of loops inside one call of the model.
     """
 
     data_path: Paths | None = None
@@ -139,6 +140,7 @@ def all_data_paths(data_path: list[str], curriculum: list[StageConfig]) -> list[
     """Returns all training data folders, each once: those of the main training, then those of the stages.
 
     data_path: Folders of the main training.
+    curriculum: Stages, which may have other folders.
     """
     of_stages = [path for stage in curriculum for path in stage.data_path or []]
     return list(dict.fromkeys([*data_path, *of_stages]))
@@ -341,7 +343,7 @@ class PretrainConfig(MachineConfig):
     def learning_rates(self) -> dict[str, float]:
         """Returns {"lr": ..., "puzzle_emb_lr": ...}, the highest learning rates of the schedule.
 
-        The key `lr_scaling` may still change them.
+        If `lr_scaling` is not "none", they are still to be multiplied by a factor for the batch size.
         """
         return {"lr": self.lr, "puzzle_emb_lr": self.puzzle_emb_lr}
 
@@ -357,9 +359,9 @@ Config = TypeVar("Config", bound=pydantic.BaseModel)
 def validate_config(schema: type[Config], values: dict[str, Any], *, where: str = "config") -> Config:
     """Checks values, and returns them as an object of the class `schema`.
 
-    Raises ValueError with one line about the first wrong key.
+    Raises ValueError with one line about one wrong key.
 
-    where: Start of the message.
+    where: Start of the error message.
     """
     try:
         return schema.model_validate(values)

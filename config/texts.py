@@ -20,13 +20,13 @@ _CONTAINERS = (list, typing.Union, types.UnionType)
 
 
 def text_keys(*schemas: type[pydantic.BaseModel]) -> set[str]:
-    """Returns the keys of config classes that have a text, or a list of texts, as value."""
+    """Returns the keys of config classes with values of type str or list[str], perhaps also None."""
     fields = [item for schema in schemas for item in schema.model_fields.items()]
     return {name for name, field in fields if _leaves(field.annotation) <= {str, type(None)}}
 
 
 def quoted(text: str) -> str:
-    """Puts a text in single quotes, so that Hydra reads it unchanged."""
+    """Puts a text in single quotes, with escapes as needed, so that Hydra reads it unchanged."""
     return "'" + re.sub(r"(\\*)('|$)", lambda end: end[1] * 2 + ("\\'" if end[2] else ""), text) + "'"
 
 
@@ -55,7 +55,7 @@ def check_encoding(argument: str) -> None:
 
 
 def expand_home(key: str, value: Any) -> Any:
-    """Replaces ~ or $NAME at the start of a path. Returns the new path.
+    """Replaces ~, ~USER or $NAME at the start of a path. Returns the new path.
 
     Raises ValueError if the user or the environment variable does not exist.
 

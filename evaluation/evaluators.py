@@ -1,4 +1,7 @@
-"""The evaluators of an evaluation: on every rank, one for each requested kind and dataset folder."""
+"""Extra metrics of an evaluation, such as the fraction of Sudoku answers that obey the rules.
+
+Every rank has one evaluator for each requested kind of puzzle and each dataset folder of this kind.
+"""
 
 import copy
 from collections.abc import Sequence
@@ -19,6 +22,8 @@ def build_evaluator(name: str, *, folder: Path, metadata: Metadata) -> Evaluator
 
     An evaluator computes extra metrics from the answers. Raises ValueError if the kind does not exist, or if
     the dataset contains another kind of puzzle.
+
+    metadata: Metadata of the test split in `folder`.
     """
     if name not in (kinds := kind_names()):
         raise ValueError(f"evaluators: {name!r} is not a kind of puzzle. Choose from {', '.join(kinds)}.")
@@ -64,9 +69,9 @@ class Evaluators:
                 raise failures[0]
 
     def fresh_copy(self, *, only_answered: bool = False) -> "Evaluators":
-        """Returns a copy without answers, for another evaluation of the same data.
+        """Returns an independent copy, for another evaluation of the same data.
 
-        Call it before `add`.
+        Call it before the first `add`, because answers would be copied, too.
 
         only_answered: If True, metrics include only the examples that `add` receives. If False, an evaluator
         may count test examples without an answer as wrong.
@@ -116,12 +121,10 @@ class Evaluators:
         )
 
     def check_rules(self, selects: Sequence[str]) -> None:
-        """Checks that answers can be selected by the rules of the puzzle, if this is asked for.
+        """Raises ValueError if `selects` contains "rules", but a test set has no rules to check answers by.
 
-        Raises ValueError if `selects` contains "rules", but the puzzles of a test set have no function that
-        checks answers.
-
-        selects: Names of rules that select one of several answers to a puzzle, such as "vote".
+        selects: Names of methods that select one of several answers to a puzzle, such as "vote". "rules"
+        selects an answer that obeys the rules of the puzzle.
         """
         for name in self._data.splits["test"].sets if "rules" in selects else ():
             if self.rules_of(name) is None:

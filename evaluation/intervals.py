@@ -54,8 +54,8 @@ def goal_p(values: Sequence[float], goal: float) -> float | None:
 def difference_p(values: Sequence[float], others: Sequence[float]) -> float | None:
     """Returns the p-value of a two-sided t-test for "the two samples have different means".
 
-    The test assumes equal variances (pooled variance). A small p-value supports a difference. Returns None if
-    both samples have only one value.
+    The test assumes equal variances (pooled variance). A small p-value supports a difference. If the pooled
+    variance is 0, returns 1 for equal means, otherwise 0. Returns None if both samples have only one value.
     """
     freedom = len(values) + len(others) - 2
     if freedom < 1:

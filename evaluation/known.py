@@ -21,9 +21,9 @@ from distributed.process_group import is_main
 
 
 def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
-    """Calls `find_match` on rank 0, and returns the result on all ranks. All ranks call it.
+    """Finds the rows of the model's embeddings of the puzzles of a dataset. All ranks call it.
 
-    If rank 0 raises an error, all ranks exit with a message.
+    Rank 0 calls `find_match`, and all ranks return its result. If it raises an error, all ranks exit.
     """
     match = None
     with collective_errors():
@@ -33,10 +33,9 @@ def broadcast_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
 
 
 def has_rows_to_match(arch: Architecture, data: Dataset) -> bool:
-    """Returns whether `find_match` has something to do.
+    """Returns whether puzzles of a dataset have to be matched with the model's puzzle embeddings.
 
-    It has nothing to do if the model has no puzzle embeddings, or if all puzzles of a folder share one
-    embedding.
+    Returns False if the model has no puzzle embeddings, or if all puzzles of a folder share one embedding.
     """
     return arch.has_puzzle_embeddings and data.metadata.num_puzzle_identifiers > len(data.folders)
 
@@ -45,7 +44,8 @@ def find_match(checkpoint: Checkpoint, data: Dataset) -> Match | None:
     """Finds which row of the model's puzzle embedding table belongs to each puzzle identifier of a dataset.
 
     A puzzle identifier is the number of a puzzle in its dataset. Another dataset may number the same puzzles
-    differently. So puzzles are compared by their names and contents.
+    differently. So puzzles are compared by their names and contents. `Match.rows` has the row of each
+    identifier, or -1.
 
     Returns None if no search is needed, because row i belongs to identifier i. Examples: the dataset of the
     training, or a model without puzzle embeddings. Also returns None, usually with a warning, if the names of
@@ -121,7 +121,7 @@ def known_puzzles(data: Dataset, match: Match | None, *, model: str) -> Known:
 
     Raises ValueError if there are none.
 
-    match: Result of `find_match`. If it is None, all test puzzles are selected.
+    match: Rows of the model's embeddings (`find_match`). If it is None, all test puzzles are selected.
     model: Name of the model for messages.
     """
     if match is None:

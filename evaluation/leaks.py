@@ -54,7 +54,8 @@ class Leak:
 class _Tested(NamedTuple):
     """A test set to be compared with the training data.
 
-    where         folder of the split, for messages
+    where         folder of the test split, for messages
+    data          the examples of the test set
     has_variants  whether augmented variants of the puzzles are evaluated too
     rows          indices of the examples that are not augmented, int64 [n]
     hashes        hashes of these examples, uint64 [n]
@@ -97,12 +98,14 @@ class Leaks:
         groups: np.ndarray | None = None,
         puzzles: np.ndarray | None = None,
     ) -> None:
-        """Adds a test set, and computes hashes of its puzzles. Only rank 0 calls it.
+        """Adds a test set to be compared with the training data. Only rank 0 calls it.
 
-        Augmented variants are not hashed.
+        Its puzzles are compared by hashes. Augmented variants are not hashed.
 
-        name: Name of the test set.
-        hashes: Result of `hash_examples`. If None, this function computes them.
+        name: Name of the test set. data: Its examples.
+        split: Name of the split that contains the set, such as "test".
+        folders: Dataset folders of the data.
+        hashes: Hashes of the puzzles without augmentation (`hash_examples`). If None, they are computed.
         groups: bool [number of groups]. A group is a puzzle with its augmented variants. Only groups with
         True are evaluated. If None, all are.
         puzzles: Indices of the evaluated puzzles, int64 [n]. If None, all puzzles.
@@ -121,10 +124,10 @@ class Leaks:
         self._tested[name] = _Tested(where, data, groups is None, rows, hashes)
 
     def broadcast_find(self, trained: Trained | None, *, model: str) -> None:
-        """Compares all added test sets with the training examples, and sets `found` on all ranks.
+        """Compares all added test sets with the training examples. All ranks call it.
 
-        All ranks call it. If a test puzzle was trained on, rank 0 logs a warning. With reaction "error", all
-        ranks exit.
+        Sets `found`, {test set: Leak}, on all ranks. If a test puzzle was trained on, rank 0 logs a warning.
+        With reaction "error", all ranks exit.
 
         trained: Training examples. Needed only on rank 0. If None, the training examples are unknown.
         model: Name of the model for messages.

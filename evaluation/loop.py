@@ -1,6 +1,6 @@
-"""Final answers of an evaluation: after all thinking steps, or after the step in which a slot halts.
+"""Final answers of an evaluation: after all thinking steps (calls of the model), or after early halting.
 
-If puzzles may halt early, the next puzzle takes the slot of a halted one. The number of network calls then
+If puzzles may halt early, the next puzzle takes the batch position of a halted one. The number of calls then
 depends on the mean number of steps, not on the maximum. Invariant: other puzzles do not change an answer.
 """
 
@@ -41,8 +41,8 @@ class Race:
     def record(self, carry: Carry, wants_to_halt: Tensor) -> None:
         """Records which samples want to halt after a thinking step (one call of the model).
 
-        carry: State of the batch after the step. `carry.data.rows` identifies puzzle and sample.
-        wants_to_halt: bool [batch].
+        carry: State of the batch after the step. `carry.data.rows` is puzzle index * largest number of
+        samples + sample index, int64 [batch]. wants_to_halt: bool [batch].
         """
         slots = (wants_to_halt & carry.data.is_real).nonzero().flatten()
         for attempt, step in zip(carry.data.rows[slots].tolist(), carry.steps[slots].tolist(), strict=True):
@@ -54,7 +54,7 @@ class Race:
     def is_lost(self, attempts: Tensor, steps: Tensor) -> Tensor:
         """Returns which samples (runs of a puzzle) have lost, so that they can stop: bool [n].
 
-        attempts: Puzzle index * number of samples + sample index, int [n].
+        attempts: Puzzle index * largest number of samples + sample index, int [n].
         steps: Number of model calls that each sample has made so far, int [n].
         """
         lost = []
@@ -77,12 +77,13 @@ def answer_batches(
 ) -> Iterator[StepOutput]:
     """Runs the model on all examples, and yields the outputs after the last thinking step of each example.
 
-    A thinking step is one call of the model. With early halting (`reasoning.halting="act"`), the model itself
-    ends an example, and the next example takes its place in the batch. Outputs then come in another order. A
-    yielded output contains a part of the examples, perhaps without padding.
+    A thinking step is one call of the model. With `reasoning.halting="max"`, a yielded output belongs to one
+    batch, with its padding. With early halting ("act"), the model itself ends an example, and the next
+    example takes its place in the batch. A yielded output then contains the examples that ended together.
 
-    draw: Function that returns the random numbers of a step.
-    on_step: Function that is called after every step.
+    draw: `draw(carry)` returns the random numbers of the next step, or None. carry: State of the batch.
+    on_step: `on_step(output, halts)` is called after every step. halts, bool [batch], is True once for each
+    example: after the first step at which the model wants to halt, otherwise after its last step.
     race: Stops a run of a puzzle if another run of the same puzzle has halted first. If None, no run is
     stopped.
     stages: Ranks of a pipeline. All of them call this function, and call the model equally often.
@@ -156,9 +157,11 @@ def answer_batches(
 
 
 def _unanswered(carry: Carry, like: StepOutput) -> tuple[StepOutput, Tensor]:
-    """Returns the arguments of `on_step` for samples that are stopped before the model was called for them.
+    """Returns (output with dummy predictions, bool [batch] with only True) for samples that never run.
 
-    They are (output with dummy predictions, bool [batch] with only True).
+    `answer_batches` calls `on_step` with it, because another sample (run) of their puzzles has halted.
+
+    carry: State of these samples.
 
     like: Output of other samples. It gives the dtypes and shapes.
     """

@@ -21,9 +21,10 @@ Columns = Mapping[str, Mapping[str, float | str]]  # {test set: {metric: value}}
 
 
 def with_intervals(values: Mapping[str, float]) -> dict[str, float]:
-    """Returns metrics with the 95 % interval of each accuracy: "accuracy_low" and "accuracy_high".
+    """Returns a copy of the metrics, with the 95 % interval of each accuracy.
 
-    An accuracy gets no interval if the number of its puzzles is unknown.
+    Example: {"accuracy": 0.9, "count": 100} also gets "accuracy_low" and "accuracy_high". If the number of
+    puzzles ("count") is unknown, the accuracy gets no interval.
 
     values: {metric: value} of one test set.
     """
@@ -64,7 +65,10 @@ def interval_of(metric: str, share: float, count: int) -> dict[str, float]:
 def summarize(runs: Sequence[Columns]) -> dict[str, dict[str, float]]:
     """Returns {test set: {metric: mean, "<metric>_deviation": standard deviation}} over several evaluations.
 
-    Leaves out a metric that one of the evaluations lacks.
+    Leaves out a metric that one of the evaluations lacks. A count such as "count" gets no deviation. If the
+    value is a text, the result lists the different texts: "test, validation".
+
+    runs: {test set: {metric: value}} of each evaluation.
     """
     summary: dict[str, dict[str, float]] = {}
     for name in runs[0]:
@@ -88,7 +92,9 @@ def metrics_table(metrics: Columns, *, title: str) -> str:
     """Returns a text table with one line for each metric and one column for each test set.
 
     A line starts with both names of a metric, such as "solved (exact_accuracy)". A cell contains the value,
-    and its interval or standard deviation.
+    and its interval or standard deviation, if there is one.
+
+    metrics: {test set: {metric: value}}. title: First line of the table.
     """
     names = metric_names(metrics)
     columns = [["", *map(both_names, names)]]
@@ -101,13 +107,23 @@ def metrics_table(metrics: Columns, *, title: str) -> str:
 
 
 def metric_names(metrics: Columns) -> list[str]:
-    """Returns the names of all metrics, without intervals and deviations such as "accuracy_low"."""
+    """Returns the names of the metrics of all test sets, each once.
+
+    Leaves out names that end in _low, _high or _deviation. They belong to another metric, such as "accuracy".
+
+    metrics: {test set: {metric: value}}.
+    """
     names = dict.fromkeys(metric for values in metrics.values() for metric in values)
     return [name for name in names if not _has_suffix(name, *INTERVAL_ENDS, "deviation")]
 
 
 def metric_cell(values: Mapping[str, float | str], name: str) -> str:
-    """Returns a metric of one test set as text, such as "0.9  [0.88, 0.92]". Returns "" if it is missing."""
+    """Returns a metric as text, such as "0.9  [0.8812, 0.9184]". Returns "" if it is missing.
+
+    The number is padded with spaces to 12 characters. A deviation is written as "0.9  +- 0.012".
+
+    values: {metric: value} of one test set.
+    """
     if name not in values:
         return ""
     value = values[name]
@@ -121,11 +137,13 @@ def metric_cell(values: Mapping[str, float | str], name: str) -> str:
 
 
 def scaling_table(scaling: Mapping[str, Any]) -> str:
-    """Returns a text table of the accuracies in the content of scaling.json.
+    """Returns a text table of the accuracies after different numbers of thinking steps and of samples.
 
-    It has one line for each number of thinking steps and of samples, and one column for each rule that
-    selects a sample. For a search (LDT), it also has the fractions of wrong answers and of puzzles without an
-    answer.
+    A sample is one run of a puzzle. The table has a line for each pair of these numbers, and a column for
+    each rule that selects a sample. For a search model (LDT), two more columns contain the fraction of wrong
+    answers and the fraction of puzzles without an answer.
+
+    scaling: Content of scaling.json (`results.scaling_of`).
     """
     lines = []
     for set_name, content in scaling["sets"].items():
@@ -145,11 +163,13 @@ def scaling_table(scaling: Mapping[str, Any]) -> str:
 
 
 def setting_metrics(scaling: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Returns the content of scaling.json as {test set: {metric: value}}.
+    """Returns the accuracies that are stored in scaling.json as {test set: {metric: value}}.
 
-    Example of a metric: "exact_accuracy@steps=64,samples=8". If `vote` selected the sample, the name ends
-    with ",select=vote". The first rule has no such ending. If a puzzle counts as solved because any sample is
-    right, the name starts with "any_".
+    Example of a metric: "exact_accuracy@steps=64,samples=8". It belongs to the first rule that selects a
+    sample (one run of a puzzle). The names of the other rules end with the rule, such as ",select=vote". If a
+    puzzle counts as solved because any sample is right, the name starts with "any_".
+
+    scaling: Content of scaling.json (`results.scaling_of`).
     """
     metrics: dict[str, dict[str, float]] = {}
     for set_name, content in scaling["sets"].items():
@@ -177,7 +197,9 @@ def _has_suffix(metric: str, *suffixes: str) -> bool:
 
 
 def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dict[str, Any]]:
-    """Returns {test set: {metric: value}} from a row of the log, for names such as "eval/all/exact_accuracy".
+    """Returns the metrics of an evaluation in a row of the training log: {test set: {metric: value}}.
+
+    Example: {"eval/all/exact_accuracy": 0.9, "lr": 1e-4} gives {"all": {"exact_accuracy": 0.9}}.
 
     split: First part of the names. Other names are ignored.
     """
@@ -193,7 +215,8 @@ def metrics_by_set(row: Mapping[str, Any], split: str = "eval") -> dict[str, dic
 def written_value(metric: str, value: float) -> str:
     """Returns the value of a metric as text. Consoles and pages use it, so that they round equally.
 
-    Accuracies have three decimals, and mean numbers of thinking steps two.
+    Accuracies have three decimals ("0.913"). Other whole numbers have none ("1,000"). Metrics that end in
+    "steps" have two decimals, and all others have four digits.
     """
     if is_share(metric):
         return f"{value:.3f}"

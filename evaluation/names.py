@@ -48,9 +48,11 @@ _AFTER_STEP, _UNSEEN, _OUTPUTS, _ANY = "exact_accuracy_after_step_", "unseen/", 
 
 
 def written_name(metric: str) -> str:
-    """Returns the written name of a metric. Other metrics, such as a plugin's, keep their names.
+    """Returns the name of a metric for people, such as "solved" for "exact_accuracy".
 
-    metric: Name without split and set.
+    Unknown metrics keep their names, without the ending "_accuracy".
+
+    metric: Name without split and set: not "eval/all/exact_accuracy".
     """
     if metric in NAMES:
         return NAMES[metric]
@@ -73,6 +75,6 @@ def written_name(metric: str) -> str:
 
 
 def both_names(metric: str) -> str:
-    """Returns `<written name> (<metric>)`, or the metric if the names are equal."""
+    """Returns both names of a metric, such as "solved (exact_accuracy)". If they are equal, returns one."""
     written = written_name(metric)
     return written if written == metric else f"{written} ({printable(metric)})"

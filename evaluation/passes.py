@@ -40,8 +40,8 @@ class SetResult:
     Attributes:
         metrics: {name: value}. Examples: "exact_accuracy", "count" (number of labeled puzzles), and
             "sudoku/valid_accuracy" from an evaluator. "unseen/<metric>" leaves out puzzles that the model was
-            trained on. "act_exact_accuracy" and "act_steps" are the values that early halting would give, if
-            it was off.
+            trained on. If early halting was off, "act_exact_accuracy" and "act_steps" (mean number of
+            thinking steps) are the values that it would give.
         exact_accuracy_after_each_step: Fraction of solved puzzles after thinking step (call of the model) 1,
             2, ... Empty with early halting, with `scores`, or without labels.
         outputs: {name: array [examples, ...]}, in dataset order.
@@ -83,7 +83,7 @@ def evaluate_split(
         reasoning: Number of thinking steps (calls of the model) and early halting. If None, the number of
             steps of the architecture, without early halting.
         outputs: Names of arrays to return for every example, such as "preds" or "logits".
-        evaluators: Compute extra metrics from the answers.
+        evaluators: Compute extra metrics from the answers. If None, there are no extra metrics.
         settings: Several numbers of thinking steps, and of runs of each puzzle, to compare. If None, each
             puzzle runs once.
         seed: Seed of the noise.
@@ -227,9 +227,9 @@ class _SetSums:
         self.scores: Scores | None = None
 
     def add_step(self, output: StepOutput, acts_here: Tensor) -> None:
-        """Adds the output of one thinking step (call of the model) to the accuracy after each step.
+        """Counts the right answers after one thinking step (call of the model).
 
-        Does nothing if num_steps is 0.
+        They give the accuracy after each step. Does nothing if num_steps is 0.
 
         acts_here: bool [batch]. True if early halting would end the puzzle after exactly this step.
         """
@@ -252,7 +252,7 @@ class _SetSums:
                 arrays.append(_output(name, final)[is_real].cpu().numpy())
 
     def select_unseen(self, output: StepOutput) -> StepOutput:
-        """Removes the puzzles that the model was trained on from an output. Padding stays."""
+        """Returns the output without the puzzles that the model was trained on. Padding stays."""
         return output.select((~torch.isin(output.carry.data.rows, self._seen_rows)).nonzero().flatten())
 
     def describe(self) -> str:
@@ -268,10 +268,11 @@ class _SetSums:
     def _leak_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Returns metrics that depend on which test puzzles the model was trained on. All ranks call it.
 
-        "trained_on" is the number of these puzzles. It is a lower bound if "trained_on_rate" is 0.
-        "unseen/<metric>" leaves these puzzles out. "distinct_count" is the number of different test puzzles.
+        "trained_on" is the number of these puzzles. It is a lower bound if "trained_on_rate" is 0. The
+        accuracies "unseen/<metric>" leave these puzzles out. "distinct_count" is the number of different test
+        puzzles. Returns {} if the training puzzles were not compared.
 
-        metrics: Metrics of all examples.
+        metrics: Metrics of all examples, summed over all ranks.
         """
         leak, count = self._leak, metrics.get("count", 0)
         unseen = {"count": count}

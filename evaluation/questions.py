@@ -38,11 +38,12 @@ class Questions:
         self._folders = folders or checkpoint.find_data()
 
     def read(self, config: SolveConfig) -> Puzzle:
-        """Reads the puzzle of a config of solve.py.
+        """Reads the puzzle that a config of solve.py contains.
 
         Raises ValueError if it is missing, malformed or unsolvable.
 
-        config: `puzzle` contains the puzzle or a file name. `test` is the index of the puzzle in the file.
+        config: `puzzle` is the text of the puzzle, a file name, or "-" for standard input. `test` is the
+        index of the puzzle in this text.
         """
         text, source = read_question(config.puzzle)
         kind, vocab_size = self.info.kind, self.info.metadata.vocab_size
@@ -102,10 +103,11 @@ class Questions:
         return int(match.rows[number])
 
     def _find_number(self, puzzle: Puzzle, config: SolveConfig) -> int | None:
-        """Finds the number of the puzzle in its dataset.
+        """Returns the number of the puzzle (puzzle identifier) in the dataset folders of this object.
 
-        `find_identifier` then finds the row of its embedding. Returns None and raises ValueError in the same
-        cases as `find_identifier`.
+        `find_identifier` uses it to find the row of the puzzle's embedding. Returns None if `adapt=true` and
+        the training data do not contain the puzzle. Raises ValueError if the puzzle is unknown otherwise, or
+        if `adapt` or `task` does not fit.
         """
         blank = self.info.metadata.blank_identifier_id
         if config.adapt and not puzzle.has_own_rule:
@@ -151,7 +153,10 @@ class Questions:
 def read_question(puzzle: str | None) -> tuple[str, str]:
     """Reads the text of a puzzle: from a file, from standard input ("-"), or from the argument itself.
 
-    Returns (text, name of the source for messages). Raises ValueError if there is no text.
+    Returns (text, name of the source for messages), such as ("1..4 ...", "standard input"). Raises ValueError
+    if there is no text.
+
+    puzzle: Text of the puzzle, file name, or "-". None: it is missing.
     """
     if puzzle is None:
         raise ValueError(

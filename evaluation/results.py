@@ -61,11 +61,13 @@ def open_output_folder(folder: Path) -> Path:
 def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Checkpoint) -> dict[str, Any]:
     """Returns the options and data that determine the results of an evaluation, for measured.json.
 
-    A folder contains only results with equal options and data. The keys are:
+    A folder contains only results with equal options and data. Example: {"test": "1a2b...", "samples": [8]}.
+    The keys are:
 
     - "test": Hash of the test splits.
     - each option that differs from its default, such as "samples"
-    - "data": Paths of the dataset folders. Missing if the data of the training are evaluated, unchanged.
+    - "data": Paths of the dataset folders. Only if they are not the folders of the training, or if their test
+      splits have changed since the training.
 
     data: Dataset folders of the evaluation.
     """
@@ -80,9 +82,10 @@ def measured_with(config: EvaluateConfig, data: Sequence[Path], checkpoint: Chec
 
 
 def _has_same_tests(checkpoint: Checkpoint, data: Sequence[Path], fingerprint: str) -> bool:
-    """Returns whether the test splits are unchanged since the training.
+    """Returns whether the test splits are unchanged since the training of the checkpoint.
 
-    Checkpoints of earlier versions have no hash of the test splits. For them, no split may have changed.
+    Checkpoints of earlier versions have no hash of the test splits. For them, returns whether all splits are
+    unchanged.
 
     fingerprint: Hash of the test splits now.
     """
@@ -116,7 +119,9 @@ def name_of(measured: Mapping[str, Any], checkpoint: Checkpoint) -> str:
 def write_measured(
     folder: Path, measured: Mapping[str, Any], data: Sequence[Path], *, is_default_folder: bool
 ) -> None:
-    """Writes measured.json. First deletes results in the folder that have other options or data.
+    """Writes the options and data of an evaluation to measured.json in the folder of its results.
+
+    If the folder contains results with other options or data, deletes them first.
 
     measured: Result of `measured_with`.
     data: Dataset folders of the evaluation.
@@ -140,7 +145,7 @@ def write_measured(
 
 
 def warn_of_other_format(folder: Path, forward_dtype: str, *, stored: str) -> None:
-    """Logs a message if the evaluation will replace results that were computed in another dtype.
+    """Logs a message if results in `folder` that were computed in another dtype will be replaced.
 
     forward_dtype: Dtype of the new evaluation, such as "float32".
     stored: Dtype of the training. It is the dtype of earlier results that do not name theirs.
@@ -208,7 +213,8 @@ def all_metrics(
     Adds the 95 % interval of each accuracy ("accuracy_low" and "accuracy_high"), and the accuracy after each
     thinking step ("exact_accuracy_after_step_1").
 
-    selected_by, forward_dtype: Texts that every test set gets, unless they are None.
+    selected_by: Split that selected the checkpoint, such as "validation". forward_dtype: Dtype of the model.
+    Both are stored for every test set, unless they are None.
     """
     metrics, texts = {}, zip(TEXTS, (selected_by, forward_dtype), strict=True)
     named = {name: text for name, text in texts if text is not None}
@@ -258,7 +264,10 @@ def scaling_of(results: Mapping[str, SetResult], config: EvaluateConfig) -> dict
 
 
 def read_results(folder: Path) -> dict[str, dict[str, float | str]]:
-    """Returns the content of metrics.json. Raises ValueError if the file is missing or damaged."""
+    """Returns the results in a folder: {test set: {metric: value}}, the content of metrics.json.
+
+    Raises ValueError if the file is missing or damaged.
+    """
     return read_json(folder / EVALUATION_FILE)
 
 

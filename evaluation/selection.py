@@ -1,4 +1,4 @@
-"""Selection: which of several samples answers a puzzle, how often this is right, and what it costs.
+"""Selects one of several samples (runs) of a puzzle, and counts right answers and model calls.
 
 No selection rule uses labels. Each rule picks the sample that minimizes one number, for example the number of
 steps. Ties go to the larger q_halt, then to the lower index. In a search, they go to the
@@ -75,18 +75,19 @@ class Samples(NamedTuple):
     are_valid: np.ndarray | None
 
     def take(self, *index: slice | np.ndarray) -> Samples:
-        """Indexes every array with `index`, on the axes [puzzles, samples]."""
+        """Returns new `Samples`, with every array indexed by `index` on the axes [puzzles, samples]."""
         return Samples(*(None if column is None else column[index] for column in self))
 
 
 def select(by: Select, samples: Samples, *, is_search: bool = False) -> np.ndarray:
     """Selects one of several runs ("samples") of each puzzle. Returns their indices, int64 [puzzles].
 
-    by: Selection rule, such as "vote". If the rule cannot decide, the sample with the largest q_halt is
-    selected.
-    samples: Answers of all samples, after the model call that `ANSWER_AT[by]` names.
+    by: Selection rule, such as "vote". If the rule finds several samples equally good, the one of them with
+    the largest q_halt is selected.
+    samples: Answers of all samples. If `ANSWER_AT[by]` is "end", they are those after the last model call. If
+    it is "halt" or "peak", those of an earlier call (`answer_at`).
     is_search: Whether the model is a search model (LDT). Then only samples that halted have an answer. The
-    index is -1 if no sample of the puzzle halted. If the rule cannot decide, the lowest index is selected.
+    index is -1 if no sample of the puzzle halted. Of equally good samples, the first is selected.
     """
     values = {
         "first_to_halt": lambda: np.where(samples.has_halted, samples.steps, np.inf),
@@ -120,7 +121,8 @@ def answer_at(at: AnswerAt, output: StepOutput) -> StepOutput:
 
     at: "end": the last step. The output then does not change. "halt": the first step after which the model
     wants to halt. "peak": the step with the largest q_halt.
-    output: Output of a `HistoryNetwork` after the last step. Its state contains the earlier answers.
+    output: Output of a `HistoryNetwork` (evaluation/test_time.py) after the last step. Its state contains the
+    answers of these earlier steps.
     """
     if at == "end":
         return output
@@ -143,7 +145,8 @@ class Scores:
 
     sums: Attribute. {(steps, samples, selection rule, figure): sum over puzzles}. Figures: "exact" (answer
     equals the label), "valid" (answer obeys the rules), "calls" (number of model calls), "undecided" (no
-    answer, only for a search model).
+    answer, only for a search model). The rule "any" counts a puzzle if any of its samples is right.
+    settings: Numbers of calls and runs to evaluate, and the selection rules.
     rules: Function that checks answers by the rules of the puzzle. If None, "valid" is not counted.
     is_search: Whether the model is a search model (LDT).
     """

@@ -1,10 +1,10 @@
-"""Solves one puzzle as evaluate.py does, and keeps every step of the sample that answers.
+"""Solves one puzzle as evaluate.py does, and records every step of the run ("sample") that answers.
 
-A search is different. `evaluate.py` runs all its samples side by side, and the one with the fewest steps
-answers. Here, only _FIRST_SAMPLES samples start, and their number doubles every _WIDEN_STEPS steps. The first
-sample that halts answers. Each sample makes the same steps as in `evaluate.py`, so both decide the same
-puzzles, but another sample may answer. Easy puzzles take a fraction of the time. If puzzles have many right
-answers, all samples run to their end.
+A search model (LDT) is different. `evaluate.py` runs all its samples side by side, and the one with the
+fewest steps answers. Here, only _FIRST_SAMPLES samples start, and their number doubles every _WIDEN_STEPS
+steps. The first sample that halts answers. Each sample makes the same steps as in `evaluate.py`, so both
+decide the same puzzles, but another sample may answer. Easy puzzles take a fraction of the time. If
+puzzles have many right answers, all samples run to their end.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ def answer_puzzle(
 
     model: Model in evaluation mode, for puzzles of this size.
     style: How the puzzle is drawn. It is stored in the answer.
-    identifier: Row of the puzzle embedding table.
+    config: Config of solve.py, such as the numbers of steps and samples.
+    identifier: Row of the puzzle in the model's puzzle embedding table.
     row: Index that selects the random noise. With the index of the puzzle in its test set, the noise is the
     same as in evaluate.py.
     """
@@ -210,6 +211,7 @@ def _first_to_halt(
     numbers.
 
     batch: Batch with only the puzzle.
+    num_samples: Largest number of samples. At first, only a few of them run (docstring of this file).
     on_step: Function that is called with the output of each model call.
     """
     (attempts,) = split_into_attempts(iter([batch]), num_samples=num_samples, num_slots=num_samples)

@@ -59,7 +59,7 @@ def draw_answer(answer: Answer, *, width: int, color: bool) -> str:
 def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
     """Puts drawings side by side, as many as fit into `width` columns.
 
-    Yields a text for each line of drawings.
+    The next drawings go below them. Yields a text of several lines for each row of drawings.
 
     drawings: Lines of text of each drawing.
     """
@@ -75,11 +75,11 @@ def _wrap(drawings: list[list[str]], width: int) -> Iterator[str]:
 
 
 def _draw_group(answer: Answer, steps: list[Step], *, color: bool) -> list[str]:
-    """Draws several steps with the same answer as one grid, with a title such as "step 3 (same to 5)".
+    """Draws several steps with the same answer as one grid. Returns the lines of text.
 
-    Cells that changed in the first of these steps are marked.
+    The title is "steps 3 to 5", for example. Cells that changed in the first of these steps are marked.
 
-    steps: Consecutive steps.
+    answer: Final answer, for the puzzle and the style of the drawing. steps: Consecutive steps.
     """
     first, last = steps[0], steps[-1]
     title = f"step {first.number}" if last is first else f"steps {first.number} to {last.number}"
@@ -100,12 +100,14 @@ def _draw_grid(
     changed: np.ndarray | None = None,
     color: bool,
 ) -> list[str]:
-    """Draws `tokens` as a grid with a title. Returns the lines of text.
+    """Draws `tokens` as a grid with a title. Returns the lines of text, with ANSI color codes.
 
+    answer: Answer with the puzzle and the style of the drawing.
+    tokens: Tokens of the puzzle or of an answer, [seq_len].
     confidence: Probability of each cell, [rows, columns]. Cells with low confidence are marked. If None, no
     cell is marked for this reason.
     changed: bool [rows, columns]. Cells with True are marked. If None, no cell is marked for this reason.
-    color: Whether to mark with ANSI color codes instead of characters.
+    color: Whether the terminal will show the codes. If False, a character also marks changed cells.
     """
     style, puzzle = answer.style, answer.puzzle
     cells = puzzle.cells_of(tokens)
@@ -136,7 +138,10 @@ def _draw_confidence(answer: Answer) -> list[str]:
 
 
 def _doubt(confidence: float) -> tuple[str, str]:
-    """Returns how to mark a cell of low confidence: (ANSI codes, character). Both are "" if it is high."""
+    """Returns how to mark a cell with this confidence, in [0, 1]: (ANSI codes, character).
+
+    Example: ("97;48;5;124", "?") below 0.5. Both are "" from 0.95.
+    """
     return next(((codes, mark) for below, codes, mark in _DOUBTS if confidence < below), ("", ""))
 
 
@@ -183,7 +188,7 @@ def _legend(answer: Answer, groups: list[list[Step]], *, color: bool) -> str:
 
     Only marks that occur are explained.
 
-    groups: Lists of consecutive steps with the same grid.
+    groups: Lists of consecutive steps with the same grid. color: Whether the terminal will show ANSI codes.
     """
     style, parts = answer.style, []
     if not answer.is_search:

@@ -1,10 +1,11 @@
-"""Test-time compute: runs every puzzle as several samples, for more thinking steps. One sample answers.
+"""Test-time compute: runs every puzzle several times ("samples"), with more thinking steps.
 
-A slot works on an attempt: one sample of a puzzle. An attempt runs the largest number of steps. In a search,
-it ends earlier if it halts. Without `runs_all`, it also ends if another sample of the puzzle has halted
-before. On the way, `run_settings` stores the answers of every setting: a 64-step result continues the 16-step
-one, and 8 samples include the first 4. So all settings together cost as much as the largest one. Invariant:
-an attempt depends only on the seed, its puzzle and its sample.
+A slot (position of the batch) works on an attempt: one sample of a puzzle. An attempt runs the largest number
+of steps. In a search model (LDT), it ends earlier if it halts. Without `runs_all`, it also ends if another
+sample of the puzzle has halted before. `run_settings` also stores the answers for every smaller number of
+steps and samples: a run of 64 steps passes through step 16, and 8 samples include the first 4. So all settings
+together cost as much as the largest one. Then one sample of each puzzle is selected. Invariant: an attempt
+depends only on the seed, its puzzle and its sample.
 """
 
 import dataclasses
@@ -30,11 +31,12 @@ _RESIDUAL_STEPS = 3  # EqR's residual is the mean change over this number of las
 
 
 def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Settings | None]:
-    """Returns (how the model thinks, what to compare), from the config of evaluate.py.
+    """Converts the config of evaluate.py to (settings of the model, settings to compare).
 
-    The first contains the number of thinking steps (calls of the model), noise and early halting. The second
-    contains the numbers of steps and of runs of each puzzle. It is None if each puzzle runs only once, with
-    one number of steps and the default selection rule. Raises ValueError if an option does not fit the model.
+    The `Reasoning` contains the largest number of thinking steps (calls of the model), noise and early
+    halting. The `Settings` contain all numbers of steps and of runs of each puzzle. They are None if each
+    puzzle runs only once, with one number of steps and the default selection rule. Raises ValueError if an
+    option does not fit the model.
     """
     steps = sorted(config.halt_max_steps or [model.eval_reasoning(config.halting).max_steps])
     samples = sorted(config.samples)
@@ -51,11 +53,12 @@ def set_up(model: HaltingModel, config: EvaluateConfig) -> tuple[Reasoning, Sett
 def reasoning_of_samples(
     model: HaltingModel, config: EvaluateConfig | SolveConfig, *, max_steps: int, num_samples: int
 ) -> Reasoning:
-    """Returns how the model thinks: number of thinking steps (calls of the model), noise, early halting.
+    """Returns the settings of the model in an evaluation, such as noise and early halting.
 
     Raises ValueError if an option of the config does not fit the model. Also raises it if several runs of a
     puzzle would all be identical.
 
+    max_steps: Number of thinking steps (calls of the model).
     num_samples: Number of runs of each puzzle.
     """
     network = model.network
@@ -87,7 +90,7 @@ def reasoning_of_samples(
 
 
 def needs_draws(network: Network, reasoning: Reasoning) -> bool:
-    """Returns whether the model needs random numbers (`SlotRng`) in an evaluation."""
+    """Returns whether an evaluation with these settings needs random numbers, for the model or for noise."""
     return network.is_random or reasoning.is_noisy
 
 
@@ -135,8 +138,10 @@ class HistoryNetwork(nn.Module):
 
     The state has these additional keys:
 
-    halt.*  answer of the first step after which the network wants to halt. Until then, the newest answer
-    peak.*  answer of the step with the largest q_halt
+    halt.*     answer of the first step after which the network wants to halt. Until then, the newest answer
+    peak.*     answer of the step with the largest q_halt
+    history.*  number of steps, newest logits, whether the network wanted to halt after any step, and the
+               changes of the logits in the last steps
 
     An answer consists of logits, q_halt, q_continue, and steps (int32 [batch], number of the step).
     """
@@ -221,10 +226,12 @@ def run_settings(
     With `retry_samples`, puzzles without an answer run again at the end, with the samples that they have not
     had. The results of such a puzzle are those of its second run.
 
-    num_slots: Batch size of this rank.
+    reasoning: Settings of the model. Its max_steps is the largest number of model calls.
+    num_slots: Batch size of this rank. Each sample takes one position of the batch.
+    vocab_size: Number of tokens.
     runs_all: Whether all samples of a search model (LDT) run to their end. If False, the first sample that
     halts stops the other samples of its puzzle.
-    on_step: Function that is called after each model call.
+    on_step: Function that is called after each model call, with the arguments of `answer_batches`.
     """
     options = {"seed": seed, "num_slots": num_slots, "vocab_size": vocab_size, "runs_all": runs_all}
     options["on_step"] = on_step
@@ -278,7 +285,10 @@ def _run_settings(
     }  # attempts by their steps
 
     def collect(output: StepOutput, halts: Tensor) -> None:
-        """Stores the outputs of samples that have halted or have just made a number of steps to evaluate."""
+        """Stores the outputs of samples that have just made one of the numbers of steps to evaluate.
+
+        If a sample halts before, its output is stored for all larger numbers of steps. Then calls on_step.
+        """
         carry = output.carry
         needed_state = {name: tensor for name, tensor in carry.state.items() if name.startswith(needed)}
         for num_steps, parts in waiting.items():
@@ -289,9 +299,9 @@ def _run_settings(
         on_step(output, halts)
 
     def take() -> Iterator[tuple[StepOutput, StepOutput, np.ndarray]]:
-        """Counts right answers of puzzles for which all samples have ended.
+        """Counts the right answers to puzzles if all their samples have made the steps or have halted.
 
-        Yields their results for the largest number of steps.
+        Does this for every number of steps to evaluate. Yields the results for the largest number.
         """
         for num_steps in settings.steps:
             if (complete := _pop_complete(waiting[num_steps], num_samples)) is None:
@@ -312,10 +322,12 @@ def _run_settings(
 
 
 def _pop_complete(parts: list[StepOutput], num_samples: int) -> StepOutput | None:
-    """Takes the puzzles for which all samples (runs) have ended from `parts`, and returns their outputs.
+    """Removes the puzzles that have all their samples (runs) in `parts`, and returns their outputs.
 
-    The output is sorted by puzzle, then by sample. Returns None if there is no such puzzle. Other outputs
-    stay in `parts`.
+    The output is sorted by puzzle, then by sample. Its `rows` are puzzle indices, and all samples count as
+    halted. Returns None if there is no such puzzle. Other outputs stay in `parts`.
+
+    parts: Outputs of samples, in any order. The list is changed in place.
     """
     if not parts:
         return None

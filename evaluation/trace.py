@@ -55,7 +55,7 @@ def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps:
 
     model: Model in evaluation mode.
     seed: Seed of the random noise.
-    max_steps: Limit for the number of steps. If None, the number of steps of an evaluation.
+    max_steps: Largest number of steps. If None, or if larger, it is the number of steps of an evaluation.
     """
     assert not model.training
     reasoning = dataclasses.replace(model.eval_reasoning("max"), halting="max")  # for a search, too
@@ -73,7 +73,10 @@ def record_trace(model: HaltingModel, batch: Batch, *, seed: int = 0, max_steps:
 
 
 def trace_step(model: HaltingModel, output: StepOutput) -> Trace:
-    """Returns the answers after one thinking step (call of the model). The arrays have no axis "steps"."""
+    """Returns the answers after one thinking step (call of the model), from its output.
+
+    The arrays of the `Trace` have no axis "steps". Example: preds is [batch, seq_len].
+    """
     logits, state = output.prediction.logits, output.carry.state
     candidates = torch.zeros(len(logits), 0, dtype=torch.int64)
     guesses = torch.full((len(logits),), NO_GUESS, dtype=torch.int16)

@@ -33,7 +33,10 @@ def build_model(arch: Architecture, metadata: Metadata) -> HaltingModel:
 
 
 def network_class(name: str) -> type[Network]:
-    """Returns the network class of an architecture: `NETWORK` of models/<name>.py, or of a plugin."""
+    """Returns the network class of the model with this name: `NETWORK` of models/<name>.py.
+
+    If an imported plugin (a user's Python file) defines the model, returns its `NETWORK`.
+    """
     plugin = plugin_of("Config", architectures()[name])
     return (plugin or importlib.import_module(f"models.{name}")).NETWORK
 

@@ -60,7 +60,9 @@ class Block(nn.Module):
 
 
 def build_block(arch: TokenConfig, metadata: Metadata, *, mlp: type[nn.Module] = SwiGLU) -> Block:
-    """Builds a block of an architecture. Raises ValueError if arch.conv is set but puzzles are not grids.
+    """Builds one transformer block for the config section `arch` and a dataset.
+
+    Raises ValueError if arch.conv is not "none" but the puzzles are not grids.
 
     mlp: Class of the MLP.
     """
@@ -103,7 +105,10 @@ class Level(nn.Module):
         return self.run_blocks(z + injection, *context)
 
     def run_blocks(self, h: Tensor, *context: Any) -> Tensor:
-        """Applies the blocks to h, one after the other. context: As in `forward`."""
+        """Applies the blocks to h, one after the other, and returns the result.
+
+        context: Arguments that every block gets after h, such as the rotary table.
+        """
         for layer in self.layers.children():
             if self.recomputes_blocks and torch.is_grad_enabled():
                 h = checkpoint(layer, h, *context, use_reentrant=False, preserve_rng_state=False)
@@ -113,18 +118,18 @@ class Level(nn.Module):
 
 
 def levels_of(network: nn.Module) -> dict[str, Level]:
-    """Returns the levels of a network: {name of the module: level}."""
+    """Returns the levels (stacks of blocks) of a network: {name of the module: level}, such as "L_level"."""
     return {name: module for name, module in network.named_modules() if isinstance(module, Level)}
 
 
 def block_weights(network: nn.Module) -> frozenset[str]:
-    """Returns the names of the weights inside blocks. The network uses them only in the forward dtype."""
+    """Returns the names of the weights in transformer blocks. They are only used in `network.dtype`."""
     levels = tuple(f"{name}.layers." for name in levels_of(network))
     return frozenset(name for name, _ in network.named_parameters() if name.startswith(levels))
 
 
 def cast_blocks_(network: nn.Module) -> None:
-    """Casts the weights inside blocks to the forward dtype, in place. Not for training.
+    """Casts the weights in transformer blocks to `network.dtype`, in place. Not for training.
 
     Otherwise, every call of a layer would cast them.
     """

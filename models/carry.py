@@ -29,10 +29,10 @@ class Reasoning:
     """The settings of thinking steps: number of steps and cycles, noise, and how a search guesses.
 
     Attributes:
-        max_steps: Number of thinking steps after which a slot halts in any case.
-        halting: "max": No slot halts before max_steps. "act": Slots may halt before (`models.halting`).
-        H_cycles: Number of H cycles in a thinking step. 0 if the model has none.
-        L_cycles: Number of L cycles in an H cycle. 0 if the model has none.
+        max_steps: Number of thinking steps (calls of the model) after which a puzzle halts in any case.
+        halting: "max": No puzzle halts before max_steps. "act": Puzzles may halt before (`models.halting`).
+        H_cycles: Number of H cycles (outer loops) in a thinking step. 0 if the model has none.
+        L_cycles: Number of L cycles (inner loops) in an H cycle. 0 if the model has none.
         loops: Number of loops in a thinking step of LDT. 0 for other models.
         init_noise: Standard deviation of a random initial state. 0: The initial state is fixed.
         state_noise: Standard deviation of the noise on the result of every call of a level.
@@ -66,9 +66,10 @@ class Reasoning:
 
     @classmethod
     def of_arch(cls, arch: Any, *, max_steps: int, halting: Literal["max", "act"]) -> Reasoning:
-        """Returns the settings of an architecture. Every key with the name of a field sets this field.
+        """Returns the settings with the values of the config section `arch`, max_steps and halting.
 
-        Example: arch.H_cycles sets H_cycles. All other fields have their defaults.
+        Every key with the name of a field sets this field. Example: arch.H_cycles sets H_cycles. All other
+        fields have their defaults.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         keys = {key: value for key, value in arch.model_dump().items() if key in names}
@@ -76,7 +77,7 @@ class Reasoning:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the initial state or a thinking step has noise."""
+        """Whether any of the three kinds of noise is on."""
         return any((self.init_noise, self.step_noise, self.state_noise))
 
 
@@ -95,7 +96,7 @@ class Prediction(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What the slots remember between thinking steps.
+    """What the slots (positions of the batch) store between thinking steps.
 
     If a slot holds several puzzles (LDT's boards_per_slot), every tensor is [batch, boards, ...].
 
@@ -112,14 +113,14 @@ class Carry(NamedTuple):
     data: Batch
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns every tensor by its name, such as z_H, steps, halted, data.inputs: each [batch, ...]."""
+        """Returns {name: tensor [batch, ...]}, with names such as z_H, steps, halted and data.inputs."""
         fields = self.data._asdict().items()
         data = {f"data.{name}": tensor for name, tensor in fields if tensor is not None}
         return {**self.state, "steps": self.steps, "halted": self.halted, **data}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Carry:
-        """Returns the carry with these tensors, the inverse of `tensors`."""
+        """Returns the carry with these tensors. It is the inverse of the method `tensors`."""
         state = dict(tensors)
         return cls(
             steps=state.pop("steps"),
@@ -129,13 +130,14 @@ class Carry(NamedTuple):
         )
 
     def select(self, slots: slice | Tensor) -> Carry:
-        """Returns the carry of some slots. slots: Slice, or indices int64 [n]."""
+        """Returns the carry of some slots (positions of the batch). slots: Slice, or indices int64 [n]."""
         return Carry.from_tensors({name: tensor[slots] for name, tensor in self.tensors().items()})
 
     def boards(self, picked: Tensor | None) -> Carry:
-        """Returns the carry of one board of each slot.
+        """Returns a copy of one of the puzzles ("boards") in each batch position: tensors [batch, ...].
 
-        picked: Index of the board in each slot, int64 [batch]. If None, slots have only one board.
+        picked: Index of the board in each batch position, int64 [batch]. If None, each has only one board,
+        and the carry itself is returned.
         """
         if picked is None:
             return self
@@ -143,9 +145,11 @@ class Carry(NamedTuple):
         return Carry.from_tensors({name: tensor[slots, picked] for name, tensor in self.tensors().items()})
 
     def with_boards_(self, picked: Tensor | None, boards: Carry) -> Carry:
-        """Returns this carry with `boards` in the place of the picked boards. May change tensors in place.
+        """Overwrites one of the puzzles ("boards") in each batch position, in place. Returns this carry.
 
-        picked: As in `boards`.
+        If `picked` is None, each has only one board. Then `boards` is returned, and nothing is changed.
+
+        picked: Index of the board in each batch position, int64 [batch]. boards: The new puzzles.
         """
         if picked is None:
             return boards
@@ -156,7 +160,7 @@ class Carry(NamedTuple):
 
     @staticmethod
     def join(parts: list[Carry]) -> Carry:
-        """Returns several carries concatenated along the slots."""
+        """Returns several carries concatenated along the batch axis. A single one is not copied."""
         if len(parts) == 1:
             return parts[0]
         tensors = [part.tensors() for part in parts]
@@ -172,22 +176,22 @@ class StepOutput(NamedTuple):
     prediction: Prediction
 
     def select(self, slots: slice | Tensor) -> StepOutput:
-        """Returns the result of some slots. slots: Slice, or indices int64 [n]."""
+        """Returns the result of some slots (positions of the batch). slots: Slice, or indices int64 [n]."""
         return StepOutput(self.carry.select(slots), select_columns(self.prediction, slots))
 
     @staticmethod
     def join(parts: list[StepOutput]) -> StepOutput:
-        """Returns several results concatenated along the slots."""
+        """Returns several results concatenated along the batch axis."""
         columns = zip(*(part.prediction for part in parts), strict=True)
         joined = (None if column[0] is None else torch.cat(column) for column in columns)
         return StepOutput(Carry.join([part.carry for part in parts]), type(parts[0].prediction)(*joined))
 
 
 def select_columns(prediction: Prediction, slots: slice | Tensor) -> Prediction:
-    """Returns the prediction of some slots. slots: Slice, or indices int64 [n]."""
+    """Returns the prediction of some slots (positions of the batch). slots: Slice, or indices int64 [n]."""
     return type(prediction)(*(None if column is None else column[slots] for column in prediction))
 
 
 def where(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    """Returns the rows of `new` where `mask` is True, and the rows of `old` elsewhere. mask: bool [batch]."""
+    """Returns torch.where for a mask of the batch axis. mask: bool [batch]. new, old: [batch, ...]."""
     return torch.where(mask.view(-1, *[1] * (new.ndim - 1)), new, old)

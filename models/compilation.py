@@ -29,19 +29,19 @@ COMPILER_OPTIONS = {
 
 
 def should_compile(choice: bool | str, device: torch.device, *, num_steps: int) -> bool:
-    """Returns whether to compile the blocks of a run.
+    """Returns whether to compile the transformer blocks of a run.
 
-    choice: True, False, or "auto". With "auto", the result is True if compiling saves time. num_steps: Number
-    of steps of the run, in all launches.
+    choice: True, False, or "auto". With "auto", the result is True if compiling saves time for so many steps
+    on this kind of device. num_steps: Number of steps of the complete run, also those before a resume.
     """
     return num_steps >= _STEPS_TO_PAY.get(device.type, float("inf")) if choice == "auto" else bool(choice)
 
 
 def find_compiler_failure(device: torch.device) -> str | None:
-    """Compiles a small function in another process. Returns the first error, or None if it succeeds.
+    """Tests torch.compile: compiles a small function for `device` in another process.
 
-    Raises ValueError if a library in the compiler's cache is damaged. If the run then continued without
-    compilation, its numbers would differ.
+    Returns one line about the failure, or None if it succeeds. Raises ValueError if a library in the
+    compiler's cache is damaged. If the run then continued without compilation, its numbers would differ.
     """
     options = f"dynamic=False, options={COMPILER_OPTIONS}"
     code = f"import torch; torch.compile(lambda x: x * 2 + 1, {options})(torch.ones(8, device='{device}'))"
@@ -64,10 +64,10 @@ def find_compiler_failure(device: torch.device) -> str | None:
 
 
 def find_damaged_library(error: str) -> str | None:
-    """Returns a message if the text of an error says that a library in the compiler's cache is damaged.
+    """Returns a message if the text `error` says that a library in the compiler's cache is damaged.
 
-    torch lets the compiler write a library under its final name, and loads every file that has this name. If
-    the compiler is killed while it writes, the file stays incomplete. torch has no setting against this.
+    Otherwise returns None. torch lets the compiler write a library under its final name, and loads every file
+    that has this name. If the compiler is killed while it writes, the file stays incomplete.
     """
     if (found := _DAMAGED.search(error)) is None:
         return None
@@ -96,8 +96,9 @@ def compile_blocks(model: nn.Module) -> None:
 
 
 def eager_blocks(*, is_rare: bool = True) -> contextlib.AbstractContextManager:
-    """Returns a context in which compiled blocks run uncompiled. If not `is_rare`, it changes nothing.
+    """Returns a context manager. In its block, the compiled blocks of models run uncompiled.
 
-    Use it for a batch size that occurs rarely. Otherwise, torch would compile the blocks for this size.
+    Use it for a batch size that occurs rarely, because torch would compile the blocks again for this size. If
+    `is_rare` is False, the context manager changes nothing.
     """
     return torch.compiler.set_stance("force_eager") if is_rare else contextlib.nullcontext()

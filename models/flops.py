@@ -23,12 +23,12 @@ from models.random import SlotRng
 
 
 class Step(NamedTuple):
-    """The cost of a thinking step of one slot.
+    """The cost of a thinking step (call of the model) on one puzzle.
 
     Attributes:
         flops: Number of floating-point operations.
-        calls: For each level, (level, number of calls, number of calls with gradient, number of elements of
-            its input).
+        calls: An entry for each level (stack of blocks): (level, number of its calls, number of its calls
+            with gradient, number of elements of its input for one puzzle).
     """
 
     flops: float
@@ -36,9 +36,10 @@ class Step(NamedTuple):
 
 
 class StepCounter:
-    """Counts the cost of thinking steps, and caches the results.
+    """Counts the cost of thinking steps (calls of the model) on one puzzle, and caches the results.
 
-    model: The full model, built on the meta device.
+    model: Model with all its blocks, not only those of one pipeline stage or tensor-parallel rank. It is
+    moved to the meta device in place. seq_len: Number of cells of a puzzle.
     """
 
     def __init__(self, model: HaltingModel, *, seq_len: int):
@@ -46,16 +47,20 @@ class StepCounter:
         self._counted: dict[tuple[Reasoning, bool], Step] = {}
 
     def count(self, reasoning: Reasoning, *, trains: bool = False) -> Step:
-        """Returns the cost of a thinking step of one slot. trains: Whether to count the backward pass."""
+        """Returns the cost of a thinking step (call of the model) on one puzzle.
+
+        reasoning: Settings of the step. trains: Whether to count the backward pass, too.
+        """
         reasoning = dataclasses.replace(reasoning, progress=0.0)
         if (reasoning, trains) not in self._counted:
             self._counted[reasoning, trains] = self._count(reasoning, trains=trains)
         return self._counted[reasoning, trains]
 
     def flops(self, reasoning: Reasoning, *, trains: bool = False) -> float:
-        """Returns the FLOPs of a thinking step of one slot.
+        """Returns the FLOPs of a thinking step (call of the model) on one puzzle.
 
-        With `trains`, adds the backward pass and the forward passes for targets of q_continue.
+        If `trains` is True, includes the backward pass, and the additional forward passes that compute the
+        training targets of q_continue. reasoning: Settings of the step.
         """
         flops, more = self.count(reasoning, trains=trains).flops, 0.0
         if trains and (more := self.model.network.objective.more_calls(reasoning)):
@@ -63,7 +68,7 @@ class StepCounter:
         return flops + more
 
     def carry_bytes(self) -> int:
-        """Returns the bytes that a slot keeps between training steps: its state and its puzzle."""
+        """Returns the bytes that one slot (position of the batch) stores between steps: state and puzzle."""
         carry = self.model.blank_carry(1, seq_len=self._seq_len, device=torch.device("meta"))
         return sum(tensor.nbytes for tensor in carry.tensors().values())
 
@@ -115,7 +120,10 @@ class StepCounter:
 
 
 def _count_blocks(level: Level, h: torch.Tensor, has_gradient: bool, context: tuple) -> float:
-    """Returns the FLOPs of the blocks of a level, with the backward pass if the call has a gradient."""
+    """Returns the FLOPs of one call of a level's blocks. If it has a gradient, the backward pass counts too.
+
+    h: Input of the first block, on the meta device. context: Further arguments of each block.
+    """
     h = h.detach().requires_grad_(h.requires_grad and has_gradient)
     context = [argument.detach() if torch.is_tensor(argument) else argument for argument in context]
     with _counter() as counter, torch.set_grad_enabled(has_gradient):
@@ -132,7 +140,7 @@ def _counter() -> FlopCounterMode:
 def _count_convolution_backward(
     out: list[int], x: list[int], weight: list[int], *arguments: object, out_shape: list, **_: object
 ) -> int:
-    """Counts the gradients of a convolution. FlopCounterMode is wrong for the weights of grouped ones."""
+    """Returns the FLOPs of a convolution's backward pass. FlopCounterMode's formula is wrong for groups."""
     transposed, mask = arguments[4], arguments[-1]
     return sum(mask[:2]) * conv_flop_count(x, weight, out, transposed=transposed)
 

@@ -161,9 +161,9 @@ class FPRM(TokenNetwork):
         return (state["residual"] < self.arch.fp_thresh) | (state["step_size"] < _LEAST_STEP)
 
     def _judge(self, state: State, y: Tensor, z: Tensor) -> State:
-        """Returns step_size, patience, best and residual of each slot after a call of the level.
+        """Returns the tensors step_size, patience, best and residual of the state after a call of the level.
 
-        y, z: Input and result of the call.
+        The docstring of the class explains them. state: State before the call. y, z: Its input and result.
         """
         change, size = (values.float().abs().amax(-1) for values in (y - z, z))
         residual = (change / (size + 1e-8)).amax(-1)

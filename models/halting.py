@@ -55,17 +55,23 @@ if TYPE_CHECKING:
 
 
 def q_head_wants_to_halt(prediction: Prediction, arch: ArchConfig) -> Tensor:
-    """Returns the slots that the Q head would halt: bool [batch]. The docstring of this file has the rule."""
+    """Returns for each puzzle of the batch whether the Q head wants to halt: bool [batch].
+
+    It does if q_halt > 0. With arch.no_ACT_continue=false, it does if q_halt > q_continue.
+    """
     return prediction.q_halt > (0 if arch.no_ACT_continue else prediction.q_continue)
 
 
 def sample_exploration(
     arch: ArchConfig, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
 ) -> dict[str, np.ndarray]:
-    """Samples the exploration of a training step: {"min_steps": int32 [batch_size]}.
+    """Samples the exploration of a training step on the host: {"min_steps": int32 [batch_size]}.
 
-    A slot that has made fewer than min_steps thinking steps does not halt in this training step. A slot that
-    does not explore has 0. Returns {} if the model never explores.
+    A slot (position of the batch) that has made fewer than min_steps thinking steps on its puzzle does not
+    halt in this training step. A slot that does not explore has 0. Returns {} if the model never explores.
+    The number of a slot depends on batch_size.
+
+    batch_size: Number of slots of the global batch. reasoning: Settings of training, for max_steps.
     """
     if not arch.halt_exploration_prob or reasoning.max_steps == 1:
         return {}
@@ -76,7 +82,9 @@ def sample_exploration(
 
 
 class HaltingModel(nn.Module):
-    """The model of a run. A call runs one thinking step of every slot, and decides which slots halt.
+    """The model of a run: a network, and the rule by which puzzles halt.
+
+    A call runs one thinking step of every slot (position of the batch), and decides which slots halt.
 
     Attributes:
         network: The network, such as `models.trm.TRM`.
@@ -90,9 +98,10 @@ class HaltingModel(nn.Module):
         self.reasoning = Reasoning.of_arch(arch, max_steps=arch.halt_max_steps, halting="act")
 
     def eval_reasoning(self, halting: Literal["max", "act"]) -> Reasoning:
-        """Returns the settings of thinking steps in an evaluation.
+        """Returns the settings of thinking steps in an evaluation, such as their largest number.
 
-        halting: Value of the config key. For a search (LDT), the result always has "act".
+        halting: "max": puzzles run the largest number of steps. "act": they may halt before. For a search
+        model (LDT), the result always has "act".
         """
         arch = self.network.arch
         max_steps = arch.eval_halt_max_steps or arch.halt_max_steps
@@ -101,9 +110,9 @@ class HaltingModel(nn.Module):
         return dataclasses.replace(reasoning, **arch.eval_changes)  # other cycles in evaluation (FPRM)
 
     def initial_carry(self, batch: Batch) -> Carry:
-        """Returns a carry in which all slots have halted, so that `refill` starts every slot on a puzzle.
+        """Returns a carry (state of a batch) in which all batch positions count as halted.
 
-        It has as many slots as `batch` has puzzles.
+        So `refill` then starts every position on a puzzle. There are as many positions as puzzles in `batch`.
         """
         steps = torch.zeros(len(batch.rows), dtype=torch.int32, device=batch.inputs.device)
         all_slots = torch.ones_like(steps, dtype=torch.bool)
@@ -112,10 +121,13 @@ class HaltingModel(nn.Module):
 
     @torch.no_grad()
     def refill(self, carry: Carry, batch: Batch, reasoning: Reasoning, rng: SlotRng | None = None) -> Carry:
-        """Returns a carry in which halted slots start on their puzzle of `batch`, with a new state.
+        """Returns a carry in which halted slots start on new puzzles: slot i on puzzle i of `batch`.
 
         The other slots keep their puzzle and state. The puzzle that `batch` has for them is not used. The
         result has new tensors. Each slot depends only on the same slot of the arguments.
+
+        carry: State of all slots (positions of the batch) after a thinking step.
+        reasoning: Settings of thinking steps. rng: Random numbers of the slots, needed for init_noise.
         """
         halted = carry.halted
         puzzles = zip(batch._replace(answers=None), carry.data, strict=True)
@@ -126,9 +138,12 @@ class HaltingModel(nn.Module):
         return Carry(state, torch.where(halted, 0, carry.steps), torch.zeros_like(halted), data)
 
     def forward(self, carry: Carry, reasoning: Reasoning, rng: SlotRng | None = None) -> StepOutput:
-        """Runs one thinking step. Returns the new carry, with the slots that now halt, and the prediction.
+        """Runs one thinking step of every slot (batch position). Returns the new carry and prediction.
 
-        carry: Result of `refill`. In evaluation, it may also be the carry of the previous call.
+        The field `halted` of the new carry is True in slots that halt after this step.
+
+        carry: State of the slots, from `refill`. In evaluation, also the carry of the previous call.
+        reasoning: Settings of the step. rng: Random numbers, needed for noise, dropout and exploration.
         """
         data, state = carry.data, with_step_noise(carry.state, reasoning, rng)
         state, prediction = self.network(
@@ -142,10 +157,12 @@ class HaltingModel(nn.Module):
     def halts(
         self, carry: Carry, prediction: Prediction, reasoning: Reasoning, rng: SlotRng | None
     ) -> Tensor:
-        """Returns which slots halt after a thinking step: bool [batch].
+        """Returns which slots (positions of the batch) halt after a thinking step: bool [batch].
 
-        The table in the docstring of this file describes the rule. carry, prediction: Results of the
-        thinking step.
+        The table in the docstring of this file describes the rule.
+
+        carry, prediction: Results of the thinking step. carry.halted is not read. rng: Random numbers of the
+        step, with the exploration.
         """
         is_last = carry.steps >= reasoning.max_steps
         if reasoning.halting == "max":
@@ -157,10 +174,12 @@ class HaltingModel(nn.Module):
         return is_last | wants_to_halt
 
     def blank_carry(self, num_slots: int, *, seq_len: int, device: torch.device) -> Carry:
-        """Returns the carry of step 0 of a run, in which all slots have halted.
+        """Returns the carry (state of the batch) at the start of a run, with all puzzles halted.
 
-        If slots hold several boards in training (LDT), each tensor is [num_slots, boards, ...]. The tensors
-        share no memory, so a checkpoint can be loaded into them.
+        Its puzzles are zeros. If a slot (batch position) holds several puzzles in training (LDT), a tensor is
+        [num_slots, boards, ...]. The tensors share no memory, so a checkpoint can be loaded into them.
+
+        num_slots: Batch size of this rank.
         """
         tokens = torch.zeros(num_slots, seq_len, dtype=torch.int32, device=device)
         rows = torch.zeros(num_slots, dtype=torch.int64, device=device)

@@ -42,11 +42,23 @@ class Gate(nn.Module):
         return rms_norm(z.float(), eps=self.eps) @ self.q
 
     def start(self, z: Tensor, log_D: Tensor) -> Tensor:
-        """Returns log D at the start of a thinking step: log D_0 = s_0 in slots that have just started."""
+        """Returns log D at the start of a thinking step, float32 [batch, positions].
+
+        D is the sum of the weights of all results so far (docstring of the class). If a puzzle has just
+        started, log_D is -inf, and becomes the score of its initial state z. Otherwise log_D stays unchanged.
+
+        z: State, [batch, positions, width]. log_D: Value after the previous thinking step.
+        """
         return torch.where(log_D.isinf(), self.score(z), log_D)
 
     def forward(self, z: Tensor, new: Tensor, log_D: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the new state and log D after it. z: State before the call. new: Result of the call."""
+        """Returns the state and log D after a call of the level.
+
+        The state is a weighted mean of z and new. D is the sum of all weights so far (docstring of the
+        class).
+
+        z: State before the call. new: Result of the call. log_D: Value before the call.
+        """
         score, faded = self.score(new), log_D + F.logsigmoid(self.beta_logit)
         weight = torch.sigmoid(score - faded).to(z.dtype)[..., None]
         return torch.lerp(z, new, weight), torch.logaddexp(faded, score)

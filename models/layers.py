@@ -23,9 +23,10 @@ _SHORT_LENGTH = 256
 
 
 def truncated_normal(*shape: int, std: float) -> Tensor:
-    """Returns random float32 numbers of a normal distribution that is cut at 2 sigma.
+    """Returns a float32 tensor of the given shape with normal random numbers, without large ones.
 
-    std: Standard deviation after the cut.
+    The normal distribution is cut at 2 of its standard deviations, and scaled so that the standard deviation
+    after the cut is `std`. So the largest numbers are 2.27 std.
     """
     if std == 0:
         return torch.zeros(shape)
@@ -81,6 +82,7 @@ def rotary_angles(positions: Tensor | int, dim: int, *, base: float) -> Tensor:
     first product would make torch import its compiler.
 
     positions: Positions p, [length], on the CPU. An integer n stands for the positions 0 to n - 1.
+    dim: Width of a head. base: The config key rope_theta.
     """
     if isinstance(positions, int):
         positions = torch.arange(positions, device="cpu")
@@ -89,7 +91,10 @@ def rotary_angles(positions: Tensor | int, dim: int, *, base: float) -> Tensor:
 
 
 def grid_angles(num_cells: int, num_columns: int, head_dim: int, *, base: float) -> Tensor:
-    """Returns rotary angles of grid cells, [cells, head_dim / 2]: half by row, half by column."""
+    """Returns rotary angles of grid cells, row by row: float32 [num_cells, head_dim / 2].
+
+    The first half of the angles of a cell encodes its row, and the second half its column.
+    """
     positions = torch.arange(num_cells, device="cpu")
     rows, columns = positions // num_columns, positions % num_columns
     angles = [rotary_angles(lines, head_dim // 2, base=base) for lines in (rows, columns)]
@@ -161,7 +166,7 @@ def _is_faster_fused(q: Tensor) -> bool:
 
 
 class Dropout(NamedTuple):
-    """A dropout (arXiv 1207.0580) in which each slot has its own random key.
+    """A dropout (arXiv 1207.0580) in which each slot (position of the batch) has its own random key.
 
     So the zeros do not depend on the number of micro-batches and ranks.
 
@@ -176,7 +181,10 @@ class Dropout(NamedTuple):
     probability: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns x with zeros. x: [rows, ...]. Each slot has rows / batch consecutive rows."""
+        """Returns x with random values set to 0, and the others scaled.
+
+        x: [rows, ...]. Each slot (position of the batch) has rows / batch consecutive rows.
+        """
         bits = random_bits(self.keys, x.numel() // max(len(self.keys), 1), stream=self.stream)
         mask = (bits >= round(self.probability * 2**32)).view(x.shape)
         return x * mask.to(x.dtype) * (1 / (1 - self.probability))

@@ -45,7 +45,7 @@ class Network(nn.Module):
         undecayed: Names of the weights without weight decay.
         is_search: Whether an evaluation is a search (`models.search.Search`).
         is_random: Whether an evaluation always needs random numbers, also without noise in `Reasoning`.
-        boards_per_slot: Number of puzzles in a slot in training. Each step works on one of them.
+        boards_per_slot: Number of puzzles in a batch position in training. Each step works on one of them.
         num_answers: Number of right answers of each puzzle in a batch of training (`Batch.answers`). 1: only
             the label.
         dtype: Dtype of activations and states.
@@ -66,20 +66,22 @@ class Network(nn.Module):
         self.dtype, self.puzzle_emb = dtype_of(arch), None
 
     def initial_state(self, batch_size: int, *, seq_len: int) -> State:
-        """Returns the state of slots that start on a puzzle: {name: tensor [batch_size, ...]}.
+        """Returns the state before the first thinking step on a puzzle: {name: tensor [batch_size, ...]}.
 
-        `models.carry.State` has the rules for the names. A latent state, such as z_H, has shape
-        [batch_size, ..., hidden].
+        It is the same for all puzzles, without noise. Returns {} if the network has no state. A name that
+        starts with "z_", such as z_H, is a latent state, [batch_size, ..., hidden]. `models.carry.State` has
+        the rules for other names. seq_len: Number of cells of a puzzle.
         """
         return {}
 
     def start(self, data: Batch, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-        """Returns a first state for every slot of `data`.
+        """Returns the state before the first thinking step, for every slot (position of the batch).
 
-        It is `initial_state`, or with `init_noise` a random state. The caller uses only the states of the
-        slots that start on a puzzle.
+        By default, it is the result of `initial_state`. If reasoning.init_noise is not 0, the states of the
+        slots in `fresh` are random. The caller uses only the states of these slots.
 
-        fresh: Mask of the slots that start, bool [batch].
+        data: The puzzles. rng: Random numbers. If None, the states are not random.
+        fresh: Mask of the slots that start on a new puzzle, bool [batch].
         """
         state = self.initial_state(len(data.inputs), seq_len=data.inputs.shape[1])
         return with_initial_noise(state, reasoning, rng, fresh)
@@ -95,16 +97,17 @@ class Network(nn.Module):
     ) -> tuple[State, Prediction]:
         """Runs one thinking step. Returns the new state, detached, and the prediction.
 
-        inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. rng: Random numbers, needed
-        for noise and dropout.
+        inputs: Tokens, int32 [batch, seq_len]. puzzle_identifiers: int32 [batch]. reasoning: Settings of the
+        step. rng: Random numbers, needed for noise and dropout.
         """
         raise NotImplementedError
 
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
-        """Returns the slots in which the model would halt after a thinking step: bool [batch].
+        """Returns for each slot whether the network wants to halt after a thinking step: bool [batch].
 
-        By default, the Q head decides: q_halt > 0, or q_halt > q_continue with no_ACT_continue=false.
-        `HaltingModel.halts` calls this method. It adds the largest number of steps and the exploration.
+        A slot is a position of the batch. By default, the Q head decides: q_halt > 0. With
+        no_ACT_continue=false, q_halt > q_continue. `HaltingModel.halts` calls this method, and then considers
+        the largest number of steps and the exploration.
 
         state, prediction: Results of the thinking step. rng: Random numbers of the step. None in an
         evaluation without noise.
@@ -116,14 +119,16 @@ class Network(nn.Module):
     ) -> dict[str, np.ndarray]:
         """Samples random numbers of a training step on the host: {name: array [batch_size, ...]}.
 
-        There is a row for each slot of the global batch. By default, they are those of the exploration.
+        An array has a row for each slot (position) of the global batch. By default, the result is that of
+        `sample_exploration`: {"min_steps": array}, the thinking steps before which a slot may not halt.
         """
         return sample_exploration(self.arch, seed=seed, step=step, batch_size=batch_size, reasoning=reasoning)
 
     def pick_boards(self, rng: SlotRng) -> Tensor | None:
-        """Returns which of its puzzles each slot works on in a training step: indices, int64 [batch].
+        """Returns the index of the puzzle that each slot works on in a training step: int64 [batch].
 
-        Returns None if each slot holds one puzzle. Only LDT can hold several (arch.boards_per_slot).
+        Returns None if a slot (position of the batch) holds one puzzle. Only in LDT, it can hold several
+        (arch.boards_per_slot). rng: Random numbers of the training step.
         """
         return None
 
@@ -211,14 +216,14 @@ def build_q_head(width: int) -> Linear:
 
 
 def gradient_if(has_gradient: bool) -> contextlib.AbstractContextManager:
-    """Returns `torch.no_grad()`, or a context that changes nothing if `has_gradient`."""
+    """Returns `torch.no_grad()`. If `has_gradient` is True, returns a context that changes nothing."""
     return contextlib.nullcontext() if has_gradient else torch.no_grad()
 
 
 def dtype_of(arch: ArchConfig) -> torch.dtype:
-    """Returns the torch dtype of arch.forward_dtype, the dtype of activations and states.
+    """Returns the dtype of activations and states: torch.bfloat16 or torch.float32.
 
-    The key must be bfloat16 or float32. The caller replaces "auto" before.
+    It is the value of arch.forward_dtype. The caller must replace "auto" before.
     """
     assert arch.forward_dtype != "auto", "replace forward_dtype=auto by bfloat16 or float32 first"
     return getattr(torch, arch.forward_dtype)

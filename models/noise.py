@@ -27,9 +27,10 @@ def perturbed(
     """Returns a function of (z, injection) that calls a level, and adds damping and noise to the result.
 
     The function calls level(z, injection, *context), then `perturb`. If damping and noise are off, it only
-    calls the level.
+    calls the level. Get a new function for each thinking step.
 
-    name: Name of the level for random numbers. Levels with different names get different noise.
+    level: Stack of blocks. reasoning: Settings, with damping and state_noise. rng: Random numbers of the
+    thinking step. name: Name of the level. Levels with different names get different noise.
     """
 
     def call(z: Tensor, injection: Tensor | int) -> Tensor:
@@ -48,7 +49,9 @@ def perturbed(
 def perturb(z: Tensor, new: Tensor, reasoning: Reasoning, rng: SlotRng | None, *, use: str) -> Tensor:
     """Returns z + damping * (new - z), plus normal noise of standard deviation state_noise.
 
-    z: State before a call of a level. new: Result of the call. use: Name of the random numbers (`SlotRng`).
+    z: State before a call of a level. new: Result of the call. reasoning: Settings, with damping and
+    state_noise. rng: Random numbers of the thinking step. use: Purpose of the noise, such as "L 0". Different
+    texts give independent noise.
     """
     if reasoning.damping != 1:
         new = torch.lerp(z, new, reasoning.damping)
@@ -56,11 +59,14 @@ def perturb(z: Tensor, new: Tensor, reasoning: Reasoning, rng: SlotRng | None, *
 
 
 def with_initial_noise(state: State, reasoning: Reasoning, rng: SlotRng | None, fresh: Tensor) -> State:
-    """Returns the initial state. With init_noise, all latent states of the slots that start become noise.
+    """Replaces the latent states of some slots (positions of the batch) by noise. Returns `state`.
 
-    The noise is normal, cut at 2 sigma, with standard deviation init_noise after the cut.
+    Does nothing if reasoning.init_noise is 0 or `rng` is None. Otherwise, the entries of the dict `state`
+    with names such as z_H are set to new tensors. The noise is normal, cut at 2 sigma, with standard
+    deviation init_noise after the cut.
 
-    state: Result of `Network.initial_state`. fresh: The slots that start, bool [batch].
+    state: Result of `Network.initial_state`. rng: Random numbers of all slots.
+    fresh: Mask of the slots that start on a new puzzle, and get noise, bool [batch].
     """
     if not reasoning.init_noise or rng is None:
         return state
@@ -73,9 +79,10 @@ def with_initial_noise(state: State, reasoning: Reasoning, rng: SlotRng | None, 
 
 
 def with_step_noise(state: State, reasoning: Reasoning, rng: SlotRng | None) -> State:
-    """Returns the state with step_noise added to z_L. If there is no z_L, adds it to all latent states.
+    """Returns a new state dict with normal noise added to z_L, as in PTRM (docs/test_time.md).
 
-    The paper of this method is PTRM (docs/test_time.md).
+    If the state has no z_L, the noise is added to all latent states, such as z_H. Its standard deviation is
+    reasoning.step_noise. If that is 0, returns `state` itself. If any noise is on, `rng` must not be None.
     """
     assert rng is not None or not reasoning.is_noisy, "noise needs rng"
     if not reasoning.step_noise:

@@ -57,9 +57,9 @@ class Objective:
     """The loss and the metrics of a model with q_halt. In SE-RRM, q_halt does not come from a Q head.
 
     Attributes:
-        metrics: Metrics of evaluation. `sums` returns their sums. In training, they are also logged if
-            `losses` returns their sums, as in this class.
-        training_metrics: Metrics of training only. `losses` returns their sums.
+        metrics: {metric of evaluation: name of the sum that divides it}. `sums` returns their sums. In
+            training, they are also logged if `losses` returns their sums, as in this class.
+        training_metrics: Metrics of training only, in the same form. `losses` returns their sums.
     """
 
     metrics: ClassVar[Metrics] = {
@@ -81,9 +81,10 @@ class Objective:
         self.arch, self.loss = arch, arch.loss
 
     def divisors(self, carry: Carry) -> Sums:
-        """Returns the divisors that depend on the data: {name: sum over the slots of this rank}. Here, {}.
+        """Returns the divisors of loss terms that depend on the data: {name: sum over this rank's batch}.
 
-        The caller sums them over ranks, and adds "slots". It calls this method before the forward pass.
+        In this class, there are none, and the result is {}. The caller sums them over ranks, and adds
+        "slots", the batch size. It calls this method before the forward pass.
 
         carry: Input of the thinking step.
         """
@@ -99,7 +100,7 @@ class Objective:
         reasoning: Reasoning,
         rng: SlotRng | None,
     ) -> tuple[Tensor, Sums]:
-        """Returns the loss of a micro-batch, summed over its slots, and the metric sums.
+        """Returns (loss of a micro-batch, metric sums). Both are summed over its slots (batch positions).
 
         The caller divides the loss by divisors["slots"]. This class has no other divisor. A subclass may
         have a term that is divided by divisors[name] instead. It multiplies this term by
@@ -127,13 +128,21 @@ class Objective:
         return total["lm_loss"] + self.loss.halting_weight * halting_loss, sums
 
     def sums(self, output: StepOutput) -> Sums:
-        """Returns the metric sums of final answers in an evaluation. Their losses have no label smoothing."""
+        """Returns the sums of the metrics of an evaluation over a batch: {name: scalar tensor}.
+
+        The losses in it have no label smoothing. Most other metrics count only puzzles that have halted.
+
+        output: Final answers to puzzles.
+        """
         return self._losses_and_sums(output, [], label_smoothing=0.0)[1]
 
     def _losses_and_sums(
         self, output: StepOutput, targets: list[ContinueTarget], *, label_smoothing: float
     ) -> tuple[dict[str, Tensor], Sums]:
-        """Returns ({name of a loss: loss of each slot, [batch]}, metric sums)."""
+        """Returns ({loss: values [batch]}, {metric: sum over the batch, scalar tensor}).
+
+        The losses are "lm_loss", "q_halt_loss" and, if there are `targets` of it, "q_continue_loss".
+        """
         labels, prediction, steps = output.carry.data.labels, output.prediction, output.carry.steps
         labels_per_slot = (labels != IGNORE_LABEL_ID).sum(-1)
         has_labels = labels_per_slot > 0
@@ -176,6 +185,9 @@ class Objective:
     ) -> list[ContinueTarget]:
         """Returns the targets of q_continue that are known in this training step. Arguments: As in `losses`.
 
+        An entry is (logits, targets in [0, 1], mask of the slots that have a target), each [batch]. A slot is
+        a position of the batch, and works on one puzzle at a time.
+
         The target is the value of one more thinking step: sigmoid(max(q_halt, q_continue)) after that step
         (arXiv 2506.21734, section 2). If the slot has already made max_steps steps, it is sigmoid(q_halt)
         after one more step (arXiv 2407.04811).
@@ -214,7 +226,10 @@ class Objective:
     def _values_of_one_more_step(
         self, network: Network, carry: Carry, reasoning: Reasoning, rng: SlotRng | None
     ) -> Tensor:
-        """Returns the targets of `continue_targets`, [batch], from one more thinking step.
+        """Runs one more thinking step without gradient. Returns the targets of q_continue, float32 [batch].
+
+        A target is sigmoid(max(q_halt, q_continue)) after that step. If the puzzle has already had max_steps
+        steps, it is sigmoid(q_halt).
 
         carry: Output of this thinking step. rng: Random numbers of this step. The additional step uses them
         again.
@@ -227,9 +242,12 @@ class Objective:
         return torch.sigmoid(torch.where(carry.steps >= reasoning.max_steps, following.q_halt, best))
 
     def more_calls(self, reasoning: Reasoning) -> float:
-        """Returns how many more forward passes of a slot a training step runs for targets of q_continue.
+        """Returns how many additional forward passes a training step runs to get targets of q_continue.
 
-        With q_target=deferred, this is an estimate: one for each max_steps steps.
+        With arch.q_target=exact, it is 1. With q_target=deferred, it is the estimate 1 / max_steps, because
+        only puzzles that halt need a pass. It is 0 if q_continue is not trained.
+
+        reasoning: Settings of training, with max_steps.
         """
         if self.arch.no_ACT_continue or reasoning.max_steps == 1:
             return 0
@@ -291,7 +309,7 @@ PROBABILITIES = {
 def correct_sequences(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the fraction of right cells, float32 [batch], and whether all cells are right, bool [batch].
 
-    Only cells with a label count. A slot without labels has 0 and False.
+    Only cells with a label count. A puzzle without labels has 0 and False.
     """
     counted = labels != IGNORE_LABEL_ID
     num_counted = counted.sum(-1)
@@ -304,17 +322,21 @@ def _binary_cross_entropy(logits: Tensor, targets: Tensor, mask: Tensor) -> Tens
 
 
 def sum_names(metrics: Metrics) -> tuple[str, ...]:
-    """Returns the names of all sums that `divide` needs for the metrics: sums of metrics and divisors."""
+    """Returns the names of all sums that `divide` needs: those of metrics, then those of divisors.
+
+    The divisor "slots" is left out. metrics: {metric: name of the sum that divides it, "slots", or None}.
+    """
     divisors = {name for name in metrics.values() if name not in (None, "slots")}
     return (*metrics, *sorted(divisors - metrics.keys()))
 
 
 def divide(sums: dict[str, float], metrics: Metrics, *, slots: float) -> dict[str, float]:
-    """Returns {metric: value}. Metrics without a divisor come last.
+    """Divides each sum of a metric by its divisor. Returns {metric: value}, those without a divisor last.
 
     A metric is left out if its divisor is 0. A metric without a divisor is left out if it is 0.
 
-    sums: Sums over all ranks and steps. slots: Value of the divisor "slots".
+    sums: {name: sum over all ranks and steps}. metrics: {metric: name of the sum that divides it, or None}.
+    slots: Value of the divisor "slots", the number of batch positions that were summed.
     """
     divisors = {**sums, "slots": slots}
     means = {name: by for name, by in metrics.items() if by is not None and divisors.get(by) and name in sums}

@@ -43,8 +43,8 @@ class PuzzleEmbedding(nn.Module):
     def forward(self, identifiers: Tensor) -> Tensor:
         """Returns the rows of `identifiers` [batch]: float32 [batch, ndim].
 
-        In training mode, if gradients are enabled, the result requires a gradient. The object then keeps the
-        result until `pop_gradients`.
+        In training mode, if gradients are enabled, the result requires a gradient. The object then stores a
+        reference to the result until the next `pop_gradients`.
         """
         rows = self._look_up(identifiers)
         if self.training and torch.is_grad_enabled():
@@ -63,7 +63,7 @@ class PuzzleEmbedding(nn.Module):
     def pop_gradients(self) -> tuple[Tensor, Tensor]:
         """Returns the identifiers [n] and gradients [n, ndim] of all calls since the last `pop_gradients`.
 
-        An identifier may occur several times.
+        An identifier may occur several times. Both tensors are empty if no call got a gradient.
         """
         used = [(identifiers, rows.grad) for identifiers, rows in self._used if rows.grad is not None]
         self._used.clear()

@@ -1,8 +1,9 @@
 """Random numbers of thinking steps. Each is a pure function of the seed, the step, the slot and a purpose.
 
-The random numbers of a slot therefore do not depend on the batch size or on the number of processes, and a
-checkpoint contains no generator state. The generator is Philox4x32-10 (Salmon et al. 2011, doi
-10.1145/2063384.2063405), as in numpy and on GPUs, but each slot has its own counter.
+A slot is a position of the global batch. The random numbers of a slot do not depend on the number of
+processes, and a checkpoint contains no generator state. They do not depend on the batch size either, except
+`min_steps` of `sample_exploration` (models/halting.py). The generator is Philox4x32-10 (Salmon et al. 2011,
+doi 10.1145/2063384.2063405), as in numpy and on GPUs. In `SlotRng`, each slot has its own counter.
 
 `SlotRng` samples on the device. The purpose is a text, the argument `use`, such as "picked board". Dropout
 uses integer keys instead (`random_bits`), because it runs inside compiled blocks. There, torch would compile
@@ -34,15 +35,18 @@ STD_AFTER_CUT = math.sqrt(1 - 2 * CUT * math.exp(-(CUT**2) / 2) / math.sqrt(2 * 
 
 
 def sample_uniform(*, seed: int, step: int, count: int) -> np.ndarray:
-    """Returns `count` random numbers in [0, 1) for a training step, float64 [count], on the host."""
+    """Returns `count` uniform random numbers in [0, 1) for a training step, float64 [count], on the host.
+
+    The result for a smaller `count` is the beginning of the result for a larger one.
+    """
     generator = np.random.Philox(key=_EXPLORATION_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
 
 def sample_keys(*, seed: int, step: int, batch_size: int) -> np.ndarray:
-    """Returns a random key for each slot of the global batch of a training step: int64 [batch_size].
+    """Returns a random key for each position of the global batch of a training step: int64 [batch_size].
 
-    Keys are below 2**62. A slot that needs several keys adds small numbers to its key.
+    Keys are in [0, 2**62). If several keys are needed, small numbers are added to a key.
     """
     generator = np.random.Philox(key=_KEYS_STREAM << 64 | seed, counter=[0, 0, 1, step])
     return (generator.random_raw(batch_size) >> np.uint64(2)).astype(np.int64)
@@ -53,7 +57,7 @@ def random_bits(keys: Tensor, count: int, *, stream: int) -> Tensor:
 
     The result for a smaller `count` is the beginning of the result for a larger one.
 
-    keys: int64 [n], not negative. stream: Different streams give independent numbers for the same keys.
+    keys: int64 [n], not negative. stream: Different values give independent numbers for the same keys.
     """
     blocks = torch.arange(-(-count // 4), device=keys.device)
     zeros = torch.zeros_like(blocks)
@@ -80,7 +84,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor | int, Tensor | int]) 
 
 @dataclasses.dataclass(frozen=True)
 class SlotRng:
-    """The source of random numbers for one thinking step of some slots.
+    """The source of random numbers for one thinking step of some slots (positions of the batch).
 
     Every sampling method has an argument `use`, the name of a purpose. Different names give independent
     numbers. The same name gives the same numbers again.
@@ -100,41 +104,54 @@ class SlotRng:
     def of_training(
         cls, seed: int, *, step: int, slots: range, device: torch.device, **arrays: Tensor
     ) -> SlotRng:
-        """Returns the random numbers of a training step. slots: Indices of the slots in the global batch.
+        """Returns the source of random numbers for some slots in a training step.
 
-        arrays: Rows of these slots from `Network.sample_randomness`.
+        step: Number of the training step. slots: Indices of the slots (positions) in the global batch.
+        arrays: Rows of these slots in the result of `Network.sample_randomness`.
         """
         numbers = torch.arange(slots.start, slots.stop, device=device)
         return cls(seed, torch.stack([torch.full_like(numbers, step), numbers], dim=1), arrays)
 
     @classmethod
     def of_evaluation(cls, seed: int, *, rows: Tensor, samples: Tensor, steps: Tensor) -> SlotRng:
-        """Returns the random numbers of a thinking step in evaluation, independent of those of training.
+        """Returns the source of random numbers for a thinking step in evaluation.
 
-        rows: Index of each slot's example in the test set, int64 [batch]. samples: Index of the sample, from
-        0, int64 [batch]. steps: Number of the thinking step, from 1, int32 [batch].
+        The numbers are independent of those of training.
+
+        rows: Index of each example in its test set, int64 [batch]. samples: Number of the run of this
+        example, from 0, int64 [batch]. steps: Number of the thinking step, from 1, int32 [batch].
         """
         return cls(seed | 1 << 63, torch.stack([rows & _MASK, samples << 16 | steps.long()], dim=1))
 
     def __getitem__(self, slots: slice | Tensor) -> SlotRng:
-        """Returns the random numbers of some slots. slots: Slice, or indices int64 [n]."""
+        """Returns the source for some slots (positions of the batch). slots: Slice, or indices int64 [n]."""
         arrays = {name: array[slots] for name, array in self.arrays.items()}
         return SlotRng(self.key, self.counters[slots], arrays)
 
     def normal(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns standard normal numbers: float32 [batch, *shape], in [-5.2, 5.2]."""
+        """Returns standard normal numbers for the purpose `use`: float32 [batch, *shape], in [-5.2, 5.2]."""
         return math.sqrt(2) * torch.erfinv(self._symmetric(shape, use))
 
     def truncated_normal(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns normal numbers cut at 2 sigma, scaled to standard deviation 1: float32 [batch, *shape]."""
+        """Returns truncated normal numbers for the purpose `use`: float32 [batch, *shape].
+
+        A normal distribution is cut at 2 of its standard deviations, then scaled to standard deviation 1. So
+        the numbers are in [-2.28, 2.28].
+        """
         return math.sqrt(2) / STD_AFTER_CUT * torch.erfinv(_SHARE * self._symmetric(shape, use))
 
     def uniform(self, shape: Sequence[int], *, use: str) -> Tensor:
-        """Returns uniform numbers strictly between 0 and 1: float32 [batch, *shape]."""
+        """Returns uniform numbers between 0 and 1 for the purpose `use`: float32 [batch, *shape].
+
+        They are never exactly 0 or 1.
+        """
         return (self._symmetric(shape, use) + 1) / 2
 
     def integers(self, shape: Sequence[int], *, below: int, use: str) -> Tensor:
-        """Returns uniform integers from 0 to below - 1: int64 [batch, *shape]. below: At most 2**23."""
+        """Returns uniform integers from 0 to below - 1, for the purpose `use`: int64 [batch, *shape].
+
+        below: At most 2**23.
+        """
         return ((2 * self._bits(shape, use) + 1) * below) >> 24
 
     def _symmetric(self, shape: Sequence[int], use: str) -> Tensor:

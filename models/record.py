@@ -42,7 +42,10 @@ class Call(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Returns the thinking step. ValueError: with halting=act, slots may be at different steps."""
+        """Returns the number of the thinking step, from 1.
+
+        Raises ValueError if the slots (positions of the batch) are at different steps, as with halting=act.
+        """
         if (self.steps != self.steps[0]).any():
             raise ValueError(
                 "the slots are at different thinking steps. Read Call.steps, or set halting=max."
@@ -91,7 +94,7 @@ def record(model: Any, names: Sequence[str]) -> Iterator[list[Call]]:
 class _Recorder:
     """The hooks of `record`. They run before and after the call of every module.
 
-    network: The network to record. If None, every network.
+    network: The network to record. If None, every network. names: As in `record`.
     """
 
     def __init__(self, network: Network | None, names: Sequence[str]):
@@ -130,7 +133,7 @@ class _Recorder:
             self._end_step(module, args[0], output[0])
 
     def _end_step(self, network: Network, old: State, new: State) -> None:
-        """Adds the calls of a thinking step. old, new: The state before and after it."""
+        """Adds the recorded calls of a thinking step to the list. old, new: State before and after it."""
         self.num_steps += 1
         num_calls = len(self._inputs)
         per_cycle = num_calls // self._num_cycles if num_calls % self._num_cycles == 0 else num_calls
@@ -161,7 +164,11 @@ class _Recorder:
 
 
 def _names_of(network: Network, names: Sequence[str]) -> dict[nn.Module, str]:
-    """Returns {module: its name} of the modules that `names` match, and checks network and names."""
+    """Returns {module: its name} of the modules that match one of the patterns in `names`.
+
+    Raises ValueError if the network is compiled, or if a pattern matches no module. Names that start with
+    "z_" are states, and match no module.
+    """
     if any(level.is_compiled for level in levels_of(network).values()):
         raise ValueError("cannot record a compiled model. Load it again, and do not compile it.")
     modules = {name: module for name, module in network.named_modules() if name}

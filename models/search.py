@@ -47,14 +47,17 @@ class Search(Network):
 
     @staticmethod
     def complete(metadata: Metadata, weights: State) -> Metadata:
-        """Returns the metadata, completed with the tensors of `weights` that `of_data` names.
+        """Returns a copy of a dataset's metadata, with the facts about the training data from a checkpoint.
 
-        weights: State dict of a trained network.
+        weights: State dict of a trained network. Its tensors with names in `of_data` contain these facts.
         """
         raise NotImplementedError
 
     def view(self, state: State) -> SearchView:
-        """Returns the candidates of each cell and the last guess, for display."""
+        """Returns the tokens that are still possible in each cell, and the last guess, for display.
+
+        state: State of the network, after a thinking step.
+        """
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:

@@ -56,7 +56,11 @@ class AxialBlock(nn.Module):
         self.eps, self.dropout, self.number = arch.rms_norm_eps, arch.dropout, number
 
     def forward(self, h: Tensor, rotary: Tensor | None, keys: Tensor | None) -> Tensor:
-        """Returns the new h. keys: Random keys of the slots, int64 [batch]. If None, there is no dropout."""
+        """Returns the new h, [batch, symbols, positions, hidden].
+
+        rotary: Table of rotary positions, or None. keys: Random key of each batch entry, int64 [batch]. If
+        None, there is no dropout.
+        """
         along_cells, along_symbols = (
             None if keys is None else Dropout(keys, 2 * self.number + axis, self.dropout) for axis in (0, 1)
         )
@@ -150,9 +154,10 @@ class SERRM(Network):
         return {"z_H": z_H.detach()}, Prediction(logits, q_halt, None)
 
     def wants_to_halt(self, state: State, prediction: Prediction, rng: SlotRng | None = None) -> Tensor:
-        """Returns the slots in which the model would halt: bool [batch].
+        """Returns for each slot (position of the batch) whether the model wants to halt: bool [batch].
 
-        In training, these are the slots that `sample_randomness` chose. In evaluation, q_halt > 0.
+        In training mode, `sample_randomness` has chosen these slots at random. In evaluation mode, a slot
+        wants to halt if q_halt > 0.
         """
         if not self.training:
             return prediction.q_halt > 0
@@ -162,7 +167,11 @@ class SERRM(Network):
     def sample_randomness(
         self, *, seed: int, step: int, batch_size: int, reasoning: Reasoning
     ) -> dict[str, np.ndarray]:
-        """Samples `stops` (slots that halt), bool [batch_size], and `keys` of dropout, int64 [batch_size]."""
+        """Samples random numbers of a training step on the host: {name: array [batch_size]}.
+
+        "stops", bool: whether the slot (position of the global batch) halts. "keys", int64: random keys for
+        dropout. An array is missing if it is not needed.
+        """
         arrays = {}
         if self.arch.halt_exploration_prob and reasoning.max_steps > 1:
             uniform = sample_uniform(seed=seed, step=step, count=batch_size)
@@ -204,12 +213,18 @@ class SERRM(Network):
         return e
 
     def _of_symbols(self, special: Tensor, ordinary: Tensor) -> Tensor:
-        """Returns the vectors of all symbols: `special` for symbols 0 and 1, `ordinary` for all others."""
+        """Returns the vectors of all symbols: [1, symbols, positions, hidden].
+
+        special: Vectors of symbols 0 and 1, [1, 2, ...]. ordinary: Those that all others share, [1, 1, ...].
+        """
         return torch.cat((special, ordinary.expand(-1, self.num_symbols - _NUM_SPECIAL, -1, -1)), dim=1)
 
 
 def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
-    """Returns rotary angles, [seq_len, head_dim / 2]. ValueError: rope2d, but the puzzles are not grids."""
+    """Returns the rotary angles of the cells, [seq_len, head_dim / 2].
+
+    Raises ValueError if pos_encodings is rope2d, but the puzzles are not grids.
+    """
     if arch.pos_encodings == "rope":
         return rotary_angles(metadata.seq_len, arch.head_dim, base=arch.rope_theta)
     num_columns = columns_of(metadata, needed_by="arch.pos_encodings=rope2d")
@@ -217,7 +232,10 @@ def _angles(arch: SERRMConfig, metadata: Metadata) -> Tensor:
 
 
 def _least_confidence(logits: Tensor) -> Tensor:
-    """Returns q_halt, [batch]: log(p / (1 - p)) of the least certain cell, p of its most likely symbol."""
+    """Returns q_halt, float32 [batch]: log(p / (1 - p)) of the least certain cell.
+
+    p is the probability of the most likely symbol of the cell. logits: float32 [batch, cells, symbols].
+    """
     largest, best = logits.max(dim=-1, keepdim=True)
     others = logits.scatter(-1, best, -torch.inf).logsumexp(dim=-1)
     return (largest.squeeze(-1) - others).amin(dim=-1)
