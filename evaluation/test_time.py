@@ -3,7 +3,7 @@
 A slot (position of the batch) works on an attempt: one sample of a puzzle. An attempt runs the largest number
 of steps. In a search model (LDT), it ends earlier if it halts. Without `runs_all`, it also ends if another
 sample of the puzzle has halted before. `run_settings` also stores the answers for every smaller number of
-steps and samples: a run of 64 steps passes through step 16, and 8 samples include the first 4. So all settings
+steps and samples: a run of 64 steps passes through step 16, and 8 samples include the first 4. All settings
 together cost as much as the largest one. Then one sample of each puzzle is selected. Invariant: an attempt
 depends only on the seed, its puzzle and its sample.
 """
