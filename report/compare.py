@@ -72,8 +72,8 @@ def _comparison_page(runs: Sequence[RunRecord]) -> str:
 def comparison_charts(groups: Sequence[Group], axis: str) -> list[Chart]:
     """Draws one chart for each metric, with a curve for each run.
 
-    If a group has several runs, the chart also has a curve of their mean. It ends where the shortest run
-    ends.
+    The metrics are accuracy, loss and others. A metric that no run has logged gets no chart. If a group has
+    several runs, the chart also has a curve of their mean. It ends where the shortest run ends.
 
     groups: Groups of runs that differ only in their seed.
     axis: Unit of the x axis: "training steps", "examples", "petaflops" or "seconds".

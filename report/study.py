@@ -1,4 +1,7 @@
-"""The page of a study: a self-contained HTML file with all trials and charts of the hyper-parameters."""
+"""The page of a study: a self-contained HTML file with all trials and charts of the hyper-parameters.
+
+A study is a search for hyper-parameters. A trial is one training of the search.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,11 @@ def write_page(study: Study, path: Path) -> None:
 
 
 def _charts(study: Study) -> list[Chart]:
-    """Draws the charts of the page: the best result so far, all evaluations, and each hyper-parameter."""
+    """Draws the charts of the page. A chart without points is left out.
+
+    They show the best result so far, all evaluations, and each hyper-parameter. The charts of
+    hyper-parameters are sorted by importance.
+    """
     complete = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
     choose = min if study.selection.lowest_is_best else max
     numbers, values = [trial.number for trial in complete], [trial.value for trial in complete]
@@ -72,7 +79,9 @@ def _parameter_chart(
 ) -> Chart | None:
     """Draws the results of all trials (trainings) over the value of one hyper-parameter.
 
-    key: Name of the hyper-parameter. If its values are not numbers, the x axis shows 1, 2, ... for them.
+    key: Name of the hyper-parameter. If it has a fixed list of choices, the x axis shows their numbers 1, 2,
+    ..., and the caption explains them.
+    trials: Completed trials.
     importance: Fraction of the variance of the results that the hyper-parameter explains. It is added to the
     caption.
     """
