@@ -56,7 +56,7 @@ ARCH_WORD = "arch=checkpoint"  # argument of pretrain.py that copies the archite
 
 
 class _Recorded(Strict):
-    """The keys of a run's config.yaml that `Checkpoint` needs. Other keys are ignored."""
+    """The keys of a run's config.yaml that `Checkpoint` needs, and their types."""
 
     arch: Architecture
     data_path: Paths
@@ -68,7 +68,10 @@ class _Recorded(Strict):
 
 
 class _Shared(Strict):
-    """The keys of config.json that `Checkpoint` needs. `python -m share push` writes this file."""
+    """The keys that `Checkpoint` needs from config.json, and their types.
+
+    `python -m share push` writes config.json next to the weights.
+    """
 
     run: dict[str, Any]
     step: NonNegativeInt
@@ -91,16 +94,16 @@ class Checkpoint:
         seq_len: Number of tokens of a puzzle in training. None if unknown.
         dataset_info: Description of the training data as JSON values (dataset/description.py). None if
             unknown.
-        selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test".
-            None if it was not selected.
+        selected_by: Split that selected this checkpoint as the best of its run, "validation" or "test". None
+            if it was not selected.
         has_averages: Whether the file contains only averaged weights (EMA), without the raw weights.
         address: Address on the Hugging Face Hub, with the commit. None if the checkpoint is local.
         fingerprint: Hash of the training datasets. None if unknown.
         test_fingerprint: Hash of their test splits. None if unknown.
-        joins_repeats: Whether the run held out puzzles with equal inputs together. False for runs of earlier
-            versions.
-        arch, global_batch_size, seed, validation_fraction, init_from: Keys of the run's config. For a file of
-            public code, the last three have their defaults.
+        joins_repeats: Whether puzzles with equal inputs were either all trained on or all held out for
+            validation. False for runs of earlier versions.
+        arch, global_batch_size, seed, validation_fraction, init_from: Keys of the run's config. For a file
+            that the authors of a model published, the last three have their defaults.
     """
 
     path: Path
@@ -129,15 +132,20 @@ class Checkpoint:
 
     @property
     def run_folder(self) -> Path:
-        """Returns the folder for results. For a checkpoint of the Hub, it is checkpoints/hf/OWNER/NAME."""
+        """Returns the folder for results of this checkpoint.
+
+        For a checkpoint on this machine, it is the parent folder of `path`. For a checkpoint of the Hugging
+        Face Hub, it is checkpoints/hf/OWNER/NAME.
+        """
         is_here = self.address is None
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
     @property
     def trained_file(self) -> Path | None:
-        """Returns the path of trained_on.safetensors, hashes of the training examples. It may not exist.
+        """Returns the path of trained_on.safetensors. It may not exist.
 
-        Returns None for a checkpoint of public code.
+        The file contains hashes of the training examples. Returns None for a file step_<N> that the authors
+        of a model published.
         """
         if self.path.name == SHARED_WEIGHTS_FILE:
             return self.path.with_name(TRAINED_FILE)
@@ -145,15 +153,16 @@ class Checkpoint:
 
     @property
     def identities_file(self) -> Path | None:
-        """Returns the path of identities.npz, the puzzle of each puzzle embedding. It may not exist.
+        """Returns the path of identities.npz. It may not exist.
 
-        Returns None for a checkpoint of public code.
+        The file contains the name of the puzzle to which each puzzle embedding belongs. Returns None for a
+        file step_<N> that the authors of a model published.
         """
         is_of_run = self.path.name == SHARED_WEIGHTS_FILE or self.path.is_dir()
         return self.path.absolute().with_name(IDENTITIES_FILE) if is_of_run else None
 
     def find_data(self) -> list[Path]:
-        """Returns the paths of the dataset folders `data_paths` on this machine.
+        """Returns where the dataset folders `data_paths` of the training are on this machine.
 
         A relative path starts at the folder in which the training was started. That folder is unknown.
         Therefore this method tries the working directory, the run folder, and three folders above it. If none
@@ -168,9 +177,12 @@ class Checkpoint:
 
 
 def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
-    """Returns the results of `find_checkpoint` on all ranks. All ranks call it.
+    """Finds checkpoints, and returns their descriptions on all ranks. All ranks call it.
 
-    Rank 0 finds the checkpoints. Each node downloads from the Hub once. An error ends all ranks.
+    Rank 0 calls `find_checkpoint` for each location. Each node downloads from the Hugging Face Hub once. An
+    error ends all ranks.
+
+    locations: Paths or Hub addresses, as for `find_checkpoint`.
     """
     checkpoints = None
     with collective_errors():
@@ -188,7 +200,11 @@ def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
 
 
 def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
-    """Downloads a checkpoint of the Hub. Returns it with the path on this node."""
+    """Downloads the weights of a checkpoint of the Hugging Face Hub to this node.
+
+    A node that has them already does not download them again. Returns a copy of the description, with the
+    path on this node.
+    """
     from runtime.hub import download_file
 
     by_hand = _by_hand(checkpoint.address)
@@ -256,12 +272,17 @@ def _follow_link(path: Path) -> Path:
 
 
 def _by_hand(address: Address) -> str:
-    """Returns advice for a failed download, for an error message."""
+    """Returns advice for the error message of a failed download: "download its files from ..."."""
     return f"download its files from {address.url} by hand into a folder, and pass that folder"
 
 
 def _choose_files(names: list[str]) -> list[str]:
-    """Returns which files of a Hub repository to download. Raises ValueError if it has no checkpoint."""
+    """Returns which files of a Hub repository to download: the config, the weights, and more.
+
+    Raises ValueError if the repository has no checkpoint.
+
+    names: Names of all files in the repository.
+    """
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
@@ -272,7 +293,11 @@ def _choose_files(names: list[str]) -> list[str]:
 
 
 def _newest_step(folder: Path) -> Path:
-    """Returns the newest checkpoint in a run folder, also of public code. Raises ValueError without one."""
+    """Returns the newest checkpoint in a run folder: a folder step_<N>, or else a file.
+
+    The file is one that the authors of a model published. If there is none either, returns a .ckpt file of
+    PyTorch Lightning, which the caller rejects. Raises ValueError if the folder has nothing of these.
+    """
     if newest := newest_checkpoint(folder):
         return newest
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -286,13 +311,23 @@ def _newest_step(folder: Path) -> Path:
 
 
 def _newest_published(names: list[str]) -> str:
-    """Returns the file name step_<N> or step_<N>.pt with the largest N. Without one, "checkpoint"."""
+    """Returns the file name step_<N> or step_<N>.pt with the largest N.
+
+    Returns "checkpoint" if there is none.
+
+    names: File names. Names of files in subfolders do not count.
+    """
     steps = [name for name in names if "/" not in name and step_of(Path(name)) is not None]
     return max(steps, key=lambda name: step_of(Path(name)), default=PUBLISHED_WEIGHTS)
 
 
 def _read_shared(path: Path) -> Checkpoint:
-    """Describes a checkpoint of `python -m share push`. `path` is model.safetensors, next to config.json."""
+    """Describes a checkpoint that `python -m share push` wrote.
+
+    Raises ValueError if its config.json cannot be read.
+
+    path: Path of model.safetensors. config.json is in the same folder.
+    """
     config_path = path.with_name(SHARED_CONFIG_FILE)
     try:
         values = read_json(config_path)
@@ -310,7 +345,11 @@ def _read_shared(path: Path) -> Checkpoint:
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns {field of `Checkpoint`: value} from a run's config. path: File of the config, for messages."""
+    """Returns the attributes of `Checkpoint` that are in a run's config: {attribute: value}.
+
+    config: Content of the config file.
+    path: Path of the config file, for error messages.
+    """
     config = fill_defaults(config)
     arch, named = config.get("arch"), config.get("plugins")
     if named and isinstance(arch, dict) and arch.get("name") not in architectures():
@@ -328,7 +367,10 @@ def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _read_checkpoint(path: Path, step: int | None) -> Checkpoint:
-    """Describes a step_<N> folder of a run, or a file of public code. Verifies the files of a folder.
+    """Describes a folder step_<N> of a run, or a published file.
+
+    Published files contain weights and were written by the authors of a model. If a folder contains a
+    manifest with checksums, verifies its files. Raises CorruptCheckpointError if one is damaged.
 
     step: Training step N. None if unknown.
     """

@@ -146,7 +146,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def check_output(path: Path) -> None:
-    """Checks that a file can be written later, and creates its folder. Raises ValueError otherwise."""
+    """Creates the folder of a file. Raises ValueError if the file cannot be written there."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):

@@ -87,8 +87,8 @@ def _age(run: RunRecord) -> tuple[bool, str]:
 def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
     """Groups trainings that differ only in their seed and their names. Keeps their order.
 
-    If a dataset was rebuilt between two trainings, they are in different groups. A run without a config forms
-    a group.
+    If a dataset was rebuilt between two trainings, they are in different groups. A run without a config is
+    the only run of its group.
     """
     groups: dict[str, list[RunRecord]] = {}
     for index, run in enumerate(runs):

@@ -222,7 +222,7 @@ def _sigmoid(values: np.ndarray) -> np.ndarray:
 
 
 def picture_data(puzzles: TracedPuzzles) -> dict[str, Any]:
-    """Returns the data with which the page draws the puzzles, as a JSON object.
+    """Returns the data with which the page draws the puzzles: {"puzzles": list, ...} for JSON.
 
     Puzzles that the model solves after fewer calls come first. The keys of a puzzle are, among others:
 
