@@ -68,10 +68,7 @@ class _Recorded(Strict):
 
 
 class _Shared(Strict):
-    """The keys that `Checkpoint` needs from config.json, and their types.
-
-    `python -m share push` writes config.json next to the weights.
-    """
+    """The keys of config.json that `Checkpoint` needs. `python -m share push` writes this file."""
 
     run: dict[str, Any]
     step: NonNegativeInt
@@ -132,11 +129,7 @@ class Checkpoint:
 
     @property
     def run_folder(self) -> Path:
-        """Returns the folder for results of this checkpoint.
-
-        For a checkpoint on this machine, it is the parent folder of `path`. For a checkpoint of the Hugging
-        Face Hub, it is checkpoints/hf/OWNER/NAME.
-        """
+        """Returns the run folder. For a checkpoint of the Hugging Face Hub: checkpoints/hf/OWNER/NAME."""
         is_here = self.address is None
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
@@ -181,8 +174,6 @@ def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
 
     Rank 0 calls `find_checkpoint` for each location. Each node downloads from the Hugging Face Hub once. An
     error ends all ranks.
-
-    locations: Paths or Hub addresses, as for `find_checkpoint`.
     """
     checkpoints = None
     with collective_errors():
@@ -200,11 +191,7 @@ def broadcast_checkpoints(locations: Sequence[str]) -> list[Checkpoint]:
 
 
 def _on_this_node(checkpoint: Checkpoint) -> Checkpoint:
-    """Downloads the weights of a checkpoint of the Hugging Face Hub to this node.
-
-    A node that has them already does not download them again. Returns a copy of the description, with the
-    path on this node.
-    """
+    """Downloads a checkpoint of the Hub to this node. Returns a description with the path on this node."""
     from runtime.hub import download_file
 
     by_hand = _by_hand(checkpoint.address)
@@ -277,12 +264,7 @@ def _by_hand(address: Address) -> str:
 
 
 def _choose_files(names: list[str]) -> list[str]:
-    """Returns which files of a Hub repository to download: the config, the weights, and more.
-
-    Raises ValueError if the repository has no checkpoint.
-
-    names: Names of all files in the repository.
-    """
+    """Returns which of a Hub repository's files to download. Raises ValueError if it has no checkpoint."""
     shared = [SHARED_CONFIG_FILE, SHARED_WEIGHTS_FILE]
     for chosen in (shared, *([config, _newest_published(names)] for config in PUBLISHED_CONFIGS)):
         if set(chosen) <= set(names):
@@ -293,10 +275,9 @@ def _choose_files(names: list[str]) -> list[str]:
 
 
 def _newest_step(folder: Path) -> Path:
-    """Returns the newest checkpoint in a run folder: a folder step_<N>, or else a file.
+    """Returns the newest checkpoint in a run folder: a folder step_<N>, or else a published file.
 
-    The file is one that the authors of a model published. If there is none either, returns a .ckpt file of
-    PyTorch Lightning, which the caller rejects. Raises ValueError if the folder has nothing of these.
+    Without both, returns a .ckpt file of PyTorch Lightning. If there is none, raises ValueError.
     """
     if newest := newest_checkpoint(folder):
         return newest
@@ -311,23 +292,13 @@ def _newest_step(folder: Path) -> Path:
 
 
 def _newest_published(names: list[str]) -> str:
-    """Returns the file name step_<N> or step_<N>.pt with the largest N.
-
-    Returns "checkpoint" if there is none.
-
-    names: File names. Names of files in subfolders do not count.
-    """
+    """Returns the file name step_<N> or step_<N>.pt with the largest N. If none exists: "checkpoint"."""
     steps = [name for name in names if "/" not in name and step_of(Path(name)) is not None]
     return max(steps, key=lambda name: step_of(Path(name)), default=PUBLISHED_WEIGHTS)
 
 
 def _read_shared(path: Path) -> Checkpoint:
-    """Describes a checkpoint that `python -m share push` wrote.
-
-    Raises ValueError if its config.json cannot be read.
-
-    path: Path of model.safetensors. config.json is in the same folder.
-    """
+    """Describes a checkpoint that `python -m share push` wrote. path: Its file model.safetensors."""
     config_path = path.with_name(SHARED_CONFIG_FILE)
     try:
         values = read_json(config_path)
@@ -345,9 +316,8 @@ def _read_shared(path: Path) -> Checkpoint:
 
 
 def _read_recorded(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the attributes of `Checkpoint` that are in a run's config: {attribute: value}.
+    """Returns the attributes of `Checkpoint` that a run's config contains: {attribute: value}.
 
-    config: Content of the config file.
     path: Path of the config file, for error messages.
     """
     config = fill_defaults(config)

@@ -101,10 +101,7 @@ def take_rows(table: Tensor, rows: np.ndarray) -> Tensor:
 
 
 def _written(shape: torch.Size | None) -> str:
-    """Returns a shape as text, such as "[3, 4]".
-
-    Returns "none" if `shape` is None, because the tensor is missing.
-    """
+    """Returns a shape as text, such as "[3, 4]". Returns "none" if `shape` is None."""
     return "none" if shape is None else str(list(shape))
 
 

@@ -126,9 +126,6 @@ def _command(arguments: argparse.Namespace, *, forward_dtype: str) -> str:
     """Returns the command line that reproduces the benchmark result on another machine.
 
     It contains neither paths of this machine nor its number of processes.
-
-    arguments: Parsed command line of this program.
-    forward_dtype: Dtype of the trainings, such as "bfloat16".
     """
     command = f"python -m records --rung {arguments.rung} --seeds {arguments.seeds}"
     command += f" --first-seed {arguments.first_seed}" + (" --source PATH" if arguments.source else "")

@@ -146,7 +146,6 @@ def tune(
     plan: Content of records/comparison.yaml.
     model_name: Name of the model in the plan.
     folder: Folder of the comparison.
-    forward_dtype: Dtype, unless the plan sets one for the model.
     """
     tuning = plan["tuning"]
     overrides = (f"lr={lr}", f"validation_fraction={tuning['validation_fraction']}")

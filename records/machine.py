@@ -27,8 +27,6 @@ def training_device(config: PretrainConfig, *, processes: int) -> torch.device:
     """Returns the device on which trainings with this config run.
 
     Several processes use the CPU instead of mps. Raises ValueError if the device of the config is missing.
-
-    processes: Number of processes of a training.
     """
     device = choose_device(config.device)
     return torch.device("cpu") if device.type == "mps" and processes > 1 else device
@@ -72,9 +70,7 @@ def find_format(
 
 
 def write_format(folder: Path, number_format: NumberFormat) -> None:
-    """Stores the dtype for all trainings in a folder, in its file format.json.
-
-    Call it before the first training.
+    """Stores the dtype of a folder's trainings in format.json. Call it before the first training.
 
     number_format: Dtype, such as "bfloat16".
     """

@@ -106,12 +106,7 @@ def _seconds(rung: Rung, entry: dict[str, Any]) -> str:
 
 
 def _machine(entry: dict[str, Any]) -> str:
-    """Returns the machine and the dtype as text: "AMD EPYC 9454 (avx512_bf16), bfloat16".
-
-    The text in parentheses is the instruction set of the processor.
-
-    entry: Results of a benchmark task.
-    """
+    """Returns the machine and the dtype as text: "AMD EPYC 9454 (avx512_bf16), bfloat16"."""
     instruction_set = entry["instruction_set"]
     instruction_set = "instruction set unknown" if instruction_set == "unknown" else instruction_set
     return f"{entry['cpu']} ({instruction_set}), {entry['forward_dtype']}"

@@ -85,20 +85,15 @@ def read_entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def best_entry(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the results with the most seeds.
+    """Returns the results with the most seeds, from all results of a benchmark task.
 
     If several have as many seeds, returns the newest one.
-
-    entries: Results of a benchmark task, from its record.json. At least one.
     """
     return max(entries, key=lambda entry: (entry["seeds"], entry["date"]))
 
 
 def logs_of(entry: Mapping[str, Any]) -> str:
-    """Returns the name of the folder with the logs of a result, such as "amx_bf16_float32".
-
-    entry: Results of a benchmark task, an entry of its record.json.
-    """
+    """Returns the name of the folder with the logs of a result, such as "amx_bf16_float32"."""
     return f"{entry['instruction_set']}_{entry['forward_dtype']}"
 
 

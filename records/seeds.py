@@ -232,10 +232,7 @@ class Rerun:
 
     @functools.cached_property
     def _configs(self) -> list[PretrainConfig]:
-        """The configs of all trainings of a seed, in order. They are computed for seed 0.
-
-        A later training starts from the weights of an earlier one.
-        """
+        """The config of each training of seed 0. A later training starts from an earlier one."""
         return [compose_overrides(PretrainConfig, recipe) for _, recipe in self._recipes(0)]
 
     @functools.cached_property
@@ -333,10 +330,7 @@ class Clock:
 
     @property
     def other_cores(self) -> float | None:
-        """Returns the mean number of cores that other programs used while the clock ran.
-
-        Returns None if unknown, for example because the system is not Linux.
-        """
+        """Returns the mean number of cores that other programs used while the clock ran. None if unknown."""
         return round(self._others / self._others_of, 2) if self._others_of else None
 
     def __enter__(self) -> "Clock":

@@ -217,10 +217,7 @@ def duration(seconds: float) -> str:
 
 
 def short(number: float) -> str:
-    """Formats a count with three digits and a unit: "27.3 M" for 27275266, "133 k" for 132738.
-
-    Numbers below 10,000 have no unit: "9,876".
-    """
+    """Formats a count: "9,876" for 9876, "133 k" for 132738, "27.3 M" for 27275266."""
     for limit, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if number >= limit:
             return f"{number / divisor:.3g} {unit}"
@@ -285,9 +282,6 @@ def _as_inline(svg: str, title: str) -> str:
     """Converts an SVG file from matplotlib to an SVG element for an HTML page.
 
     The colors become CSS variables of the page. Namespaces, sizes and most ids are removed.
-
-    svg: Content of the file.
-    title: Description of the chart for screen readers.
     """
     head, _, body = svg[svg.index("<svg") :].partition(">")
     head = re.sub(r' (xmlns(:xlink)?|width|height|version)="[^"]*"', "", head)
@@ -329,10 +323,7 @@ def chart_file(panels: Sequence[tuple[Sequence[str], Chart]], *, title: str) -> 
 
 
 def _thinned(line: Line) -> Line:
-    """Returns a line with at most _MOST_POINTS (240) points.
-
-    If the line has more points, neighboring points are replaced by their mean.
-    """
+    """Returns a line with at most 240 points (_MOST_POINTS). Neighboring points become their mean."""
     if len(line.x) <= _MOST_POINTS:
         return line
     size = -(-len(line.x) // _MOST_POINTS)

@@ -96,9 +96,7 @@ def write_evaluation_report(
     batch_size: int,
     puzzles: Mapping[str, np.ndarray] | None = None,
 ) -> None:
-    """Runs the model on test puzzles, and writes report.html into `checkpoint.run_folder`.
-
-    Only rank 0 calls it.
+    """Runs the model on test puzzles, and writes report.html into the run folder. Only rank 0 calls it.
 
     evaluation: Folder with the results of the evaluation.
     seed: Seed of the random noise of the model.
@@ -112,12 +110,10 @@ def write_evaluation_report(
 
 
 def write_picture(path: Path, scaling: Mapping[str, Any]) -> None:
-    """Writes an SVG file with a chart of accuracy over network calls.
+    """Writes an SVG chart of accuracy over network calls. Without matplotlib, only warns.
 
-    If matplotlib is not installed, only warns.
-
-    scaling: Content of scaling.json, a result file of evaluate.py. It contains the accuracy for several
-    numbers of network calls. If it has no test sets, nothing is written.
+    scaling: Content of scaling.json: accuracies for several numbers of network calls. If it has no test sets,
+    nothing is written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         log.warning(f"{path.name} not written: matplotlib is missing. Run pip install matplotlib.")
@@ -132,10 +128,7 @@ def check_packages() -> None:
 
 
 def render(template: str, **values: Any) -> str:
-    """Returns the HTML of a jinja2 template of this folder, such as "run.html.jinja".
-
-    values: {variable of the template: value}. Their text is escaped. The variables `css` and `js` are added.
-    """
+    """Returns the HTML of a jinja2 template of this folder, such as "run.html.jinja". Escapes the values."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}

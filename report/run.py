@@ -272,10 +272,7 @@ def _typed(row: Any, types: Mapping[str, type]) -> Row:
 
 
 def _can_be_drawn(scaling: Any) -> bool:
-    """Returns whether `scaling` has the format of scaling.json, with at least one test set.
-
-    scaling: Content of a file that evaluate.py should have written. It may be damaged.
-    """
+    """Returns whether a file's content has the format of scaling.json, and a test set."""
     try:
         for content in scaling["sets"].values():
             by = next(iter(content["corners"][0]["ways"]))

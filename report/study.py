@@ -42,11 +42,7 @@ def write_page(study: Study, path: Path) -> None:
 
 
 def _charts(study: Study) -> list[Chart]:
-    """Draws the charts of the page. A chart without points is left out.
-
-    They show the best result so far, all evaluations, and each hyper-parameter. The charts of
-    hyper-parameters are sorted by importance.
-    """
+    """Draws the charts of the page: the best result so far, all evaluations, and each hyper-parameter."""
     complete = [trial for trial in study.trials if trial.state == TrialState.COMPLETE]
     choose = min if study.selection.lowest_is_best else max
     numbers, values = [trial.number for trial in complete], [trial.value for trial in complete]

@@ -68,10 +68,7 @@ def without_repeats(
 
 
 def _settings(run: RunRecord) -> dict[str, Any]:
-    """Returns the config of a run without keys that do not change the training.
-
-    Such keys are names, such as run_name, and settings of the output, such as log_interval.
-    """
+    """Returns a run's config without keys that do not change the training, such as run_name."""
     return {
         key: value
         for key, value in run.config.items()
@@ -117,10 +114,9 @@ def group_runs(runs: Sequence[RunRecord]) -> list[Group]:
 
 
 def _name_rebuilt_data(configs: Sequence[dict[str, Any]], fingerprints: Sequence[str | None]) -> None:
-    """Adds the key "data" to the configs, in place, if a dataset was rebuilt between trainings.
+    """Adds the key "data" to the configs if a dataset was rebuilt between trainings.
 
-    The value is the start of the dataset's hash, such as "1a2b3c4d". It shows which training used which
-    content of the same path.
+    The configs are changed in place. The value is the start of the dataset's hash, such as "1a2b3c4d".
 
     configs: Config of each group of runs.
     fingerprints: Hash of the dataset of each group. None if unknown.
@@ -289,10 +285,7 @@ def build_table(groups: Sequence[Group], columns: Sequence[str] | None = None) -
 
 
 def _unknown_column(column: str, runs: Sequence[RunRecord], usual: Sequence[str]) -> str:
-    """Returns the error message for a column that no run has in its log.
-
-    usual: Names of the default columns.
-    """
+    """Returns the error message for a column that no run has logged. usual: Names of the default columns."""
     kind = next((part for part in column.split("/")[:-1] if part in kind_names()), None)
     if kind and not any(f"/{kind}/" in name for run in runs for row in run.rows for name in row):
         return (
