@@ -58,7 +58,7 @@ _LOCAL_STEPS = (8, 32)
 
 
 class _Exchange:
-    """Several models in training. Each sums its gradients over ranks with another method.
+    """Several models in training. Each sums its gradients over ranks with another method, or not.
 
     The benchmark times the functions in the dict `turns`, {name of the method: function}.
 

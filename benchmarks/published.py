@@ -13,10 +13,10 @@ same way:
   call of HRM. Without flash-attn, as on a CPU, the code of HRM (at 23cb8793) uses plain matrix products. They
   are faster for short inputs.
 
-On CUDA, the public code has a fused kernel for the dense optimizer. This module has no such kernel. It also
-compiles the complete model (`compile_model`). tests/test_published.py checks that the step equals
-`training.step`, except for puzzles without labels and for the random numbers of exploration. Weights have the
-published names.
+On CUDA, the public code has a fused kernel for the dense optimizer. This module has no such kernel. On CUDA,
+the public code also compiles the complete model. This module does so with `compile_model=True`.
+tests/test_published.py checks that the step equals `training.step`, except for puzzles without labels and for
+the random numbers of exploration. Weights have the published names.
 """
 
 import math

@@ -276,7 +276,10 @@ class Trainer:
         self.state.average.update(range(self.state.step, self.state.step + 1))
 
     def parts(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns the tensors of a checkpoint on this rank: {section, such as "weights": {name: tensor}}."""
+        """Returns the tensors of this rank that a checkpoint would contain: {section: {name: tensor}}.
+
+        A section is a part of a checkpoint, such as "weights".
+        """
         parts = self.state.sections()
         return {
             part: {name: tensor_of(entry) for name, entry in section.items()}

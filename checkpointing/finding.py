@@ -3,8 +3,8 @@
 A checkpoint is one of three:
 
 - a folder step_<N> of a run
-- a folder with model.safetensors and config.json, which `python -m share push` wrote
-- a file step_<N> of the code that the authors of a model published ("public code")
+- a folder with model.safetensors and config.json that `python -m share push` wrote
+- a file step_<N> that the authors of a model published. Their own code ("public code") wrote it
 
 This file reads configs and verifies files. loading.py loads the weights.
 """
@@ -129,7 +129,11 @@ class Checkpoint:
 
     @property
     def run_folder(self) -> Path:
-        """Returns the run folder. For a checkpoint of the Hugging Face Hub: checkpoints/hf/OWNER/NAME."""
+        """Returns the folder for results, such as those of an evaluation.
+
+        For a checkpoint on this machine, it is the folder that contains `path`. For a checkpoint of the
+        Hugging Face Hub, it is checkpoints/hf/OWNER/NAME.
+        """
         is_here = self.address is None
         return self.path.absolute().parent if is_here else Path("checkpoints", "hf", self.address.repo)
 
@@ -203,9 +207,9 @@ def find_checkpoint(location: str | Path) -> Checkpoint:
     """Finds a checkpoint, downloads it if necessary, and verifies its files.
 
     Args:
-        location: A run folder (its newest checkpoint), RUN_FOLDER/best, a step_<N> folder, a step_<N> file of
-            a model's public code, a folder that `share push` wrote, the name of a model in weights/, or
-            hf://OWNER/NAME[@REVISION]. A link to one of them is followed.
+        location: A run folder (its newest checkpoint), RUN_FOLDER/best, a step_<N> folder, a step_<N> file
+            that the authors of a model published, a folder that `share push` wrote, the name of a model in
+            weights/, or hf://OWNER/NAME[@REVISION]. A link to one of them is followed.
 
     Returns:
         The description of the checkpoint.
@@ -275,9 +279,10 @@ def _choose_files(names: list[str]) -> list[str]:
 
 
 def _newest_step(folder: Path) -> Path:
-    """Returns the newest checkpoint in a run folder: a folder step_<N>, or else a published file.
+    """Returns the newest checkpoint in a run folder. A folder step_<N> comes before a file step_<N>.
 
-    Without both, returns a .ckpt file of PyTorch Lightning. If there is none, raises ValueError.
+    A file step_<N> is one that the authors of a model published. Without both, returns a .ckpt file of
+    PyTorch Lightning. If there is none, raises ValueError.
     """
     if newest := newest_checkpoint(folder):
         return newest

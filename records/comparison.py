@@ -3,13 +3,13 @@
     python -m records.comparison --folder checkpoints/comparison
 
 For each model, the program tunes the learning rate, trains several seeds, and evaluates them, also with more
-test-time compute. records/comparison.yaml lists models and trainings. The folder keeps data and runs, so the
-same command continues after an interruption. After each training, the program writes comparison.json,
-README.md and comparison.svg. It skips trainings that are in comparison.json. To continue on another machine,
-copy only this file, for example from records/comparison/. If records/comparison.yaml has a new learning rate,
-the program tries it too. If the new one is better, the program deletes the results of the model with the old
-one. All trainings and evaluations have the same number format: that of comparison.json, else that of --dtype,
-else the fast one on the machine of the first training.
+thinking steps or samples per puzzle. records/comparison.yaml lists models and trainings. The folder keeps
+data and runs, so the same command continues after an interruption. After each training, the program writes
+comparison.json, README.md and comparison.svg. It skips trainings that are in comparison.json. To continue on
+another machine, copy only this file, for example from records/comparison/. If records/comparison.yaml has a
+new learning rate, the program tries it too. If the new one is better, the program deletes the results of the
+model with the old one. All trainings and evaluations have the same number format (bfloat16 or float32): that
+of comparison.json, else that of --dtype, else the fast one on the machine of the first training.
 """
 
 import runtime.environment  # noqa: F401

@@ -1,4 +1,4 @@
-"""Describes the machine of a record, and finds the number format of a folder with runs.
+"""Describes the machine of a record, and finds the number format (dtype) of a folder with runs.
 
 The first training in a folder fixes the number format, for all seeds, trainings and evaluations.
 """

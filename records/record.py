@@ -113,8 +113,9 @@ def read_rows(folder: Path, entry: Mapping[str, Any], seed: int) -> list[Row]:
 def thin(rows: Sequence[Row]) -> list[Row]:
     """Returns a shortened copy of a log.
 
-    It contains evenly spaced records, the last record, and all records with an evaluation. Only metrics of
-    evaluations and the keys in _KEPT remain, such as "train/lm_loss". Values are rounded to five digits.
+    It contains at most 200 evenly spaced records, the last record, and all records with an evaluation. Only
+    metrics of evaluations and the keys in _KEPT remain, such as "train/lm_loss". Values are rounded to five
+    digits.
 
     rows: Records of the log.
     """

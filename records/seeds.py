@@ -82,7 +82,7 @@ class Rerun:
         return describe_machine(self._device) | versions | {"forward_dtype": self.forward_dtype}
 
     def check(self, seeds: range) -> None:
-        """Checks the settings before anything runs.
+        """Checks the settings of all trainings before anything runs.
 
         Raises ValueError if the config of a training is invalid. Exits the program if the folder contains a
         run with other settings.
@@ -117,9 +117,8 @@ class Rerun:
 
         Returns a dict with the accuracy and these keys, among others. "seconds": data_seconds plus the time
         of trainings and evaluations. "processor_hours": CPU time of all processes, also of building the data.
-        "petaflops": operations of the trainings, in 1e15. "other_cores": number of cores that other programs
-        used, as a mean over time, or None. If there are several trainings or evaluations, it is the maximum
-        over them.
+        "petaflops": operations of the trainings, in 1e15. "other_cores": mean number of cores that other
+        programs used during a training or an evaluation (the largest of these means), or None.
 
         Exits the program if a training fails or is stopped early.
 

@@ -323,7 +323,7 @@ def chart_file(panels: Sequence[tuple[Sequence[str], Chart]], *, title: str) -> 
 
 
 def _thinned(line: Line) -> Line:
-    """Returns a line with at most 240 points (_MOST_POINTS). Neighboring points become their mean."""
+    """Returns a line with at most 240 points (_MOST_POINTS): means of neighboring points if it has more."""
     if len(line.x) <= _MOST_POINTS:
         return line
     size = -(-len(line.x) // _MOST_POINTS)

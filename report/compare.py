@@ -33,7 +33,8 @@ def write_comparison(folders: Sequence[Path], *, output: Path, warn: Callable[[s
         warn: Function that is called with the text of each warning.
 
     Raises:
-        ValueError: A folder has no run, a run is listed twice, or the page cannot be written.
+        ValueError: A folder has no run, a folder is listed twice, matplotlib is missing, or the page cannot
+            be written.
     """
     check_packages()
     if len({folder.resolve() for folder in folders}) < len(folders):

@@ -298,8 +298,8 @@ def _unknown_column(column: str, runs: Sequence[RunRecord], usual: Sequence[str]
 def _interval(runs: Sequence[RunRecord], shares: Sequence[float]) -> tuple[float | None, float | None]:
     """Returns (low, high), the 95 % confidence interval of the accuracy.
 
-    With several trainings, it shows how much their mean varies over seeds. With one training, it shows how
-    much the accuracy varies over test puzzles. Returns (None, None) if it is unknown.
+    With several trainings, the interval shows how much their mean varies over seeds. With one training, it
+    shows how much the accuracy varies over test puzzles. Returns (None, None) if it is unknown.
 
     runs: Trainings that differ only in their seed.
     shares: Accuracy of each training whose accuracy is known.
